@@ -1,0 +1,94 @@
+"""Every refusal that kvplane makes on purpose, as one small tree of exceptions.
+
+A refusal changes nothing: the state digest of a replica is the same before and after. Bugs are assertions, not members
+of this tree. The service maps each class to a gRPC status in one table; the client maps `reason` back to the class, so
+the same exception arrives whether the session runs in process or over the wire.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class KvplaneError(Exception):
+    """An expected refusal.
+
+    Attributes:
+        reason: stable UPPER_SNAKE name, the same on the wire (`google.rpc.ErrorInfo.reason`).
+        field: name of the request field at fault, "" when no single field is.
+        remedy: what the caller can do about it, one sentence.
+        metadata: further facts as text, such as the epoch that holds or the owner's address.
+    """
+
+    reason: ClassVar[str] = "KVPLANE_ERROR"
+
+    def __init__(self, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.remedy = remedy
+        self.metadata = dict(metadata or {})
+
+    def __str__(self) -> str:
+        where = f"{self.field}: " if self.field else ""
+        return f"{where}{self.message}" + (f" ({self.remedy})" if self.remedy else "")
+
+
+class InvalidArgument(KvplaneError):
+    """A field holds a value that no state of the service could accept."""
+
+    reason = "INVALID_ARGUMENT"
+
+
+class NotFound(KvplaneError):
+    """The named replica, slot, request or file does not exist."""
+
+    reason = "NOT_FOUND"
+
+
+class AlreadyExists(KvplaneError):
+    """The name is taken by something different."""
+
+    reason = "ALREADY_EXISTS"
+
+
+class FailedPrecondition(KvplaneError):
+    """The request is well formed but the state it assumes does not hold."""
+
+    reason = "FAILED_PRECONDITION"
+
+
+class StaleEpoch(FailedPrecondition):
+    """The caller's epoch of the replica has ended; a newer engine life owns it. `metadata["epoch"]` is the current one."""
+
+    reason = "STALE_EPOCH"
+
+
+class OtherWriter(FailedPrecondition):
+    """The replica has another writer: a newer session, or a session where a unary call was tried."""
+
+    reason = "OTHER_WRITER"
+
+
+class SequenceError(FailedPrecondition):
+    """A step arrived out of order: from the future, or under a number that was used with other bytes."""
+
+    reason = "SEQUENCE_ERROR"
+
+
+class Moved(FailedPrecondition):
+    """Another service process owns the replica. `metadata["address"]` says where."""
+
+    reason = "MOVED"
+
+
+class LimitExceeded(KvplaneError):
+    """A configured limit is reached (never: out of blocks, which is an answer)."""
+
+    reason = "LIMIT_EXCEEDED"
+
+
+class Unavailable(KvplaneError):
+    """The service cannot be reached or is shutting down; safe to try again."""
+
+    reason = "UNAVAILABLE"
