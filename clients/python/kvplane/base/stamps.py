@@ -1,0 +1,39 @@
+"""Stamps: the version of a page's content.
+
+    63       56 55                32 31                 0
+    | generation |      epoch       |      counter       |
+
+A stamp is never used twice in one incarnation of the memory, so equal stamps mean equal content. The generation rises at
+each reset of the cache, the epoch with each life of the engine, the counter with each page handed out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+GENERATION_BITS = 8
+EPOCH_BITS = 24
+COUNTER_BITS = 32
+MAX_GENERATION = (1 << GENERATION_BITS) - 1
+MAX_EPOCH = (1 << EPOCH_BITS) - 1
+MAX_COUNTER = (1 << COUNTER_BITS) - 1
+
+
+class Stamp(NamedTuple):
+    """The three fields of a stamp."""
+
+    generation: int
+    epoch: int
+    counter: int
+
+    def pack(self) -> int:
+        """The u64 that is written to the stamp table."""
+        assert 0 <= self.generation <= MAX_GENERATION, self
+        assert 0 <= self.epoch <= MAX_EPOCH, self
+        assert 0 <= self.counter <= MAX_COUNTER, self
+        return self.generation << (EPOCH_BITS + COUNTER_BITS) | self.epoch << COUNTER_BITS | self.counter
+
+    @classmethod
+    def unpack(cls, value: int) -> Stamp:
+        """The fields of a packed stamp."""
+        return cls(value >> (EPOCH_BITS + COUNTER_BITS), value >> COUNTER_BITS & MAX_EPOCH, value & MAX_COUNTER)

@@ -1,0 +1,355 @@
+"""A step as a program of rows in columns, and its answer.
+
+One scheduler iteration of an engine is one Step: what happened, what is new, and what it would like to run, in the order
+in which the engine cares. The law: a part runs facts -> cache -> news -> run -> admit -> peek, each in row order, and a
+row's effects are complete before the next row. So a step gives the same result sent whole or one row per part.
+
+A column is a list with one entry per row, or empty when every row has the default named in its comment. On the wire a
+column is little-endian packed u32 (i32 where it may be negative, u64 where said); see `kvplane.wire`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+UNLIMITED = 0xFFFFFFFF
+ANY_HIT = -1
+UNCHANGED = -1
+
+
+class End(IntEnum):
+    """How a request left, in a facts row."""
+
+    NONE = 0
+    FREE = 1  # blocks return to the pool, tail first (after `fence`)
+    HELD = 2  # the request ended, its blocks stay until `Cache.released` names the slot (a transfer reads them)
+    PREEMPTED = 3  # as FREE, but tokens and hashes stay: the slot can be admitted again
+
+
+class OnRefusal(IntEnum):
+    """What a section does when a row gets no blocks."""
+
+    STOP = 0  # later rows of the section are not looked at
+    SKIP = 1  # go on with the next row
+    PREEMPT = 2  # run only: preempt victims until it fits
+
+
+class Watermark(IntEnum):
+    """Whether an admission leaves the replica's watermark of blocks free."""
+
+    AUTO = 0  # when some request is running
+    ALWAYS = 1
+    NEVER = 2
+
+
+class RowFlag(IntFlag):
+    """Bits of the flags column of run and admit rows."""
+
+    NONE = 0
+    ALIGN = 1  # clip the chunk by the replica's AlignSpec
+    DELAY_CACHING = 2  # allocate now, register keys by a later commit (external tokens still on their way)
+    FULL_FIT = 4  # admit: the whole sequence must fit, not only this chunk
+    WHOLE = 8  # admit: no chunking; a row that does not get all its tokens stops the section
+
+
+class AdmitStatus(IntEnum):
+    """What became of an admit row."""
+
+    NOT_REACHED = 0  # the section had ended: budget, max_running, or an earlier refusal
+    GRANTED = 1
+    REFUSED = 2  # out of blocks; nothing was allocated
+    DEFERRED = 3  # its hit is a state of a step that has not been executed; ask again next step
+    STALE_HIT = 4  # the hit is not `expected_hit`; `hit` says what it is now
+    NO_ROOM = 5  # the budget left does not hold it (WHOLE rows and aligned chunks of 0 tokens)
+    NEVER_FITS = 6  # more blocks than the empty pool has
+
+
+class EventKind(IntEnum):
+    """Kinds of cache events."""
+
+    STORED = 1
+    REMOVED = 2
+    CLEARED = 3
+
+
+class RemoveReason(IntEnum):
+    """Why a key left its block."""
+
+    NONE = 0
+    EVICTED = 1  # the block was handed to another request
+    DROPPED = 2  # EvictBlocks, or a failed load
+    PROMOTED = 3  # replaced by a longer key of the same block
+    WITHDRAWN = 4  # tentative key of a step that will not run
+    UNVERIFIED = 5  # a new epoch could not prove that the page still holds the content
+
+
+@dataclass(slots=True)
+class Facts:
+    """What happened to requests since the last step, row by row.
+
+    Within a row: computed, then appended tokens, then commit, then end.
+    """
+
+    slot: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: set computed tokens (rejected drafts)
+    appended: list[int] = field(default_factory=list)  # default 0: tokens that joined the request
+    tokens: list[int] = field(default_factory=list)  # sum(appended) ids, rows in order; empty = hashes are given instead
+    num_hashes: list[int] = field(default_factory=list)  # default 0: block hashes that became complete
+    hashes: bytes = b""  # concatenated digests, rows in order
+    commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: register full blocks up to this many tokens
+    end: list[int] = field(default_factory=list)  # End, default NONE
+    fence: list[int] = field(default_factory=list)  # u64, default 0: freed blocks return when executed_through reaches it
+
+
+@dataclass(slots=True)
+class Cache:
+    """What happened to pages rather than to requests."""
+
+    failed_steps: list[int] = field(default_factory=list)  # u64: steps of this epoch that will never run
+    evicted: list[int] = field(default_factory=list)  # blocks whose keys must go (failed loads, operator); in order
+    released: list[int] = field(default_factory=list)  # slots ended as HELD whose transfers are done
+    reset: bool = False  # drop every key; works only when no block is in use
+
+
+@dataclass(frozen=True, slots=True)
+class Multimodal:
+    """One multimodal item: `offset` and `length` in tokens."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraKeys:
+    """What else than tokens makes the content of a request's blocks.
+
+    Attributes:
+        lora: (name, path) of the adapter; in the hash of every block.
+        salt: cache salt; in the hash of the first block.
+        multimodal: items by offset; in the hash of each block they overlap.
+        prompt_embeds: digest per hash block, for prompts given as embeddings.
+    """
+
+    lora: tuple[str, str] | None = None
+    salt: str = ""
+    multimodal: tuple[Multimodal, ...] = ()
+    prompt_embeds: tuple[bytes, ...] = ()
+
+
+NO_EXTRA_KEYS = ExtraKeys()
+
+
+@dataclass(slots=True)
+class News:
+    """New requests. A slot is a small number that the client chooses and reuses after the request ended."""
+
+    slot: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # sum(num_tokens) ids, rows in order; empty = hashes are given
+    num_hashes: list[int] = field(default_factory=list)  # default 0
+    hashes: bytes = b""
+    request_id: list[str] = field(default_factory=list)  # default "": name for explanations and traces
+    domain: list[str] = field(default_factory=list)  # default "": requests share pages only within a domain
+    extra_keys: list[ExtraKeys] = field(default_factory=list)  # default none; used when tokens are given
+    skip_reading: list[int] = field(default_factory=list)  # default 0; 1 = look nothing up, still register
+    max_tokens: list[int] = field(default_factory=list)  # default 0 = max_model_len: most tokens it may reach
+
+
+@dataclass(slots=True)
+class Run:
+    """Running requests in scheduling order. Wanted tokens = known tokens + extra - computed, at most cap and the budget."""
+
+    slot: list[int] = field(default_factory=list)
+    extra: list[int] = field(default_factory=list)  # i32, default 0: drafts and placeholders beyond the known tokens
+    cap: list[int] = field(default_factory=list)  # default UNLIMITED
+    lookahead: list[int] = field(default_factory=list)  # default 0: more slots for drafts to come
+    in_flight: list[int] = field(default_factory=list)  # i32, default -1: as the core counts by executed_through
+    flags: list[int] = field(default_factory=list)  # RowFlag, default 0
+    victims: list[int] = field(default_factory=list)  # slots to preempt, first to go first; empty = last row first
+    on_refusal: OnRefusal = OnRefusal.PREEMPT
+
+
+@dataclass(slots=True)
+class Admit:
+    """Waiting requests in the order in which they may be admitted; each looks its prefix up again and adopts the hit."""
+
+    slot: list[int] = field(default_factory=list)
+    extra: list[int] = field(default_factory=list)  # i32, default 0
+    cap: list[int] = field(default_factory=list)  # default UNLIMITED
+    lookahead: list[int] = field(default_factory=list)  # default 0
+    external: list[int] = field(default_factory=list)  # default 0: tokens behind the hit that come from outside
+    expected_hit: list[int] = field(default_factory=list)  # i32, default ANY_HIT
+    encoder_tokens: list[int] = field(default_factory=list)  # default 0: for cross attention
+    reserved: list[int] = field(default_factory=list)  # default 0: blocks to leave free for others
+    watermark: list[int] = field(default_factory=list)  # Watermark, default AUTO
+    flags: list[int] = field(default_factory=list)  # RowFlag, default 0
+    max_running: int = UNLIMITED
+    on_refusal: OnRefusal = OnRefusal.STOP
+    only_if_no_preemption: bool = False
+
+
+@dataclass(slots=True)
+class Peek:
+    """Look-ups for later steps: advice, nothing is touched or reserved."""
+
+    slot: list[int] = field(default_factory=list)
+    with_blocks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What run and admit rows of a part may spend together.
+
+    Attributes:
+        tokens: scheduled tokens.
+        input: input positions; each scheduled row takes its tokens + `overhead`.
+        overhead: input positions per scheduled row (draft slots).
+    """
+
+    tokens: int = UNLIMITED
+    input: int = UNLIMITED
+    overhead: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """One ordered program. A step usually has one."""
+
+    facts: Facts = field(default_factory=Facts)
+    cache: Cache = field(default_factory=Cache)
+    news: News = field(default_factory=News)
+    run: Run = field(default_factory=Run)
+    admit: Admit = field(default_factory=Admit)
+    peek: Peek = field(default_factory=Peek)
+    budget: Budget = Budget()
+    with_tables: bool = False  # answer with whole block tables of all run and admit rows, for debugging
+
+
+@dataclass(slots=True)
+class Step:
+    """One scheduler iteration, or some parts of it.
+
+    Attributes:
+        epoch: the engine life that sends it.
+        seq: step number, from 1, +1 each.
+        part: number of parts[0] within the step.
+        last: no more parts of this step follow.
+        executed_through: all steps up to this one have finished on all ranks.
+    """
+
+    epoch: int
+    seq: int
+    parts: list[Part]
+    part: int = 0
+    last: bool = True
+    executed_through: int = 0
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Lists of block ids, sparse: entry k gives `count[k]` ids to group `group[k]` of row `row[k]`, ids in order.
+
+    Rows are numbered through the part: run rows from 0, admit rows behind them (peek rows from 0 in PartResult.peek_blocks).
+    """
+
+    row: list[int] = field(default_factory=list)
+    group: list[int] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+
+    def add(self, row: int, group: int, ids: list[int]) -> None:
+        """Append one entry."""
+        self.row.append(row)
+        self.group.append(group)
+        self.count.append(len(ids))
+        self.ids.extend(ids)
+
+    def by_row(self) -> dict[int, dict[int, list[int]]]:
+        """{row: {group: ids}}; a fresh copy."""
+        out: dict[int, dict[int, list[int]]] = {}
+        start = 0
+        for row, group, count in zip(self.row, self.group, self.count, strict=True):
+            out.setdefault(row, {})[group] = self.ids[start : start + count]
+            start += count
+        return out
+
+
+@dataclass(slots=True)
+class Orders:
+    """What each rank does before the launch, in this order: write stamps, copy pages, zero pages.
+
+    Attributes:
+        stamp_block, stamp: new content version (u64) of each block that was handed out or lost a key.
+        copy_src, copy_dst, copy_group: pages to copy, in order.
+        zero_block, zero_group: pages to zero.
+    """
+
+    stamp_block: list[int] = field(default_factory=list)
+    stamp: list[int] = field(default_factory=list)
+    copy_src: list[int] = field(default_factory=list)
+    copy_dst: list[int] = field(default_factory=list)
+    copy_group: list[int] = field(default_factory=list)
+    zero_block: list[int] = field(default_factory=list)
+    zero_group: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """One change of the prefix cache, in the order in which it happened.
+
+    STORED: `hashes` were registered for blocks of `group` that lie in tokens [start, end) of the request in `slot`; blocks
+    that are null or not retained are skipped in `hashes` and `blocks` but not in the range. `parent` is the hash before
+    `start`, b"" at 0. `block_size` is tokens per hash. REMOVED: one hash, with the reason. CLEARED: every key.
+    """
+
+    kind: EventKind
+    group: int = 0
+    hashes: tuple[bytes, ...] = ()
+    blocks: tuple[int, ...] = ()
+    domain: str = ""
+    parent: bytes = b""
+    block_size: int = 0
+    slot: int = 0
+    start: int = 0
+    end: int = 0
+    block_starts: tuple[int, ...] = ()  # STORED: first token of each hash's block
+    reason: RemoveReason = RemoveReason.NONE
+
+
+@dataclass(slots=True)
+class PartResult:
+    """What became of one part. Everything that logs, traces or counts reads this and derives nothing of its own."""
+
+    granted: list[int] = field(default_factory=list)  # run rows: tokens, 0 = not scheduled
+    preempted: list[int] = field(default_factory=list)  # slots in order; each must be queued again by the engine
+    admit_status: list[int] = field(default_factory=list)
+    admit_hit: list[int] = field(default_factory=list)
+    admit_granted: list[int] = field(default_factory=list)
+    admit_junction: list[int] = field(default_factory=list)
+    new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, run and admit rows
+    tables: Blocks = field(default_factory=Blocks)  # whole tables of granted admit rows (of all rows if with_tables)
+    peek_hit: list[int] = field(default_factory=list)
+    peek_junction: list[int] = field(default_factory=list)
+    peek_blocks: Blocks = field(default_factory=Blocks)
+    num_hashes: list[int] = field(default_factory=list)  # block hashes known of each facts row, then of each news row
+    last_hash: list[bytes] = field(default_factory=list)  # the last of them, b"" when none; same rows
+    reset_done: bool = False
+    orders: Orders = field(default_factory=Orders)
+    free_blocks: int = 0  # exact, after the part
+    events: list[CacheEvent] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Answer to a Step.
+
+    Attributes:
+        published_through: keys registered by steps up to this one may be seen by others.
+    """
+
+    seq: int
+    part: int
+    parts: list[PartResult]
+    published_through: int = 0
