@@ -1,0 +1,83 @@
+"""What opens a session and what the answer says; the same types over the wire and in process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import Step, StepResult
+
+NEW_EPOCH = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """First message of a session.
+
+    Attributes:
+        replica: name of the replica.
+        nonce: u64 drawn at random for each stream; only the newest session of a replica may apply steps.
+        epoch: NEW_EPOCH for a new engine life, the current epoch to resume after a broken stream.
+        with_events: answers carry cache events.
+        client: name of the client, for operators.
+        stamp_table: new engine life on unchanged page memory: one stamp per block; keys whose stamp matches survive.
+            Empty: no key survives.
+    """
+
+    replica: str
+    nonce: int
+    epoch: int = NEW_EPOCH
+    with_events: bool = False
+    client: str = ""
+    stamp_table: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """Answer to OpenRequest.
+
+    Attributes:
+        epoch: the epoch that steps are sent under.
+        seq: last step applied completely.
+        next_part: parts applied of step seq + 1.
+        max_steps_in_flight, max_rows: limits of the service.
+        lease_ms: send something at least this often.
+        spec: of the replica.
+        free_blocks: exact.
+        kept_keys: keys that survived into this epoch.
+    """
+
+    epoch: int
+    seq: int
+    next_part: int
+    max_steps_in_flight: int
+    max_rows: int
+    lease_ms: int
+    spec: ReplicaSpec
+    free_blocks: int
+    kept_keys: int
+
+
+class SessionTransport(Protocol):
+    """Carries one session: gRPC (`kvplane.transport`), in process, or a simulated network."""
+
+    def open(self, request: OpenRequest) -> Opened:
+        """Open the session; raises KvplaneError."""
+        ...
+
+    def send(self, step: Step) -> None:
+        """Send without waiting; raises Unavailable when the stream is broken."""
+        ...
+
+    def receive(self) -> StepResult:
+        """Wait for the next answer, in the order of send; raises the KvplaneError of a refused step."""
+        ...
+
+    def heartbeat(self) -> None:
+        """Keep the lease."""
+        ...
+
+    def close(self) -> None:
+        """Say goodbye: requests are freed. Idempotent."""
+        ...
