@@ -437,7 +437,7 @@ def test_a_token_that_is_no_u32_is_refused_not_truncated(value):
 def test_a_scalar_out_of_range_is_refused():
     with pytest.raises(InvalidArgument) as caught:
         wire.encode_step(Step(1, 1, [Part(budget=Budget(tokens=-1))]))
-    assert caught.value.field == "parts[0].budget"
+    assert caught.value.field == "parts[0].budget.tokens"
     with pytest.raises(InvalidArgument, match="step"):
         wire.encode_step(Step(-1, 1, [Part()]))
 

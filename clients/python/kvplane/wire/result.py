@@ -7,7 +7,17 @@ from typing import Any
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Blocks, CacheEvent, EventKind, Orders, PartResult, RemoveReason, StepResult
 from kvplane.v1 import step_pb2 as pb
-from kvplane.wire.columns import Column, build, check_total, pack, pack_section, unpack, unpack_section
+from kvplane.wire.columns import (
+    U32,
+    U64,
+    Column,
+    build,
+    check_total,
+    pack,
+    pack_section,
+    unpack,
+    unpack_section,
+)
 
 _RESULT = (
     Column("granted", by_row=False),
@@ -21,20 +31,22 @@ _RESULT = (
     Column("num_hashes", by_row=False),
 )
 _BLOCKS = (Column("row"), Column("group"), Column("count"), Column("ids", by_row=False))
-_STAMPS = (Column("stamp_block"), Column("stamp", "Q"))
+_STAMPS = (Column("stamp_block"), Column("stamp", U64))
 _COPIES = (Column("copy_src"), Column("copy_dst"), Column("copy_group"))
 _ZEROES = (Column("zero_block"), Column("zero_group"))
+_ORDERS = _STAMPS + _COPIES + _ZEROES
 _BLOCK_FIELDS = ("new_blocks", "tables", "peek_blocks")
 
 
 def encode_result(result: StepResult) -> pb.StepResult:
     """The message of an answer."""
-    return pb.StepResult(
-        seq=result.seq,
-        part=result.part,
-        parts=[_encode_part(part, f"parts[{index}]") for index, part in enumerate(result.parts)],
-        published_through=result.published_through,
-    )
+    fields = {
+        "seq": result.seq,
+        "part": result.part,
+        "parts": [_encode_part(part, f"parts[{index}]") for index, part in enumerate(result.parts)],
+        "published_through": result.published_through,
+    }
+    return build(pb.StepResult, "result", fields)
 
 
 def decode_result(message: pb.StepResult) -> StepResult:
@@ -49,7 +61,7 @@ def decode_result(message: pb.StepResult) -> StepResult:
 
 def encode_orders(orders: Orders) -> pb.Orders:
     """The message of the orders of one part."""
-    return build(pb.Orders, "orders", pack_section(orders, _STAMPS + _COPIES + _ZEROES, "orders"))
+    return build(pb.Orders, "orders", pack_section(orders, _ORDERS, "orders"))
 
 
 def decode_orders(message: pb.Orders, where: str = "orders") -> Orders:
@@ -66,14 +78,14 @@ def encode_event(event: CacheEvent) -> pb.CacheEvent:
         "kind": int(event.kind),
         "group": event.group,
         "hashes": event.hashes,
-        "blocks": pack(event.blocks, "I", "event.blocks"),
+        "blocks": pack(event.blocks, U32, "event", "blocks"),
         "domain": event.domain,
         "parent": event.parent,
         "block_size": event.block_size,
         "slot": event.slot,
         "start": event.start,
         "end": event.end,
-        "block_starts": pack(event.block_starts, "I", "event.block_starts"),
+        "block_starts": pack(event.block_starts, U32, "event", "block_starts"),
         "reason": int(event.reason),
     }
     return build(pb.CacheEvent, "event", fields)
@@ -93,34 +105,34 @@ def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
         kind=kind,
         group=message.group,
         hashes=tuple(message.hashes),
-        blocks=tuple(unpack(message.blocks, "I", f"{where}.blocks")),
+        blocks=tuple(unpack(message.blocks, U32, where, "blocks")),
         domain=message.domain,
         parent=message.parent,
         block_size=message.block_size,
         slot=message.slot,
         start=message.start,
         end=message.end,
-        block_starts=tuple(unpack(message.block_starts, "I", f"{where}.block_starts")),
+        block_starts=tuple(unpack(message.block_starts, U32, where, "block_starts")),
         reason=reason,
     )
 
 
-def _encode_part(part: PartResult, where: str) -> pb.PartResult:
+# As in a step, what lies within is handed over as dicts, which are not copied.
+def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
     fields = pack_section(part, _RESULT, where)
     for name in _BLOCK_FIELDS:
-        columns = pack_section(getattr(part, name), _BLOCKS, f"{where}.{name}")
-        if columns:
-            fields[name] = pb.Blocks(**columns)
-    orders = pack_section(part.orders, _STAMPS + _COPIES + _ZEROES, f"{where}.orders")
-    if orders:
-        fields["orders"] = pb.Orders(**orders)
+        if blocks := pack_section(getattr(part, name), _BLOCKS, where):
+            fields[name] = blocks
+    if orders := pack_section(part.orders, _ORDERS, where):
+        fields["orders"] = orders
     if part.last_hash:
         fields["last_hash"] = part.last_hash
     if part.events:
         fields["events"] = [encode_event(event) for event in part.events]
-    return build(
-        pb.PartResult, where, {**fields, "reset_done": part.reset_done, "free_blocks": part.free_blocks}
-    )
+    if part.reset_done:
+        fields["reset_done"] = True
+    fields["free_blocks"] = part.free_blocks
+    return fields
 
 
 def _decode_part(message: pb.PartResult, where: str) -> PartResult:

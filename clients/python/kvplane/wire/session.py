@@ -6,7 +6,7 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.status import error_of_reason
 from kvplane.v1 import allocation_pb2, step_pb2
-from kvplane.wire.columns import build, pack, unpack
+from kvplane.wire.columns import U64, build, pack, unpack
 from kvplane.wire.spec import decode_spec, encode_spec
 
 _OPENED = (
@@ -29,7 +29,7 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "nonce": request.nonce,
         "with_events": request.with_events,
         "client": request.client,
-        "stamp_table": pack(request.stamp_table, "Q", "stamp_table"),
+        "stamp_table": pack(request.stamp_table, U64, "open", "stamp_table"),
     }
     return build(allocation_pb2.SessionOpen, "open", fields)
 
@@ -42,7 +42,7 @@ def decode_open(message: allocation_pb2.SessionOpen) -> OpenRequest:
         epoch=message.epoch,
         with_events=message.with_events,
         client=message.client,
-        stamp_table=tuple(unpack(message.stamp_table, "Q", "stamp_table")),
+        stamp_table=tuple(unpack(message.stamp_table, U64, "open", "stamp_table")),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
@@ -24,6 +24,8 @@ from kvplane.base.step import (
 )
 from kvplane.v1 import step_pb2 as pb
 from kvplane.wire.columns import (
+    I32,
+    U64,
     Column,
     build,
     check_total,
@@ -34,16 +36,16 @@ from kvplane.wire.columns import (
 
 _FACTS = (
     Column("slot"),
-    Column("computed", "i"),
+    Column("computed", I32),
     Column("appended"),
     Column("tokens", by_row=False),
     Column("num_hashes"),
-    Column("commit", "i"),
+    Column("commit", I32),
     Column("end", highest=3),
-    Column("fence", "Q"),
+    Column("fence", U64),
 )
 _CACHE = (
-    Column("failed_steps", "Q", by_row=False),
+    Column("failed_steps", U64, by_row=False),
     Column("evicted", by_row=False),
     Column("released", by_row=False),
 )
@@ -57,27 +59,26 @@ _NEWS = (
 )
 _RUN = (
     Column("slot"),
-    Column("extra", "i"),
+    Column("extra", I32),
     Column("cap"),
     Column("lookahead"),
-    Column("in_flight", "i"),
+    Column("in_flight", I32),
     Column("flags", highest=3),
     Column("victims", by_row=False),
 )
 _ADMIT = (
     Column("slot"),
-    Column("extra", "i"),
+    Column("extra", I32),
     Column("cap"),
     Column("lookahead"),
     Column("external"),
-    Column("expected_hit", "i"),
+    Column("expected_hit", I32),
     Column("encoder_tokens"),
     Column("reserved"),
     Column("watermark", highest=2),
     Column("flags", highest=15),
 )
 _PEEK = (Column("slot"),)
-_NO_BUDGET = Budget()
 
 
 def encode_step(step: Step) -> pb.Step:
@@ -143,17 +144,26 @@ def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
     )
 
 
-def _encode_part(part: Part, where: str) -> pb.Part:
+# Sections are handed over as dicts: to build a message of messages would copy the columns at each level.
+def _encode_part(part: Part, where: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for name, message_type, encode in _SECTION_ENCODERS:
-        columns = encode(getattr(part, name), f"{where}.{name}")
-        if columns:
-            fields[name] = build(message_type, f"{where}.{name}", columns)
-    if part.budget != _NO_BUDGET:
-        fields["budget"] = _encode_budget(part.budget, f"{where}.budget")
+    if facts := _encode_facts(part.facts, f"{where}.facts"):
+        fields["facts"] = facts
+    if cache := _encode_cache(part.cache, f"{where}.cache"):
+        fields["cache"] = cache
+    if news := _encode_news(part.news, f"{where}.news"):
+        fields["news"] = news
+    if run := _encode_run(part.run, f"{where}.run"):
+        fields["run"] = run
+    if admit := _encode_admit(part.admit, f"{where}.admit"):
+        fields["admit"] = admit
+    if peek := _encode_peek(part.peek, f"{where}.peek"):
+        fields["peek"] = peek
+    if budget := _encode_budget(part.budget, f"{where}.budget"):
+        fields["budget"] = budget
     if part.with_tables:
         fields["with_tables"] = True
-    return pb.Part(**fields)
+    return fields
 
 
 def _encode_facts(facts: Facts, where: str) -> dict[str, Any]:
@@ -185,17 +195,17 @@ def _encode_news(news: News, where: str) -> dict[str, Any]:
 
 def _encode_run(run: Run, where: str) -> dict[str, Any]:
     fields = pack_section(run, _RUN, where)
-    if run.on_refusal is not OnRefusal.PREEMPT:
+    if run.on_refusal != OnRefusal.PREEMPT:
         fields["on_refusal"] = run.on_refusal + 1
     return fields
 
 
 def _encode_admit(admit: Admit, where: str) -> dict[str, Any]:
     fields = pack_section(admit, _ADMIT, where)
-    if admit.on_refusal is not OnRefusal.STOP:
+    if admit.on_refusal != OnRefusal.STOP:
         fields["on_refusal"] = admit.on_refusal + 1
     if admit.max_running != UNLIMITED:
-        fields["max_running"] = admit.max_running
+        fields["max_running"] = _u32(admit.max_running, f"{where}.max_running")
     if admit.only_if_no_preemption:
         fields["only_if_no_preemption"] = True
     return fields
@@ -208,23 +218,23 @@ def _encode_peek(peek: Peek, where: str) -> dict[str, Any]:
     return fields
 
 
-def _encode_budget(budget: Budget, where: str) -> pb.Budget:
-    fields = {"overhead": budget.overhead}
+def _encode_budget(budget: Budget, where: str) -> dict[str, Any]:
+    fields = {}
     if budget.tokens != UNLIMITED:
-        fields["tokens"] = budget.tokens
+        fields["tokens"] = _u32(budget.tokens, f"{where}.tokens")
     if budget.input != UNLIMITED:
-        fields["input"] = budget.input
-    return build(pb.Budget, where, fields)
+        fields["input"] = _u32(budget.input, f"{where}.input")
+    if budget.overhead:
+        fields["overhead"] = _u32(budget.overhead, f"{where}.overhead")
+    return fields
 
 
-_SECTION_ENCODERS: Sequence[tuple[str, Any, Callable[[Any, str], dict[str, Any]]]] = (
-    ("facts", pb.Facts, _encode_facts),
-    ("cache", pb.Cache, _encode_cache),
-    ("news", pb.News, _encode_news),
-    ("run", pb.Run, _encode_run),
-    ("admit", pb.Admit, _encode_admit),
-    ("peek", pb.Peek, _encode_peek),
-)
+def _u32(value: int, name: str) -> int:
+    if not 0 <= value <= UNLIMITED:
+        raise InvalidArgument(
+            f"{value} is no u32", field=name, remedy=f"give an integer from 0 to {UNLIMITED}"
+        )
+    return value
 
 
 def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
