@@ -127,7 +127,9 @@ def find_algorithm(name: str) -> HashAlgorithm:
     """
     if name not in _MAKERS:
         raise InvalidArgument(
-            f"there is no block hash {name!r}", field="hash_algorithm", remedy=f"choose one of {', '.join(_MAKERS)}"
+            f"there is no block hash {name!r}",
+            field="hash_algorithm",
+            remedy=f"choose one of {', '.join(_MAKERS)}",
         )
     return _MAKERS[name]()
 

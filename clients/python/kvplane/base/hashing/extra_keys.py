@@ -52,7 +52,9 @@ class MultimodalItem:
         if self.offset < 0:
             raise InvalidArgument(f"{self.offset} is below 0", field="multimodal.offset")
         if self.length < 1:
-            raise InvalidArgument(f"{self.length} is below 1", field="multimodal.length", remedy="leave empty items out")
+            raise InvalidArgument(
+                f"{self.length} is below 1", field="multimodal.length", remedy="leave empty items out"
+            )
 
     @property
     def end(self) -> int:
@@ -84,7 +86,9 @@ class PromptEmbeds:
         view = memoryview(embeds)
         starts = range(0, len(embeds), block_size * token_bytes)
         reach = (block_size + lookahead) * token_bytes
-        return cls(block_size, tuple(hashlib.sha256(view[start : start + reach]).digest() for start in starts))
+        return cls(
+            block_size, tuple(hashlib.sha256(view[start : start + reach]).digest() for start in starts)
+        )
 
     def digest(self, start: int) -> bytes:
         """Of the block that begins at token `start`."""
@@ -162,7 +166,9 @@ def _check_text(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument("has no UTF-8 form", field=field, remedy="send text without lone surrogates") from None
+        raise InvalidArgument(
+            "has no UTF-8 form", field=field, remedy="send text without lone surrogates"
+        ) from None
 
 
 NO_KEYS = ExtraKeys()
