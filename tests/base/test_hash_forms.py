@@ -12,8 +12,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane.base.hashing import ExtraKeys, HashScheme, Lora, RequestHasher, find_algorithm, pack_tokens
+from kvplane.base.groups import HashAlgorithm
+from kvplane.base.hashing import HashScheme, RequestHasher, RequestKeys, block_digest, pack_tokens
 from kvplane.base.hashing.cbor import encode
+from kvplane.base.step import ExtraKeys
 
 PROMPT = [(i * 37 + 11) % 997 for i in range(40)]
 
@@ -36,18 +38,20 @@ def test_cbor_lengths_take_the_fewest_bytes(count: int) -> None:
 
 
 FORMS = {
-    "sha256": lambda triple: hashlib.sha256(pickle.dumps(triple, protocol=5)).digest(),
-    "sha256_cbor": lambda triple: hashlib.sha256(cbor2.dumps(triple, canonical=True)).digest(),
-    "xxhash": lambda triple: xxhash.xxh3_128_digest(pickle.dumps(triple, protocol=5)),
-    "xxhash_cbor": lambda triple: xxhash.xxh3_128_digest(cbor2.dumps(triple, canonical=True)),
+    HashAlgorithm.SHA256: lambda triple: hashlib.sha256(pickle.dumps(triple, protocol=5)).digest(),
+    HashAlgorithm.SHA256_CBOR: lambda triple: hashlib.sha256(cbor2.dumps(triple, canonical=True)).digest(),
+    HashAlgorithm.XXHASH: lambda triple: xxhash.xxh3_128_digest(pickle.dumps(triple, protocol=5)),
+    HashAlgorithm.XXHASH_CBOR: lambda triple: xxhash.xxh3_128_digest(cbor2.dumps(triple, canonical=True)),
 }
 
 
 @pytest.mark.parametrize("algorithm", FORMS)
 @given(tokens=token_lists)
-def test_a_reference_hash_is_the_digest_of_parent_tokens_and_keys(algorithm: str, tokens: list[int]) -> None:
+def test_a_reference_hash_is_the_digest_of_parent_tokens_and_keys(
+    algorithm: HashAlgorithm, tokens: list[int]
+) -> None:
     scheme = HashScheme.named(4, algorithm, seed="s")
-    hashes = RequestHasher(scheme, ExtraKeys(cache_salt="s1")).append(pack_tokens(tokens))
+    hashes = RequestHasher(scheme, ExtraKeys(salt="s1")).append(pack_tokens(tokens))
     parent, expected = scheme.none_hash, b""
     for start in range(0, len(tokens) - 3, 4):
         extra = (("cache_salt", "s1"),) if start == 0 else None
@@ -58,11 +62,10 @@ def test_a_reference_hash_is_the_digest_of_parent_tokens_and_keys(algorithm: str
 
 def test_pickled_hashes_depend_on_values_and_not_on_shared_objects() -> None:
     name = "adapter-1"
-    shared = hashes_of(PROMPT, ExtraKeys(lora=Lora(name, name)), algorithm="sha256")
-    copies = hashes_of(
-        PROMPT, ExtraKeys(lora=Lora("".join(name), "-".join(["adapter", "1"]))), algorithm="sha256"
-    )
-    assert shared == copies
+    scheme = HashScheme.named(8, HashAlgorithm.SHA256)
+    shared = RequestHasher(scheme, ExtraKeys((name, name)))
+    copies = RequestHasher(scheme, ExtraKeys(("".join(name), "-".join(["adapter", "1"]))))
+    assert shared.append(pack_tokens(PROMPT)) == copies.append(pack_tokens(PROMPT))
 
 
 def test_our_own_form_is_the_one_that_its_docstring_states() -> None:
@@ -71,33 +74,33 @@ def test_our_own_form_is_the_one_that_its_docstring_states() -> None:
     sizes = (4).to_bytes(4, "little") + len(keys).to_bytes(4, "little")
     first = hashlib.sha256(b"kvb1" + sizes + scheme.none_hash + pack_tokens([1, 2, 3, 4]) + keys).digest()
     second = hashlib.sha256(b"kvb1" + (4).to_bytes(8, "little") + first + pack_tokens([5, 6, 7, 8])).digest()
-    hashes = RequestHasher(scheme, ExtraKeys(cache_salt="s1")).append(pack_tokens(range(1, 9)))
+    hashes = RequestHasher(scheme, ExtraKeys(salt="s1")).append(pack_tokens(range(1, 9)))
     assert hashes == first + second
 
 
 def test_our_own_hashes_stay_what_they_are() -> None:
     """Caches outlive releases: a changed form needs a new name, not another digest under the old one."""
-    assert (
-        hashes_of(PROMPT, ExtraKeys(cache_salt="team-a"))[-1].hex()
-        == "24fcc1b8b1df841173e65d969de96cbd09013122a51f5c4b03448de3beeff91e"
+    hashes = RequestHasher(HashScheme.named(8, seed="test"), ExtraKeys(salt="team-a")).append(
+        pack_tokens(PROMPT)
     )
+    assert hashes[-32:].hex() == "24fcc1b8b1df841173e65d969de96cbd09013122a51f5c4b03448de3beeff91e"
 
 
 @given(token_lists, token_lists, texts, texts)
 def test_our_own_hash_tells_apart_whatever_differs(
     left: list[int], right: list[int], salt: str, other: str
 ) -> None:
-    algorithm = find_algorithm("kvplane")
+    algorithm = block_digest(HashAlgorithm.KVPLANE)
 
     def digest(tokens: list[int], salt: str) -> bytes:
-        keys = ExtraKeys(cache_salt=salt).keys_for_block(0, 1)
+        keys = RequestKeys(ExtraKeys(salt=salt), 1).of_block(0, 1)
         return algorithm.hash_block(bytes(32), pack_tokens(tokens), keys)
 
     assert (digest(left, salt) == digest(right, other)) == ((left, salt) == (right, other))
 
 
 def test_our_own_hash_does_not_mistake_key_bytes_for_tokens() -> None:
-    algorithm = find_algorithm("kvplane")
+    algorithm = block_digest(HashAlgorithm.KVPLANE)
     keys = ((b"four", b"more"),)
     as_tokens = pack_tokens([1, 2]) + encode(keys)
     padded = as_tokens + bytes(-len(as_tokens) % 4)

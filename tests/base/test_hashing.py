@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pickle
 import sys
@@ -13,33 +14,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.groups import GroupKind, GroupSpec, HashAlgorithm, ReplicaSpec
 from kvplane.base.hashing import (
-    NO_KEYS,
-    ExtraKeys,
     HashScheme,
     HashTail,
-    Lora,
-    MultimodalItem,
-    PromptEmbeds,
     RequestHasher,
-    algorithm_names,
-    find_algorithm,
+    RequestKeys,
+    block_digest,
+    digest_embeds,
     pack_tokens,
     split_hashes,
     unpack_tokens,
 )
+from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys, Multimodal
 
-ALL_ALGORITHMS = list(algorithm_names())
+ALL_ALGORITHMS = list(HashAlgorithm)
 PROMPT = [(i * 37 + 11) % 997 for i in range(40)]
 
 token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=80)
 
 
 def hashes_of(
-    tokens: list[int], keys: ExtraKeys = NO_KEYS, block_size: int = 8, algorithm: str = "kvplane"
+    tokens: list[int],
+    keys: ExtraKeys = NO_EXTRA_KEYS,
+    block_size: int = 8,
+    algorithm: HashAlgorithm = HashAlgorithm.KVPLANE,
 ) -> list[bytes]:
     scheme = HashScheme.named(block_size, algorithm, seed="test")
-    return split_hashes(RequestHasher(scheme, keys).append(pack_tokens(tokens)), scheme.algorithm.digest_size)
+    return split_hashes(RequestHasher(scheme, keys).append(pack_tokens(tokens)), scheme.digest.size)
 
 
 def first_difference(left: list[bytes], right: list[bytes]) -> int:
@@ -48,14 +50,14 @@ def first_difference(left: list[bytes], right: list[bytes]) -> int:
 
 
 def image(offset: int, length: int = 5, digest: str = "cat") -> ExtraKeys:
-    return ExtraKeys(multimodal=(MultimodalItem(digest, offset, length),))
+    return ExtraKeys(multimodal=(Multimodal(digest, offset, length),))
 
 
 # -- The chain -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-def test_a_changed_token_changes_its_block_and_all_behind_it(algorithm: str) -> None:
+def test_a_changed_token_changes_its_block_and_all_behind_it(algorithm: HashAlgorithm) -> None:
     changed = PROMPT.copy()
     changed[17] += 1
     assert len(hashes_of(PROMPT, algorithm=algorithm)) == 5
@@ -65,17 +67,17 @@ def test_a_changed_token_changes_its_block_and_all_behind_it(algorithm: str) -> 
 
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-def test_equal_blocks_at_different_places_have_different_hashes(algorithm: str) -> None:
+def test_equal_blocks_at_different_places_have_different_hashes(algorithm: HashAlgorithm) -> None:
     assert len(set(hashes_of([7] * 40, algorithm=algorithm))) == 5
 
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-def test_only_full_blocks_have_a_hash(algorithm: str) -> None:
+def test_only_full_blocks_have_a_hash(algorithm: HashAlgorithm) -> None:
     assert [len(hashes_of(PROMPT[:n], algorithm=algorithm)) for n in (0, 7, 8, 15, 16)] == [0, 0, 1, 1, 2]
 
 
 def test_the_first_block_hangs_on_the_none_hash() -> None:
-    scheme = HashScheme.named(8, "sha256_cbor")
+    scheme = HashScheme.named(8, HashAlgorithm.SHA256_CBOR)
     expected = hashlib.sha256(cbor2.dumps([scheme.none_hash, PROMPT[:8], None], canonical=True)).digest()
     assert RequestHasher(scheme).append(pack_tokens(PROMPT[:8])) == expected
 
@@ -83,16 +85,16 @@ def test_the_first_block_hangs_on_the_none_hash() -> None:
 # -- Extra keys ----------------------------------------------------------------
 
 KEYED = {
-    "salt": (ExtraKeys(cache_salt="team-a"), ExtraKeys(cache_salt="team-b")),
-    "salt or none": (ExtraKeys(cache_salt="team-a"), NO_KEYS),
-    "lora name": (ExtraKeys(lora=Lora("sql", "/l/1")), ExtraKeys(lora=Lora("law", "/l/1"))),
-    "lora path": (ExtraKeys(lora=Lora("sql", "/l/1")), ExtraKeys(lora=Lora("sql", "/l/2"))),
-    "salt and lora of one text": (ExtraKeys(cache_salt="sql"), ExtraKeys(lora=Lora("sql", "sql"))),
+    "salt": (ExtraKeys(salt="team-a"), ExtraKeys(salt="team-b")),
+    "salt or none": (ExtraKeys(salt="team-a"), NO_EXTRA_KEYS),
+    "lora name": (ExtraKeys(lora=("sql", "/l/1")), ExtraKeys(lora=("law", "/l/1"))),
+    "lora path": (ExtraKeys(lora=("sql", "/l/1")), ExtraKeys(lora=("sql", "/l/2"))),
+    "salt and lora of one text": (ExtraKeys(salt="sql"), ExtraKeys(lora=("sql", "sql"))),
     "image": (image(2), image(2, digest="dog")),
     "place of the image": (image(2), image(3)),
     "embeddings": (
-        ExtraKeys(prompt_embeds=PromptEmbeds.of(bytes(80), 2, 8)),
-        ExtraKeys(prompt_embeds=PromptEmbeds.of(bytes([1]) + bytes(79), 2, 8)),
+        ExtraKeys(prompt_embeds=digest_embeds(bytes(80), 2, 8)),
+        ExtraKeys(prompt_embeds=digest_embeds(bytes([1]) + bytes(79), 2, 8)),
     ),
 }
 
@@ -100,70 +102,61 @@ KEYED = {
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("pair", KEYED.values(), ids=KEYED.keys())
 def test_what_else_makes_the_bytes_of_a_page_changes_the_hash(
-    pair: tuple[ExtraKeys, ExtraKeys], algorithm: str
+    pair: tuple[ExtraKeys, ExtraKeys], algorithm: HashAlgorithm
 ) -> None:
     left, right = (hashes_of(PROMPT, keys, algorithm=algorithm) for keys in pair)
     assert first_difference(left, right) == 0
 
 
 def test_keys_come_in_a_fixed_order_each_with_its_tag() -> None:
-    embeds = PromptEmbeds.of(b"abcdef", 1, 4)
-    keys = ExtraKeys(
-        Lora("sql", "/l/sql"), (MultimodalItem("cat", 1, 1), MultimodalItem("dog", 3, 9)), "team-a", embeds
-    )
+    items = (Multimodal("cat", 1, 1), Multimodal("dog", 3, 9))
+    embeds = digest_embeds(b"abcdef", token_bytes=1, block_size=4)
+    keys = RequestKeys(ExtraKeys(("sql", "/l/sql"), "team-a", items, embeds), block_size=4)
+    lora = ("lora", "sql", "/l/sql")
     digests = [hashlib.sha256(part).digest() for part in (b"abcd", b"ef", b"")]
-    assert keys.keys_for_block(0, 4) == (
-        ("lora", "sql", "/l/sql"),
+    assert keys.of_block(0, 4) == (
+        lora,
         ("mm", "cat", 1),
         ("mm", "dog", 3),
         ("cache_salt", "team-a"),
         ("prompt_embeds", digests[0]),
     )
-    assert keys.keys_for_block(4, 8) == (
-        ("lora", "sql", "/l/sql"),
-        ("mm", "dog", -1),
-        ("prompt_embeds", digests[1]),
-    )
-    assert keys.keys_for_block(12, 16) == (("lora", "sql", "/l/sql"), ("prompt_embeds", digests[2]))
-    assert NO_KEYS.keys_for_block(0, 4) is None
+    assert keys.of_block(4, 8) == (lora, ("mm", "dog", -1), ("prompt_embeds", digests[1]))
+    assert keys.of_block(12, 16) == (lora, ("prompt_embeds", digests[2]))
+    assert RequestKeys(NO_EXTRA_KEYS, block_size=4).of_block(0, 4) is None
 
 
 def test_an_item_that_spans_blocks_is_in_each_of_them() -> None:
-    keys = image(offset=6, length=12)
-    found = [keys.keys_for_block(start, start + 8) for start in range(0, 40, 8)]
+    keys = RequestKeys(image(offset=6, length=12), block_size=8)
+    found = [keys.of_block(start, start + 8) for start in range(0, 40, 8)]
     assert found == [(("mm", "cat", 6),), (("mm", "cat", -2),), (("mm", "cat", -10),), None, None]
-    plain, with_image = hashes_of(PROMPT), hashes_of(PROMPT, keys)
-    assert first_difference(plain, with_image) == 0
-    assert first_difference(plain, hashes_of(PROMPT, image(offset=16, length=1))) == 2
+    assert first_difference(hashes_of(PROMPT), hashes_of(PROMPT, image(offset=6, length=12))) == 0
+    assert first_difference(hashes_of(PROMPT), hashes_of(PROMPT, image(offset=16, length=1))) == 2
 
 
 def test_a_session_name_is_no_part_of_a_hash() -> None:
     """Two turns of one chat and of two chats share pages alike: there is no key to put a session in."""
-    assert set(ExtraKeys.__dataclass_fields__) == {"lora", "multimodal", "cache_salt", "prompt_embeds"}
+    names = {field.name for field in dataclasses.fields(ExtraKeys)}
+    assert names == {"lora", "multimodal", "salt", "prompt_embeds"}
 
 
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: MultimodalItem("cat", -1, 4), "multimodal.offset"),
-        (lambda: MultimodalItem("cat", 0, 0), "multimodal.length"),
-        (
-            lambda: ExtraKeys(multimodal=(MultimodalItem("a", 0, 4), MultimodalItem("b", 3, 4))),
-            "multimodal[1].offset",
-        ),
-        (lambda: ExtraKeys(cache_salt="\ud800"), "cache_salt"),
-        (lambda: Lora("sql", "\udfff"), "lora.path"),
-        (lambda: PromptEmbeds(8, (bytes(32), bytes(31))), "prompt_embeds.digests[1]"),
-        (lambda: PromptEmbeds(0, ()), "prompt_embeds.block_size"),
-        (lambda: HashScheme.named(0), "hash_block_size"),
-        (lambda: HashScheme.named(16, lookahead=-1), "hash_lookahead"),
-        (lambda: HashScheme.named(16, "md5"), "hash_algorithm"),
-    ],
-)
-def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Any, field: str) -> None:
+BAD_KEYS = {
+    "multimodal[0].offset": ExtraKeys(multimodal=(Multimodal("cat", -1, 4),)),
+    "multimodal[0].length": ExtraKeys(multimodal=(Multimodal("cat", 0, 0),)),
+    "multimodal[1].offset": ExtraKeys(multimodal=(Multimodal("cat", 0, 4), Multimodal("dog", 3, 4))),
+    "multimodal[0].identifier": ExtraKeys(multimodal=(Multimodal("\ud800", 0, 4),)),
+    "salt": ExtraKeys(salt="\ud800"),
+    "lora_name": ExtraKeys(lora=("\udfff", "/l/sql")),
+    "lora_path": ExtraKeys(lora=("sql", "\udfff")),
+    "prompt_embeds[1]": ExtraKeys(prompt_embeds=(bytes(32), bytes(31))),
+}
+
+
+@pytest.mark.parametrize("field", BAD_KEYS)
+def test_a_bad_key_is_refused_by_the_name_of_its_field(field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
-        make()
-    assert refused.value.field == field
+        RequestHasher(HashScheme.named(8), BAD_KEYS[field])
+    assert refused.value.field == f"extra_keys.{field}"
 
 
 # -- Incremental, lookahead, coarser views -------------------------------------
@@ -178,7 +171,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(make: Any, field: str) 
 def test_appending_in_pieces_gives_the_hashes_of_one_append(
     tokens: list[int], cuts: list[int], block_size: int, ahead: int
 ) -> None:
-    keys = ExtraKeys(multimodal=(MultimodalItem("cat", 3, 20), MultimodalItem("dog", 30, 1)), cache_salt="s")
+    keys = ExtraKeys(multimodal=(Multimodal("cat", 3, 20), Multimodal("dog", 30, 1)), salt="s")
     scheme = HashScheme.named(block_size, lookahead=ahead)
     at_once = RequestHasher(scheme, keys)
     expected = at_once.append(pack_tokens(tokens))
@@ -197,8 +190,24 @@ def test_the_tail_says_how_far_the_hashes_reach() -> None:
     hashes = hasher.append(pack_tokens(PROMPT[:21]))
     assert hasher.tail == HashTail(2, hashes[32:], pack_tokens(PROMPT[16:21]))
     assert RequestHasher(HashScheme.named(8)).tail == HashTail(
-        0, find_algorithm("kvplane").none_hash("kvplane-none-hash")
+        0, block_digest(HashAlgorithm.KVPLANE).none_hash("kvplane-none-hash")
     )
+
+
+def test_the_scheme_of_a_replica_is_what_its_spec_says() -> None:
+    groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16),)
+    spec = ReplicaSpec(
+        groups=groups,
+        num_blocks=8,
+        max_model_len=64,
+        hash_block_size=4,
+        scheduler_block_size=16,
+        max_in_flight_tokens=64,
+        hash_algorithm=HashAlgorithm.SHA256,
+        hash_seed="42",
+        hash_lookahead_tokens=2,
+    )
+    assert HashScheme.of(spec) == HashScheme.named(4, HashAlgorithm.SHA256, "42", 2)
 
 
 def test_a_lookahead_hash_waits_for_the_tokens_behind_its_block() -> None:
@@ -217,7 +226,7 @@ def test_a_lookahead_hash_depends_on_the_tokens_behind_its_block_and_no_further(
 
 
 def test_a_lookahead_hash_is_the_reference_form_of_keys_and_tokens_behind() -> None:
-    scheme = HashScheme.named(4, "sha256_cbor", lookahead=2)
+    scheme = HashScheme.named(4, HashAlgorithm.SHA256_CBOR, lookahead=2)
     keys = image(offset=5, length=1)
     behind = [[["mm", "cat", 5]], *PROMPT[4:6]]
     expected = hashlib.sha256(cbor2.dumps([scheme.none_hash, PROMPT[:4], behind], canonical=True)).digest()
@@ -246,19 +255,20 @@ def test_a_view_that_is_no_multiple_is_refused(block_size: int) -> None:
 
 def test_strong_hashes_have_a_fixed_seed_and_another_seed_wins() -> None:
     assert (
-        HashScheme.named(8, "sha256").none_hash
+        HashScheme.named(8, HashAlgorithm.SHA256).none_hash
         == hashlib.sha256(pickle.dumps("vllm-none-hash", protocol=5)).digest()
     )
     assert (
-        HashScheme.named(8, "sha256_cbor").none_hash == hashlib.sha256(cbor2.dumps("vllm-none-hash")).digest()
+        HashScheme.named(8, HashAlgorithm.SHA256_CBOR).none_hash
+        == hashlib.sha256(cbor2.dumps("vllm-none-hash")).digest()
     )
     assert HashScheme.named(8).none_hash == hashlib.sha256(b"kvn1kvplane-none-hash").digest()
-    for algorithm in ("kvplane", "sha256", "sha256_cbor"):
+    for algorithm in (HashAlgorithm.KVPLANE, HashAlgorithm.SHA256, HashAlgorithm.SHA256_CBOR):
         assert HashScheme.named(8, algorithm, seed="42").none_hash != HashScheme.named(8, algorithm).none_hash
 
 
-@pytest.mark.parametrize("algorithm", ["xxhash", "xxhash_cbor"])
-def test_weak_hashes_want_a_secret_seed(algorithm: str) -> None:
+@pytest.mark.parametrize("algorithm", [HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR])
+def test_weak_hashes_want_a_secret_seed(algorithm: HashAlgorithm) -> None:
     with pytest.raises(InvalidArgument) as refused:
         HashScheme.named(8, algorithm)
     assert refused.value.field == "hash_seed"
@@ -271,7 +281,7 @@ def test_weak_hashes_want_a_secret_seed(algorithm: str) -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(FailedPrecondition, match="pip install xxhash"):
-        find_algorithm("xxhash_cbor")
+        block_digest(HashAlgorithm.XXHASH_CBOR)
 
 
 # -- Token columns -------------------------------------------------------------

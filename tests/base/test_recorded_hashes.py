@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvplane.base.hashing import ExtraKeys, HashScheme, Lora, MultimodalItem, RequestHasher, pack_tokens
+from kvplane.base.groups import HashAlgorithm
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
+from kvplane.base.step import ExtraKeys, Multimodal
 
 RECORDINGS = Path(__file__).parent.parent / "conformance"
 
@@ -25,8 +27,8 @@ def recorded_prompt(segments: list[list[int]]) -> list[int]:
 
 def recorded_keys(op: dict[str, Any]) -> ExtraKeys:
     lora = op.get("lora")
-    items = tuple(MultimodalItem(*item) for item in op.get("mm") or ())
-    return ExtraKeys(Lora(lora, f"/l/{lora}") if lora else None, items, op.get("salt") or "")
+    items = tuple(Multimodal(*item) for item in op.get("mm") or ())
+    return ExtraKeys((lora, f"/l/{lora}") if lora else None, op.get("salt") or "", items)
 
 
 def check_hashes(hasher: RequestHasher, op: dict[str, Any]) -> None:
@@ -42,7 +44,9 @@ def replay_hashes(path: Path) -> int:
     lines = recorded_lines(path)
     header = next(lines)
     scheme = HashScheme.named(
-        header["manager_args"]["hash_block_size"], header["hash_algo"], header["none_hash_seed"]
+        header["manager_args"]["hash_block_size"],
+        HashAlgorithm(header["hash_algo"]),
+        header["none_hash_seed"],
     )
     assert scheme.none_hash.hex() == header["none_hash"]
     hashers: dict[str, RequestHasher] = {}
@@ -73,7 +77,7 @@ def test_every_prompt_hash_of_the_step_traces_is_reproduced() -> None:
         header, *steps = recorded_lines(path)
         if not header["enable_caching"]:  # the reference hashes nothing then
             continue
-        scheme = HashScheme.named(header["hash_block_size"], header["hash_algo"])
+        scheme = HashScheme.named(header["hash_block_size"], HashAlgorithm(header["hash_algo"]))
         for op in (op for step in steps for op in step["in"] if op["op"] == "add"):
             hasher = RequestHasher(scheme, recorded_keys(op))
             hasher.append(pack_tokens(recorded_prompt(op["segs"])))

@@ -1,16 +1,17 @@
 """Canonical CBOR (RFC 8949, section 4.2.1) of the few types that a block hash is made of.
 
-Written here because the base package depends on nothing, and because encoding a block's tokens through a general
-encoder costs several times the hash. Equal to `cbor2.dumps(value, canonical=True)` byte by byte (tested).
+Written here because the base package depends on nothing, and because encoding a block's tokens through a
+general encoder costs several times the hash. Equal to `cbor2.dumps(value, canonical=True)` byte by byte
+(tested).
 """
 
 from __future__ import annotations
 
 import struct
 from functools import lru_cache
-from typing import TypeAlias, Union
+from typing import TypeAlias
 
-CborValue: TypeAlias = Union[None, int, str, bytes, tuple["CborValue", ...]]
+CborValue: TypeAlias = "int | str | bytes | tuple[CborValue, ...] | None"
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = range(5)  # the major types in use
 _NULL = b"\xf6"

@@ -1,10 +1,12 @@
 """What a block's content depends on besides its tokens, as tagged keys that enter the block's hash.
 
-Two requests with equal tokens may share a page only if everything else that made its bytes is equal too: the LoRA
-adapter, the images whose placeholder tokens it covers, the embeddings given in place of tokens. A salt keeps requests
-apart on purpose. Each key starts with its tag, so a salt never equals an adapter of the same text.
+Two requests with equal tokens may share a page only if everything else that made its bytes is equal too: the
+LoRA adapter, the images whose placeholder tokens it covers, the embeddings given in place of tokens. A salt
+keeps requests apart on purpose. Each key starts with its tag, so a salt never equals an adapter of the same
+text.
 
-Tags, order and values are those of vLLM 0.33 (v1/core/kv_cache_utils.py), so that its hashes can be reproduced.
+Tags, order and values are those of vLLM 0.33 (v1/core/kv_cache_utils.py), so that its hashes can be
+reproduced.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ import hashlib
 import sys
 from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeAlias
 
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys, Multimodal
 
 Key: TypeAlias = tuple[str | int | bytes, ...]
 BlockKeys: TypeAlias = tuple[Key, ...] | None
@@ -25,139 +27,93 @@ _NO_EMBEDS = hashlib.sha256(b"").digest()
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
-    """The adapter of a request. The path counts too: a name that is pointed elsewhere must not hit old pages."""
-
-    name: str
-    path: str
-
-    def __post_init__(self) -> None:
-        _check_text(self.name, "lora.name")
-        _check_text(self.path, "lora.path")
-
-
-@dataclass(frozen=True, slots=True)
-class MultimodalItem:
-    """An image, sound or video whose placeholder tokens are `[offset, offset + length)` of the prompt.
-
-    `id` identifies the content (usually its digest).
-    """
-
-    id: str
-    offset: int
-    length: int
-
-    def __post_init__(self) -> None:
-        _check_text(self.id, "multimodal.id")
-        if self.offset < 0:
-            raise InvalidArgument(f"{self.offset} is below 0", field="multimodal.offset")
-        if self.length < 1:
-            raise InvalidArgument(
-                f"{self.length} is below 1", field="multimodal.length", remedy="leave empty items out"
-            )
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-
-@dataclass(frozen=True, slots=True)
-class PromptEmbeds:
-    """Digests of the embeddings that a request brings instead of tokens: one SHA-256 per hash block, from the first.
-
-    The last digest may cover a part of a block. Blocks behind the prompt carry the digest of nothing.
-    """
-
-    block_size: int
-    digests: tuple[bytes, ...]
-
-    def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise InvalidArgument(f"{self.block_size} is below 1", field="prompt_embeds.block_size")
-        for position, digest in enumerate(self.digests):
-            if len(digest) != len(_NO_EMBEDS):
-                raise InvalidArgument(
-                    f"{len(digest)} bytes are no SHA-256", field=f"prompt_embeds.digests[{position}]"
-                )
-
-    @classmethod
-    def of(cls, embeds: bytes, token_bytes: int, block_size: int, lookahead: int = 0) -> PromptEmbeds:
-        """Digests of row-major embeddings of `token_bytes` bytes a token; `lookahead` as in `HashScheme`."""
-        view = memoryview(embeds)
-        starts = range(0, len(embeds), block_size * token_bytes)
-        reach = (block_size + lookahead) * token_bytes
-        return cls(
-            block_size, tuple(hashlib.sha256(view[start : start + reach]).digest() for start in starts)
-        )
-
-    def digest(self, start: int) -> bytes:
-        """Of the block that begins at token `start`."""
-        block, within = divmod(start, self.block_size)
-        assert within == 0, f"token {start} begins no block of {self.block_size}"
-        return self.digests[block] if block < len(self.digests) else _NO_EMBEDS
-
-
-@dataclass(frozen=True)
-class ExtraKeys:
-    """The extra keys of one request.
+class RequestKeys:
+    """The extra keys of one request, block by block.
 
     Attributes:
-        lora: on every block.
-        multimodal: on each block that an item overlaps, with the item's place relative to the block. Items are in
-            order of their offsets and do not overlap.
-        cache_salt: on the first block, and through the chain in all; "" is none.
-        prompt_embeds: on every block.
+        extra: what the request brings.
+        block_size: tokens of a hash block, to which `extra.prompt_embeds` has one digest each.
+
+    Raises:
+        InvalidArgument: text without a UTF-8 form, items that are empty, overlap or are out of order, or a
+            digest of embeddings that is no SHA-256; `field` names it.
     """
 
-    lora: Lora | None = None
-    multimodal: tuple[MultimodalItem, ...] = ()
-    cache_salt: str = ""
-    prompt_embeds: PromptEmbeds | None = None
+    extra: ExtraKeys
+    block_size: int
 
     def __post_init__(self) -> None:
-        _check_text(self.cache_salt, "cache_salt")
-        for position in range(1, len(self.multimodal)):
-            if self.multimodal[position].offset < self.multimodal[position - 1].end:
-                raise InvalidArgument(
-                    "begins before the end of the item in front of it",
-                    field=f"multimodal[{position}].offset",
-                    remedy="list the items in order of their offsets, without overlap",
-                )
+        if self.extra == NO_EXTRA_KEYS:
+            return
+        for field, text in zip(("lora_name", "lora_path"), self.extra.lora or (), strict=False):
+            _check_text(text, field)
+        _check_text(self.extra.salt, "salt")
+        _check_items(self.extra.multimodal)
+        for position, digest in enumerate(self.extra.prompt_embeds):
+            if len(digest) != len(_NO_EMBEDS):
+                raise _bad(f"prompt_embeds[{position}]", f"{len(digest)} bytes are no SHA-256")
 
-    @cached_property
+    @property
     def keyed_until(self) -> int:
         """No block that begins at this token or later has a key."""
-        if self.lora or self.prompt_embeds:
+        if self.extra.lora or self.extra.prompt_embeds:
             return sys.maxsize
-        return self.multimodal[-1].end if self.multimodal else int(bool(self.cache_salt))
+        return _end(self.extra.multimodal[-1]) if self.extra.multimodal else int(bool(self.extra.salt))
 
-    def keys_for_block(self, start: int, end: int) -> BlockKeys:
+    def of_block(self, start: int, end: int) -> BlockKeys:
         """The keys of the block that covers tokens `[start, end)`, None when it has none.
 
-        Order: LoRA, multimodal, salt, embeddings.
+        LoRA on every block; each item on the blocks that it overlaps, with its place relative to the block;
+        the salt on the first block, and through the chain in all; embeddings on every block.
         """
         keys: list[Key] = []
-        if self.lora:
-            keys.append(("lora", _fresh(self.lora.name), _fresh(self.lora.path)))
-        keys.extend(("mm", _fresh(item.id), item.offset - start) for item in self._overlapping(start, end))
-        if self.cache_salt and start == 0:
-            keys.append(("cache_salt", _fresh(self.cache_salt)))
-        if self.prompt_embeds:
-            keys.append(("prompt_embeds", self.prompt_embeds.digest(start)))
+        if self.extra.lora:
+            keys.append(("lora", *map(_fresh, self.extra.lora)))
+        items = self._items_between(start, end)
+        keys.extend(("mm", _fresh(item.identifier), item.offset - start) for item in items)
+        if self.extra.salt and start == 0:
+            keys.append(("cache_salt", _fresh(self.extra.salt)))
+        if self.extra.prompt_embeds:
+            keys.append(("prompt_embeds", self._embeds_digest(start // self.block_size)))
         return tuple(keys) or None
 
-    def _overlapping(self, start: int, end: int) -> tuple[MultimodalItem, ...]:
-        first = bisect_right(self.multimodal, start, key=lambda item: item.end)
-        last = bisect_right(self.multimodal, end - 1, key=lambda item: item.offset)
-        return self.multimodal[first:last]
+    def _items_between(self, start: int, end: int) -> tuple[Multimodal, ...]:
+        first = bisect_right(self.extra.multimodal, start, key=_end)
+        last = bisect_right(self.extra.multimodal, end - 1, key=lambda item: item.offset)
+        return self.extra.multimodal[first:last]
+
+    def _embeds_digest(self, block: int) -> bytes:
+        """Blocks behind the prompt carry the digest of nothing, as in the reference."""
+        digests = self.extra.prompt_embeds
+        return digests[block] if block < len(digests) else _NO_EMBEDS
+
+
+def digest_embeds(embeds: bytes, token_bytes: int, block_size: int, lookahead: int = 0) -> tuple[bytes, ...]:
+    """`ExtraKeys.prompt_embeds` of row-major embeddings: one SHA-256 per hash block, the last one maybe of a
+    part.
+
+    Args:
+        embeds: the rows of all prompt tokens.
+        token_bytes: bytes of one token's row.
+        block_size: tokens of a hash block.
+        lookahead: as in `HashScheme`.
+    """
+    view = memoryview(embeds)
+    reach = (block_size + lookahead) * token_bytes
+    starts = range(0, len(embeds), block_size * token_bytes)
+    return tuple(hashlib.sha256(view[start : start + reach]).digest() for start in starts)
+
+
+def _end(item: Multimodal) -> int:
+    return item.offset + item.length
 
 
 def _fresh(text: str) -> str:
     """An equal string that is an object of its own.
 
-    Pickle writes a second occurrence of the same *object* as a reference, of an equal one in full. With fresh values
-    (and tags that are constants) the bytes depend on the content only, and are those of the reference, whose values
-    are fresh from its own decoder.
+    Pickle writes a second occurrence of the same *object* as a reference, of an equal one in full. With fresh
+    values (and tags that are constants) the bytes depend on the content only, and are those of the reference,
+    whose values are fresh from its own decoder.
     """
     return text.encode().decode()
 
@@ -166,9 +122,21 @@ def _check_text(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(
-            "has no UTF-8 form", field=field, remedy="send text without lone surrogates"
-        ) from None
+        raise _bad(field, "has no UTF-8 form", "send text without lone surrogates") from None
 
 
-NO_KEYS = ExtraKeys()
+def _check_items(items: tuple[Multimodal, ...]) -> None:
+    end = 0
+    for position, item in enumerate(items):
+        field = f"multimodal[{position}]"
+        _check_text(item.identifier, f"{field}.identifier")
+        if item.length < 1:
+            raise _bad(f"{field}.length", f"{item.length} is below 1", "leave empty items out")
+        if item.offset < end:
+            problem = f"{item.offset} lies before the end of the item in front, {end}"
+            raise _bad(f"{field}.offset", problem, "list items by offset, without overlap")
+        end = _end(item)
+
+
+def _bad(field: str, problem: str, remedy: str = "") -> InvalidArgument:
+    return InvalidArgument(problem, field=f"extra_keys.{field}", remedy=remedy)

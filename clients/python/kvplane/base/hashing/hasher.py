@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.hashing.algorithms import DEFAULT_ALGORITHM, HashAlgorithm, find_algorithm
+from kvplane.base.groups import HashAlgorithm, ReplicaSpec
+from kvplane.base.hashing.algorithms import BlockDigest, block_digest
 from kvplane.base.hashing.cbor import CborValue
-from kvplane.base.hashing.extra_keys import NO_KEYS, ExtraKeys
+from kvplane.base.hashing.extra_keys import RequestKeys
 from kvplane.base.hashing.tokens import TOKEN_BYTES, check_packed, unpack_tokens
+from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,43 +24,50 @@ class HashScheme:
     """How the blocks of one replica are hashed. Two parties with equal schemes get equal hashes.
 
     Attributes:
-        algorithm: the digest.
+        digest: of one block.
         none_hash: the parent of every first block.
         block_size: tokens of a hash block.
-        lookahead: tokens behind a block that its hash covers as well, because the drafter's state at the block's last
-            position depends on them. A hash waits until they are known. 0 without such a drafter.
+        lookahead: tokens behind a block that its hash covers as well, because the drafter's state at the
+            block's last position depends on them. A hash waits until they are known. 0 without such a
+            drafter.
     """
 
-    algorithm: HashAlgorithm
+    digest: BlockDigest
     none_hash: bytes
     block_size: int
     lookahead: int = 0
 
-    def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise InvalidArgument(f"{self.block_size} is below 1", field="hash_block_size")
-        if self.lookahead < 0:
-            raise InvalidArgument(f"{self.lookahead} is below 0", field="hash_lookahead")
+    @classmethod
+    def of(cls, spec: ReplicaSpec) -> HashScheme:
+        """The scheme of a replica. Raises as `named`."""
+        return cls.named(
+            spec.hash_block_size, spec.hash_algorithm, spec.hash_seed, spec.hash_lookahead_tokens
+        )
 
     @classmethod
     def named(
-        cls, block_size: int, algorithm: str = DEFAULT_ALGORITHM, seed: str | None = None, lookahead: int = 0
+        cls,
+        block_size: int,
+        algorithm: HashAlgorithm = HashAlgorithm.KVPLANE,
+        seed: str = "",
+        lookahead: int = 0,
     ) -> HashScheme:
-        """A scheme by the name of its algorithm.
+        """A scheme by the name of its algorithm; the seed "" is the algorithm's own.
 
         Raises:
-            InvalidArgument: unknown name, size out of range, or no seed where the algorithm needs a secret one.
+            InvalidArgument: no seed where the algorithm needs a secret one.
             FailedPrecondition: the algorithm needs a package that is not installed.
         """
-        found = find_algorithm(algorithm)
-        chosen = found.default_seed if seed is None else seed
-        if chosen is None:
+        assert block_size > 0 <= lookahead, "sizes are checked by ReplicaSpec"
+        digest = block_digest(algorithm)
+        chosen = seed or digest.default_seed
+        if not chosen:
             raise InvalidArgument(
-                f"{algorithm} does not resist a search for collisions, so its seed must be a secret",
+                f"{algorithm.value} does not resist a search for collisions, so its seed must be a secret",
                 field="hash_seed",
                 remedy="give a random text, the same to all who share the cache",
             )
-        return cls(found, found.none_hash(chosen), block_size, lookahead)
+        return cls(digest, digest.none_hash(chosen), block_size, lookahead)
 
     def coarser(self, hashes: bytes, block_size: int) -> bytes:
         """The hashes of blocks of `block_size` tokens: every k-th of `hashes`, the last of each coarse block.
@@ -73,7 +82,7 @@ class HashScheme:
                 field="block_size",
                 remedy="choose a hash block size that divides the block size of every group",
             )
-        return b"".join(split_hashes(hashes, self.algorithm.digest_size)[k - 1 :: k])
+        return b"".join(split_hashes(hashes, self.digest.size)[k - 1 :: k])
 
 
 def split_hashes(hashes: bytes, digest_size: int) -> list[bytes]:
@@ -97,19 +106,26 @@ class HashTail:
 
 
 class RequestHasher:
-    """Hashes the blocks of one request as its tokens become known. What is appended in pieces or at once hashes alike."""
+    """Hashes the blocks of one request as its tokens become known, in pieces or at once alike."""
 
-    def __init__(self, scheme: HashScheme, keys: ExtraKeys = NO_KEYS, tail: HashTail | None = None) -> None:
-        """`tail` continues where another hasher of the same scheme and keys stood."""
+    def __init__(
+        self, scheme: HashScheme, extra_keys: ExtraKeys = NO_EXTRA_KEYS, tail: HashTail | None = None
+    ) -> None:
+        """`tail` continues where another hasher of the same scheme and keys stood.
+
+        Raises:
+            InvalidArgument: extra keys out of order or range, as `RequestKeys`.
+        """
         start = tail or HashTail(0, scheme.none_hash)
         self._scheme = scheme
-        self._keys = keys
+        self._keys = RequestKeys(extra_keys, scheme.block_size)
         self._num_blocks = start.num_blocks
         self._digest = start.digest
         self._pending = start.pending
 
     @property
     def tail(self) -> HashTail:
+        """Where it stands."""
         return HashTail(self._num_blocks, self._digest, self._pending)
 
     @property
@@ -118,7 +134,8 @@ class RequestHasher:
         return self._num_blocks * self._scheme.block_size + len(self._pending) // TOKEN_BYTES
 
     def append(self, packed: bytes) -> bytes:
-        """Takes further tokens (packed) and returns the hashes of the blocks that became full, b"" when none did.
+        """Takes further tokens (packed) and returns the hashes of the blocks that became full, b"" when none
+        did.
 
         Raises:
             InvalidArgument: the column holds no whole number of tokens; nothing is taken.
@@ -131,7 +148,7 @@ class RequestHasher:
             return b""
         hashes = self._hash_blocks(tokens, full_blocks)
         self._pending = tokens[full_blocks * self._scheme.block_size * TOKEN_BYTES :]
-        self._digest = hashes[-self._scheme.algorithm.digest_size :]
+        self._digest = hashes[-self._scheme.digest.size :]
         self._num_blocks += full_blocks
         return hashes
 
@@ -142,10 +159,10 @@ class RequestHasher:
         parent, hashes = self._digest, []
         for i in range(keyed):
             block = tokens[i * stride : (i + 1) * stride]
-            parent = scheme.algorithm.hash_block(parent, block, self._extra(tokens, i))
+            parent = scheme.digest.hash_block(parent, block, self._extra(tokens, i))
             hashes.append(parent)
         plain = tokens[keyed * stride : full_blocks * stride]
-        return b"".join(hashes) + scheme.algorithm.hash_run(parent, plain, scheme.block_size)
+        return b"".join(hashes) + scheme.digest.hash_run(parent, plain, scheme.block_size)
 
     def _num_keyed_blocks(self) -> int:
         """Blocks from here on that may have keys."""
@@ -153,10 +170,12 @@ class RequestHasher:
         return max(0, -(-keyed_tokens // self._scheme.block_size))
 
     def _extra(self, tokens: bytes, i: int) -> CborValue:
-        """Keys of the i-th pending block; with lookahead, the pair (keys of block and lookahead, lookahead tokens)."""
+        """Keys of the i-th pending block; with lookahead, the pair (keys of block and lookahead, lookahead
+        tokens).
+        """
         size, ahead = self._scheme.block_size, self._scheme.lookahead
         start = (self._num_blocks + i) * size
-        keys = self._keys.keys_for_block(start, start + size + ahead)
+        keys = self._keys.of_block(start, start + size + ahead)
         if not ahead:
             return keys
         end = (i + 1) * size * TOKEN_BYTES

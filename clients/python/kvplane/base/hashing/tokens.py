@@ -1,6 +1,7 @@
 """Token ids as packed columns: little-endian unsigned 32-bit, four bytes a token.
 
-That is how the wire carries them and what the hashes read, so a long prompt is never a list of int objects on the way.
+That is how the wire carries them and what the hashes read, so a long prompt is never a list of int objects on
+the way.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ def pack_tokens(tokens: Iterable[int], field: str = "tokens") -> bytes:
     """The token ids as one packed column.
 
     Raises:
-        InvalidArgument: an id is no integer of 0..2^32-1 (it is never truncated); `field` names it with its position.
+        InvalidArgument: an id is no integer of 0..2^32-1 (it is never truncated); `field` names it with its
+            position.
     """
     ids = list(tokens)
     try:
@@ -61,10 +63,12 @@ def _little_endian(column: array[int]) -> array[int]:
 
 def _bad_token(ids: list[int], field: str) -> InvalidArgument:
     for position, token in enumerate(ids):
-        if not (isinstance(token, int) and 0 <= token <= MAX_TOKEN_ID):
+        try:
+            array("I", (token,))
+        except (OverflowError, TypeError):
             return InvalidArgument(
                 f"{token!r} is not a token id",
                 field=f"{field}[{position}]",
                 remedy=f"token ids are integers of 0..{MAX_TOKEN_ID}",
             )
-    raise AssertionError("array refused ids that are all unsigned 32-bit integers")
+    raise AssertionError("ids were refused together and taken one by one")
