@@ -1,0 +1,22 @@
+"""Content hashes of blocks: what a prefix hit is decided by."""
+
+from kvplane.base.hashing.algorithms import BlockDigest, block_digest
+from kvplane.base.hashing.extra_keys import RequestKeys, digest_embeds
+from kvplane.base.hashing.hasher import HashScheme, HashTail, RequestHasher, split_hashes
+from kvplane.base.hashing.tokens import MAX_TOKEN_ID, TOKEN_BYTES, check_packed, pack_tokens, unpack_tokens
+
+__all__ = [
+    "MAX_TOKEN_ID",
+    "TOKEN_BYTES",
+    "BlockDigest",
+    "HashScheme",
+    "HashTail",
+    "RequestHasher",
+    "RequestKeys",
+    "block_digest",
+    "check_packed",
+    "digest_embeds",
+    "pack_tokens",
+    "split_hashes",
+    "unpack_tokens",
+]

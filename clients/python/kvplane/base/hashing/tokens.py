@@ -1,0 +1,74 @@
+"""Token ids as packed columns: little-endian unsigned 32-bit, four bytes a token.
+
+That is how the wire carries them and what the hashes read, so a long prompt is never a list of int objects on
+the way.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+from kvplane.base.errors import InvalidArgument
+
+TOKEN_BYTES = 4
+MAX_TOKEN_ID = 2**32 - 1
+
+assert array("I").itemsize == TOKEN_BYTES, "kvplane needs a platform whose unsigned int has 32 bits"
+
+
+def pack_tokens(tokens: Iterable[int], field: str = "tokens") -> bytes:
+    """The token ids as one packed column.
+
+    Raises:
+        InvalidArgument: an id is no integer of 0..2^32-1 (it is never truncated); `field` names it with its
+            position.
+    """
+    ids = list(tokens)
+    try:
+        column = array("I", ids)
+    except (OverflowError, TypeError):
+        raise _bad_token(ids, field) from None
+    return _little_endian(column).tobytes()
+
+
+def unpack_tokens(packed: bytes, field: str = "tokens") -> list[int]:
+    """The token ids of a packed column.
+
+    Raises:
+        InvalidArgument: the length is no multiple of four bytes.
+    """
+    check_packed(packed, field)
+    column = array("I")
+    column.frombytes(packed)
+    return _little_endian(column).tolist()
+
+
+def check_packed(packed: bytes, field: str = "tokens") -> None:
+    """Refuses (InvalidArgument) a column that cannot be whole tokens."""
+    if len(packed) % TOKEN_BYTES:
+        raise InvalidArgument(
+            f"a column of {len(packed)} bytes holds no whole number of tokens",
+            field=field,
+            remedy=f"send {TOKEN_BYTES} bytes a token, little-endian unsigned",
+        )
+
+
+def _little_endian(column: array[int]) -> array[int]:
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column
+
+
+def _bad_token(ids: list[int], field: str) -> InvalidArgument:
+    for position, token in enumerate(ids):
+        try:
+            array("I", (token,))
+        except (OverflowError, TypeError):
+            return InvalidArgument(
+                f"{token!r} is not a token id",
+                field=f"{field}[{position}]",
+                remedy=f"token ids are integers of 0..{MAX_TOKEN_ID}",
+            )
+    raise AssertionError("ids were refused together and taken one by one")

@@ -1,0 +1,1 @@
+"""The kvplane service: a pure allocator core and the shell that serves it."""

@@ -1,0 +1,277 @@
+"""All groups of a replica together: one allocation touches every group or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import Orders
+from kvplane_service.core.lookup import Hit, PrefixLookup
+from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
+from kvplane_service.core.managers.base import FOREVER, Need
+from kvplane_service.core.pool import INSIDE, NULL_BLOCK, BlockPool
+from kvplane_service.core.requests import Requests
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One request's wish for blocks.
+
+    Attributes:
+        slot: the request.
+        num_new: tokens to be computed.
+        hit: adopted prefix of a request that is being admitted; None for a running one.
+        num_external: tokens behind the hit that come from outside.
+        lookahead: more slots for drafts to come.
+        num_encoder: encoder tokens.
+        in_flight: tokens whose step has not been executed; what they attend to stays.
+        delay_caching: register no keys now.
+        full_fit: the whole sequence must fit.
+        leave_free: blocks that must remain after the allocation, beside the watermark.
+        watermark: blocks that must remain besides.
+    """
+
+    slot: int
+    num_new: int
+    hit: Hit | None = None
+    num_external: int = 0
+    lookahead: int = 0
+    num_encoder: int = 0
+    in_flight: int = 0
+    delay_caching: bool = False
+    full_fit: bool = False
+    leave_free: int = 0
+    watermark: int = 0
+
+
+class Coordinator:
+    """Asks each group's manager, and acts only when all agree.
+
+    Args:
+        spec: the replica.
+        requests: its requests.
+        orders: where managers put what ranks must do; swapped by `take_orders`.
+    """
+
+    def __init__(self, spec: ReplicaSpec, requests: Requests) -> None:
+        self.spec = spec
+        self.requests = requests
+        self.pool = BlockPool(spec.num_blocks, len(spec.groups), spec.enable_caching)
+        self._orders = Orders()
+        dropping = {group.lookup_class for group in spec.groups if group.drops_last_block}
+        self.managers: tuple[GroupManager, ...] = tuple(
+            make_manager(
+                GroupSetup(
+                    number,
+                    group,
+                    spec,
+                    self.pool,
+                    requests,
+                    self._orders,
+                    group.lookup_class in dropping,
+                    bool(dropping),
+                )
+            )
+            for number, group in enumerate(spec.groups)
+        )
+        self.lookup = PrefixLookup(spec, self.managers)
+        self._nothing: tuple[list[int], ...] = tuple([] for _ in self.managers)
+        self._emitted = [0] * len(self.managers)
+        self._unfinalized = max(0, spec.prefill_lookahead - 1)
+
+    # -- look-up -----------------------------------------------------------------------------------------------------
+
+    def find_hit(self, slot: int) -> Hit:
+        """The request's longest cached prefix, at most its tokens - 1: the last one is computed for its logits."""
+        requests = self.requests
+        limit = 0 if requests.skip_reading[slot] else requests.num_tokens[slot] - 1
+        return self.lookup.find(requests.content[slot].digests, requests.domain[slot], limit, INSIDE)
+
+    def hit_is_ready(self, hit: Hit) -> bool:
+        """Whether every group can adopt its part of the hit in this step."""
+        return all(manager.hit_is_ready(hit.blocks[manager.group]) for manager in self.managers)
+
+    # -- allocation --------------------------------------------------------------------------------------------------
+
+    def allocate(self, wish: Allocation) -> list[list[int]] | None:
+        """Give the request its blocks: the new ones per group, or None when there are too few.
+
+        A refusal allocates nothing; blocks that left the window are released all the same, as in vLLM, since they are
+        needed by nobody.
+        """
+        slot, spec = wish.slot, self.spec
+        local = self.requests.computed[slot] + (wish.hit.num_tokens if wish.hit else 0)
+        total = min(local + wish.num_external, spec.max_model_len)
+        if wish.full_fit and not self._whole_sequence_fits(wish, local, total):
+            return None
+        num_main = total + wish.num_new
+        num_slots = min(num_main + wish.lookahead, spec.max_model_len)
+        processed = max(0, total - wish.in_flight)
+        for manager in self.managers:
+            manager.release_skipped(slot, processed)
+        need = Need(slot, num_slots, num_main, total, local, wish.num_encoder)
+        if self._count(need, wish.hit) + wish.watermark > self.pool.num_free - wish.leave_free:
+            self.requests.wake(slot)
+            return None
+        self._adopt(wish, local, total)
+        new = [manager.allocate(slot, num_slots, num_main, wish.num_encoder) for manager in self.managers]
+        if not wish.delay_caching:
+            self.register(slot, min(num_main, self.requests.num_tokens[slot]))
+        self._find_quiet_zone(slot, processed, num_main)
+        return new
+
+    def _whole_sequence_fits(self, wish: Allocation, local: int, total: int) -> bool:
+        num_tokens = min(self.requests.num_tokens[wish.slot], self.spec.max_model_len)
+        need = Need(wish.slot, num_tokens, num_tokens, total, local, wish.num_encoder, capped=True)
+        return self._count(need, wish.hit) + wish.watermark <= self.pool.num_free
+
+    def _count(self, need: Need, hit: Hit | None) -> int:
+        blocks = hit.blocks if hit else self._nothing
+        return sum(manager.blocks_needed(need, blocks[manager.group]) for manager in self.managers)
+
+    def _adopt(self, wish: Allocation, local: int, total: int) -> None:
+        """First every group's hit, then every group's external blocks: none may evict another's hit (vLLM #33775)."""
+        hit = wish.hit.blocks if wish.hit else self._nothing
+        if wish.hit is None or not (any(hit) or wish.num_external):
+            return
+        for manager in self.managers:
+            manager.adopt(wish.slot, hit[manager.group], local, total)
+        if wish.num_external:
+            for manager in self.managers:
+                manager.allocate_external(wish.slot, local, total)
+
+    def blocks_when_alone(self, num_tokens: int, num_encoder: int = 0) -> int:
+        """Most blocks that a request of so many tokens holds at once; above the pool's size it can never run."""
+        return sum(manager.blocks_alone(num_tokens, num_encoder) for manager in self.managers)
+
+    def _find_quiet_zone(self, slot: int, processed: int, num_main: int) -> None:
+        """Remember until where this request needs no manager; prefill stays outside, its boundaries matter."""
+        requests = self.requests
+        if num_main < requests.num_prompt[slot]:
+            requests.wake(slot)
+            return
+        requests.slots_until[slot] = min(manager.quiet_slots(slot) for manager in self.managers)
+        requests.window_until[slot] = min(manager.quiet_window(slot, processed) for manager in self.managers)
+        requests.cache_until[slot] = self._quiet_cache(slot)
+
+    def _quiet_cache(self, slot: int) -> int:
+        if not self.spec.enable_caching:
+            return FOREVER
+        until = min(manager.quiet_cache(slot) for manager in self.managers)
+        if len(self.managers) == 1 or self.spec.partial_hits or any(manager.drops for manager in self.managers):
+            return until
+        unit = self.spec.scheduler_block_size
+        return -(-until // unit) * unit
+
+    # -- prefix cache ------------------------------------------------------------------------------------------------
+
+    def register(self, slot: int, num_tokens: int) -> None:
+        """Register what is full among the request's first `num_tokens` tokens."""
+        if not self.spec.enable_caching:
+            return
+        boundaries = _replay_boundaries(
+            self.requests.num_prompt[slot],
+            self.spec.scheduler_block_size,
+            any(manager.drops for manager in self.managers),
+            self.spec.keep_divergence_boundary,
+        )
+        for manager in self.managers:
+            if manager.cacheable:
+                manager.register_blocks(slot, self._share(manager, num_tokens), boundaries)
+
+    def _share(self, manager: GroupManager, num_tokens: int) -> int:
+        """Tokens of which this group may register blocks: a hit can only end at an aligned length.
+
+        A group that drops its last block looks one block further, so it registers one more. Tokens that a multi-module
+        drafter will compute again are not final yet.
+        """
+        final = max(0, num_tokens - self._unfinalized)
+        if len(self.managers) == 1:
+            return final
+        aligned = self._align(num_tokens)
+        if manager.drops and aligned > 0:
+            return min(final, self._align(final) + manager.block_size)
+        return aligned
+
+    def _align(self, num_tokens: int) -> int:
+        if self.spec.partial_hits:
+            return num_tokens
+        return num_tokens // self.spec.scheduler_block_size * self.spec.scheduler_block_size
+
+    # -- release -----------------------------------------------------------------------------------------------------
+
+    def free(self, slot: int) -> None:
+        """Give back all blocks of a request: group by group, tail first, so that prefixes outlive what follows them."""
+        for manager in self.managers:
+            self.pool.release(reversed(manager.take_all(slot)))
+
+    def take_all(self, slot: int) -> list[int]:
+        """Empty the tables; the blocks of all groups in order, references with the caller (see `release_later`)."""
+        return [block for manager in self.managers for block in manager.take_all(slot)]
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def grow(self, slot: int) -> None:
+        """Make room for the slot."""
+        for manager in self.managers:
+            manager.grow(slot)
+
+    def new_step(self) -> None:
+        """A step begins to allocate."""
+        for manager in self.managers:
+            manager.new_step()
+
+    def take_copies(self) -> list[int]:
+        """End of a step: the blocks held for its copies, source and target in turn; the caller owns their references."""
+        held = [block for manager in self.managers for pair in manager.copies for block in pair]
+        for manager in self.managers:
+            manager.copies.clear()
+        self._emitted = [0] * len(self.managers)
+        return held
+
+    def take_orders(self) -> Orders:
+        """What ranks must do because of the operations since the last call."""
+        orders = self._orders
+        taken = Orders(zero_block=orders.zero_block[:], zero_group=orders.zero_group[:])
+        orders.zero_block.clear()
+        orders.zero_group.clear()
+        for manager in self.managers:
+            fresh = manager.copies[self._emitted[manager.group] :]
+            self._emitted[manager.group] = len(manager.copies)
+            taken.copy_src.extend(source for source, _ in fresh)
+            taken.copy_dst.extend(target for _, target in fresh)
+            taken.copy_group.extend([manager.group] * len(fresh))
+        taken.stamp_block = list(self.pool.stamped)
+        taken.stamp = [self.pool.stamp[block] for block in taken.stamp_block]
+        self.pool.stamped.clear()
+        return taken
+
+    def tables(self, slot: int) -> list[list[int]]:
+        """Block table per group; fresh lists."""
+        return [list(manager.table[slot]) for manager in self.managers]
+
+    def holders(self, block: int, slots: Iterable[int]) -> list[int]:
+        """The slots among `slots` whose tables hold the block."""
+        assert block != NULL_BLOCK
+        return [slot for slot in slots if any(block in manager.table[slot] for manager in self.managers)]
+
+
+@lru_cache(maxsize=4096)
+def _replay_boundaries(num_prompt: int, unit: int, drops: bool, keep_divergence: bool) -> tuple[int, ...]:
+    """Positions at which a later request that replays this prompt can resume.
+
+    An identical prompt resumes at most at its last token but one, a longer one at the prompt's end. With a draft group
+    both lie one block lower, since the last matched block is dropped. `keep_divergence` adds the boundary one unit lower,
+    for prompts that diverge inside their last block (vLLM #57610).
+    """
+    if not drops:
+        boundaries = {num_prompt - 1}
+    else:
+        resend = (num_prompt - 1) // unit * unit
+        extension = num_prompt // unit * unit
+        boundaries = {max(resend - unit, 0), max(extension - unit, 0)}
+    if keep_divergence:
+        boundaries |= {max(boundary // unit * unit - unit, 0) for boundary in boundaries}
+    return tuple(sorted(boundaries))

@@ -1,0 +1,205 @@
+"""Looking at a replica's whole state: proof of the invariants, digest, snapshot. Reads only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from dataclasses import dataclass
+
+from kvplane_service.core.pool import NULL_BLOCK, Key
+from kvplane_service.core.replica import Replica
+
+
+@dataclass(frozen=True, slots=True)
+class CachedKey:
+    """One key of the prefix cache. `num_tokens` is 0 for further keys of a block."""
+
+    block: int
+    key: Key
+    num_tokens: int
+    tentative: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """One live request."""
+
+    slot: int
+    request_id: str
+    num_tokens: int
+    computed_tokens: int
+    tables: tuple[tuple[int, ...], ...]
+    running: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The allocator's state.
+
+    Attributes:
+        free_blocks: in eviction order.
+        distinct_keys: (domain, group, digest) keys.
+        keys: by block, ascending, primary first.
+        requests: by slot.
+    """
+
+    digest: str
+    free_blocks: tuple[int, ...]
+    distinct_keys: int
+    keys: tuple[CachedKey, ...]
+    requests: tuple[RequestState, ...]
+    usage: float
+
+
+def take_snapshot(replica: Replica) -> Snapshot:
+    """Everything, after `check`."""
+    check(replica)
+    pool = replica.coordinator.pool
+    usable = pool.num_blocks - 1
+    return Snapshot(
+        digest=digest(replica),
+        free_blocks=tuple(pool.free),
+        distinct_keys=pool.count_keys(),
+        keys=tuple(_keys(replica)),
+        requests=tuple(_requests(replica)),
+        usage=1.0 - pool.num_free / usable,
+    )
+
+
+def digest(replica: Replica) -> str:
+    """SHA-256 (hex) of all that later decisions can depend on. Equal operations give equal digests."""
+    pool, requests, ledger = replica.coordinator.pool, replica.requests, replica.ledger
+    told = hashlib.sha256()
+    state = (
+        (replica.seq, pool.executed_through, pool.epoch, pool.generation),
+        list(pool.free),
+        pool.references,
+        [(one.block, one.key.domain, one.key.group, one.key.digest, one.num_tokens) for one in _keys(replica)],
+        pool.key_step,
+        pool.stamp,
+        [_request_columns(replica, slot) for slot in requests.slots()],
+        sorted(ledger.held.items()),
+        list(ledger.waiting),
+        [(seq, [(one.block, one.slot) for one in ledger.tentative[seq]]) for seq in sorted(ledger.tentative)],
+        [(seq, [(one.slot, one.num_tokens) for one in ledger.grants[seq]]) for seq in sorted(ledger.grants)],
+    )
+    for part in state:
+        told.update(repr(part).encode())
+    return told.hexdigest()
+
+
+def check(replica: Replica) -> None:
+    """Prove the invariants; AssertionError names the one that does not hold."""
+    free = replica.coordinator.pool.free.check()
+    _check_references(replica, free)
+    _check_keys(replica)
+    _check_requests(replica)
+
+
+def _check_references(replica: Replica, free: set[int]) -> None:
+    """Every reference has a holder, and a block is free exactly when nobody holds it."""
+    pool = replica.coordinator.pool
+    held: Counter[int] = Counter(pool.reserved)
+    for manager in replica.coordinator.managers:
+        for table in manager.table:
+            held.update(block for block in table if block != NULL_BLOCK)
+        held.update(block for pair in manager.copies for block in pair)
+    for blocks in replica.ledger.held.values():
+        held.update(blocks)
+    for _, blocks in replica.ledger.waiting:
+        held.update(blocks)
+    del held[NULL_BLOCK]
+    for block in range(1, pool.num_blocks):
+        assert pool.references[block] == held[block], (
+            f"block {block}: {pool.references[block]} references, {held[block]} holders"
+        )
+        assert (block in free) == (held[block] == 0), f"block {block}: {held[block]} holders, free: {block in free}"
+    assert NULL_BLOCK not in free, "the null block is free"
+
+
+def _check_keys(replica: Replica) -> None:
+    """The map leads from every key to its blocks and back."""
+    pool = replica.coordinator.pool
+    assert pool.key[NULL_BLOCK] is None, "the null block has a key"
+    seen = 0
+    for domain, maps in pool.index.items():
+        for group, by_digest in enumerate(maps):
+            for value, entry in by_digest.items():
+                blocks = [entry] if isinstance(entry, int) else entry
+                assert len(set(blocks)) == len(blocks) > 0, f"key {value.hex()}: blocks {blocks}"
+                for block in blocks:
+                    assert pool.has_key(block, Key(domain, group, value)), f"key {value.hex()} is not on block {block}"
+                    seen += 1
+    on_blocks = sum(1 for key in pool.key if key is not None) + sum(len(more) for more in pool.more_keys.values())
+    assert seen == on_blocks, f"{on_blocks} keys on blocks, {seen} in the map"
+    for block, more in pool.more_keys.items():
+        assert pool.key[block] is not None and more, f"block {block}: further keys {more} without a primary one"
+    assert pool.enable_caching or not pool.index, "keys without prefix caching"
+
+
+def _check_requests(replica: Replica) -> None:
+    """Only live requests hold blocks, and the counts agree."""
+    requests = replica.requests
+    running = sum(1 for slot in requests.slots() if requests.running[slot])
+    assert running == requests.num_running, f"{running} run, the count says {requests.num_running}"
+    for manager in replica.coordinator.managers:
+        for slot, (index, shared) in manager.partial_hit.items():
+            assert manager.table[slot][index] == shared, f"slot {slot}: shared block {shared} left its table"
+        for slot, table in enumerate(manager.table):
+            assert not table or requests.running[slot], f"slot {slot} holds blocks of group {manager.group}, not running"
+            assert manager.num_cached[slot] <= len(table) or not table, f"slot {slot}: caches beyond its table"
+            assert all(0 <= block < replica.spec.num_blocks for block in table), f"slot {slot}: a block outside the pool"
+    for slot in requests.slots():
+        assert requests.in_flight[slot] >= 0, f"slot {slot}: {requests.in_flight[slot]} tokens in flight"
+        assert requests.held[slot] == (slot in replica.ledger.held), f"slot {slot}: held flag and blocks disagree"
+
+
+def _keys(replica: Replica) -> list[CachedKey]:
+    pool = replica.coordinator.pool
+    found = []
+    for block, key in enumerate(pool.key):
+        if key is None:
+            continue
+        tentative = pool.key_step[block] > pool.executed_through
+        found.append(CachedKey(block, key, pool.key_tokens[block], tentative))
+        found.extend(CachedKey(block, more, 0, tentative) for more in pool.more_keys.get(block, ()))
+    return found
+
+
+def _requests(replica: Replica) -> list[RequestState]:
+    requests = replica.requests
+    return [
+        RequestState(
+            slot,
+            requests.request_id[slot],
+            requests.num_tokens[slot],
+            requests.computed[slot],
+            tuple(tuple(table) for table in replica.coordinator.tables(slot)),
+            requests.running[slot],
+        )
+        for slot in requests.slots()
+    ]
+
+
+def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
+    requests = replica.requests
+    content = requests.content[slot]
+    return (
+        slot,
+        requests.request_id[slot],
+        requests.domain[slot],
+        requests.running[slot],
+        requests.held[slot],
+        requests.skip_reading[slot],
+        requests.max_tokens[slot],
+        requests.num_prompt[slot],
+        requests.num_tokens[slot],
+        requests.computed[slot],
+        requests.in_flight[slot],
+        requests.junction[slot],
+        content.digests,
+        content.hasher.tail if content.hasher else None,
+        replica.coordinator.tables(slot),
+        [manager.num_cached[slot] for manager in replica.coordinator.managers],
+        [manager.partial_hit.get(slot) for manager in replica.coordinator.managers],
+    )

@@ -1,0 +1,35 @@
+"""One manager per KV cache group: what differs by attention kind is a method here, in the kind's own file."""
+
+from __future__ import annotations
+
+from kvplane.base.groups import GroupKind, MambaMode
+from kvplane_service.core.managers.base import GroupManager, GroupSetup
+from kvplane_service.core.managers.chunked import ChunkedLocalManager
+from kvplane_service.core.managers.cross import CrossAttentionManager
+from kvplane_service.core.managers.full import FullAttentionManager, RetainedWindowManager, SinkManager
+from kvplane_service.core.managers.mamba import AlignedStateManager, UncachedStateManager
+from kvplane_service.core.managers.ring import RingManager
+from kvplane_service.core.managers.window import SlidingWindowManager
+
+_BY_KIND: dict[GroupKind, type[GroupManager]] = {
+    GroupKind.FULL_ATTENTION: FullAttentionManager,
+    GroupKind.MLA: FullAttentionManager,
+    GroupKind.SLIDING_WINDOW: SlidingWindowManager,
+    GroupKind.SLIDING_WINDOW_MLA: SlidingWindowManager,
+    GroupKind.CHUNKED_LOCAL: ChunkedLocalManager,
+    GroupKind.CROSS: CrossAttentionManager,
+    GroupKind.SINK_FULL: SinkManager,
+    GroupKind.R_SWA: RetainedWindowManager,
+    GroupKind.RING: RingManager,
+}
+
+
+def make_manager(setup: GroupSetup) -> GroupManager:
+    """The manager of the group's kind."""
+    if setup.spec.kind is GroupKind.MAMBA:
+        aligned = setup.spec.mamba_mode is MambaMode.ALIGN
+        return AlignedStateManager(setup) if aligned else UncachedStateManager(setup)
+    return _BY_KIND[setup.spec.kind](setup)
+
+
+__all__ = ["GroupManager", "GroupSetup", "make_manager"]

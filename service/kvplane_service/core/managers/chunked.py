@@ -1,0 +1,37 @@
+"""Chunked local attention: a token attends only to its own chunk, so earlier chunks need no blocks."""
+
+from __future__ import annotations
+
+from kvplane_service.core.managers.base import GroupManager, Query
+from kvplane_service.core.pool import NULL_BLOCK
+
+
+class ChunkedLocalManager(GroupManager):
+    """With chunks of 8: 13 computed tokens skip 8, and 8 computed tokens skip 8 (the next token opens a chunk).
+
+    0 1 2 3 4 5 6 7 | 8 9 10 11 12 [13]
+    |--- skipped ---|
+    """
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        """See GroupManager.skipped_tokens."""
+        return num_computed // self.spec.chunk * self.spec.chunk
+
+    def quiet_window(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.quiet_window."""
+        del slot
+        return (num_processed // self.spec.chunk + 1) * self.spec.chunk
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """Nulls for the chunks before the one that holds the last position, then left to right until a miss."""
+        size = self.block_size
+        first = self.skipped_tokens(max(query.max_tokens, 0)) // size
+        limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size
+        rows = [[NULL_BLOCK] * first for _ in query.groups]
+        for index in range(first, limit):
+            blocks = self.pool.find(query.domain, query.groups, self._digest(query.digests, index), query.horizon)
+            if blocks is None:
+                break
+            for row, block in zip(rows, blocks, strict=True):
+                row.append(block)
+        return rows, len(rows[0]) * size

@@ -1,0 +1,133 @@
+"""Full attention (and MLA, whose pages behave alike): every block stays until the request ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplane.base.step import CacheEvent, EventKind
+from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query
+from kvplane_service.core.pool import NULL_BLOCK, Key
+
+
+class FullAttentionManager(GroupManager):
+    """Looks up left to right until a miss; with partial hits, also the inner boundaries of the first missing block."""
+
+    downward_closed = True
+    fine_grained = True
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """See GroupManager.find."""
+        unit = self.replica.hit_alignment
+        found: list[list[int]] = [[] for _ in query.groups]
+        limit = min(query.max_tokens, len(query.digests) * self.hash_size)
+        length = self._find_full_blocks(query, limit, found)
+        fine = unit < self.block_size and self.block_size % unit == 0
+        if fine:
+            length = self._find_inside_next_block(query, limit, length, found)
+        if query.drop_last and length > 0:
+            length -= min(unit, self.block_size)
+        length -= length % unit
+        for blocks in found:
+            del blocks[self._blocks_for(length) :]
+        return found, length
+
+    def _find_full_blocks(self, query: Query, limit: int, found: list[list[int]]) -> int:
+        count = 0
+        for index in range(limit // self.block_size):
+            blocks = self.pool.find(query.domain, query.groups, self._digest(query.digests, index), query.horizon)
+            if blocks is None:
+                break
+            for row, block in zip(found, blocks, strict=True):
+                row.append(block)
+            count += 1
+        return count * self.block_size
+
+    def _find_inside_next_block(self, query: Query, limit: int, length: int, found: list[list[int]]) -> int:
+        unit = self.replica.hit_alignment
+        longest = min(length + self.block_size - unit, limit // unit * unit)
+        for end in range(longest, length, -unit):
+            blocks = self.pool.find(query.domain, query.groups, query.digests[end // unit - 1], query.horizon)
+            if blocks is not None:
+                for row, block in zip(found, blocks, strict=True):
+                    row.append(block)
+                return end
+        return length
+
+    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """See GroupManager.register_blocks; also the last hash boundary of the prompt when it lies inside a block."""
+        super().register_blocks(slot, num_tokens, boundaries)
+        if self.block_size != self.hash_size:
+            self._register_prompt_tail(slot, num_tokens)
+
+    def _register_prompt_tail(self, slot: int, num_tokens: int) -> None:
+        size = self.hash_size
+        # A repeat of the prompt matches at most prompt - 1 tokens; a draft group reads all of it before it drops a unit.
+        limit = self.requests.num_prompt[slot] - (0 if self.drops else 1)
+        boundary = min(limit // size, len(self.requests.content[slot].digests)) * size
+        index = boundary // self.block_size
+        if boundary == 0 or boundary > num_tokens or boundary % self.block_size == 0 or index >= len(self.table[slot]):
+            return
+        if self.table[slot][index] != NULL_BLOCK:
+            register_inside_block(self, slot, self.table[slot][index], boundary)
+
+
+def register_inside_block(manager: GroupManager, slot: int, block: int, num_tokens: int) -> Key:
+    """Register a key for the prefix of `num_tokens` that ends inside `block`; a shorter key of the block goes first."""
+    pool, size = manager.pool, manager.hash_size
+    digests = manager.requests.content[slot].digests
+    count = num_tokens // size
+    key = Key(manager.requests.domain[slot], manager.group, digests[count - 1])
+    if pool.has_key(block, key):
+        return key
+    if pool.key[block] is not None and pool.key_tokens[block] < num_tokens:
+        manager.promote(block, num_tokens)
+    pool.register(block, key, num_tokens)
+    if manager.replica.events:
+        start = num_tokens - size
+        parent = digests[count - 2] if count > 1 else b""
+        pool.events.append(
+            CacheEvent(
+                EventKind.STORED,
+                manager.group,
+                (key.digest,),
+                (block,),
+                key.domain,
+                parent,
+                size,
+                slot,
+                start,
+                num_tokens,
+                (start,),
+            )
+        )
+    return key
+
+
+class SinkManager(FullAttentionManager):
+    """Full attention with sinks: the group holds the sink blocks for the life of the pool, outside every table."""
+
+    def __init__(self, setup: GroupSetup) -> None:
+        super().__init__(setup)
+        self.sink_blocks = setup.pool.reserve(setup.spec.sink_tokens // setup.spec.block_size)
+
+
+class RetainedWindowManager(FullAttentionManager):
+    """R-SWA: a request keeps its prompt and the last `window` tokens; the gap between them is given back.
+
+        |--- prompt ---|....... gap .......|<- window ->|
+    """
+
+    def release_skipped(self, slot: int, num_processed: int) -> None:
+        """Give back the blocks that lie wholly in the gap."""
+        prompt = self.requests.num_prompt[slot]
+        window_start = max(prompt, num_processed - self.spec.window)
+        self._release_range(slot, self._blocks_for(prompt), window_start // self.block_size)
+
+    def quiet_window(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.quiet_window."""
+        prompt = self.requests.num_prompt[slot]
+        start = max(prompt, num_processed - self.spec.window)
+        return (start // self.block_size + 1) * self.block_size + self.spec.window
+
+
+__all__ = ["FullAttentionManager", "RetainedWindowManager", "SinkManager", "register_inside_block"]

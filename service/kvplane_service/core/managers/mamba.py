@@ -1,0 +1,289 @@
+"""Recurrent state (Mamba, linear attention): one block is one state; only the last state of a request is alive.
+
+In mode "align" a prefill chunk writes its end state into the block of its last token; blocks in between stay null. The
+running state lies in the last 1 + speculative blocks of the table:
+
+    tokens   0..B-1   B..2B-1   2B..3B-1   3B..          (a chunk that ended in the fourth block)
+    table     s0       null       null      run  spec spec
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvplane_service.core.managers.base import FOREVER, GroupManager, GroupSetup, Need, Query
+from kvplane_service.core.managers.full import register_inside_block
+from kvplane_service.core.pool import NULL_BLOCK, Key
+
+NO_STATE = -1
+
+
+class UncachedStateManager(GroupManager):
+    """Mode "none": a block covers the longest request, so there is one state, and one per draft token beside it."""
+
+    cacheable = False
+
+    def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
+        """See GroupManager.blocks_needed."""
+        extra = self.block_size * self.spec.speculative_blocks
+        return super().blocks_needed(replace(need, num_slots=need.num_slots + extra), hit)
+
+    def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
+        """See GroupManager.blocks_alone."""
+        return super().blocks_alone(num_tokens, num_encoder) + self.spec.speculative_blocks
+
+    def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
+        """See GroupManager.allocate."""
+        extra = self.block_size * self.spec.speculative_blocks
+        return super().allocate(slot, num_slots + extra, num_main, num_encoder)
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        """Only the state of the last token is needed."""
+        return num_computed - 1
+
+    def quiet_window(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.quiet_window."""
+        del slot
+        return (max(num_processed - 1, 0) // self.block_size + 1) * self.block_size + 1
+
+    def quiet_slots(self, slot: int) -> int:
+        """See GroupManager.quiet_slots."""
+        return super().quiet_slots(slot) - self.block_size * self.spec.speculative_blocks
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """Never found."""
+        return [[] for _ in query.groups], 0
+
+    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """Never cached."""
+        return
+
+    def quiet_cache(self, slot: int) -> int:
+        """Never cached."""
+        return FOREVER
+
+
+class AlignedStateManager(GroupManager):
+    """Mode "align": states at block boundaries are kept as cached prefixes while the request moves on to a new block."""
+
+    fine_grained = True
+    never_drops = True  # draft models have no recurrent layers
+
+    def __init__(self, setup: GroupSetup) -> None:
+        super().__init__(setup)
+        self.last_state: list[int] = []  # index of the state that the last allocated block continues from
+        self.num_retired: list[int] = []  # leading entries already given back
+        self.has_allocated: list[bool] = []
+        self._registered_this_step: set[Key] = set()  # named content that this step's forward pass writes
+
+    # -- tables ------------------------------------------------------------------------------------------------------
+
+    def grow(self, slot: int) -> None:
+        """See GroupManager.grow."""
+        super().grow(slot)
+        while len(self.last_state) <= slot:
+            self.last_state.append(NO_STATE)
+            self.num_retired.append(0)
+            self.has_allocated.append(False)
+
+    def take_all(self, slot: int) -> list[int]:
+        """See GroupManager.take_all."""
+        self.last_state[slot] = NO_STATE
+        self.num_retired[slot] = 0
+        self.has_allocated[slot] = False
+        return super().take_all(slot)
+
+    def new_step(self) -> None:
+        """See GroupManager.new_step."""
+        self._registered_this_step.clear()
+
+    # -- allocation --------------------------------------------------------------------------------------------------
+
+    def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
+        """One state, a copy target, and the draft states the first time; lookahead needs no state."""
+        required = self._blocks_for(need.num_main) + self.spec.speculative_blocks
+        new = required - len(hit) - len(self.table[need.slot])
+        partial = self._ends_inside_block(hit, need.local_computed) or need.slot in self.partial_hit
+        if partial:
+            new = max(new, 0) + 1
+        new = min(new, self._most_new_blocks(need.slot, partial))
+        return max(new, 0) + self.pool.count_evictable(hit)
+
+    def _most_new_blocks(self, slot: int, partial: bool) -> int:
+        drafts = 0 if self.has_allocated[slot] else self.spec.speculative_blocks
+        return 1 + int(partial) + drafts
+
+    def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
+        """Put the running state of `num_main` tokens at the end of the table, nulls in the gap; the new table entries."""
+        table = self.table[slot]
+        drafts = self.spec.speculative_blocks
+        required = self._blocks_for(num_main) + drafts
+        partial = self.partial_hit.pop(slot, None)
+        if required <= len(table) and partial is None:
+            self.has_allocated[slot] = True
+            return []
+        before = len(table)
+        self._remember_last_state(slot)
+        gap_end = required - drafts - 1
+        table.extend([NULL_BLOCK] * (gap_end - before))
+        if self.has_allocated[slot]:
+            for index in range(before - drafts, min(before, gap_end)):
+                self._move_draft_state(table, index)
+        missing = max(required - len(table), 0) + int(partial is not None)
+        assert missing <= self._most_new_blocks(slot, partial is not None), f"slot {slot} takes {missing} states"
+        blocks = self._take(missing)
+        copied = [] if partial is None else self._split_shared_state(slot, partial, blocks.pop(0))
+        entries = copied + table[before:] + blocks
+        table.extend(blocks)
+        self.has_allocated[slot] = True
+        return entries
+
+    def _remember_last_state(self, slot: int) -> None:
+        if self.has_allocated[slot]:
+            self.last_state[slot] = len(self.table[slot]) - 1 - self.spec.speculative_blocks
+        elif self.table[slot]:
+            self.last_state[slot] = len(self.table[slot]) - 1
+
+    def _move_draft_state(self, table: list[int], index: int) -> None:
+        """A draft state that this step leaves behind moves to the end: it is the request's own and holds nothing yet."""
+        block = table[index]
+        assert self.pool.is_private(block), f"draft state {block} is shared or keyed"
+        table.append(block)
+        table[index] = NULL_BLOCK
+
+    def _split_shared_state(self, slot: int, partial: tuple[int, int], target: int) -> list[int]:
+        """Part a state that is both cached and about to be overwritten; the new table entries.
+
+        A new request gets a private copy. A running one keeps its block (its worker's table only grows) and the cached
+        content moves into the copy, which is filled before the forward pass writes.
+        """
+        index, source = partial
+        if not self.has_allocated[slot]:
+            self._copy_into_table(slot, index, source, target)
+            return [target]
+        assert self.table[slot][index] == source, f"slot {slot}: state {source} is not at {index}"
+        self.pool.move_keys(source, target)
+        self.pool.touch([source])
+        self.copies.append((source, target))
+        self._note_registered([target])
+        return []
+
+    def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
+        """At most the state before, the running one, a copy target, and the draft states."""
+        return min(self._blocks_for(num_tokens), 3) + self.spec.speculative_blocks
+
+    # -- window ------------------------------------------------------------------------------------------------------
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        """Only the state of the last token is needed."""
+        return num_computed - 1
+
+    def release_skipped(self, slot: int, num_processed: int) -> None:
+        """Give back states before the last; the one that the running state continues from goes one step later."""
+        super().release_skipped(slot, num_processed)
+        index = self.last_state[slot]
+        if index != NO_STATE and index < self._blocks_for(num_processed) - 1:
+            table = self.table[slot]
+            self.pool.release([table[index]])
+            table[index] = NULL_BLOCK
+
+    def _release_range(self, slot: int, first: int, last: int) -> None:
+        table = self.table[slot]
+        first = max(first, self.num_retired[slot])
+        if first >= last:
+            return
+        self.pool.release([table[index] for index in range(last - 1, first - 1, -1)])
+        table[first:last] = [NULL_BLOCK] * (last - first)
+        self.num_retired[slot] = last
+
+    def quiet_window(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.quiet_window."""
+        del num_processed
+        next_retired = (self.num_retired[slot] + 1) * self.block_size + 1
+        index = self.last_state[slot]
+        if index == NO_STATE or self.table[slot][index] == NULL_BLOCK:
+            return next_retired
+        return min(next_retired, (index + 1) * self.block_size + 1)
+
+    def quiet_slots(self, slot: int) -> int:
+        """See GroupManager.quiet_slots; lookahead needs no state, so asking for it errs on the careful side."""
+        return super().quiet_slots(slot) - self.spec.speculative_blocks * self.block_size
+
+    # -- prefix cache ------------------------------------------------------------------------------------------------
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """The deepest cached state at an aligned boundary: nulls, then that state."""
+        unit, size = self.replica.hit_alignment, self.block_size
+        fine = unit < size and size % unit == 0
+        stride = unit if fine else size
+        limit = min(query.max_tokens, len(query.digests) * self.hash_size) // stride
+        for count in range(limit, 0, -1):
+            end = count * stride
+            if end % unit != 0:
+                continue
+            blocks = self.pool.find(query.domain, query.groups, query.digests[end // self.hash_size - 1], query.horizon)
+            if blocks is not None:
+                return [[NULL_BLOCK] * (self._blocks_for(end) - 1) + [block] for block in blocks], end
+        return [[] for _ in query.groups], 0
+
+    def hit_is_ready(self, hit: Sequence[int]) -> bool:
+        """A state is ready when the step that writes it has run; until then the request waits for the next step."""
+        if not hit or hit[-1] == NULL_BLOCK:
+            return True
+        if self._safe:
+            return self.pool.key_step[hit[-1]] <= self.pool.executed_through
+        return self.pool.key[hit[-1]] not in self._registered_this_step
+
+    def _note_registered(self, blocks: Sequence[int]) -> None:
+        keys = (self.pool.key[block] for block in blocks)
+        self._registered_this_step.update(key for key in keys if key is not None)
+
+    def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
+        """One state per segment (dense: every block) and the states at the given boundaries."""
+        if self._dense:
+            return None
+        unit, size = self.replica.hit_alignment, self.block_size
+        keep = [False] * (end - start)
+        per_segment = self.replica.retention_interval // size
+        if self.replica.retention_interval and per_segment <= 1:
+            return None
+        if per_segment:
+            for index in range((start + per_segment) // per_segment * per_segment - 1, end, per_segment):
+                keep[index - start] = True
+        for boundary in boundaries:
+            index = boundary // unit * unit // size - 1
+            if start <= index < end:
+                keep[index - start] = True
+        return keep
+
+    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """See GroupManager.register_blocks; also the state at the prompt's last hash boundary, inside a block."""
+        start = max(self.num_cached[slot], 0)
+        super().register_blocks(slot, num_tokens, boundaries)
+        end = max(self.num_cached[slot], 0)
+        self._register_prompt_tail(slot, num_tokens)
+        self._note_registered(self.table[slot][start:end])
+
+    def _register_prompt_tail(self, slot: int, num_tokens: int) -> None:
+        if num_tokens <= 0 or num_tokens % self.hash_size != 0 or num_tokens != self._prompt_boundary(slot):
+            return
+        index = self._blocks_for(num_tokens) - 1
+        if index >= len(self.table[slot]):
+            return
+        block = self.table[slot][index]
+        # A block already keyed at this length was found or registered before: its key is not news of this step.
+        if block == NULL_BLOCK or self.pool.key_tokens[block] == num_tokens:
+            return
+        self._registered_this_step.add(register_inside_block(self, slot, block, num_tokens))
+        if num_tokens % self.block_size:
+            self.partial_hit[slot] = (index, block)
+            self.num_cached[slot] = index
+
+    def _prompt_boundary(self, slot: int) -> int:
+        """Where a repeat of the prompt resumes: its last hash boundary, with tokens left to compute."""
+        prompt = self.requests.num_prompt[slot]
+        if self.any_drops:
+            return max(prompt // self.hash_size * self.hash_size - self.hash_size, 0)
+        left = max(1, self.replica.hash_lookahead_tokens)
+        return max((prompt - left) // self.hash_size * self.hash_size, 0)

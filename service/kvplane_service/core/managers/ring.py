@@ -1,0 +1,50 @@
+"""A ring buffer: one block per request for life, overwritten in place, never cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplane_service.core.managers.base import FOREVER, GroupManager, Need, Query
+
+
+class RingManager(GroupManager):
+    """Scratch of sparse indexers and the like (vLLM's circular buffer)."""
+
+    cacheable = False
+
+    def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
+        """One, once."""
+        return 0 if self.table[need.slot] else 1
+
+    def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
+        """Nothing to adopt."""
+        assert not hit, "a ring is never looked up"
+
+    def allocate_external(self, slot: int, local_computed: int, total_computed: int) -> None:
+        """The one block serves external tokens too."""
+        self.allocate(slot, 0, 0, 0)
+
+    def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
+        """The one block, at the first call."""
+        del num_slots, num_main, num_encoder
+        return [] if self.table[slot] else self._extend(self.table[slot], 1)
+
+    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """Never cached: the page is overwritten."""
+        return
+
+    def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
+        """One."""
+        return 1
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """Never found."""
+        return [[] for _ in query.groups], 0
+
+    def quiet_slots(self, slot: int) -> int:
+        """The one block is enough."""
+        return FOREVER if self.table[slot] else 0
+
+    def quiet_cache(self, slot: int) -> int:
+        """Never cached."""
+        return FOREVER

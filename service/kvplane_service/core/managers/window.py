@@ -1,0 +1,104 @@
+"""Sliding window attention: blocks behind the window are given back, and a hit needs only the window before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query
+from kvplane_service.core.pool import NULL_BLOCK
+
+
+class SlidingWindowManager(GroupManager):
+    """Window of w tokens: token t attends to t - w + 1 .. t.
+
+    With window 4 and 7 computed tokens, the next token 7 attends to 4..7, so 0..3 are skipped:
+
+        0 1 2 3 4 5 6 [7]
+        |skipped|window |
+    """
+
+    def __init__(self, setup: GroupSetup) -> None:
+        super().__init__(setup)
+        self._window = setup.spec.window
+        self._margin = setup.spec.window - 1 + setup.spec.extra_retained_tokens
+
+    def _run_length(self, drop_last: bool) -> int:
+        """Cached blocks in a row that a hit needs; one more when the last is dropped."""
+        return self._blocks_for(self._window - 1) + int(drop_last)
+
+    def skipped_tokens(self, num_computed: int) -> int:
+        """See GroupManager.skipped_tokens."""
+        return max(0, num_computed - self._margin)
+
+    def quiet_window(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.quiet_window."""
+        del slot
+        released = self.skipped_tokens(num_processed) // self.block_size
+        return (released + 1) * self.block_size + self._margin
+
+    def find(self, query: Query) -> tuple[list[list[int]], int]:
+        """Search from the right for a run long enough to fill the window; a run from block 0 counts at any length.
+
+            index   0 1 2 3 4 5 6      run of 2 needed
+            cached  . . . x x . x  ->  hit of 5 blocks: null null null b3 b4
+        """
+        found, start, end = self._find_run(query)
+        if query.drop_last and end > 0:
+            end = self._align(end - 1)
+        start = min(start, end)
+        rows = [
+            [NULL_BLOCK] * start + [found[index][row] for index in range(start, end)]
+            for row in range(len(query.groups))
+        ]
+        return rows, end * self.block_size
+
+    def _find_run(self, query: Query) -> tuple[dict[int, list[int]], int, int]:
+        """Blocks by index, and the bounds [start, end) of the run."""
+        unit, size = self.replica.hit_alignment, self.block_size
+        needed = self._run_length(query.drop_last)
+        limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size
+        found: dict[int, list[int]] = {}
+        run = 0
+        for index in range(limit - 1, -1, -1):
+            blocks = self.pool.find(query.domain, query.groups, self._digest(query.digests, index), query.horizon)
+            if blocks is None:
+                run = 0
+                continue
+            hit_end = index if query.drop_last else index + 1
+            if run == 0 and hit_end * size % unit != 0:
+                continue  # a hit cannot end here
+            found[index] = blocks
+            run += 1
+            if run >= needed:
+                return found, index, index + run
+        return found, 0, self._align(run)
+
+    def _align(self, num_blocks: int) -> int:
+        while num_blocks * self.block_size % self.replica.hit_alignment != 0:
+            num_blocks -= 1
+        return num_blocks
+
+    def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
+        """The windows that end at segment boundaries (dense or every n tokens) and at the given boundaries.
+
+        A draft group looks one block past the boundary and drops it, so its window ends one block later.
+        """
+        unit, size = self.replica.hit_alignment, self.block_size
+        if unit % size != 0:
+            return None  # a block cannot say "part of me": keep all rather than lose a hit
+        needed, shift = self._run_length(self.drops), int(self.drops)
+        keep = [False] * (end - start)
+        segment = unit if self._dense else self.replica.retention_interval
+        if segment:
+            per_segment = segment // size
+            if needed >= per_segment:
+                return None
+            for index in range(max(start, shift), end):
+                if (index - shift) % per_segment >= per_segment - needed:
+                    keep[index - start] = True
+        if not self._dense:
+            for boundary in boundaries:
+                stop = boundary // unit * unit // size + shift
+                for index in range(max(start, stop - needed), min(end, stop)):
+                    keep[index - start] = True
+        return keep

@@ -1,0 +1,285 @@
+"""The block pool of one replica: references, keys and stamps of every block, in columns by block id.
+
+A block is free (no reference) or held; either way it may carry keys, under which look-ups find it. Blocks are shared by
+references, never copied; the same content may lie in several blocks under one key, since tables are append-only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvplane.base.stamps import MAX_GENERATION, Stamp
+from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane_service.core.freelist import FreeList
+
+NULL_BLOCK = 0
+INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One name of a block's content: the digest of the prefix that ends in it, within a group and a domain."""
+
+    domain: str
+    group: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Residency:
+    """How long blocks live, in steps: histograms by power of two (index = bit length of the number of steps)."""
+
+    lifetime: list[int]  # from being handed out to being handed out again
+    idle_before_evict: list[int]  # from the last use to the eviction of a key
+    reuse_gap: list[int]  # between two uses of a cached block
+
+    @classmethod
+    def empty(cls) -> Residency:
+        """All zero."""
+        return cls([0] * 64, [0] * 64, [0] * 64)
+
+
+class BlockPool:
+    """Hands out blocks, counts references, and keeps the map from keys to blocks.
+
+    Args:
+        num_blocks: blocks with the null block.
+        num_groups: KV cache groups.
+        enable_caching: off: no key is ever registered.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int, enable_caching: bool) -> None:
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.free = FreeList(num_blocks)
+        self.references = [0] * num_blocks
+        self.key: list[Key | None] = [None] * num_blocks  # the primary key
+        self.key_tokens = [0] * num_blocks  # tokens of the prefix that the primary key names
+        self.key_step = [0] * num_blocks  # step that registered it; tentative while that has not been executed
+        self.more_keys: dict[int, list[Key]] = {}  # further keys: partial prefixes inside the block
+        self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
+        self._num_groups = num_groups
+        self.stamp = [0] * num_blocks
+        self.stamped: dict[int, None] = {}  # blocks whose stamp changed since the last drain, in order
+        self.generation = 0
+        self.epoch = 0
+        self._counter = 0
+        self.step = 0  # the step under way
+        self.executed_through = 0
+        self.registered: list[tuple[int, Key]] = []  # since the last drain, by the ledger
+        self.events: list[CacheEvent] = []
+        self.reserved: list[int] = []  # blocks held for the life of the pool (sinks)
+        self.evicted_keys = [0] * num_groups
+        self.residency = Residency.empty()
+        self._born = [0] * num_blocks
+        self._used = [0] * num_blocks
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be handed out now, cached ones included."""
+        return self.free.count
+
+    def take(self, count: int) -> list[int]:
+        """Hand out `count` blocks with one reference each; what they held is forgotten."""
+        blocks = self.free.pop(count)
+        references = self.references
+        for block in blocks:
+            if self.key[block] is not None:
+                self._evict(block)
+            references[block] = 1
+            self._age(self.residency.lifetime, self._born[block])
+            self._born[block] = self._used[block] = self.step
+            self.restamp(block)
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """Add a reference to each block but the null block; free ones leave the free list."""
+        references = self.references
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if references[block] == 0:
+                self.free.remove(block)
+            references[block] += 1
+            self._age(self.residency.reuse_gap, self._used[block])
+            self._used[block] = self.step
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop a reference of each block; what becomes free joins the free list in the given order.
+
+        Blocks without a key go to the front, keyed ones to the back: the first given is evicted first at either end.
+        """
+        references, key = self.references, self.key
+        unkeyed, keyed = [], []
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            assert references[block] > 0, f"block {block} released without a reference"
+            references[block] -= 1
+            if references[block] == 0:
+                (unkeyed if key[block] is None else keyed).append(block)
+        self.free.prepend(unkeyed)
+        self.free.append(keyed)
+
+    def reserve(self, count: int) -> list[int]:
+        """Hold blocks for the life of the pool."""
+        blocks = self.take(count)
+        self.reserved.extend(blocks)
+        return blocks
+
+    def count_evictable(self, blocks: Sequence[int]) -> int:
+        """How many of these blocks are free now, so that adopting them takes from the free count."""
+        references = self.references
+        return sum(1 for block in blocks if block != NULL_BLOCK and references[block] == 0)
+
+    def is_private(self, block: int) -> bool:
+        """Whether its one owner may write into it: exactly one reference and no key."""
+        return block != NULL_BLOCK and self.references[block] == 1 and self.key[block] is None
+
+    # -- keys --------------------------------------------------------------------------------------------------------
+
+    def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int = INSIDE) -> list[int] | None:
+        """The first block registered under the digest in each of the groups, or None if one lacks it.
+
+        Keys registered by steps after `horizon` are not seen.
+        """
+        maps = self.index.get(domain)
+        if maps is None:
+            return None
+        found = []
+        for group in groups:
+            entry = maps[group].get(digest)
+            if entry is None:
+                return None
+            block = entry if isinstance(entry, int) else entry[0]
+            if self.key_step[block] > horizon:
+                block = self._first_within(entry, horizon)
+                if block == NULL_BLOCK:
+                    return None
+            found.append(block)
+        return found
+
+    def _first_within(self, entry: int | list[int], horizon: int) -> int:
+        blocks = [entry] if isinstance(entry, int) else entry
+        return next((block for block in blocks if self.key_step[block] <= horizon), NULL_BLOCK)
+
+    def has_key(self, block: int, key: Key) -> bool:
+        """Whether the block is registered under the key, as its primary or a further one."""
+        return self.key[block] == key or key in self.more_keys.get(block, ())
+
+    def register(self, block: int, key: Key, num_tokens: int) -> None:
+        """Let the block be found under the key; the first key of a block is its primary one."""
+        if self.has_key(block, key):
+            return
+        if self.key[block] is None:
+            self.key[block] = key
+            self.key_tokens[block] = num_tokens
+            self.key_step[block] = self.step
+        else:
+            self.more_keys.setdefault(block, []).append(key)
+        maps = self.index.get(key.domain)
+        if maps is None:
+            maps = self.index[key.domain] = [{} for _ in range(self._num_groups)]
+        entry = maps[key.group].get(key.digest)
+        if entry is None:
+            maps[key.group][key.digest] = block
+        elif isinstance(entry, int):
+            maps[key.group][key.digest] = [entry, block]
+        else:
+            entry.append(block)
+        self.registered.append((block, key))
+
+    def unregister(self, block: int) -> list[Key]:
+        """Take every key from the block, primary first; the page is as if it held nothing. No event, no stamp."""
+        primary = self.key[block]
+        if primary is None:
+            return []
+        keys = [primary, *self.more_keys.pop(block, ())]
+        for key in keys:
+            self._forget(block, key)
+        self.key[block] = None
+        self.key_tokens[block] = 0
+        self.key_step[block] = 0
+        return keys
+
+    def _forget(self, block: int, key: Key) -> None:
+        maps = self.index[key.domain]
+        entry = maps[key.group][key.digest]
+        if isinstance(entry, int):
+            assert entry == block, f"key of block {block} leads to block {entry}"
+            del maps[key.group][key.digest]
+            if not any(maps):
+                del self.index[key.domain]
+            return
+        entry.remove(block)
+        if len(entry) == 1:
+            maps[key.group][key.digest] = entry[0]
+
+    def drop_keys(self, block: int, reason: RemoveReason) -> bool:
+        """Take every key from a block that stays where it is; restamps it and tells. False if it had none."""
+        keys = self.unregister(block)
+        if not keys:
+            return False
+        self._tell_removed(keys, block, reason)
+        self.restamp(block)
+        return True
+
+    def move_keys(self, source: int, target: int) -> None:
+        """Let the content under the source's keys live in the target from now on; both are restamped, nothing is told."""
+        assert self.key[target] is None, f"block {target} already has a key"
+        num_tokens = self.key_tokens[source]
+        for key in self.unregister(source):
+            self.register(target, key, num_tokens)
+        self.restamp(source)
+        self.restamp(target)
+
+    def reset(self) -> bool:
+        """Forget every key if nothing but the null block and the reserved ones is in use; order of the free list stays."""
+        if self.num_free != self.num_blocks - 1 - len(self.reserved):
+            return False
+        self.generation += 1
+        assert self.generation <= MAX_GENERATION, "generations are used up; the replica must be registered anew"
+        for block in range(1, self.num_blocks):
+            if self.unregister(block):
+                self.restamp(block)
+        assert not self.index
+        self.events.append(CacheEvent(EventKind.CLEARED))
+        return True
+
+    def _evict(self, block: int) -> None:
+        keys = self.unregister(block)
+        for key in keys:
+            self.evicted_keys[key.group] += 1
+        self._age(self.residency.idle_before_evict, self._used[block])
+        self._tell_removed(keys, block, RemoveReason.EVICTED)
+
+    def _tell_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
+        for key in keys:
+            self.events.append(
+                CacheEvent(
+                    EventKind.REMOVED, key.group, (key.digest,), (block,), domain=key.domain, reason=reason
+                )
+            )
+
+    def count_keys(self) -> int:
+        """Distinct (domain, group, digest) keys."""
+        return sum(len(by_digest) for maps in self.index.values() for by_digest in maps)
+
+    # -- stamps and ages ---------------------------------------------------------------------------------------------
+
+    def restamp(self, block: int) -> None:
+        """Give the page a content version that was never used before."""
+        self._counter += 1
+        self.stamp[block] = Stamp(self.generation, self.epoch, self._counter).pack()
+        self.stamped[block] = None
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Stamps from now on carry the epoch; the counter starts again."""
+        self.epoch = epoch
+        self._counter = 0
+
+    def _age(self, histogram: list[int], since_step: int) -> None:
+        histogram[min((self.step - since_step).bit_length(), 63)] += 1

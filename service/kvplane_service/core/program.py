@@ -1,0 +1,287 @@
+"""The run and admit sections of a part: the scheduler's loop over amounts and refusals, run next to the blocks.
+
+A scheduler decides amounts from refusals, and refusals follow from earlier amounts. Told the order and the budgets, the
+core runs that loop itself, so that a whole step takes one message. Budgets are plain arithmetic: a row takes the minimum,
+a victim's tokens are given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvplane.base.step import (
+    ANY_HIT,
+    UNLIMITED,
+    Admit,
+    AdmitStatus,
+    Budget,
+    OnRefusal,
+    PartResult,
+    RowFlag,
+    Run,
+    Watermark,
+)
+from kvplane_service.core.coordinator import Allocation, Coordinator
+from kvplane_service.core.ledger import Ledger
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.requests import Requests
+
+
+class Program:
+    """Runs the run and admit rows of one part.
+
+    Args:
+        coordinator: the blocks.
+        ledger: what is in flight; takes note of grants and undoes them.
+        budget: of the part.
+        result: filled in.
+        seq: the step under way.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, ledger: Ledger, budget: Budget, result: PartResult, seq: int
+    ) -> None:
+        self._blocks = coordinator
+        self._requests: Requests = coordinator.requests
+        self._ledger = ledger
+        self._tokens_left = budget.tokens
+        self._input_left = budget.input
+        self._overhead = budget.overhead
+        self._result = result
+        self._seq = seq
+        self._row_of: dict[int, int] = {}  # slot -> run row granted in this part
+        self._new: list[list[list[int]] | None] = []  # per run row
+
+    def _has_budget(self) -> bool:
+        return self._tokens_left > 0 and self._input_left > self._overhead
+
+    def _spend(self, num_tokens: int) -> None:
+        self._tokens_left -= num_tokens
+        self._input_left -= num_tokens + self._overhead
+
+    # -- run ---------------------------------------------------------------------------------------------------------
+
+    def run(self, rows: Run) -> None:
+        """Give each running request its tokens in row order, preempting victims when blocks run out."""
+        count = len(rows.slot)
+        granted = self._result.granted = [0] * count
+        self._new = [None] * count
+        victims = self._victims(rows)
+        for row, slot in enumerate(rows.slot):
+            if not self._has_budget():
+                break
+            if not self._requests.running[slot]:
+                continue
+            wanted = self._wanted(rows, row, slot)
+            if wanted <= 0:
+                continue
+            if not (
+                self._is_quiet(rows, row, slot, wanted)
+                or self._allocate_running(rows, row, slot, wanted, victims)
+            ):
+                if rows.on_refusal is OnRefusal.STOP:
+                    break
+                continue
+            granted[row] = wanted
+            self._row_of[slot] = row
+            self._spend(wanted)
+            self._requests.computed[slot] += wanted
+            self._ledger.note_grant(slot, wanted, self._seq)
+        for row, blocks in enumerate(self._new):
+            self._tell_new(row, blocks)
+
+    def _wanted(self, rows: Run, row: int, slot: int) -> int:
+        requests = self._requests
+        extra = rows.extra[row] if rows.extra else 0
+        wanted = requests.num_tokens[slot] + extra - requests.computed[slot]
+        if rows.cap:
+            wanted = min(wanted, rows.cap[row])
+        wanted = min(wanted, self._tokens_left, self._input_left - self._overhead)
+        if rows.flags and rows.flags[row] & RowFlag.ALIGN:
+            wanted = align_chunk(self._blocks, slot, requests.computed[slot], wanted)
+        return min(wanted, self._blocks.spec.max_model_len - requests.computed[slot])
+
+    def _is_quiet(self, rows: Run, row: int, slot: int, wanted: int) -> bool:
+        """Whether no manager has anything to do: no block starts, leaves the window, or becomes full."""
+        requests = self._requests
+        computed = requests.computed[slot]
+        after = computed + wanted
+        lookahead = rows.lookahead[row] if rows.lookahead else 0
+        return (
+            after + lookahead <= requests.slots_until[slot]
+            and computed - self._in_flight(rows, row, slot) < requests.window_until[slot]
+            and min(after, requests.num_tokens[slot]) < requests.cache_until[slot]
+        )
+
+    def _in_flight(self, rows: Run, row: int, slot: int) -> int:
+        if rows.in_flight and rows.in_flight[row] >= 0:
+            return rows.in_flight[row]
+        return self._requests.in_flight[slot]
+
+    def _allocate_running(self, rows: Run, row: int, slot: int, wanted: int, victims: Iterator[int]) -> bool:
+        flags = rows.flags[row] if rows.flags else 0
+        wish = Allocation(
+            slot,
+            wanted,
+            lookahead=rows.lookahead[row] if rows.lookahead else 0,
+            in_flight=self._in_flight(rows, row, slot),
+            delay_caching=bool(flags & RowFlag.DELAY_CACHING),
+        )
+        while True:
+            new = self._blocks.allocate(wish)
+            if new is not None:
+                self._ledger.note_keys(slot, self._seq)
+                self._new[row] = new
+                return True
+            if rows.on_refusal is not OnRefusal.PREEMPT:
+                return False
+            victim = next(victims, None)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if not self._requests.running[slot]:
+                return False
+
+    def _victims(self, rows: Run) -> Iterator[int]:
+        """Slots to preempt, first to go first; those that no longer run are passed over."""
+        order = rows.victims or reversed(rows.slot)
+        return (slot for slot in order if self._requests.running[slot])
+
+    def _preempt(self, slot: int) -> None:
+        """Take a request's blocks; what it was granted in this part goes back to the budget."""
+        row = self._row_of.pop(slot, None)
+        if row is not None:
+            self._tokens_left += self._result.granted[row]
+            self._input_left += self._result.granted[row] + self._overhead
+            self._result.granted[row] = 0
+            self._new[row] = None
+        self._result.preempted.extend(self._ledger.preempt(slot, self._seq))
+
+    def _tell_new(self, row: int, blocks: list[list[int]] | None) -> None:
+        for group, ids in enumerate(blocks or ()):
+            if ids:
+                self._result.new_blocks.add(row, group, ids)
+
+    # -- admit -------------------------------------------------------------------------------------------------------
+
+    def admit(self, rows: Admit) -> None:
+        """Admit waiting requests in row order, each with the prefix that is cached now."""
+        result, count = self._result, len(rows.slot)
+        result.admit_status = [int(AdmitStatus.NOT_REACHED)] * count
+        result.admit_hit = [0] * count
+        result.admit_granted = [0] * count
+        result.admit_junction = [0] * count
+        if rows.only_if_no_preemption and result.preempted:
+            return
+        for row, slot in enumerate(rows.slot):
+            if not self._has_budget() or self._requests.num_running >= rows.max_running:
+                break
+            if self._requests.running[slot] or self._requests.held[slot]:
+                continue
+            status = self._admit_row(rows, row, slot)
+            result.admit_status[row] = int(status)
+            if status is not AdmitStatus.GRANTED and rows.on_refusal is not OnRefusal.SKIP:
+                break
+
+    def _admit_row(self, rows: Admit, row: int, slot: int) -> AdmitStatus:
+        requests, result = self._requests, self._result
+        hit = self._blocks.find_hit(slot)
+        result.admit_hit[row] = hit.num_tokens
+        result.admit_junction[row] = hit.junction
+        external = rows.external[row] if rows.external else 0
+        expected = rows.expected_hit[row] if rows.expected_hit else ANY_HIT
+        if expected not in (ANY_HIT, hit.num_tokens) or hit.num_tokens + external > requests.num_tokens[slot]:
+            return AdmitStatus.STALE_HIT
+        requests.junction[slot] = hit.junction
+        wanted = self._wanted_at_admission(rows, row, slot, hit.num_tokens + external)
+        if wanted < 0 or (wanted == 0 and not (self._flag(rows, row, RowFlag.DELAY_CACHING) and external)):
+            return AdmitStatus.NO_ROOM
+        if not self._blocks.hit_is_ready(hit):
+            return AdmitStatus.DEFERRED
+        new = self._blocks.allocate(self._admission(rows, row, wanted, hit))
+        if new is None:
+            return self._refusal(rows, row, slot)
+        requests.start(slot)
+        requests.computed[slot] = hit.num_tokens + external + wanted
+        self._spend(wanted)
+        self._ledger.note_grant(slot, wanted, self._seq)
+        self._ledger.note_keys(slot, self._seq)
+        self._ledger.note_admission(slot, hit.num_tokens)
+        result.admit_granted[row] = wanted
+        number = len(result.granted) + row
+        self._tell_new(number, new)
+        for group, table in enumerate(self._blocks.tables(slot)):
+            result.tables.add(number, group, table)
+        return AdmitStatus.GRANTED
+
+    def _wanted_at_admission(self, rows: Admit, row: int, slot: int, start: int) -> int:
+        """Tokens of the first chunk; -1 when the row does not fit the budget whole."""
+        wanted = self._requests.num_tokens[slot] + (rows.extra[row] if rows.extra else 0) - start
+        if rows.cap and rows.cap[row] != UNLIMITED:
+            wanted = min(wanted, rows.cap[row])
+        room = min(self._tokens_left, self._input_left - self._overhead)
+        if wanted > room and self._flag(rows, row, RowFlag.WHOLE):
+            return -1
+        wanted = min(wanted, room)
+        if self._flag(rows, row, RowFlag.ALIGN):
+            wanted = align_chunk(self._blocks, slot, start, wanted)
+        return wanted
+
+    def _admission(self, rows: Admit, row: int, wanted: int, hit: Hit) -> Allocation:
+        watermark = Watermark(rows.watermark[row]) if rows.watermark else Watermark.AUTO
+        runs = self._requests.num_running > 0
+        leaves = watermark is Watermark.ALWAYS or (watermark is Watermark.AUTO and runs)
+        return Allocation(
+            rows.slot[row],
+            wanted,
+            hit,
+            num_external=rows.external[row] if rows.external else 0,
+            lookahead=rows.lookahead[row] if rows.lookahead else 0,
+            num_encoder=rows.encoder_tokens[row] if rows.encoder_tokens else 0,
+            delay_caching=self._flag(rows, row, RowFlag.DELAY_CACHING),
+            full_fit=self._flag(rows, row, RowFlag.FULL_FIT),
+            leave_free=rows.reserved[row] if rows.reserved else 0,
+            watermark=self._blocks.spec.watermark_blocks if leaves else 0,
+        )
+
+    def _refusal(self, rows: Admit, row: int, slot: int) -> AdmitStatus:
+        encoder = rows.encoder_tokens[row] if rows.encoder_tokens else 0
+        alone = self._blocks.blocks_when_alone(self._requests.num_tokens[slot], encoder)
+        usable = self._blocks.spec.num_blocks - 1 - len(self._blocks.pool.reserved)
+        return AdmitStatus.NEVER_FITS if alone > usable else AdmitStatus.REFUSED
+
+    @staticmethod
+    def _flag(rows: Admit, row: int, flag: RowFlag) -> bool:
+        return bool(rows.flags and rows.flags[row] & flag)
+
+
+def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int) -> int:
+    """Clip a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
+
+    Chunks end at multiples of the state block; they also stop at the prompt's last block and hash boundaries and at the
+    junction with another prefix. A block larger than any chunk advances in parts. Returns 0 when nothing can be computed.
+    """
+    requests, align = coordinator.requests, coordinator.spec.align
+    size, prompt, num_tokens = align.block_size, requests.num_prompt[slot], requests.num_tokens[slot]
+    prefill_end = max(prompt, num_tokens - 1)
+    if size == 0 or start >= prefill_end:
+        return wanted
+    end = start + wanted
+    if end < prefill_end:
+        aligned = end // size * size
+        if aligned > start or size <= align.chunk_limit:
+            end = aligned
+    stops = []
+    if start % size:
+        stops.append(-(-start // size) * size)
+    last = (num_tokens - 1) // size * size
+    stops.append(last)
+    unit = coordinator.spec.hash_block_size
+    tail = (prompt - 1) // unit * unit
+    if align.stop_at_tail and last < tail < prompt:
+        stops.append(tail)
+    junction = requests.junction[slot]
+    if start < junction < end:
+        stops.append(start + (junction - start) // size * size)
+    end = min([end, *(stop for stop in stops if start < stop < end)])
+    return max(end - start, 0)

@@ -1,0 +1,304 @@
+"""One engine instance's cache: the only door through which its state changes.
+
+    apply(step):  validate -> executed_through -> for each part: facts -> cache -> news -> run -> admit -> peek -> result
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
+from kvplane.base.step import (
+    NO_EXTRA_KEYS,
+    UNCHANGED,
+    AdmitStatus,
+    Cache,
+    End,
+    Facts,
+    News,
+    Part,
+    PartResult,
+    Peek,
+    RemoveReason,
+    Step,
+    StepResult,
+)
+from kvplane_service.core.coordinator import Coordinator
+from kvplane_service.core.counters import Counters, GroupCounters
+from kvplane_service.core.ledger import Ledger
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.program import Program
+from kvplane_service.core.requests import Content, Requests
+from kvplane_service.core.setup import check_spec
+from kvplane_service.core.validate import StepValidator
+
+
+class Replica:
+    """A block pool and its requests.
+
+    Deterministic: the same spec and the same operations give the same results and the same digest. `apply` raises
+    KvplaneError subclasses for steps that cannot be applied, and changes nothing then. Whether a step may be applied now
+    (epoch, order, writer) is the caller's business.
+    """
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        """Raise InvalidArgument for a spec that contradicts itself."""
+        check_spec(spec)
+        self.spec = spec
+        self.requests = Requests()
+        self.coordinator = Coordinator(spec, self.requests)
+        self.counters = Counters()
+        self.ledger = Ledger(self.coordinator, self.counters)
+        self._pool = self.coordinator.pool
+        self._scheme = HashScheme.of(spec)
+        self._pool.stamped.clear()
+        self.seq = 0
+
+    # -- the door ----------------------------------------------------------------------------------------------------
+
+    def apply(self, step: Step) -> StepResult:
+        """Apply the parts of a step and answer them."""
+        StepValidator(self.spec, self.requests, self.seq).check(step)
+        hashers = [self._hash_news(part.news) for part in step.parts]
+        self.seq = max(self.seq, step.seq)
+        self._pool.step = step.seq
+        self.ledger.executed(step.executed_through)
+        results = []
+        for number, (part, contents) in enumerate(zip(step.parts, hashers, strict=True)):
+            opens = step.part + number == 0
+            results.append(self._apply_part(part, contents, step.seq, opens))
+        if step.last:
+            self._close_step(step.seq)
+            results[-1].free_blocks = self._pool.num_free
+        return StepResult(step.seq, step.part, results, self._pool.executed_through)
+
+    def begin_epoch(self, epoch: int, stamp_table: Sequence[int] = ()) -> int:
+        """A new life of the engine: every request is freed; keys survive where the memory proves them.
+
+        Args:
+            epoch: above the current one.
+            stamp_table: what the page memory says, one stamp per block. A key survives if its block's stamp is there and
+                its step was executed. Empty: no key survives.
+
+        Returns:
+            Number of keys kept.
+        """
+        pool = self._pool
+        tentative = {one.block for keys in self.ledger.tentative.values() for one in keys}
+        self.ledger.abandon()
+        for block in range(1, pool.num_blocks):
+            proven = block < len(stamp_table) and stamp_table[block] == pool.stamp[block] != 0
+            if not proven or block in tentative:
+                pool.drop_keys(block, RemoveReason.UNVERIFIED)
+        order = list(pool.free)
+        pool.free.rebuild(sorted(order, key=lambda block: pool.key[block] is not None))
+        pool.begin_epoch(epoch)
+        pool.stamped.clear()
+        pool.events.clear()
+        self.seq = pool.step = pool.executed_through = 0
+        for block in order:
+            pool.key_step[block] = 0
+        return pool.count_keys()
+
+    # -- reads -------------------------------------------------------------------------------------------------------
+
+    def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
+        """How long a prefix is cached, as others may know it: executed content only. Touches nothing."""
+        return self.coordinator.lookup.find(digests, domain, num_tokens - 1, self._pool.executed_through)
+
+    def digests_of(self, content: News) -> list[bytes]:
+        """Block hashes of a one-row News, whether it gives tokens or hashes; raises as a step with it would."""
+        probe = Step(0, self.seq + 1, [Part(news=content)])
+        StepValidator(self.spec, Requests(), self.seq).check(probe)
+        return self._hash_news(content)[0].digests
+
+    def peek_slot(self, slot: int) -> Hit:
+        """How long the prefix of a known request is cached, as its own admission would see it."""
+        return self.coordinator.find_hit(slot)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that can be handed out now."""
+        return self._pool.num_free
+
+    @property
+    def executed_through(self) -> int:
+        """All steps up to this one have finished on all ranks."""
+        return self._pool.executed_through
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks and may run."""
+        return self.requests.num_running
+
+    def group_counters(self) -> list[GroupCounters]:
+        """Per group; counts what is held and cached by scanning, so not for the hot path."""
+        pool = self._pool
+        cached = [0] * len(self.spec.groups)
+        for key in pool.key:
+            if key is not None:
+                cached[key.group] += 1
+        return [
+            GroupCounters(
+                used_blocks=len({block for table in manager.table for block in table if block}),
+                cached_blocks=cached[manager.group],
+                allocated_blocks=manager.allocated,
+                hit_blocks=manager.adopted,
+                evicted_blocks=pool.evicted_keys[manager.group],
+            )
+            for manager in self.coordinator.managers
+        ]
+
+    def common_prefix_blocks(self) -> list[int]:
+        """Per group, leading blocks that every running request shares (for cascade attention)."""
+        requests = self.requests
+        running = [slot for slot in requests.slots() if requests.running[slot]]
+        counts = []
+        for manager in self.coordinator.managers:
+            tables = [manager.table[slot] for slot in running]
+            shared = 0
+            for column in zip(*tables, strict=False):
+                if column[0] == 0 or any(block != column[0] for block in column):
+                    break
+                shared += 1
+            counts.append(shared)
+        return counts
+
+    # -- sections ----------------------------------------------------------------------------------------------------
+
+    def _apply_part(self, part: Part, contents: list[Content], seq: int, opens: bool) -> PartResult:
+        result = PartResult()
+        self._facts(part.facts, seq, result)
+        self._cache(part.cache, result)
+        self._news(part.news, contents, result)
+        if opens:
+            self.coordinator.new_step()
+        program = Program(self.coordinator, self.ledger, part.budget, result, seq)
+        if part.run.slot:
+            program.run(part.run)
+        if part.admit.slot:
+            program.admit(part.admit)
+            self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
+        self._peek(part.peek, result)
+        if part.with_tables:
+            self._add_all_tables(part, result)
+        result.orders = self.coordinator.take_orders()
+        result.events, self._pool.events = self._pool.events, []
+        if not self.spec.events:
+            result.events = []
+        result.free_blocks = self._pool.num_free
+        return result
+
+    def _facts(self, facts: Facts, seq: int, result: PartResult) -> None:
+        requests = self.requests
+        token_at = hash_at = 0
+        for row, slot in enumerate(facts.slot):
+            if facts.computed and facts.computed[row] != UNCHANGED:
+                requests.computed[slot] = facts.computed[row]
+                requests.wake(slot)
+            appended = facts.appended[row] if facts.appended else 0
+            if appended:
+                requests.num_tokens[slot] += appended
+                if facts.tokens:
+                    self._append_tokens(slot, facts.tokens[token_at : token_at + appended])
+                token_at += appended
+            num_hashes = facts.num_hashes[row] if facts.num_hashes else 0
+            if num_hashes:
+                size = len(facts.hashes) // sum(facts.num_hashes)
+                stop = hash_at + num_hashes * size
+                requests.content[slot].digests.extend(split_hashes(facts.hashes[hash_at:stop], size))
+                hash_at = stop
+            if facts.commit and facts.commit[row] != UNCHANGED:
+                self._commit(slot, facts.commit[row], seq)
+            digests = requests.content[slot].digests
+            result.num_hashes.append(len(digests))
+            result.last_hash.append(digests[-1] if digests else b"")
+            if facts.end and facts.end[row]:
+                self._end(slot, End(facts.end[row]), facts.fence[row] if facts.fence else 0, seq, result)
+
+    def _append_tokens(self, slot: int, tokens: list[int]) -> None:
+        content = self.requests.content[slot]
+        if content.hasher is not None:
+            made = content.hasher.append(pack_tokens(tokens))
+            content.digests.extend(split_hashes(made, self._scheme.digest.size))
+
+    def _commit(self, slot: int, num_tokens: int, seq: int) -> None:
+        """Register what became true; tokens behind those in flight have been executed already."""
+        requests, pool = self.requests, self._pool
+        executed = num_tokens <= requests.computed[slot] - requests.in_flight[slot]
+        pool.step = pool.executed_through if executed else seq
+        self.coordinator.register(slot, min(num_tokens, requests.num_tokens[slot]))
+        self.ledger.note_keys(slot, pool.step)
+        pool.step = seq
+        requests.wake(slot)
+
+    def _end(self, slot: int, end: End, fence: int, seq: int, result: PartResult) -> None:
+        if end is End.FREE:
+            result.preempted.extend(self.ledger.end(slot, seq, fence))
+        elif end is End.HELD:
+            result.preempted.extend(self.ledger.hold(slot, seq))
+        elif self.requests.running[slot]:
+            result.preempted.extend(gone for gone in self.ledger.preempt(slot, seq) if gone != slot)
+
+    def _cache(self, cache: Cache, result: PartResult) -> None:
+        for failed in cache.failed_steps:
+            result.preempted.extend(self.ledger.fail_step(failed))
+        for block in cache.evicted:
+            self._pool.drop_keys(block, RemoveReason.DROPPED)
+        for slot in cache.released:
+            self.ledger.release_held(slot)
+        if cache.reset:
+            result.reset_done = self._pool.reset()
+
+    def _hash_news(self, news: News) -> list[Content]:
+        """Contents of the new requests; raises InvalidArgument for extra keys that cannot be hashed. Changes nothing."""
+        contents, at = [], 0
+        digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
+        for row, num_tokens in enumerate(news.num_tokens):
+            if news.tokens:
+                contents.append(self._hash_tokens(news, row, news.tokens[at : at + num_tokens]))
+                at += num_tokens
+            else:
+                count = news.num_hashes[row] if news.num_hashes else 0
+                contents.append(Content(digests[at : at + count]))
+                at += count
+        return contents
+
+    def _hash_tokens(self, news: News, row: int, tokens: list[int]) -> Content:
+        hasher = RequestHasher(self._scheme, news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS)
+        return Content(split_hashes(hasher.append(pack_tokens(tokens)), self._scheme.digest.size), hasher)
+
+    def _news(self, news: News, contents: list[Content], result: PartResult) -> None:
+        requests = self.requests
+        for row, slot in enumerate(news.slot):
+            content = contents[row]
+            requests.add(slot, news.num_tokens[row], content)
+            self.coordinator.grow(slot)
+            requests.request_id[slot] = news.request_id[row] if news.request_id else ""
+            requests.domain[slot] = news.domain[row] if news.domain else ""
+            requests.skip_reading[slot] = bool(news.skip_reading and news.skip_reading[row])
+            requests.max_tokens[slot] = news.max_tokens[row] if news.max_tokens else 0
+            result.num_hashes.append(len(content.digests))
+            result.last_hash.append(content.digests[-1] if content.digests else b"")
+
+    def _peek(self, peek: Peek, result: PartResult) -> None:
+        for row, slot in enumerate(peek.slot):
+            hit = self.coordinator.find_hit(slot)
+            result.peek_hit.append(hit.num_tokens)
+            result.peek_junction.append(hit.junction)
+            if peek.with_blocks:
+                for group, blocks in enumerate(hit.blocks):
+                    result.peek_blocks.add(row, group, blocks)
+
+    def _add_all_tables(self, part: Part, result: PartResult) -> None:
+        result.tables = type(result.tables)()
+        for row, slot in enumerate([*part.run.slot, *part.admit.slot]):
+            for group, table in enumerate(self.coordinator.tables(slot)):
+                result.tables.add(row, group, table)
+
+    def _close_step(self, seq: int) -> None:
+        """The step is complete: both ends of its copies return when it has run (at once as the reference does)."""
+        held = self.coordinator.take_copies()
+        fence = 0 if self.spec.commit is CommitRule.REFERENCE else seq
+        self.ledger.release_later(held, fence)

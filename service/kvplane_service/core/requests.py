@@ -1,0 +1,126 @@
+"""The requests of one replica, in columns by slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvplane.base.hashing import RequestHasher
+
+MAX_SLOTS = 1 << 16
+QUIET_NEVER = 0
+
+
+@dataclass(slots=True)
+class Content:
+    """What a request is made of, as far as the core must know.
+
+    Attributes:
+        digests: block hash of each full hash block, chained.
+        hasher: makes them from tokens, when the service hashes; None when the engine sends hashes.
+    """
+
+    digests: list[bytes]
+    hasher: RequestHasher | None = None
+
+
+class Requests:
+    """One entry per slot and column; a slot is live from its news row until it ends.
+
+    `slots_until`, `window_until` and `cache_until` bound the quiet zone of a running request: as long as computed tokens
+    and slots stay below them no manager has anything to do, and a step only adds numbers.
+    """
+
+    def __init__(self) -> None:
+        self.live: list[bool] = []
+        self.running: list[bool] = []
+        self.held: list[bool] = []
+        self.serial: list[int] = []  # counts lives of the slot
+        self.request_id: list[str] = []
+        self.domain: list[str] = []
+        self.skip_reading: list[bool] = []
+        self.max_tokens: list[int] = []
+        self.num_prompt: list[int] = []
+        self.num_tokens: list[int] = []
+        self.computed: list[int] = []
+        self.in_flight: list[int] = []
+        self.junction: list[int] = []
+        self.granted_step: list[int] = []  # last step that granted tokens
+        self.content: list[Content] = []
+        self.slots_until: list[int] = []
+        self.window_until: list[int] = []
+        self.cache_until: list[int] = []
+        self.num_running = 0
+
+    def is_live(self, slot: int) -> bool:
+        """Whether the slot names a request, running or not."""
+        return 0 <= slot < len(self.live) and self.live[slot]
+
+    def grow(self, slot: int) -> None:
+        """Make room for the slot."""
+        missing = slot + 1 - len(self.live)
+        if missing <= 0:
+            return
+        for flags in (self.live, self.running, self.held, self.skip_reading):
+            flags.extend([False] * missing)
+        for numbers in self._numbers():
+            numbers.extend([0] * missing)
+        for texts in (self.request_id, self.domain):
+            texts.extend([""] * missing)
+        self.content.extend(Content([]) for _ in range(missing))
+
+    def _numbers(self) -> tuple[list[int], ...]:
+        return (
+            self.serial,
+            self.max_tokens,
+            self.num_prompt,
+            self.num_tokens,
+            self.computed,
+            self.in_flight,
+            self.junction,
+            self.granted_step,
+            self.slots_until,
+            self.window_until,
+            self.cache_until,
+        )
+
+    def add(self, slot: int, num_tokens: int, content: Content) -> None:
+        """Begin a life of the slot."""
+        self.grow(slot)
+        assert not self.live[slot], f"slot {slot} is taken"
+        self.live[slot] = True
+        self.running[slot] = self.held[slot] = self.skip_reading[slot] = False
+        self.serial[slot] += 1
+        self.request_id[slot] = self.domain[slot] = ""
+        self.max_tokens[slot] = 0
+        self.num_prompt[slot] = self.num_tokens[slot] = num_tokens
+        self.content[slot] = content
+        self.junction[slot] = 0
+        self.stop(slot)
+
+    def start(self, slot: int) -> None:
+        """The request was admitted."""
+        assert not self.running[slot]
+        self.running[slot] = True
+        self.num_running += 1
+
+    def stop(self, slot: int) -> None:
+        """The request lost its blocks, or never had any."""
+        if self.running[slot]:
+            self.running[slot] = False
+            self.num_running -= 1
+        self.computed[slot] = self.in_flight[slot] = self.granted_step[slot] = 0
+        self.wake(slot)
+
+    def wake(self, slot: int) -> None:
+        """Forget the quiet zone: the next row asks every manager."""
+        self.slots_until[slot] = self.window_until[slot] = self.cache_until[slot] = QUIET_NEVER
+
+    def end(self, slot: int) -> None:
+        """End the life of the slot."""
+        self.stop(slot)
+        self.live[slot] = self.held[slot] = False
+        self.content[slot] = Content([])
+
+    def slots(self) -> list[int]:
+        """Live slots, ascending."""
+        return [slot for slot, live in enumerate(self.live) if live]

@@ -1,0 +1,105 @@
+"""Refuses a replica spec whose parts contradict each other; what each field may be alone, `ReplicaSpec.validate` says."""
+
+from __future__ import annotations
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.hashing import HashScheme
+
+_SPARSE_KINDS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.MAMBA)
+_NEVER_CACHED = (GroupKind.CROSS, GroupKind.RING)
+
+
+def check_spec(spec: ReplicaSpec) -> None:
+    """Raise InvalidArgument naming the field, or FailedPrecondition for a hash whose package is absent."""
+    spec.validate()
+    for number, group in enumerate(spec.groups):
+        _check_sizes(spec, group, f"groups[{number}]")
+        if spec.enable_caching:
+            _check_caching(spec, group, f"groups[{number}]")
+    _check_retention(spec)
+    if spec.enable_caching:
+        _check_drafts(spec)
+    HashScheme.of(spec)
+    sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
+    _require(sinks < spec.num_blocks - 1, "num_blocks", f"{sinks} sink blocks leave no block to hand out")
+
+
+def is_cached(group: GroupSpec) -> bool:
+    """Whether blocks of the group can be found again."""
+    if group.kind is GroupKind.MAMBA:
+        return group.mamba_mode is MambaMode.ALIGN
+    return group.kind not in _NEVER_CACHED
+
+
+def _check_sizes(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
+    scratch = group.kind is GroupKind.MAMBA and group.mamba_mode is MambaMode.NONE or group.kind in _NEVER_CACHED
+    _require(
+        scratch or spec.scheduler_block_size % group.block_size == 0,
+        f"{name}.block_size",
+        f"{group.block_size} does not divide scheduler_block_size {spec.scheduler_block_size}",
+    )
+
+
+def _check_caching(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
+    _require(
+        group.kind is not GroupKind.CROSS,
+        f"{name}.kind",
+        "decoder blocks depend on the encoder's input, which no hash covers; turn caching off",
+    )
+    _require(
+        group.kind is not GroupKind.MAMBA or group.mamba_mode is MambaMode.ALIGN,
+        f"{name}.mamba_mode",
+        "recurrent state can only be cached in mode align; turn caching off or use align",
+    )
+    if not is_cached(group):
+        return
+    _require(
+        group.block_size % spec.hash_block_size == 0,
+        f"{name}.block_size",
+        f"{group.block_size} is not a multiple of hash_block_size {spec.hash_block_size}",
+    )
+    _require(
+        len(spec.groups) > 1 or group.block_size == spec.hash_block_size,
+        "hash_block_size",
+        f"must equal the block size {group.block_size} of the only group",
+    )
+    if group.kind is GroupKind.CHUNKED_LOCAL:
+        _require(group.block_size == spec.hit_alignment, f"{name}.block_size", f"must equal the hit alignment {spec.hit_alignment}")
+        _require(not group.drops_last_block, f"{name}.drops_last_block", "chunked local attention cannot drop a block")
+    windows = group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
+    _require(
+        not (spec.partial_hits and windows and group.block_size != spec.hash_block_size),
+        "partial_hits",
+        f"{name} looks up whole blocks of {group.block_size}; hits inside a block need every group to take part",
+    )
+
+
+def _check_retention(spec: ReplicaSpec) -> None:
+    interval = spec.retention_interval
+    if interval <= 0:
+        return
+    _require(
+        any(group.kind in _SPARSE_KINDS for group in spec.groups),
+        "retention_interval",
+        "has no effect without a sliding window or state group; use 0",
+    )
+    _require(
+        interval % spec.scheduler_block_size == 0,
+        "retention_interval",
+        f"{interval} is not a multiple of scheduler_block_size {spec.scheduler_block_size}",
+    )
+
+
+def _check_drafts(spec: ReplicaSpec) -> None:
+    drafts = any(group.is_draft or group.drops_last_block for group in spec.groups)
+    _require(
+        not drafts or spec.scheduler_block_size >= spec.prefill_lookahead,
+        "scheduler_block_size",
+        f"must be at least prefill_lookahead {spec.prefill_lookahead}: the dropped block must hold all drafts",
+    )
+
+
+def _require(holds: bool, field: str, message: str) -> None:
+    if not holds:
+        raise InvalidArgument(message, field=field)

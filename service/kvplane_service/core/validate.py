@@ -1,0 +1,243 @@
+"""Refuses a step that cannot be applied whole, before anything is changed.
+
+What a row may say depends on the rows before it (which slots are live, how many tokens they have), so the validator walks
+the parts in order over a small overlay of what would change. What depends on outcomes (who is running, what is cached) is
+never an error: such rows are answered with 0 tokens or a status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import MAX_TOKENS, ReplicaSpec
+from kvplane.base.step import UNCHANGED, Admit, Cache, End, Facts, News, Part, RowFlag, Run, Step, Watermark
+from kvplane_service.core.requests import MAX_SLOTS, Requests
+
+MAX_LOOKAHEAD = 4096
+MAX_TOKEN_ID = (1 << 32) - 1
+DIGEST_SIZES = (16, 32)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the validator believes of a slot."""
+
+    live: bool
+    held: bool
+    num_tokens: int
+    num_digests: int
+    max_tokens: int
+    by_service: bool  # the service hashes its tokens
+    digest_size: int
+
+
+class StepValidator:
+    """Checks one step against the state; reads only."""
+
+    def __init__(self, spec: ReplicaSpec, requests: Requests, last_seq: int) -> None:
+        self._spec = spec
+        self._requests = requests
+        self._last_seq = last_seq
+        self._slots: dict[int, _Slot] = {}
+        self._where = ""
+
+    def check(self, step: Step) -> None:
+        """Raise InvalidArgument naming the field at fault."""
+        for number, part in enumerate(step.parts):
+            self._where = f"parts[{number}]"
+            self._check_part(part, step.seq)
+
+    def _check_part(self, part: Part, seq: int) -> None:
+        self._facts(part.facts, seq)
+        self._cache(part.cache, seq)
+        self._news(part.news)
+        self._run(part.run)
+        self._admit(part.admit)
+        self._live(part.peek.slot, "peek.slot")
+
+    # -- sections ----------------------------------------------------------------------------------------------------
+
+    def _facts(self, facts: Facts, seq: int) -> None:
+        rows = len(facts.slot)
+        columns = ("computed", "appended", "num_hashes", "commit", "end", "fence")
+        for name in columns:
+            self._column(getattr(facts, name), rows, f"facts.{name}")
+        self._require(
+            not facts.tokens or len(facts.tokens) == sum(facts.appended),
+            "facts.tokens",
+            f"{len(facts.tokens)} ids for {sum(facts.appended)} appended tokens",
+        )
+        self._token_ids(facts.tokens, "facts.tokens")
+        for row, slot in enumerate(facts.slot):
+            known = self._known(slot, f"facts.slot[{row}]")
+            self._fact_tokens(facts, row, known)
+            self._fact_end(facts, row, known, seq)
+
+    def _fact_tokens(self, facts: Facts, row: int, known: _Slot) -> None:
+        appended = facts.appended[row] if facts.appended else 0
+        num_hashes = facts.num_hashes[row] if facts.num_hashes else 0
+        limit = min(known.max_tokens or self._spec.max_model_len, self._spec.max_model_len)
+        self._require(
+            0 <= appended <= limit - known.num_tokens,
+            f"facts.appended[{row}]",
+            f"the request would have {known.num_tokens + appended} tokens, its limit is {limit}",
+        )
+        known.num_tokens += appended
+        if known.by_service:
+            self._require(
+                appended == 0 or bool(facts.tokens), f"facts.tokens[{row}]", "this request's tokens are hashed by the service"
+            )
+            self._require(num_hashes == 0, f"facts.num_hashes[{row}]", "this request's tokens are hashed by the service")
+        else:
+            self._require(not facts.tokens or appended == 0, f"facts.tokens[{row}]", "this request came with hashes; send hashes")
+            known.num_digests += num_hashes
+            self._digests_fit(known, f"facts.num_hashes[{row}]")
+        for name in ("computed", "commit"):
+            column = getattr(facts, name)
+            value = column[row] if column else UNCHANGED
+            self._require(UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range")
+
+    def _fact_end(self, facts: Facts, row: int, known: _Slot, seq: int) -> None:
+        end = facts.end[row] if facts.end else End.NONE
+        fence = facts.fence[row] if facts.fence else 0
+        self._require(end in End._value2member_map_, f"facts.end[{row}]", f"{end} is not a way to end")
+        self._require(0 <= fence <= seq, f"facts.fence[{row}]", f"step {fence} has not been sent")
+        self._require(not known.held, f"facts.slot[{row}]", "the request ended as held; release it instead")
+        known.held = end == End.HELD
+        known.live = end != End.FREE
+
+    def _cache(self, cache: Cache, seq: int) -> None:
+        for row, failed in enumerate(cache.failed_steps):
+            self._require(0 < failed < seq, f"cache.failed_steps[{row}]", f"step {failed} was not sent before this one")
+        for row, block in enumerate(cache.evicted):
+            self._require(
+                0 < block < self._spec.num_blocks, f"cache.evicted[{row}]", f"block {block} is not in the pool"
+            )
+        for row, slot in enumerate(cache.released):
+            known = self._known(slot, f"cache.released[{row}]")
+            self._require(known.held, f"cache.released[{row}]", f"slot {slot} is not held")
+            known.held = known.live = False
+
+    def _news(self, news: News) -> None:
+        rows = len(news.slot)
+        for name in ("num_tokens", "num_hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens"):
+            self._column(getattr(news, name), rows, f"news.{name}")
+        self._require(len(news.num_tokens) == rows, "news.num_tokens", "every new request needs a length")
+        by_service = bool(news.tokens)
+        if by_service:
+            self._require(
+                len(news.tokens) == sum(news.num_tokens), "news.tokens", f"{len(news.tokens)} ids for {sum(news.num_tokens)} tokens"
+            )
+            self._require(not news.hashes, "news.hashes", "give tokens or hashes, not both")
+            self._token_ids(news.tokens, "news.tokens")
+        size = _digest_size(news.hashes, sum(news.num_hashes))
+        self._require(size is not None, "news.hashes", f"{len(news.hashes)} bytes for {sum(news.num_hashes)} hashes")
+        for row, slot in enumerate(news.slot):
+            self._new_slot(news, row, slot, by_service, size or 0)
+
+    def _new_slot(self, news: News, row: int, slot: int, by_service: bool, digest_size: int) -> None:
+        self._require(0 <= slot < MAX_SLOTS, f"news.slot[{row}]", f"slot {slot} is not below {MAX_SLOTS}")
+        self._require(not self._look(slot).live, f"news.slot[{row}]", f"slot {slot} is taken by a live request")
+        max_tokens = news.max_tokens[row] if news.max_tokens else 0
+        limit = min(max_tokens or self._spec.max_model_len, self._spec.max_model_len)
+        self._require(0 <= max_tokens <= MAX_TOKENS, f"news.max_tokens[{row}]", f"{max_tokens} is out of range")
+        num_tokens = news.num_tokens[row]
+        self._require(1 <= num_tokens <= limit, f"news.num_tokens[{row}]", f"{num_tokens} is not 1 to {limit}")
+        known = _Slot(True, False, num_tokens, 0, max_tokens, by_service, digest_size)
+        known.num_digests = news.num_hashes[row] if news.num_hashes else 0
+        self._digests_fit(known, f"news.num_hashes[{row}]")
+        self._slots[slot] = known
+
+    def _run(self, run: Run) -> None:
+        rows = len(run.slot)
+        for name in ("extra", "cap", "lookahead", "in_flight", "flags"):
+            self._column(getattr(run, name), rows, f"run.{name}")
+        self._live(run.slot, "run.slot")
+        self._distinct(run.slot, "run.slot")
+        self._live(run.victims, "run.victims")
+        self._range(run.extra, -MAX_TOKENS, MAX_TOKENS, "run.extra")
+        self._range(run.lookahead, 0, MAX_LOOKAHEAD, "run.lookahead")
+        self._range(run.flags, 0, int(RowFlag.ALIGN | RowFlag.DELAY_CACHING), "run.flags")
+
+    def _admit(self, admit: Admit) -> None:
+        rows = len(admit.slot)
+        names = ("extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags")
+        for name in names:
+            self._column(getattr(admit, name), rows, f"admit.{name}")
+        self._live(admit.slot, "admit.slot")
+        self._distinct(admit.slot, "admit.slot")
+        self._range(admit.extra, -MAX_TOKENS, MAX_TOKENS, "admit.extra")
+        self._range(admit.lookahead, 0, MAX_LOOKAHEAD, "admit.lookahead")
+        self._range(admit.external, 0, self._spec.max_model_len, "admit.external")
+        self._range(admit.encoder_tokens, 0, MAX_TOKENS, "admit.encoder_tokens")
+        self._range(admit.expected_hit, -1, self._spec.max_model_len, "admit.expected_hit")
+        self._range(admit.reserved, 0, self._spec.num_blocks, "admit.reserved")
+        self._range(admit.watermark, 0, int(max(Watermark)), "admit.watermark")
+        self._range(admit.flags, 0, int(sum(RowFlag)), "admit.flags")
+
+    # -- words -------------------------------------------------------------------------------------------------------
+
+    def _look(self, slot: int) -> _Slot:
+        known = self._slots.get(slot)
+        if known is None:
+            requests = self._requests
+            if not requests.is_live(slot):
+                return _Slot(False, False, 0, 0, 0, False, 0)
+            content = requests.content[slot]
+            known = _Slot(
+                True,
+                requests.held[slot],
+                requests.num_tokens[slot],
+                len(content.digests),
+                requests.max_tokens[slot],
+                content.hasher is not None,
+                len(content.digests[0]) if content.digests else 0,
+            )
+            self._slots[slot] = known
+        return known
+
+    def _known(self, slot: int, field: str) -> _Slot:
+        known = self._look(slot)
+        self._require(known.live, field, f"slot {slot} names no request")
+        return known
+
+    def _live(self, slots: Sequence[int], field: str) -> None:
+        overlay, requests = self._slots, self._requests
+        for row, slot in enumerate(slots):
+            if not (overlay[slot].live if slot in overlay else requests.is_live(slot)):
+                self._require(False, f"{field}[{row}]", f"slot {slot} names no request")
+
+    def _distinct(self, slots: Sequence[int], field: str) -> None:
+        if len(set(slots)) != len(slots):
+            twice = next(slot for row, slot in enumerate(slots) if slot in slots[:row])
+            self._require(False, field, f"slot {twice} stands twice")
+
+    def _digests_fit(self, known: _Slot, field: str) -> None:
+        most = known.num_tokens // self._spec.hash_block_size
+        self._require(
+            0 <= known.num_digests <= most, field, f"{known.num_digests} hashes for {known.num_tokens} tokens; at most {most}"
+        )
+
+    def _column(self, column: Sequence[object], rows: int, field: str) -> None:
+        self._require(len(column) in (0, rows), field, f"{len(column)} entries for {rows} rows")
+
+    def _range(self, column: Sequence[int], low: int, high: int, field: str) -> None:
+        if column and not (low <= min(column) and max(column) <= high):
+            self._require(False, field, f"every entry must lie in {low} to {high}")
+
+    def _token_ids(self, tokens: Sequence[int], field: str) -> None:
+        self._range(tokens, 0, MAX_TOKEN_ID, field)
+
+    def _require(self, holds: bool, field: str, message: str) -> None:
+        if not holds:
+            raise InvalidArgument(message, field=f"{self._where}.{field}")
+
+
+def _digest_size(hashes: bytes, count: int) -> int | None:
+    """Bytes per digest; 0 for no digests, None when they do not divide evenly into a known size."""
+    if count == 0:
+        return 0 if not hashes else None
+    size = len(hashes) // count
+    return size if size in DIGEST_SIZES and size * count == len(hashes) else None
