@@ -3,10 +3,10 @@
     python scripts/gen_proto.py            write the generated code
     python scripts/gen_proto.py --check    compare, and name the files that differ (exit 1)
 
-The tools have environments of their own below .tools/proto, made on first use. Code from grpcio-tools 1.71 (protobuf 5.29)
-imports on every later protobuf, code from newer tools does not import on an older one; the typing plugin in turn needs a
-protobuf of its own, and neither need be what the project runs with. The versions are exact because the output depends on
-them.
+The tools have environments of their own below .tools/proto, made on first use. Code from grpcio-tools 1.71
+(protobuf 5.29) imports on every later protobuf, code from newer tools does not import on an older one; the
+typing plugin needs a newer protobuf than that, and neither need be what the project runs with. The versions
+are exact because the output depends on them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def environment(home: Path, requirements: tuple[str, ...]) -> Path:
-    """Return the scripts folder of an environment with exactly these requirements; make it when missing or outdated."""
+    """Return the bin folder of an environment with these requirements; make it when missing or outdated."""
     stamp, wanted = home / "requirements.txt", "\n".join(requirements)
     if not stamp.exists() or stamp.read_text() != wanted:
         sys.stdout.write(f"making an environment with {', '.join(requirements)}\n")
         sys.stdout.flush()
         venv.create(home, clear=True, symlinks=True)
-        pip = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--quiet", *requirements], check=True)
+        pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
+        subprocess.run([*pip, "install", "--quiet", "--disable-pip-version-check", *requirements], check=True)
         stamp.write_text(wanted)
     return home / "bin"
 
@@ -45,10 +45,11 @@ def generate(root: Path, tools: Path, out: Path) -> None:
         raise SystemExit(f"no .proto file in {root / 'proto' / PACKAGE}")
     python = environment(tools / "protoc", PROTOC) / "python"
     plugin = environment(tools / "stubs", STUBS) / "protoc-gen-mypy_grpc"
-    command = [python, "-m", "grpc_tools.protoc", f"-I{root / 'proto'}", f"--plugin=protoc-gen-mypy_grpc={plugin}"]
+    command = [str(python), "-m", "grpc_tools.protoc", f"-I{root / 'proto'}"]
+    command += [f"--plugin=protoc-gen-mypy_grpc={plugin}"]
     command += [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
     command += [f"--mypy_grpc_out=quiet:{out}"]
-    subprocess.run([*command, *protos], check=True)
+    subprocess.run([*command, *map(str, protos)], check=True)
 
 
 def generated_files(package: Path) -> dict[str, bytes]:
@@ -78,7 +79,7 @@ def main() -> int:
     here = Path(__file__).resolve().parent.parent
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with what is committed, write nothing")
-    parser.add_argument("--root", type=Path, default=here, help="the repository (default: the one of this script)")
+    parser.add_argument("--root", type=Path, default=here, help="the repository to work on")
     options = parser.parse_args()
 
     package = options.root / "clients" / "python" / PACKAGE
