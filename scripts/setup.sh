@@ -31,6 +31,6 @@ fi
 
 say "installing kvplane[$extras] into .venv (the first time: about a minute)"
 .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off --editable ".[$extras]" \
-    | grep -v -e '^Requirement already satisfied' -e '^Looking in'
+    | sed -nu '/^\(Collecting\|Processing\|Installing\)/ s/ (from .*//p'
 .venv/bin/python -m pip check
 say "ready: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | tail -n +3 | wc -l) packages, ${SECONDS} s"
