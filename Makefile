@@ -2,7 +2,7 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types contracts proto proto-check proto-baseline pytest bench replay-all clean
+.PHONY: help demo test check format lint types contracts proto proto-check proto-baseline pytest bench replay-all clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -23,6 +23,10 @@ check: lint types contracts proto-check  ## what needs no running: style, types,
 lint: $(DEV)
 	@echo "== ruff"
 	@$(PYTHON) -m ruff check .
+
+format: $(DEV)  ## mend what ruff can mend, and lay the code out
+	@$(PYTHON) -m ruff check --fix-only .
+	@$(PYTHON) -m ruff format .
 
 types: $(DEV)
 	@echo "== mypy --strict"
