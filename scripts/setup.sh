@@ -20,7 +20,8 @@ fail() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
 if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     say "this Python cannot make environments; installing python3-venv"
     [ "$(id -u)" = 0 ] || fail "python3-venv is missing: sudo apt-get install python3-venv"
-    apt-get update -qq && apt-get install -y -qq python3-venv
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
 fi
 
 # An environment left half made, or whose interpreter has gone, is made anew.
@@ -31,6 +32,6 @@ fi
 
 say "installing kvplane[$extras] into .venv (the first time: about a minute)"
 .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off --editable ".[$extras]" \
-    | sed -nu '/^\(Collecting\|Processing\|Installing\)/ s/ (from .*//p'
+    | sed -nu '/^\(Collecting\|Processing\|Installing\)/ { s/ (from .*//; p }'
 .venv/bin/python -m pip check
 say "ready: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | tail -n +3 | wc -l) packages, ${SECONDS} s"
