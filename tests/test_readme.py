@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -14,11 +16,24 @@ def fenced_blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def run_block(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a block as a reader would: in a process of its own, in an empty folder, with kvplane installed."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
 def test_blocks_of_one_language_are_found_in_order():
     text = "```sh\nls\n```\ntext\n```python\na = 1\n\nb = 2\n```\n```python\nc\n```\n"
     assert fenced_blocks(text, "python") == ["a = 1\n\nb = 2\n", "c\n"]
     assert fenced_blocks(text, "sh") == ["ls\n"]
     assert fenced_blocks("```python\nnever closed\n", "python") == []
+
+
+def test_a_block_runs_in_a_process_of_its_own(tmp_path):
+    assert run_block("import kvplane.base.step\nprint('ran')", tmp_path).stdout == "ran\n"
+    failed = run_block("import no_such_module", tmp_path)
+    assert failed.returncode != 0
+    assert "no_such_module" in failed.stderr
 
 
 def test_the_two_commands_are_targets_and_ci_runs_the_second():
