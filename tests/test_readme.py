@@ -16,10 +16,9 @@ def fenced_blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def run_block(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a block as a reader would: in a process of its own, in an empty folder, with kvplane installed."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+def run_block(code: str) -> subprocess.CompletedProcess[str]:
+    """Run a block as a reader would: in a process of its own, in the root of the repository."""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def test_blocks_of_one_language_are_found_in_order():
@@ -29,9 +28,9 @@ def test_blocks_of_one_language_are_found_in_order():
     assert fenced_blocks("```python\nnever closed\n", "python") == []
 
 
-def test_a_block_runs_in_a_process_of_its_own(tmp_path):
-    assert run_block("import kvplane.base.step\nprint('ran')", tmp_path).stdout == "ran\n"
-    failed = run_block("import no_such_module", tmp_path)
+def test_a_block_runs_in_a_process_of_its_own():
+    assert run_block("import kvplane.base.step\nprint('ran')").stdout == "ran\n"
+    failed = run_block("import no_such_module")
     assert failed.returncode != 0
     assert "no_such_module" in failed.stderr
 
