@@ -1,0 +1,1 @@
+"""Generated code of the contract in proto/kvplane/v1; `make proto` writes it."""

@@ -1,0 +1,541 @@
+from kvplane.v1 import replica_pb2 as _replica_pb2
+from kvplane.v1 import step_pb2 as _step_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
+    REPLICA_STATE_IDLE: _ClassVar[ReplicaState]
+    REPLICA_STATE_LIVE: _ClassVar[ReplicaState]
+    REPLICA_STATE_LAPSED: _ClassVar[ReplicaState]
+
+class WatermarkUse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WATERMARK_USE_UNSPECIFIED: _ClassVar[WatermarkUse]
+    WATERMARK_USE_ALWAYS: _ClassVar[WatermarkUse]
+    WATERMARK_USE_NEVER: _ClassVar[WatermarkUse]
+
+class AllocationStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ALLOCATION_STATUS_UNSPECIFIED: _ClassVar[AllocationStatus]
+    ALLOCATION_STATUS_GRANTED: _ClassVar[AllocationStatus]
+    ALLOCATION_STATUS_REFUSED: _ClassVar[AllocationStatus]
+    ALLOCATION_STATUS_DEFERRED: _ClassVar[AllocationStatus]
+    ALLOCATION_STATUS_STALE_HIT: _ClassVar[AllocationStatus]
+    ALLOCATION_STATUS_NOTHING_TO_DO: _ClassVar[AllocationStatus]
+    ALLOCATION_STATUS_NEVER_FITS: _ClassVar[AllocationStatus]
+
+class EndKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    END_KIND_UNSPECIFIED: _ClassVar[EndKind]
+    END_KIND_FREE: _ClassVar[EndKind]
+    END_KIND_HELD: _ClassVar[EndKind]
+    END_KIND_PREEMPTED: _ClassVar[EndKind]
+    END_KIND_RELEASED: _ClassVar[EndKind]
+REPLICA_STATE_UNSPECIFIED: ReplicaState
+REPLICA_STATE_IDLE: ReplicaState
+REPLICA_STATE_LIVE: ReplicaState
+REPLICA_STATE_LAPSED: ReplicaState
+WATERMARK_USE_UNSPECIFIED: WatermarkUse
+WATERMARK_USE_ALWAYS: WatermarkUse
+WATERMARK_USE_NEVER: WatermarkUse
+ALLOCATION_STATUS_UNSPECIFIED: AllocationStatus
+ALLOCATION_STATUS_GRANTED: AllocationStatus
+ALLOCATION_STATUS_REFUSED: AllocationStatus
+ALLOCATION_STATUS_DEFERRED: AllocationStatus
+ALLOCATION_STATUS_STALE_HIT: AllocationStatus
+ALLOCATION_STATUS_NOTHING_TO_DO: AllocationStatus
+ALLOCATION_STATUS_NEVER_FITS: AllocationStatus
+END_KIND_UNSPECIFIED: EndKind
+END_KIND_FREE: EndKind
+END_KIND_HELD: EndKind
+END_KIND_PREEMPTED: EndKind
+END_KIND_RELEASED: EndKind
+
+class RegisterReplicaRequest(_message.Message):
+    __slots__ = ("replica", "spec", "model", "layers", "num_ranks", "namespace_digest")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    spec: _replica_pb2.ReplicaSpec
+    model: _replica_pb2.ModelSource
+    layers: _replica_pb2.LayerSource
+    num_ranks: int
+    namespace_digest: bytes
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., model: _Optional[_Union[_replica_pb2.ModelSource, _Mapping]] = ..., layers: _Optional[_Union[_replica_pb2.LayerSource, _Mapping]] = ..., num_ranks: _Optional[int] = ..., namespace_digest: _Optional[bytes] = ...) -> None: ...
+
+class RegisterReplicaResponse(_message.Message):
+    __slots__ = ("spec", "bytes_per_block", "max_concurrency", "warnings", "epoch")
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    MAX_CONCURRENCY_FIELD_NUMBER: _ClassVar[int]
+    WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    spec: _replica_pb2.ReplicaSpec
+    bytes_per_block: int
+    max_concurrency: float
+    warnings: _containers.RepeatedScalarFieldContainer[str]
+    epoch: int
+    def __init__(self, spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., bytes_per_block: _Optional[int] = ..., max_concurrency: _Optional[float] = ..., warnings: _Optional[_Iterable[str]] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DeregisterReplicaRequest(_message.Message):
+    __slots__ = ("replica", "epoch")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    epoch: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class DeregisterReplicaResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GroupCounters(_message.Message):
+    __slots__ = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_blocks", "evicted_blocks")
+    USED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    used_blocks: int
+    cached_blocks: int
+    allocated_blocks: int
+    hit_blocks: int
+    evicted_blocks: int
+    def __init__(self, used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., allocated_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+
+class ReplicaCounters(_message.Message):
+    __slots__ = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens", "withdrawn_keys", "evicted_keys", "groups")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_KEYS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_KEYS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    admitted: int
+    ended: int
+    preempted: int
+    refused: int
+    queried_tokens: int
+    hit_tokens: int
+    granted_tokens: int
+    withdrawn_keys: int
+    evicted_keys: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupCounters]
+    def __init__(self, steps: _Optional[int] = ..., admitted: _Optional[int] = ..., ended: _Optional[int] = ..., preempted: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., withdrawn_keys: _Optional[int] = ..., evicted_keys: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupCounters, _Mapping]]] = ...) -> None: ...
+
+class DescribeReplicaRequest(_message.Message):
+    __slots__ = ("replica",)
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    def __init__(self, replica: _Optional[str] = ...) -> None: ...
+
+class DescribeReplicaResponse(_message.Message):
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    spec: _replica_pb2.ReplicaSpec
+    state: ReplicaState
+    epoch: int
+    free_blocks: int
+    running_requests: int
+    seq: int
+    executed_through: int
+    counters: ReplicaCounters
+    num_ranks: int
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+
+class ListReplicasRequest(_message.Message):
+    __slots__ = ("page_size", "page_token")
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    page_size: int
+    page_token: str
+    def __init__(self, page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ReplicaSummary(_message.Message):
+    __slots__ = ("replica", "state", "epoch", "num_blocks", "free_blocks")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    state: ReplicaState
+    epoch: int
+    num_blocks: int
+    free_blocks: int
+    def __init__(self, replica: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ...) -> None: ...
+
+class ListReplicasResponse(_message.Message):
+    __slots__ = ("replicas", "next_page_token")
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaSummary]
+    next_page_token: str
+    def __init__(self, replicas: _Optional[_Iterable[_Union[ReplicaSummary, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class RequestContent(_message.Message):
+    __slots__ = ("token_ids", "hashes", "num_tokens", "extra_keys", "domain", "skip_reading", "max_tokens")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    SKIP_READING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    num_tokens: int
+    extra_keys: _step_pb2.ExtraKeys
+    domain: str
+    skip_reading: bool
+    max_tokens: int
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., hashes: _Optional[_Iterable[bytes]] = ..., num_tokens: _Optional[int] = ..., extra_keys: _Optional[_Union[_step_pb2.ExtraKeys, _Mapping]] = ..., domain: _Optional[str] = ..., skip_reading: bool = ..., max_tokens: _Optional[int] = ...) -> None: ...
+
+class AppendedTokens(_message.Message):
+    __slots__ = ("token_ids", "num_tokens", "hashes")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: int
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class MutationHeader(_message.Message):
+    __slots__ = ("replica", "epoch", "op_id", "more", "executed_through")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OP_ID_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    epoch: int
+    op_id: str
+    more: bool
+    executed_through: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., op_id: _Optional[str] = ..., more: bool = ..., executed_through: _Optional[int] = ...) -> None: ...
+
+class GroupBlocks(_message.Message):
+    __slots__ = ("block_ids",)
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PageCopy(_message.Message):
+    __slots__ = ("group", "src_block", "dst_block")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    SRC_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    DST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    src_block: int
+    dst_block: int
+    def __init__(self, group: _Optional[int] = ..., src_block: _Optional[int] = ..., dst_block: _Optional[int] = ...) -> None: ...
+
+class BlockStamp(_message.Message):
+    __slots__ = ("block", "stamp")
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    block: int
+    stamp: int
+    def __init__(self, block: _Optional[int] = ..., stamp: _Optional[int] = ...) -> None: ...
+
+class PageZero(_message.Message):
+    __slots__ = ("group", "block")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    block: int
+    def __init__(self, group: _Optional[int] = ..., block: _Optional[int] = ...) -> None: ...
+
+class RankOrders(_message.Message):
+    __slots__ = ("stamps", "copies", "zeroes")
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    ZEROES_FIELD_NUMBER: _ClassVar[int]
+    stamps: _containers.RepeatedCompositeFieldContainer[BlockStamp]
+    copies: _containers.RepeatedCompositeFieldContainer[PageCopy]
+    zeroes: _containers.RepeatedCompositeFieldContainer[PageZero]
+    def __init__(self, stamps: _Optional[_Iterable[_Union[BlockStamp, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[PageCopy, _Mapping]]] = ..., zeroes: _Optional[_Iterable[_Union[PageZero, _Mapping]]] = ...) -> None: ...
+
+class MutationResult(_message.Message):
+    __slots__ = ("seq", "free_blocks", "orders", "events")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    free_blocks: int
+    orders: RankOrders
+    events: _containers.RepeatedCompositeFieldContainer[_step_pb2.CacheEvent]
+    def __init__(self, seq: _Optional[int] = ..., free_blocks: _Optional[int] = ..., orders: _Optional[_Union[RankOrders, _Mapping]] = ..., events: _Optional[_Iterable[_Union[_step_pb2.CacheEvent, _Mapping]]] = ...) -> None: ...
+
+class FindCacheHitRequest(_message.Message):
+    __slots__ = ("replica", "content", "request_id", "with_blocks")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WITH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    content: RequestContent
+    request_id: str
+    with_blocks: bool
+    def __init__(self, replica: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., request_id: _Optional[str] = ..., with_blocks: bool = ...) -> None: ...
+
+class FindCacheHitResponse(_message.Message):
+    __slots__ = ("hit_tokens", "junction", "num_tokens", "num_hashes", "last_hash", "blocks")
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LAST_HASH_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    hit_tokens: int
+    junction: int
+    num_tokens: int
+    num_hashes: int
+    last_hash: bytes
+    blocks: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    def __init__(self, hit_tokens: _Optional[int] = ..., junction: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
+
+class AllocateSlotsRequest(_message.Message):
+    __slots__ = ("header", "request_id", "content", "computed_tokens", "appended", "max_new_tokens", "extra_tokens", "lookahead_tokens", "external_tokens", "in_flight_tokens", "delay_caching", "full_fit", "encoder_tokens", "reserved_blocks", "watermark", "expected_hit_tokens", "victims", "align")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_FIELD_NUMBER: _ClassVar[int]
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXTERNAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DELAY_CACHING_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIT_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VICTIMS_FIELD_NUMBER: _ClassVar[int]
+    ALIGN_FIELD_NUMBER: _ClassVar[int]
+    header: MutationHeader
+    request_id: str
+    content: RequestContent
+    computed_tokens: int
+    appended: AppendedTokens
+    max_new_tokens: int
+    extra_tokens: int
+    lookahead_tokens: int
+    external_tokens: int
+    in_flight_tokens: int
+    delay_caching: bool
+    full_fit: bool
+    encoder_tokens: int
+    reserved_blocks: int
+    watermark: WatermarkUse
+    expected_hit_tokens: int
+    victims: _containers.RepeatedScalarFieldContainer[str]
+    align: bool
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., appended: _Optional[_Union[AppendedTokens, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., extra_tokens: _Optional[int] = ..., lookahead_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., delay_caching: bool = ..., full_fit: bool = ..., encoder_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark: _Optional[_Union[WatermarkUse, str]] = ..., expected_hit_tokens: _Optional[int] = ..., victims: _Optional[_Iterable[str]] = ..., align: bool = ...) -> None: ...
+
+class AllocateSlotsResponse(_message.Message):
+    __slots__ = ("status", "hit_tokens", "granted_tokens", "junction", "new_blocks", "block_table", "preempted", "result", "num_hashes", "last_hash")
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GRANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LAST_HASH_FIELD_NUMBER: _ClassVar[int]
+    status: AllocationStatus
+    hit_tokens: int
+    granted_tokens: int
+    junction: int
+    new_blocks: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    block_table: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
+    preempted: _containers.RepeatedScalarFieldContainer[str]
+    result: MutationResult
+    num_hashes: int
+    last_hash: bytes
+    def __init__(self, status: _Optional[_Union[AllocationStatus, str]] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., junction: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., block_table: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., preempted: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ...) -> None: ...
+
+class CommitBlocksRequest(_message.Message):
+    __slots__ = ("header", "request_id", "computed_tokens", "appended", "commit_tokens")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    header: MutationHeader
+    request_id: str
+    computed_tokens: int
+    appended: AppendedTokens
+    commit_tokens: int
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., request_id: _Optional[str] = ..., computed_tokens: _Optional[int] = ..., appended: _Optional[_Union[AppendedTokens, _Mapping]] = ..., commit_tokens: _Optional[int] = ...) -> None: ...
+
+class CommitBlocksResponse(_message.Message):
+    __slots__ = ("num_hashes", "last_hash", "result")
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LAST_HASH_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    num_hashes: int
+    last_hash: bytes
+    result: MutationResult
+    def __init__(self, num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
+
+class FreeRequest(_message.Message):
+    __slots__ = ("header", "request_id", "end", "fence_seq")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    FENCE_SEQ_FIELD_NUMBER: _ClassVar[int]
+    header: MutationHeader
+    request_id: str
+    end: EndKind
+    fence_seq: int
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., request_id: _Optional[str] = ..., end: _Optional[_Union[EndKind, str]] = ..., fence_seq: _Optional[int] = ...) -> None: ...
+
+class FreeResponse(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: MutationResult
+    def __init__(self, result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
+
+class EvictBlocksRequest(_message.Message):
+    __slots__ = ("header", "block_ids")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    header: MutationHeader
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class EvictBlocksResponse(_message.Message):
+    __slots__ = ("result",)
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    result: MutationResult
+    def __init__(self, result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
+
+class ResetPrefixCacheRequest(_message.Message):
+    __slots__ = ("header",)
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    header: MutationHeader
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ...) -> None: ...
+
+class ResetPrefixCacheResponse(_message.Message):
+    __slots__ = ("done", "result")
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    done: bool
+    result: MutationResult
+    def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
+
+class SessionOpen(_message.Message):
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    WITH_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    STAMP_TABLE_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    epoch: int
+    nonce: int
+    with_events: bool
+    client: str
+    stamp_table: bytes
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ...) -> None: ...
+
+class SessionRequest(_message.Message):
+    __slots__ = ("open", "step", "heartbeat", "close")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_FIELD_NUMBER: _ClassVar[int]
+    open: SessionOpen
+    step: _step_pb2.Step
+    heartbeat: Heartbeat
+    close: SessionClose
+    def __init__(self, open: _Optional[_Union[SessionOpen, _Mapping]] = ..., step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., close: _Optional[_Union[SessionClose, _Mapping]] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionClose(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionOpened(_message.Message):
+    __slots__ = ("epoch", "seq", "next_part", "max_steps_in_flight", "max_rows", "lease_ms", "spec", "free_blocks", "kept_keys")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PART_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    seq: int
+    next_part: int
+    max_steps_in_flight: int
+    max_rows: int
+    lease_ms: int
+    spec: _replica_pb2.ReplicaSpec
+    free_blocks: int
+    kept_keys: int
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., next_part: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., max_rows: _Optional[int] = ..., lease_ms: _Optional[int] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., free_blocks: _Optional[int] = ..., kept_keys: _Optional[int] = ...) -> None: ...
+
+class Draining(_message.Message):
+    __slots__ = ("grace_ms",)
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    grace_ms: int
+    def __init__(self, grace_ms: _Optional[int] = ...) -> None: ...
+
+class SessionClosed(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("opened", "result", "error", "draining", "closed")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_FIELD_NUMBER: _ClassVar[int]
+    opened: SessionOpened
+    result: _step_pb2.StepResult
+    error: _step_pb2.StepError
+    draining: Draining
+    closed: SessionClosed
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ..., error: _Optional[_Union[_step_pb2.StepError, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., closed: _Optional[_Union[SessionClosed, _Mapping]] = ...) -> None: ...

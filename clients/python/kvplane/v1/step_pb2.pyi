@@ -1,0 +1,363 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OnRefusal(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ON_REFUSAL_UNSPECIFIED: _ClassVar[OnRefusal]
+    ON_REFUSAL_STOP: _ClassVar[OnRefusal]
+    ON_REFUSAL_SKIP: _ClassVar[OnRefusal]
+    ON_REFUSAL_PREEMPT: _ClassVar[OnRefusal]
+
+class CacheEventKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_EVENT_KIND_UNSPECIFIED: _ClassVar[CacheEventKind]
+    CACHE_EVENT_KIND_STORED: _ClassVar[CacheEventKind]
+    CACHE_EVENT_KIND_REMOVED: _ClassVar[CacheEventKind]
+    CACHE_EVENT_KIND_CLEARED: _ClassVar[CacheEventKind]
+
+class RemoveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REMOVE_REASON_UNSPECIFIED: _ClassVar[RemoveReason]
+    REMOVE_REASON_EVICTED: _ClassVar[RemoveReason]
+    REMOVE_REASON_DROPPED: _ClassVar[RemoveReason]
+    REMOVE_REASON_PROMOTED: _ClassVar[RemoveReason]
+    REMOVE_REASON_WITHDRAWN: _ClassVar[RemoveReason]
+    REMOVE_REASON_UNVERIFIED: _ClassVar[RemoveReason]
+ON_REFUSAL_UNSPECIFIED: OnRefusal
+ON_REFUSAL_STOP: OnRefusal
+ON_REFUSAL_SKIP: OnRefusal
+ON_REFUSAL_PREEMPT: OnRefusal
+CACHE_EVENT_KIND_UNSPECIFIED: CacheEventKind
+CACHE_EVENT_KIND_STORED: CacheEventKind
+CACHE_EVENT_KIND_REMOVED: CacheEventKind
+CACHE_EVENT_KIND_CLEARED: CacheEventKind
+REMOVE_REASON_UNSPECIFIED: RemoveReason
+REMOVE_REASON_EVICTED: RemoveReason
+REMOVE_REASON_DROPPED: RemoveReason
+REMOVE_REASON_PROMOTED: RemoveReason
+REMOVE_REASON_WITHDRAWN: RemoveReason
+REMOVE_REASON_UNVERIFIED: RemoveReason
+
+class Facts(_message.Message):
+    __slots__ = ("slot", "computed", "appended", "tokens", "num_hashes", "hashes", "commit", "end", "fence")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    APPENDED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    computed: bytes
+    appended: bytes
+    tokens: bytes
+    num_hashes: bytes
+    hashes: bytes
+    commit: bytes
+    end: bytes
+    fence: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ...) -> None: ...
+
+class Cache(_message.Message):
+    __slots__ = ("failed_steps", "evicted", "released", "reset")
+    FAILED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_FIELD_NUMBER: _ClassVar[int]
+    RESET_FIELD_NUMBER: _ClassVar[int]
+    failed_steps: bytes
+    evicted: bytes
+    released: bytes
+    reset: bool
+    def __init__(self, failed_steps: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., released: _Optional[bytes] = ..., reset: bool = ...) -> None: ...
+
+class MultimodalItem(_message.Message):
+    __slots__ = ("identifier", "offset", "length")
+    IDENTIFIER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    identifier: str
+    offset: int
+    length: int
+    def __init__(self, identifier: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
+
+class ExtraKeys(_message.Message):
+    __slots__ = ("lora_name", "lora_path", "salt", "multimodal", "prompt_embeds")
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_PATH_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    MULTIMODAL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    lora_name: str
+    lora_path: str
+    salt: str
+    multimodal: _containers.RepeatedCompositeFieldContainer[MultimodalItem]
+    prompt_embeds: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., salt: _Optional[str] = ..., multimodal: _Optional[_Iterable[_Union[MultimodalItem, _Mapping]]] = ..., prompt_embeds: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class News(_message.Message):
+    __slots__ = ("slot", "num_tokens", "tokens", "num_hashes", "hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
+    SKIP_READING_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    num_tokens: bytes
+    tokens: bytes
+    num_hashes: bytes
+    hashes: bytes
+    request_id: _containers.RepeatedScalarFieldContainer[str]
+    domain: _containers.RepeatedScalarFieldContainer[str]
+    extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKeys]
+    skip_reading: bytes
+    max_tokens: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("slot", "extra", "cap", "lookahead", "in_flight", "flags", "victims", "on_refusal")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
+    CAP_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    VICTIMS_FIELD_NUMBER: _ClassVar[int]
+    ON_REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    extra: bytes
+    cap: bytes
+    lookahead: bytes
+    in_flight: bytes
+    flags: bytes
+    victims: bytes
+    on_refusal: OnRefusal
+    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., in_flight: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., victims: _Optional[bytes] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("slot", "extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags", "max_running", "on_refusal", "only_if_no_preemption")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_FIELD_NUMBER: _ClassVar[int]
+    CAP_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
+    EXTERNAL_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_HIT_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    FLAGS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ON_REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    ONLY_IF_NO_PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    extra: bytes
+    cap: bytes
+    lookahead: bytes
+    external: bytes
+    expected_hit: bytes
+    encoder_tokens: bytes
+    reserved: bytes
+    watermark: bytes
+    flags: bytes
+    max_running: int
+    on_refusal: OnRefusal
+    only_if_no_preemption: bool
+    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., external: _Optional[bytes] = ..., expected_hit: _Optional[bytes] = ..., encoder_tokens: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., watermark: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., max_running: _Optional[int] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ..., only_if_no_preemption: bool = ...) -> None: ...
+
+class Peek(_message.Message):
+    __slots__ = ("slot", "with_blocks")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    WITH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    with_blocks: bool
+    def __init__(self, slot: _Optional[bytes] = ..., with_blocks: bool = ...) -> None: ...
+
+class Budget(_message.Message):
+    __slots__ = ("tokens", "input", "overhead")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    OVERHEAD_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    input: int
+    overhead: int
+    def __init__(self, tokens: _Optional[int] = ..., input: _Optional[int] = ..., overhead: _Optional[int] = ...) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables")
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
+    NEWS_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_FIELD_NUMBER: _ClassVar[int]
+    PEEK_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
+    WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
+    facts: Facts
+    cache: Cache
+    news: News
+    run: Run
+    admit: Admit
+    peek: Peek
+    budget: Budget
+    with_tables: bool
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    seq: int
+    part: int
+    more: bool
+    executed_through: int
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., part: _Optional[int] = ..., more: bool = ..., executed_through: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class Blocks(_message.Message):
+    __slots__ = ("row", "group", "count", "ids")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    row: bytes
+    group: bytes
+    count: bytes
+    ids: bytes
+    def __init__(self, row: _Optional[bytes] = ..., group: _Optional[bytes] = ..., count: _Optional[bytes] = ..., ids: _Optional[bytes] = ...) -> None: ...
+
+class Orders(_message.Message):
+    __slots__ = ("stamp_block", "stamp", "copy_src", "copy_dst", "copy_group", "zero_block", "zero_group")
+    STAMP_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    COPY_SRC_FIELD_NUMBER: _ClassVar[int]
+    COPY_DST_FIELD_NUMBER: _ClassVar[int]
+    COPY_GROUP_FIELD_NUMBER: _ClassVar[int]
+    ZERO_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    ZERO_GROUP_FIELD_NUMBER: _ClassVar[int]
+    stamp_block: bytes
+    stamp: bytes
+    copy_src: bytes
+    copy_dst: bytes
+    copy_group: bytes
+    zero_block: bytes
+    zero_group: bytes
+    def __init__(self, stamp_block: _Optional[bytes] = ..., stamp: _Optional[bytes] = ..., copy_src: _Optional[bytes] = ..., copy_dst: _Optional[bytes] = ..., copy_group: _Optional[bytes] = ..., zero_block: _Optional[bytes] = ..., zero_group: _Optional[bytes] = ...) -> None: ...
+
+class CacheEvent(_message.Message):
+    __slots__ = ("kind", "group", "hashes", "blocks", "domain", "parent", "block_size", "slot", "start", "end", "block_starts", "reason")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DOMAIN_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STARTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    kind: CacheEventKind
+    group: int
+    hashes: _containers.RepeatedScalarFieldContainer[bytes]
+    blocks: bytes
+    domain: str
+    parent: bytes
+    block_size: int
+    slot: int
+    start: int
+    end: int
+    block_starts: bytes
+    reason: RemoveReason
+    def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ...) -> None: ...
+
+class PartResult(_message.Message):
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_junction", "new_blocks", "tables", "peek_hit", "peek_junction", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_HIT_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_GRANTED_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    PEEK_HIT_FIELD_NUMBER: _ClassVar[int]
+    PEEK_JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    PEEK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
+    LAST_HASH_FIELD_NUMBER: _ClassVar[int]
+    RESET_DONE_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    granted: bytes
+    preempted: bytes
+    admit_status: bytes
+    admit_hit: bytes
+    admit_granted: bytes
+    admit_junction: bytes
+    new_blocks: Blocks
+    tables: Blocks
+    peek_hit: bytes
+    peek_junction: bytes
+    peek_blocks: Blocks
+    num_hashes: bytes
+    last_hash: _containers.RepeatedScalarFieldContainer[bytes]
+    reset_done: bool
+    orders: Orders
+    free_blocks: int
+    events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_junction: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_junction: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("seq", "part", "parts", "published_through")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    part: int
+    parts: _containers.RepeatedCompositeFieldContainer[PartResult]
+    published_through: int
+    def __init__(self, seq: _Optional[int] = ..., part: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[PartResult, _Mapping]]] = ..., published_through: _Optional[int] = ...) -> None: ...
+
+class StepError(_message.Message):
+    __slots__ = ("seq", "part", "reason", "message", "field", "remedy", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    part: int
+    reason: str
+    message: str
+    field: str
+    remedy: str
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, seq: _Optional[int] = ..., part: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
