@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvplane.base.groups import GroupSpec
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNLIMITED,
@@ -115,6 +116,7 @@ class Replayer:
         self._seq, self._part = 1, 0
         self._copies: list[tuple[int, int, int]] = []
         self._zero: list[tuple[int, int]] = []
+        self._events = EventWriter(self.spec.groups)
         self.values = 0
         self._check_every = check_every
         self._ops: dict[str, Callable[[Record], Outcome]] = {
@@ -156,6 +158,10 @@ class Replayer:
         self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
         self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
         return result.parts[0]
+
+    def _event(self, event: CacheEvent) -> list[Any]:
+        owner = next((one for one in self.requests.values() if one.slot == event.slot), None)
+        return self._events.write(event, owner.tokens if owner else [], owner.extra if owner else NO_EXTRA_KEYS)
 
     def _step(self, op: Record) -> Outcome:
         del op
@@ -277,21 +283,26 @@ class Replayer:
         }
         return Outcome(result, {name: value for name, value in outputs.items() if name in op or value is not None})
 
-    # -- events ------------------------------------------------------------------------------------------------------
 
-    def _event(self, event: CacheEvent) -> list[Any]:
+class EventWriter:
+    """Writes cache events in the words of the recordings."""
+
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        self._groups = groups
+
+    def write(self, event: CacheEvent, tokens: Sequence[int], extra: ExtraKeys) -> list[Any]:
+        """The event of a request with these tokens and keys."""
         if event.kind is EventKind.CLEARED:
             return ["C"]
         hashes = [digest[-8:].hex() for digest in event.hashes]
         if event.kind is EventKind.REMOVED:
             return ["R", event.group, hashes]
-        request = next(one for one in self.requests.values() if one.slot == event.slot)
-        tokens = request.tokens[event.start : event.end]
-        group = self.spec.groups[event.group]
-        keys = [event_keys(request.extra, start, start + event.block_size) for start in event.block_starts]
+        span = list(tokens[event.start : event.end])
+        group = self._groups[event.group]
+        keys = [event_keys(extra, start, start + event.block_size) for start in event.block_starts]
         return [
-            "S", event.group, event.block_size, event.parent[-8:].hex() if event.parent else None, hashes, len(tokens),
-            zlib.crc32(json.dumps(tokens).encode()), keys if any(keys) else None, group.kind.value, group.window or None, "GPU",
+            "S", event.group, event.block_size, event.parent[-8:].hex() if event.parent else None, hashes, len(span),
+            zlib.crc32(json.dumps(span).encode()), keys if any(keys) else None, group.kind.value, group.window or None, "GPU",
         ]  # fmt: skip
 
 
