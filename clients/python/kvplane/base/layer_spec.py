@@ -17,7 +17,7 @@ from enum import Enum
 from typing import Any, ClassVar, NoReturn
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import GroupKind
+from kvplane.base.groups import GroupKind, MambaMode
 
 ONE_OR_MORE = {"minimum": 1}
 ZERO_OR_MORE = {"minimum": 0}
@@ -80,7 +80,6 @@ class LayerSpec:
     supports_dcp: ClassVar[bool] = False  # may be dcp_sharded over more than one rank
     zeroes_new_blocks: ClassVar[bool] = False  # new blocks are zeroed where the model asks for it
     is_state: ClassVar[bool] = False  # one recurrent state per page, read before it is written
-    own_group: ClassVar[bool] = False  # each layer has a block table of its own
 
     block_size: int = field(metadata=ONE_OR_MORE)
     padded_page_bytes: int = field(default=0, metadata=ZERO_OR_MORE)
@@ -115,6 +114,16 @@ class LayerSpec:
         """Type in which attention reads the page; None where a page is not read by attention."""
         return None
 
+    @property
+    def mamba_mode(self) -> MambaMode | None:
+        """How states are cached; None where there are none."""
+        return None
+
+    @property
+    def hit_unit(self) -> int:
+        """A hit must be a multiple of so many tokens."""
+        return 1
+
     def blocks_per_request(self, limits: RequestLimits) -> int:
         """Most blocks that one request holds at once."""
         raise NotImplementedError
@@ -142,6 +151,14 @@ class LayerSpec:
     def as_full_attention(self, block_size: int) -> LayerSpec:
         """The format that keeps every token, for local attention; any other format is returned unchanged."""
         return self
+
+    def retaining(self, extra_tokens: int) -> LayerSpec:
+        """This format with so many more tokens kept below its window; unchanged where it has none."""
+        return self
+
+    def group_fields(self) -> dict[str, Any]:
+        """What a `GroupSpec` of this kind says beside its kind and block size."""
+        return {}
 
     def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
         """Consecutive tensor-parallel ranks that hold identical pages."""
@@ -206,6 +223,11 @@ class AttentionSpec(LayerSpec):
     def precision(self) -> DType | None:
         """Type in which attention reads the page."""
         return self.dtype
+
+    @property
+    def hit_unit(self) -> int:
+        """The tokens of one entry."""
+        return self.tokens_per_state
 
     def grown_to(self, page_bytes: int) -> LayerSpec | None:
         """More tokens per block when the ratio is whole, else padding."""

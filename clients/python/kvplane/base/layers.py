@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layer_spec import (
@@ -27,8 +27,8 @@ from kvplane.base.layer_spec import (
 class FullAttentionSpec(AttentionSpec):
     """Every token's keys and values are kept.
 
-    A local layer can be cached so (hybrid allocation off) and still compute with its window or chunk, which is
-    then recorded here; layers that differ in nothing else share one format.
+    A local layer can be cached so (hybrid allocation off) and still compute with its window or chunk, which
+    is then recorded here; layers that differ in nothing else share one format.
 
     Attributes:
         computes_window: sliding window of the computation; 0 = none.
@@ -88,7 +88,6 @@ class HiddenStateSpec(MLASpec):
     """Hidden states kept for an extractor: allocated as full attention, in a group of their own."""
 
     type_name: ClassVar[str] = "hidden_state"
-    own_group: ClassVar[bool] = True
 
     @property
     def token_bytes(self) -> int:
@@ -110,6 +109,10 @@ class SinkFullAttentionSpec(FullAttentionSpec):
         if self.sink_tokens % self.block_size:
             refuse(f"{self.sink_tokens} is no multiple of block_size", "sink_tokens", "give whole blocks")
 
+    def group_fields(self) -> dict[str, Any]:
+        """The sinks."""
+        return {"sink_tokens": self.sink_tokens}
+
     def _kind_key(self) -> tuple[object, ...]:
         return (self.type_name, self.sink_tokens)
 
@@ -126,6 +129,10 @@ class RSWASpec(FullAttentionSpec):
     holds_every_token: ClassVar[bool] = False
 
     window: int = field(metadata=ONE_OR_MORE)
+
+    def group_fields(self) -> dict[str, Any]:
+        """The decode window."""
+        return {"window": self.window}
 
     def _kind_key(self) -> tuple[object, ...]:
         return (self.type_name, self.window)
@@ -159,6 +166,14 @@ class SlidingWindowSpec(AttentionSpec):
     def as_full_attention(self, block_size: int) -> LayerSpec:
         """Full attention that computes with this window."""
         return FullAttentionSpec(computes_window=self.window, **self._promoted(block_size))
+
+    def retaining(self, extra_tokens: int) -> LayerSpec:
+        """This window with so many tokens kept below it."""
+        return replace(self, extra_retained_tokens=extra_tokens)
+
+    def group_fields(self) -> dict[str, Any]:
+        """The window and what is kept below it."""
+        return {"window": self.window, "extra_retained_tokens": self.extra_retained_tokens}
 
     def _kind_key(self) -> tuple[object, ...]:
         return (self.type_name, self.window)
@@ -200,6 +215,10 @@ class ChunkedLocalSpec(AttentionSpec):
         """Full attention that computes with this chunk."""
         return FullAttentionSpec(computes_chunk=self.chunk, **self._promoted(block_size))
 
+    def group_fields(self) -> dict[str, Any]:
+        """The chunk."""
+        return {"chunk": self.chunk}
+
     def _kind_key(self) -> tuple[object, ...]:
         return (self.type_name, self.chunk)
 
@@ -219,7 +238,7 @@ class CrossAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSpec(AttentionSpec):
-    """One block of `block_size` tokens per request for life, written round and round: a compressor's input."""
+    """One block per request for life, written round and round: a compressor's input."""
 
     type_name: ClassVar[str] = "ring"
     kind: ClassVar[GroupKind] = GroupKind.RING
@@ -268,9 +287,18 @@ class MambaSpec(LayerSpec):
         """Bytes of one state."""
         return sum(prod(s) * d.num_bytes for s, d in zip(self.shapes, self.dtypes, strict=True))
 
+    @property
+    def mamba_mode(self) -> MambaMode | None:
+        """How states are cached."""
+        return self.mode
+
     def blocks_per_request(self, limits: RequestLimits) -> int:
         """The running state, the speculative ones, and in ALIGN mode the one last cached."""
         return (2 if self.mode is MambaMode.ALIGN else 1) + self.speculative_blocks
+
+    def group_fields(self) -> dict[str, Any]:
+        """How states are cached."""
+        return {"mamba_mode": self.mode, "speculative_blocks": self.speculative_blocks}
 
     def _kind_key(self) -> tuple[object, ...]:
         return (self.type_name, self.mode, self.speculative_blocks, self.page_bytes)
