@@ -2,8 +2,8 @@
 
     python -m tests.conformance.groups tests/conformance/golden_groups.json
 
-A line per row; of a row that differs the first divergence with its context. Exit status 1 when a row differs, 2 when
-the file is not what FORMAT.md (part 2) describes.
+A line per row; of a row that differs the first divergence with its context. Exit status 1 when a row differs,
+2 when the file is not what FORMAT.md (part 2) describes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tests.conformance.reference_specs import BadGoldenFile, read_spec, write_sp
 REFERENCE_VERSION = "0.33.0"
 TOP_FIELDS = {"vllm_version", "source", "defaults", "cases"}
 CASE_FIELDS = {"name", "layout", "note", "config", "memory_bytes", "input", "expected"}
+INPUT_FIELDS = {"specs", "layers", "workers"}
 # Setting of the reference -> our option. The rest of a case's settings are read one by one below.
 OPTIONS = {
     "max_model_len": "max_model_len",
@@ -49,8 +50,9 @@ OPTIONS = {
 IMPLIED = {"block_size", "mamba_cache_mode", "memory_bytes"}
 # The format does not say how long an encoder input can be; the one model with an encoder is Whisper.
 WHISPER_ENCODER_TOKENS = 1500
-# Log lines of the reference that carry no figures, by CRC-32: their wording is compared, but not repeated here.
+# Log lines of the reference without figures, by CRC-32: their wording is compared, but not repeated here.
 LOG_LINES = {0x18462CB6: WarningCode.HYBRID_OFF, 0x518AF9CA: WarningCode.FULL_ALLOCATION}
+ABSENT = "(absent)"
 PADDING_LINE = re.compile(r"Add (\d+) padding layers, may waste at most (\d+\.\d\d)% KV cache memory")
 
 
@@ -81,6 +83,7 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
         raise BadGoldenFile(f"vllm_version: {data['vllm_version']!r}, this reads {REFERENCE_VERSION}")
     for index, case in enumerate(data["cases"]):
         _expect_fields(case, CASE_FIELDS, f"cases[{index}]")
+        _expect_fields(case["input"], INPUT_FIELDS, f"cases[{index}].input")
         case["config"] = {**data["defaults"], **case["config"]}
     cases: list[dict[str, Any]] = data["cases"]
     return cases
@@ -225,7 +228,8 @@ def _read_warning(line: str) -> list[object]:
 def _differences(expected: object, actual: object, path: str) -> Iterator[Difference]:
     if isinstance(expected, dict) and isinstance(actual, dict):
         for key in sorted(expected.keys() | actual.keys()):
-            yield from _differences(expected.get(key), actual.get(key), f"{path}.{key}" if path else key)
+            theirs, ours = expected.get(key, ABSENT), actual.get(key, ABSENT)
+            yield from _differences(theirs, ours, f"{path}.{key}" if path else key)
     elif isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
         for index, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
             yield from _differences(theirs, ours, f"{path}[{index}]")

@@ -1,7 +1,7 @@
 """The reference's layer formats, as golden_groups.json writes them, to ours and back.
 
-The golden file leaves out fields at their default. Three of its fields say no more to a planner than "these bytes are
-packed otherwise": they become one name, `state_format`.
+The golden file leaves out fields at their default. Three of its fields say no more to a planner than "these
+bytes are packed otherwise": they become one name, `state_format`.
 """
 
 from __future__ import annotations
@@ -96,14 +96,16 @@ def read_spec(golden: Mapping[str, Any], path: str) -> LayerSpec:
     ours, fields = TYPES[name]
     for field in golden.keys() - fields.keys() - set(APART):
         raise BadGoldenFile(f"{path}.{field}: {name} has no such field")
-    values = {fields[f]: _PARSE.get(f, _same)(value) for f, value in golden.items() if f in fields}
-    packed = [f"{f}={golden[f]}" for f in FORMAT_FIELDS if f in golden]
-    if packed:
-        values["state_format"] = " ".join(packed)
-    spec = ours(**values)
-    if spec.page_bytes != golden["page_size_bytes"]:
+    packed = " ".join(f"{f}={golden[f]}" for f in FORMAT_FIELDS if f in golden)
+    other: dict[str, Any] = {"state_format": packed} if packed else {}
+    try:
+        values = {fields[f]: _PARSE.get(f, _same)(value) for f, value in golden.items() if f in fields}
+        spec = ours(**values, **other)
+    except (TypeError, ValueError) as error:
+        raise BadGoldenFile(f"{path}: {error}") from error
+    if spec.page_bytes != golden.get("page_size_bytes"):
         raise BadGoldenFile(
-            f"{path}.page_size_bytes: {golden['page_size_bytes']}, its fields make {spec.page_bytes}"
+            f"{path}.page_size_bytes: {golden.get('page_size_bytes')}, its fields make {spec.page_bytes}"
         )
     return spec
 

@@ -1,9 +1,10 @@
-"""The cache plan: from a model's layers and a worker's memory to KV cache groups, blocks and places in memory.
+"""The cache plan: from layers and memory to KV cache groups, blocks and places in memory.
 
 options, plan          what goes in, what comes out
 planner                the straight line: plan_cache
 whole_model            workers' layers as one model
-grouping               which rule decides; formats, full_allocation, packing, equal_pages, hidden are its rules
+grouping               which rule decides; its rules are packing, equal_pages, full_allocation, hidden
+formats                layers on their way to groups
 granularity, checks    block sizes in tokens; options that do not suit
 capacity, placement    blocks; bytes
 to_groups              what the allocator core needs of a plan

@@ -42,7 +42,7 @@ def fitting_options(groups: Sequence[CacheGroup], num_blocks: int, options: Plan
 
 def _fits(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions, max_model_len: int) -> bool:
     limits = replace(options.limits, max_model_len=max_model_len)
-    return num_blocks >= NULL_BLOCKS + max(1, blocks_per_request(groups, limits))
+    return num_blocks >= NULL_BLOCKS + blocks_per_request(groups, limits)
 
 
 def _longest(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions) -> int:

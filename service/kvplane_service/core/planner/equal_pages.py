@@ -1,7 +1,8 @@
-"""Grouping with pages of one size: every layer's page is made as large as the largest, then like layers are dealt out.
+"""Grouping with pages of one size: each is made as large as the largest, then like layers are dealt out.
 
-A block of the pool must serve any group, so the groups should be equally wide. Models repeat a pattern (five sliding
-layers, one full), so the rarest kind gives the width and the others are dealt into as many groups as they need:
+A block of the pool must serve any group, so the groups should be equally wide. Models repeat a pattern, such as
+five sliding layers and a full one: the rarest kind gives the width, the others are dealt into as many groups as
+they need.
 
     10 full, 52 sliding  ->  full [10]   sliding [9] [9] [9] [9] [8] [8]
 
@@ -28,7 +29,7 @@ def with_equal_pages(formats: Formats) -> Formats:
 
 
 def equal_page_groups(formats: Formats) -> Grouping:
-    """Deal layers of equal pages into groups of nearly one width; group ids follow the first layer of each kind."""
+    """Deal layers of equal pages into groups of nearly one width, in the order of each kind's first layer."""
     buckets = _buckets(formats)
     width = _group_width([len(names) for _, names in buckets])
     groups: list[CacheGroup] = []
@@ -72,7 +73,7 @@ def _buckets(formats: Formats) -> list[tuple[LayerSpec, list[str]]]:
 def _group_width(counts: list[int]) -> int:
     """Layers per group: of the rarest kind, or of the commonest when all are nearly as many.
 
-    12 sliding and 13 full (a draft layer was added) make 13 + 13 with one layer unused, not three groups of 12.
+    12 sliding and 13 full (one draft layer was added) make 12 and 13, with one place empty, not 12, 7 and 6.
     """
     fewest, most = min(counts), max(counts)
     return most if most < 1.5 * fewest else fewest

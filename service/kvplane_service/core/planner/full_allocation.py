@@ -1,4 +1,4 @@
-"""Caching local layers as if they attended to everything: simpler tables for more memory. They compute as before."""
+"""Caching local layers as if they attended to everything: one table, more memory, the same computation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rescued(formats: Formats) -> Grouping | None:
 
 
 def _promoted(formats: Formats) -> Formats | None:
-    """Local layers as full attention, where there is full attention; None when the result is not of one type."""
+    """Local layers as full attention, where there is any; None when the result is not of one type."""
     if _alike(formats):
         return formats
     full_block_sizes = {spec.block_size for spec in formats.values() if spec.holds_every_token}

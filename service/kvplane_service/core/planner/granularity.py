@@ -28,7 +28,7 @@ def effective_block_size(spec: LayerSpec, dcp_size: int) -> int:
 
 
 def granularity(groups: Sequence[CacheGroup], options: PlanOptions) -> Granularity:
-    """Scheduler block: the least that all groups divide. Hash block: the most that divides all cacheable groups.
+    """Scheduler block: the least that all groups' blocks divide. Hash block: the most that divides them.
 
     Raises:
         InvalidArgument: `prefix_match_unit` does not suit the groups.
@@ -64,7 +64,7 @@ def _has_uncached_state(groups: Sequence[CacheGroup]) -> bool:
 
 
 def _allows_hits_inside_states(groups: Sequence[CacheGroup], hash_block_size: int, dcp_size: int) -> bool:
-    """States are cached at boundaries, and hashes are finer (context parallelism: as fine) than their blocks."""
+    """States are cached at boundaries, and hashes are finer (with context parallelism: no coarser)."""
     finest = hash_block_size + 1 if dcp_size == 1 else hash_block_size
     return any(g.spec.mamba_mode is MambaMode.ALIGN and g.block_size >= finest for g in groups)
 

@@ -68,5 +68,5 @@ def _refuse_pages(name: str) -> Grouping:
     raise InvalidArgument(
         f"the page of layer {name!r} cannot be made as large as the largest",
         field="layers",
-        remedy="use the block-outermost layout, or a block size with which the larger page is a whole multiple",
+        remedy="use the block-outermost layout, or block sizes whose pages are whole multiples",
     )

@@ -12,7 +12,7 @@ from kvplane.base.layers import KVSharingLayer, Layer
 
 
 class Layout(Enum):
-    """Order of layers and blocks in memory. The value is the reference's name: L = layer, B = block, rest = page.
+    """Order of layers and blocks in memory. The value is the reference's name (L = layer, B = block).
 
     LAYER_OUTERMOST: all blocks of a layer lie together.
     BLOCK_OUTERMOST: all layers of a block lie together, so a block is one large transfer.
@@ -53,7 +53,7 @@ class PlanOptions:
         prefix_match_unit: tokens per block hash; 0 = as coarse as every group allows.
         retention_interval: tokens between kept tails of window and state groups; 0 and DENSE_RETENTION as in
             `ReplicaSpec`.
-        drop_draft_block: the drafter computes the last matched block again, so groups with draft layers drop it.
+        drop_draft_block: the drafter computes the last matched block again: groups with draft layers drop it.
         prefill_lookahead: drafts per step of a multi-module drafter.
         tp_size, dcp_size: tensor-parallel and decode-context-parallel ranks.
     """

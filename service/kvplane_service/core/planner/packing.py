@@ -1,9 +1,9 @@
 """Grouping for the block-outermost layout, where layers with different pages lie side by side within a block.
 
-Layers are put into buckets of one uniform type. A bucket whose page sizes have equally many layers is a repeating
-pattern (one layer of each size); such buckets are cut so that every group has about as many repeats:
+Layers are put into buckets of one uniform type. A bucket whose page sizes have equally many layers is a
+repeating pattern (one layer of each size). Patterns are cut so that every group has about as many repeats:
 
-    latent 20 x (A + B + C) stays whole, so a window bucket of 43 x D is cut into 22 + 21
+    20 x (A + B + C) stays whole, so 43 x D is cut into 22 + 21
 
 States, rings and windows that nothing else fixes are cut until no group is wider than the rest needs.
 Rules: vLLM 0.33, vllm/v1/core/kv_cache_planning.py.
@@ -91,16 +91,16 @@ def _buckets(formats: Formats) -> list[_Bucket]:
 
 
 def _repeats_per_group(buckets: list[_Bucket]) -> int:
-    """Pattern repeats that a group should have; 0 when no pattern mixes page sizes, so nothing need be packed."""
+    """Pattern repeats that a group should have; 0 when no pattern mixes page sizes."""
     patterns = [bucket for bucket in buckets if bucket.is_pattern]
     at_least = max((bucket.repeats for bucket in patterns if len(bucket.names_by_page) > 1), default=0)
     return _least_padding([bucket.repeats for bucket in patterns], at_least) if at_least else 0
 
 
 def _least_padding(counts: list[int], at_least: int) -> int:
-    """The divisor from `at_least` up that wastes least when counts are rounded up to it; of equals the largest."""
+    """The size from `at_least` to whose multiples the counts are rounded up at least cost; the largest such."""
     candidates = range(at_least, max(counts) + 1)
-    return min(candidates, key=lambda divisor: (sum(-count % divisor for count in counts), -divisor))
+    return min(candidates, key=lambda size: (sum(-count % size for count in counts), -size))
 
 
 def _cuts_by_pattern(bucket: _Bucket, repeats_per_group: int) -> int:

@@ -18,7 +18,9 @@ from kvplane_service.core.planner.plan import CacheGroup, TensorPlacement, Worke
 
 
 def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:
-    """Bytes of one block of the pool: the widest group, aligned."""
+    """Bytes of one block of the pool: the widest group, aligned; 0 without groups."""
+    if not groups:
+        return 0
     if layout is Layout.LAYER_OUTERMOST:
         return max(sum(_stride(spec) for spec in group.specs) for group in groups)
     alignments = [spec.block_stride_alignment for group in groups for spec in group.specs]

@@ -54,8 +54,8 @@ class CacheGroup:
 class TensorPlacement:
     """Layers of one format within a worker's one allocation.
 
-    The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride. Groups overlap on
-    purpose, each from byte 0: a block belongs to one group at a time.
+    The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride. Groups
+    overlap on purpose, each from byte 0: a block belongs to one group at a time.
     """
 
     group: int
@@ -106,7 +106,7 @@ class CachePlan:
         scheduler_block_size: tokens; hits are multiples of it unless they may end inside a block.
         hash_block_size: tokens per block hash.
         partial_hits: hits may end inside a block.
-        needs_zeroing: new blocks must be zeroed, as a page may be read under another type or before it is written.
+        needs_zeroing: new blocks must be zeroed: a page can be read as another type, or before it is written.
         tp_replicas: consecutive tensor-parallel ranks that hold identical pages in every layer.
         shared_layers: layers without a cache of their own.
         warnings: what a person should know.

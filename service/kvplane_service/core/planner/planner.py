@@ -84,10 +84,9 @@ def _num_blocks(
 
 
 def _needs_zeroing(groups: Sequence[CacheGroup], first_worker: Sequence[CacheGroup]) -> bool:
-    """A state is read before it is written; in a pool of several types old bytes can decode to NaN.
+    """A state is read before it is written; bytes left by another type can decode to NaN.
 
-    One layer stands for each group, on the first worker where it has one, as in the reference: within a group a
-    block keeps its types.
+    As in the reference, one layer stands for each group: its first on the first worker.
     """
     if any(group.spec.is_state for group in groups):
         return True

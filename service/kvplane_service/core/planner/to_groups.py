@@ -36,7 +36,7 @@ def _lookup_classes(groups: tuple[CacheGroup, ...]) -> list[int]:
 
 
 def _dropping_classes(plan: CachePlan, classes: list[int]) -> set[int]:
-    """Look-up classes that drop a block: those with a draft group; every one when no group is known to hold drafts."""
+    """Look-up classes that drop a block: those with a draft group, or all when no group is one."""
     if not plan.options.drop_draft_block:
         return set()
     with_drafts = {c for group, c in zip(plan.groups, classes, strict=True) if group.is_draft}

@@ -22,8 +22,8 @@ def whole_model(workers: Sequence[Worker]) -> WholeModel:
     """Merge the workers' layers by name.
 
     Raises:
-        InvalidArgument: no workers, a name twice on one worker, one name for different layers, or a layer that
-            shares the cache of one that its worker does not have.
+        InvalidArgument: no workers, a name twice on one worker, one name for different layers, or a layer
+            that shares the cache of one that its worker does not have.
     """
     if not workers:
         raise InvalidArgument("there is none", field="workers", remedy="give at least one")
