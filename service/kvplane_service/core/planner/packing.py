@@ -98,7 +98,7 @@ def _repeats_per_group(buckets: list[_Bucket]) -> int:
 
 
 def _least_padding(counts: list[int], at_least: int) -> int:
-    """The size from `at_least` to whose multiples the counts are rounded up at least cost; the largest such."""
+    """The size, `at_least` or more, to whose multiples counts are rounded up at least cost; the largest."""
     candidates = range(at_least, max(counts) + 1)
     return min(candidates, key=lambda size: (sum(-count % size for count in counts), -size))
 
