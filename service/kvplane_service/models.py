@@ -1,7 +1,8 @@
 """The catalogue: models by name, as the layers that one tensor-parallel rank holds.
 
-Attention patterns, heads and sizes are those of the published model configurations. A model is a pattern of layer
-shapes, repeated; a shape becomes a format when the number of ranks, the cache's data type and the block size are known.
+Attention patterns, heads and sizes are those of the published model configurations. A model is a pattern of
+layer shapes, repeated; a shape becomes a format once the number of ranks, the data type and the block size are
+known.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state. Ranks divide the channels of the convolution's window and the heads of the state proper.
+    """A recurrent state. Ranks divide the channels of the convolution and the heads of the state proper.
 
     Attributes:
         window: tokens that the convolution looks back.
@@ -251,7 +252,7 @@ def model_layers(name: str, options: ModelOptions) -> tuple[Layer, ...]:
 
 
 def _heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Heads are divided over ranks; with fewer heads than ranks each head is held by as many ranks as any other."""
+    """Heads are divided over ranks; when they are fewer, every head is held by equally many ranks."""
     if kv_heads < ranks and ranks % kv_heads == 0:
         return 1
     return _divided(kv_heads, ranks, "key-value heads")

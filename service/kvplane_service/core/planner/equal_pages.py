@@ -1,8 +1,8 @@
 """Grouping with pages of one size: each is made as large as the largest, then like layers are dealt out.
 
 A block of the pool must serve any group, so the groups should be equally wide. Models repeat a pattern, such
-as five sliding layers and a full one: the rarest kind gives the width, the others are dealt into as many groups
-as they need.
+as five sliding layers and a full one: the rarest kind gives the width, and the others are dealt into as many
+groups as they need.
 
     10 full, 52 sliding  ->  full [10]   sliding [9] [9] [9] [9] [8] [8]
 
