@@ -1,7 +1,7 @@
 """The catalogue: models by name, as the layers that one tensor-parallel rank holds.
 
 Attention patterns, heads and sizes are those of the published model configurations. A model is a pattern of
-layer shapes, repeated; a shape becomes a format once the number of ranks, the data type and the block size are
+layer shapes, repeated; a shape becomes a format once the number of ranks, the data type and block size are
 known.
 """
 
