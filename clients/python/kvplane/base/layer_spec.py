@@ -153,7 +153,7 @@ class LayerSpec:
         return self
 
     def retaining(self, extra_tokens: int) -> LayerSpec:
-        """This format with so many more tokens kept below its window; unchanged where it has none."""
+        """This format with at least so many tokens kept below its window; unchanged where it has none."""
         return self
 
     def group_fields(self) -> dict[str, Any]:

@@ -168,8 +168,8 @@ class SlidingWindowSpec(AttentionSpec):
         return FullAttentionSpec(computes_window=self.window, **self._promoted(block_size))
 
     def retaining(self, extra_tokens: int) -> LayerSpec:
-        """This window with so many tokens kept below it."""
-        return replace(self, extra_retained_tokens=extra_tokens)
+        """This window with so many tokens, or more, kept below it."""
+        return replace(self, extra_retained_tokens=max(self.extra_retained_tokens, extra_tokens))
 
     def group_fields(self) -> dict[str, Any]:
         """The window and what is kept below it."""

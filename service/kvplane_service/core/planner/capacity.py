@@ -34,9 +34,9 @@ def fitting_options(groups: Sequence[CacheGroup], num_blocks: int, options: Plan
     shorten = f"shorten max_model_len to {longest} or " if longest else ""
     raise InvalidArgument(
         f"a request of {options.max_model_len} tokens needs {needed} blocks with the null block, "
-        f"the memory holds {num_blocks}",
-        field="memory_bytes",
-        remedy=f"{shorten}give more memory",
+        f"there are {num_blocks}",
+        field="num_blocks" if options.num_blocks else "memory_bytes",
+        remedy=f"{shorten}give more",
     )
 
 
