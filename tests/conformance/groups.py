@@ -91,10 +91,11 @@ def read_cases(path: Path) -> list[dict[str, Any]]:
 
 def plan_case(case: Mapping[str, Any]) -> CachePlan:
     """Our plan for a row."""
-    specs = [read_spec(spec, f"specs[{i}]") for i, spec in enumerate(case["input"]["specs"])]
-    drafts = [spec.get("is_draft", False) for spec in case["input"]["specs"]]
-    layers = {name: Layer(name, specs[i], drafts[i]) for name, i in case["input"]["layers"].items()}
+    layers = _layers(case["input"])
     stages = case["input"]["workers"] or [list(layers)]
+    for i, stage in enumerate(stages):
+        for name in (name for name in stage if name not in layers):
+            raise BadGoldenFile(f"workers[{i}]: no layer {name!r}")
     workers = [Worker(tuple(layers[name] for name in stage), case["memory_bytes"]) for stage in stages]
     return plan_cache(workers, _options(case))
 
@@ -121,12 +122,17 @@ def planned_row(plan: CachePlan) -> dict[str, Any]:
 
 def compare(case: Mapping[str, Any]) -> Difference | None:
     """The first difference between a row and our plan for it."""
-    expected = {**case["expected"], "warnings": [_read_warning(w) for w in case["expected"]["warnings"]]}
     try:
         actual = planned_row(plan_case(case))
     except InvalidArgument as error:
         return Difference("plan", "a plan", f"refused: {error}")
-    return next(_differences(expected, actual, ""), None)
+    return first_difference(case["expected"], actual)
+
+
+def first_difference(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> Difference | None:
+    """The first difference between a row's `expected` and a `planned_row`."""
+    warnings = [_read_warning(line) for line in expected["warnings"]]
+    return next(_differences({**expected, "warnings": warnings}, actual, ""), None)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -154,7 +160,17 @@ def _report(case: Mapping[str, Any]) -> bool:
     return False
 
 
+def _layers(given: Mapping[str, Any]) -> dict[str, Layer]:
+    specs = [read_spec(spec, f"specs[{i}]") for i, spec in enumerate(given["specs"])]
+    drafts = [spec.get("is_draft", False) for spec in given["specs"]]
+    for name in (name for name, i in given["layers"].items() if i not in range(len(specs))):
+        raise BadGoldenFile(f"layers.{name}: no spec {given['layers'][name]}")
+    return {name: Layer(name, specs[i], drafts[i]) for name, i in given["layers"].items()}
+
+
 def _options(case: Mapping[str, Any]) -> PlanOptions:
+    if case["layout"] not in [layout.value for layout in Layout]:
+        raise BadGoldenFile(f"layout: {case['layout']!r} is unknown")
     config = dict(case["config"])
     for name in config.keys() - OPTIONS.keys() - IMPLIED - {"disable_hma"}:
         raise BadGoldenFile(f"config.{name}: unknown setting")
