@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from kvplane.base.layers import FullAttentionSpec, KVSharingLayer, Layer
 
 HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16"}
 # The least that each type needs to be said.
-LEAST = {
+LEAST: dict[str, dict[str, Any]] = {
     "full_attention": HEADS,
     "mla_attention": HEADS,
     "hidden_state": HEADS,
@@ -41,13 +42,8 @@ def test_the_same_format_comes_back(type_name):
 
 
 def test_fields_that_are_not_at_their_default_come_back():
-    text = {
-        **LEAST["mamba"],
-        "type": "mamba",
-        "mode": "align",
-        "speculative_blocks": 2,
-        "padded_page_bytes": 512,
-    }
+    changed = {"mode": "align", "speculative_blocks": 2, "padded_page_bytes": 512}
+    text = {"type": "mamba", **LEAST["mamba"], **changed}
     spec = spec_from_dict(text)
     assert spec.mamba_mode is MambaMode.ALIGN
     assert spec_to_dict(spec) == text

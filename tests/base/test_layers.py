@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,7 @@ from kvplane.base.layers import (
     SlidingWindowSpec,
 )
 
-HEADS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": DType.BFLOAT16}
+HEADS: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": DType.BFLOAT16}
 FULL = FullAttentionSpec(**HEADS)
 WINDOW = SlidingWindowSpec(**HEADS, window=128)
 STATE = MambaSpec(block_size=16, shapes=((3, 100), (4, 8, 8)), dtypes=(DType.BFLOAT16, DType.FLOAT32))
@@ -161,9 +163,8 @@ def test_layers_of_one_uniform_type_need_the_same_token_slots():
 
 
 def test_local_layers_can_be_kept_like_full_attention():
-    assert WINDOW.as_full_attention(32) == FullAttentionSpec(
-        **{**HEADS, "block_size": 32}, computes_window=128
-    )
+    wide = {**HEADS, "block_size": 32}
+    assert WINDOW.as_full_attention(32) == FullAttentionSpec(**wide, computes_window=128)
     chunk = ChunkedLocalSpec(**HEADS, chunk=64)
     assert chunk.as_full_attention(16) == FullAttentionSpec(**HEADS, computes_chunk=64)
     latent = SlidingWindowMLASpec(**HEADS, window=64)
@@ -221,14 +222,8 @@ def test_a_reference_window_is_bounded_like_full_attention():
         (lambda: MambaSpec(block_size=16, shapes=(), dtypes=()), "shapes"),
         (lambda: MambaSpec(block_size=16, shapes=((4,),), dtypes=()), "shapes"),
         (lambda: MambaSpec(block_size=16, shapes=((4, 0),), dtypes=(DType.UINT8,)), "shapes"),
-        (
-            lambda: MambaSpec(block_size=16, shapes=((4,),), dtypes=(DType.UINT8,), dcp_sharded=True),
-            "dcp_sharded",
-        ),
-        (
-            lambda: MambaSpec(block_size=16, shapes=((4,),), dtypes=(DType.UINT8,), speculative_blocks=-1),
-            "speculative_blocks",
-        ),
+        (lambda: replace(STATE, dcp_sharded=True), "dcp_sharded"),
+        (lambda: replace(STATE, speculative_blocks=-1), "speculative_blocks"),
     ],
 )
 def test_a_format_that_cannot_exist_is_refused_by_field(make, field):

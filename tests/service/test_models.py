@@ -1,4 +1,4 @@
-"""The catalogue: each model's layers on one rank, compared with the layers that the golden tables were made from."""
+"""The catalogue: each model's layers on one rank, beside those that the golden tables were made from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import GroupKind, MambaMode
-from kvplane.base.layer_spec import DType
-from kvplane.base.layers import Layer
+from kvplane.base.layer_spec import AttentionSpec, DType
+from kvplane.base.layers import Layer, MambaSpec
 from kvplane_service.core.planner import PlanOptions, Worker, plan_cache, to_groups
 from kvplane_service.models import MODELS, ModelOptions, model_layers
 from tests.conformance.groups import read_cases
@@ -69,7 +69,9 @@ def test_patterns_cut_off_at_the_last_layer():
 
 
 def heads(model, ranks):
-    return model_layers(model, ModelOptions(tensor_parallel=ranks))[-1].spec.num_kv_heads
+    spec = model_layers(model, ModelOptions(tensor_parallel=ranks))[-1].spec
+    assert isinstance(spec, AttentionSpec)
+    return spec.num_kv_heads
 
 
 def test_heads_are_divided_over_ranks_and_replicated_when_there_are_fewer():
@@ -95,6 +97,7 @@ def test_latent_rows_are_the_same_on_every_rank():
 def test_the_cache_dtype_is_that_of_attention_and_states_keep_theirs():
     state, *_, attention = model_layers("jamba-v0.1", ModelOptions(cache_dtype="fp8"))[:5]
     assert attention.spec.precision is DType.FLOAT8_E4M3FN
+    assert isinstance(state.spec, MambaSpec)
     assert state.spec.dtypes == (DType.BFLOAT16, DType.BFLOAT16)
 
 
