@@ -178,13 +178,17 @@ def _from_file(path: Path) -> _Layer:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}", field="--config", remedy="name a readable YAML file") from None
+        raise NotFound(
+            f"{path}: {error.strerror}", field="--config", remedy="name a readable YAML file"
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{path} is not YAML: {error}", field="--config") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise InvalidArgument(f"{path} holds no mapping", field="--config", remedy="write lines of `key: value`")
+        raise InvalidArgument(
+            f"{path} holds no mapping", field="--config", remedy="write lines of `key: value`"
+        )
     for key in content:
         _check_key(str(key), str(path))
     return {str(key): (value, str(path)) for key, value in content.items()}

@@ -47,7 +47,9 @@ class ContentHasher:
             return
         at = next(at for at, token in enumerate(tokens) if token > limit)
         raise InvalidArgument(
-            f"{tokens[at]} is over the limit of {limit}", field=f"{field}[{at}]", remedy="raise max_token_id of the service"
+            f"{tokens[at]} is over the limit of {limit}",
+            field=f"{field}[{at}]",
+            remedy="raise max_token_id of the service",
         )
 
 

@@ -118,7 +118,9 @@ class ReplicaHost:
         self._check_sound()
         if self._left or self.state is ReplicaState.LAPSED:
             raise ReplicaLapsed(
-                f"the engine of {self.name} is gone or silent", field="replica", remedy="compute the prefix instead"
+                f"the engine of {self.name} is gone or silent",
+                field="replica",
+                remedy="compute the prefix instead",
             )
 
     def check_epoch(self, epoch: int) -> None:
@@ -139,7 +141,9 @@ class ReplicaHost:
         old = self._session
         if old is not None and old.nonce == request.nonce:
             raise InvalidArgument(
-                f"nonce {request.nonce} is in use", field="nonce", remedy="draw a new one at random for each stream"
+                f"nonce {request.nonce} is in use",
+                field="nonce",
+                remedy="draw a new one at random for each stream",
             )
         if request.epoch == NEW_EPOCH:
             self._check_stamps(request.stamp_table)
@@ -152,7 +156,9 @@ class ReplicaHost:
         self._resumable = True
         self.events.restore()
         if old is not None and not old.broken:
-            old.told(OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine"))
+            old.told(
+                OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine")
+            )
         return self._opened()
 
     def step(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult:
@@ -259,7 +265,9 @@ class ReplicaHost:
 
     def _begin_epoch(self, stamp_table: tuple[int, ...]) -> None:
         if self.epoch >= MAX_EPOCH:
-            raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
+            raise LimitExceeded(
+                f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew"
+            )
         self._in_core = True
         self._kept_keys = self.replica.begin_epoch(self.epoch + 1, stamp_table)
         self._in_core = False
@@ -359,12 +367,14 @@ class ReplicaHost:
 
     def _check_sound(self) -> None:
         if self._in_core:
-            raise InternalError(f"{self.name} broke in an earlier step", remedy="deregister it and register it anew")
+            raise InternalError(
+                f"{self.name} broke in an earlier step", remedy="deregister it and register it anew"
+            )
 
     def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
-        state = "has ended" if self._left or not self._resumable else "is current"
         return StaleEpoch(
-            f"epoch {epoch} of {self.name} cannot be written to; epoch {self.epoch} {state}",
+            f"epoch {epoch} of {self.name} cannot go on, the newest is {self.epoch}"
+            + (", which has ended" if self._left else ""),
             field="epoch",
             remedy=remedy,
             metadata={"epoch": str(self.epoch)},

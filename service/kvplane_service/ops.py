@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 from kvplane.base.errors import InvalidArgument, OpIdReused
 
@@ -17,31 +16,34 @@ class OpWindow:
         self._size = size
         self._answers: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
 
-    def answer(self, op_id: str, fingerprint: bytes, compute: Callable[[], bytes]) -> bytes:
-        """The first answer to this op_id, or what `compute` answers now. An error of `compute` is not kept.
+    def find(self, op_id: str, fingerprint: bytes) -> bytes | None:
+        """The first answer to this op_id, None when it is new or empty.
 
         Raises:
             OpIdReused: the op_id was used with other content.
             InvalidArgument: it is too long.
         """
-        if not op_id:
-            return compute()
         if len(op_id) > MAX_OP_ID_CHARS:
             raise InvalidArgument(
                 f"{len(op_id)} characters", field="header.op_id", remedy=f"give at most {MAX_OP_ID_CHARS}"
             )
         known = self._answers.get(op_id)
         if known is None:
-            answer = compute()
+            return None
+        if known[0] != fingerprint:
+            raise OpIdReused(
+                f"op_id {op_id!r} was used for another call",
+                field="header.op_id",
+                remedy="choose a new op_id",
+            )
+        return known[1]
+
+    def keep(self, op_id: str, fingerprint: bytes, answer: bytes) -> None:
+        """Keep an answer, in place of the oldest when the window is full; nothing for an empty op_id."""
+        if op_id:
             self._answers[op_id] = (fingerprint, answer)
             if len(self._answers) > self._size:
                 self._answers.popitem(last=False)
-            return answer
-        if known[0] != fingerprint:
-            raise OpIdReused(
-                f"op_id {op_id!r} was used for another call", field="header.op_id", remedy="choose a new op_id"
-            )
-        return known[1]
 
     def clear(self) -> None:
         """Forget all answers: a new engine life has begun and they hold no longer."""

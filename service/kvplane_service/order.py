@@ -48,7 +48,9 @@ class StepOrder:
                 if answer.fingerprint != fingerprint:
                     raise self._refusal(step, "was applied with other content", "go on with the next number")
                 return answer.result
-        raise self._refusal(step, "is from the past and its answer is not stored", "go on with the next number")
+        raise self._refusal(
+            step, "is from the past and its answer is not stored", "go on with the next number"
+        )
 
     def record(self, step: Step, rows: int, fingerprint: bytes, result: StepResult) -> None:
         """Note that the step that came next has been applied, and keep its answer."""

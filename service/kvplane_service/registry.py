@@ -63,6 +63,11 @@ class Registry:
             raise NotFound(f"there is no replica {name!r}", field="replica", remedy="register it first")
         return entry
 
+    @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether a replica can be called so."""
+        return _NAME.fullmatch(name) is not None
+
     def register(self, name: str, registration: Registration) -> Entry:
         """Create a replica, or return the one that was created alike.
 
@@ -79,9 +84,11 @@ class Registry:
             LimitExceeded: of replicas, groups or blocks.
             AlreadyExists: the name is taken by another registration.
         """
-        if not _NAME.fullmatch(name):
+        if not self.is_name(name):
             raise InvalidArgument(
-                f"{name[:140]!r} is no name", field="replica", remedy="use 1 to 128 characters of [a-zA-Z0-9._/-]"
+                f"{name[:140]!r} is no name",
+                field="replica",
+                remedy="use 1 to 128 characters of [a-zA-Z0-9._/-]",
             )
         entry = self._entries.get(name)
         if entry is None:
@@ -144,7 +151,9 @@ class Registry:
 
 def _limit(value: int, limit: int, key: str, field: str) -> None:
     if value > limit:
-        raise LimitExceeded(f"{value} is over the limit of {limit}", field=field, remedy=f"raise {key} of the service")
+        raise LimitExceeded(
+            f"{value} is over the limit of {limit}", field=field, remedy=f"raise {key} of the service"
+        )
 
 
 def _difference(old: Registration, new: Registration) -> str:

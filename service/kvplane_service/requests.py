@@ -43,7 +43,11 @@ class RequestBook:
         """The request of that name. Raises NotFound."""
         request = self._by_name.get(name)
         if request is None:
-            raise NotFound(f"there is no request {name[:140]!r}", field=field, remedy="allocate it with its content first")
+            raise NotFound(
+                f"there is no request {name[:140]!r}",
+                field=field,
+                remedy="allocate it with its content first",
+            )
         return request
 
     def name_of(self, slot: int) -> str:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError
 from kvplane.base.hashing import HashTail
 from kvplane.base.step import (
     ANY_HIT,
@@ -72,8 +72,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Tokens that joined a request. `was` and `tail`: where its hashes stood before, and stand after; None when the
-    caller makes them."""
+    """Tokens that joined a request.
+
+    `was` and `tail`: where its hashes stood before, and stand after; None when the caller makes them.
+    """
 
     num_tokens: int = 0
     hashes: bytes = b""
@@ -84,8 +86,7 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class AllocateCall:
-    """One AllocateSlots, see the contract. Those of `first` matter when the request is not running, the last three when
-    it is."""
+    """One AllocateSlots, see the contract."""
 
     request_id: str
     content: Content | None = None
@@ -102,6 +103,16 @@ class AllocateCall:
     expected_hit: int = ANY_HIT
     in_flight: int = -1
     victims: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCall:
+    """One CommitBlocks, see the contract; without a name it only ends the step."""
+
+    request_id: str = ""
+    computed: int = UNCHANGED
+    appended: Appended = field(default_factory=Appended)
+    commit: int = UNCHANGED
 
 
 class AllocationStatus(Enum):
@@ -203,16 +214,18 @@ class UnaryCalls:
         status = self._running_status(request.slot, call, result) if is_running else _admission_status(result)
         return self._allocated(step, request.slot, status)
 
-    def commit(
-        self, at: UnaryStep, name: str, computed: int, appended: Appended, commit: int
-    ) -> tuple[StepResult, Hashes]:
-        """Append tokens and register full blocks; without a name, only the step is ended."""
+    def commit(self, at: UnaryStep, call: CommitCall) -> tuple[StepResult, Hashes]:
+        """Append tokens and register full blocks."""
         self._begin(at)
-        if not name:
+        if not call.request_id:
+            if call != CommitCall():
+                raise InvalidArgument(
+                    "no request is named", field="request_id", remedy="name it, or give the header alone"
+                )
             return self._apply(at, Part()), Hashes()
-        request = self._book.get(name)
-        step = self._apply(at, Part(facts=self._facts(request, computed, appended, commit)))
-        self._note_appended(request, appended)
+        request = self._book.get(call.request_id)
+        step = self._apply(at, Part(facts=self._facts(request, call.computed, call.appended, call.commit)))
+        self._note_appended(request, call.appended)
         return step, self._hashes(request.slot)
 
     def free(self, at: UnaryStep, name: str, end: EndKind, fence: int) -> StepResult:
@@ -261,7 +274,9 @@ class UnaryCalls:
             if call.content is None:
                 return self._book.get(call.request_id)
             _check_name(call.request_id)
-            return KnownRequest(call.request_id, self._book.next_slot(), call.content.tail, call.content.extra_keys)
+            return KnownRequest(
+                call.request_id, self._book.next_slot(), call.content.tail, call.content.extra_keys
+            )
         requests = self.host.replica.requests
         if requests.held[known.slot]:
             raise FailedPrecondition(
@@ -273,7 +288,9 @@ class UnaryCalls:
             return known
         if requests.running[known.slot]:
             raise InvalidArgument(
-                f"request {known.name} is running", field="content", remedy="leave it out; use appended for new tokens"
+                f"request {known.name} is running",
+                field="content",
+                remedy="leave it out; use appended for new tokens",
             )
         return KnownRequest(known.name, known.slot, call.content.tail, call.content.extra_keys)
 
@@ -329,7 +346,9 @@ class UnaryCalls:
         if not requests.running[slot]:
             return AllocationStatus.REFUSED  # the victims did not suffice and it was one of them
         computed = requests.computed[slot]
-        wanted = min(requests.num_tokens[slot] + call.extra - computed, call.cap, replica.spec.max_model_len - computed)
+        wanted = min(
+            requests.num_tokens[slot] + call.extra - computed, call.cap, replica.spec.max_model_len - computed
+        )
         if wanted > 0 and RowFlag.ALIGN in call.flags:
             wanted = align_chunk(replica.coordinator, slot, computed, wanted)
         return AllocationStatus.REFUSED if wanted > 0 else AllocationStatus.NOTHING_TO_DO
@@ -392,7 +411,9 @@ def _admission_status(result: PartResult) -> AllocationStatus:
 def _check_name(name: str) -> None:
     if not 1 <= len(name) <= MAX_REQUEST_ID_CHARS:
         raise InvalidArgument(
-            f"{len(name)} characters", field="request_id", remedy=f"give 1 to {MAX_REQUEST_ID_CHARS} characters"
+            f"{len(name)} characters",
+            field="request_id",
+            remedy=f"give 1 to {MAX_REQUEST_ID_CHARS} characters",
         )
 
 
@@ -435,7 +456,7 @@ def _unary_fields() -> Iterator[None]:
     """Let refusals name the field of the call in place of the step's column."""
     try:
         yield
-    except InvalidArgument as error:
+    except KvplaneError as error:
         error.field = unary_field(error.field)
         raise
 

@@ -24,6 +24,7 @@ class AdminServicer:
             snapshot = take_snapshot(replica)
         except AssertionError as error:
             raise InternalError(
-                f"an invariant of {request.replica} does not hold: {error}", remedy="report it, with the replica's log"
+                f"an invariant of {request.replica} does not hold: {error}",
+                remedy="report it, with the replica's log",
             ) from error
         return encode_snapshot(snapshot, request.summary)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
 from google.protobuf.message import Message
 
@@ -13,13 +14,15 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.contents import ContentHasher
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.replica import Replica
-from kvplane_service.host import ReplicaHost
+from kvplane_service.host import ReplicaHost, UnaryStep
 from kvplane_service.registry import Entry, Registration, Registry
 from kvplane_service.rpc import decode, encode
 from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams, fingerprint
-from kvplane_service.sources import Planned, plan_source
+from kvplane_service.rpc.sources import Planned, plan_source
 from kvplane_service.unary import Appended, Hashes
+
+Act: TypeAlias = Callable[[], Message]
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
@@ -44,7 +47,7 @@ class AllocationServicer:
         """See the contract. Large pools are built beside the event loop."""
         if self._draining:
             raise Unavailable("the service is going away", remedy="register elsewhere")
-        planned = plan_source(request)
+        planned = await asyncio.to_thread(plan_source, request)
         registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
@@ -94,73 +97,88 @@ class AllocationServicer:
         hit = replica.lookup(digests, content.domain, content.num_tokens)
         return _found(hit, content.num_tokens, _hashes(digests), request.with_blocks)
 
-    async def AllocateSlots(self, request: pb.AllocateSlotsRequest, raw: bytes) -> Message | bytes:  # noqa: N802
+    async def AllocateSlots(self, request: pb.AllocateSlotsRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-        entry, at = self._entry(request.header), decode.decode_header(request.header)
-        content, appended = None, Appended()
-        if request.HasField("content"):
-            content = await decode.decode_content(request.content, entry.host.scheme, self._hasher)
-        if request.HasField("appended"):
-            appended = await self._appended(entry, request.request_id, request.appended, content is not None)
-        call = decode.decode_allocate(request, content, appended)
-        return self._once(
-            entry, request.header, raw, lambda: encode.encode_allocated(entry.unary.allocate(at, call))
-        )
 
-    async def CommitBlocks(self, request: pb.CommitBlocksRequest, raw: bytes) -> Message | bytes:  # noqa: N802
+        async def prepare(entry: Entry, at: UnaryStep) -> Act:
+            content, appended = None, Appended()
+            if request.HasField("content"):
+                content = await decode.decode_content(request.content, entry.host.scheme, self._hasher)
+            if request.HasField("appended"):
+                appended = await self._appended(entry, request.request_id, request.appended)
+            call = decode.decode_allocate(request, content, appended)
+            return lambda: encode.encode_allocated(entry.unary.allocate(at, call))
+
+        return await self._mutate(request.header, raw, prepare)
+
+    async def CommitBlocks(self, request: pb.CommitBlocksRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-        entry, at = self._entry(request.header), decode.decode_header(request.header)
-        computed, commit = decode.decode_commit(request)
-        appended = Appended()
-        if request.HasField("appended"):
-            appended = await self._appended(entry, request.request_id, request.appended, False)
 
-        def commit_now() -> Message:
-            step, hashes = entry.unary.commit(at, request.request_id, computed, appended, commit)
-            return pb.CommitBlocksResponse(
-                num_hashes=hashes.count, last_hash=hashes.last, result=encode.encode_mutation(step)
+        async def prepare(entry: Entry, at: UnaryStep) -> Act:
+            appended = Appended()
+            if request.HasField("appended"):
+                appended = await self._appended(entry, request.request_id, request.appended)
+            call = decode.decode_commit(request, appended)
+            return lambda: encode.encode_committed(*entry.unary.commit(at, call))
+
+        return await self._mutate(request.header, raw, prepare)
+
+    async def Free(self, request: pb.FreeRequest, raw: bytes) -> bytes:  # noqa: N802
+        """See the contract."""
+
+        async def prepare(entry: Entry, at: UnaryStep) -> Act:
+            end = decode.decode_end(request.end)
+            return lambda: pb.FreeResponse(
+                result=encode.encode_mutation(
+                    entry.unary.free(at, request.request_id, end, request.fence_seq)
+                )
             )
 
-        return self._once(entry, request.header, raw, commit_now)
+        return await self._mutate(request.header, raw, prepare)
 
-    async def Free(self, request: pb.FreeRequest, raw: bytes) -> Message | bytes:  # noqa: N802
+    async def EvictBlocks(self, request: pb.EvictBlocksRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-        entry, at = self._entry(request.header), decode.decode_header(request.header)
-        end = decode.decode_end(request.end)
 
-        def free_now() -> Message:
-            step = entry.unary.free(at, request.request_id, end, request.fence_seq)
-            return pb.FreeResponse(result=encode.encode_mutation(step))
-
-        return self._once(entry, request.header, raw, free_now)
-
-    async def EvictBlocks(self, request: pb.EvictBlocksRequest, raw: bytes) -> Message | bytes:  # noqa: N802
-        """See the contract."""
-        entry, at = self._entry(request.header), decode.decode_header(request.header)
-
-        def evict_now() -> Message:
-            step = entry.unary.evict(at, list(request.block_ids))
-            return pb.EvictBlocksResponse(result=encode.encode_mutation(step))
-
-        return self._once(entry, request.header, raw, evict_now)
-
-    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, raw: bytes) -> Message | bytes:  # noqa: N802
-        """See the contract."""
-        entry, at = self._entry(request.header), decode.decode_header(request.header)
-
-        def reset_now() -> Message:
-            step = entry.unary.reset(at)
-            return pb.ResetPrefixCacheResponse(
-                done=step.parts[0].reset_done, result=encode.encode_mutation(step)
+        async def prepare(entry: Entry, at: UnaryStep) -> Act:
+            blocks = list(request.block_ids)
+            return lambda: pb.EvictBlocksResponse(
+                result=encode.encode_mutation(entry.unary.evict(at, blocks))
             )
 
-        return self._once(entry, request.header, raw, reset_now)
+        return await self._mutate(request.header, raw, prepare)
+
+    async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, raw: bytes) -> bytes:  # noqa: N802
+        """See the contract."""
+
+        async def prepare(entry: Entry, at: UnaryStep) -> Act:
+            return lambda: encode.encode_reset(entry.unary.reset(at))
+
+        return await self._mutate(request.header, raw, prepare)
 
     async def Session(self, context: Context) -> None:  # noqa: N802
         """See the contract."""
         await self._streams.serve(context)
 
     # ---- inside
+
+    async def _mutate(
+        self, header: pb.MutationHeader, raw: bytes, prepare: Callable[[Entry, UnaryStep], Awaitable[Act]]
+    ) -> bytes:
+        """The answer of a mutation; when the call has an op_id, the answer that its first call got.
+
+        `prepare` may wait (for hashes); the act that it returns is one uninterrupted piece.
+        """
+        entry, at = self._entry(header), decode.decode_header(header)
+        entry.host.check_unary(at)
+        bytes_of_call = fingerprint(raw) if header.op_id else b""
+        answer = entry.unary.ops.find(header.op_id, bytes_of_call)
+        if answer is None:
+            act = await prepare(entry, at)
+            answer = entry.unary.ops.find(header.op_id, bytes_of_call)
+            if answer is None:
+                answer = act().SerializeToString()
+                entry.unary.ops.keep(header.op_id, bytes_of_call, answer)
+        return answer
 
     def _entry(self, header: pb.MutationHeader) -> Entry:
         try:
@@ -169,22 +187,9 @@ class AllocationServicer:
             error.field = "header.replica"
             raise
 
-    async def _appended(
-        self, entry: Entry, name: str, message: pb.AppendedTokens, is_new: bool
-    ) -> Appended:
-        if is_new:
-            raise InvalidArgument("a new request has none", field="appended", remedy="put all tokens into content")
-        return await decode.decode_appended(message, entry.unary.known(name), entry.host.scheme, self._hasher)
-
-    @staticmethod
-    def _once(entry: Entry, header: pb.MutationHeader, raw: bytes, compute: Callable[[], Message]) -> Message | bytes:
-        """The answer; when the call has an op_id, the answer that its first call got."""
-        if not header.op_id:
-            return compute()
-        entry.host.check_unary(decode.decode_header(header))
-        return entry.unary.ops.answer(
-            header.op_id, fingerprint(raw), lambda: compute().SerializeToString()
-        )
+    async def _appended(self, entry: Entry, name: str, message: pb.AppendedTokens) -> Appended:
+        known = entry.unary.known(name)
+        return await decode.decode_appended(message, known, entry.host.scheme, self._hasher)
 
 
 def _registered(planned: Planned, entry: Entry) -> pb.RegisterReplicaResponse:

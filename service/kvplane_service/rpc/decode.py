@@ -12,7 +12,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.contents import ContentHasher
 from kvplane_service.host import UnaryStep
 from kvplane_service.requests import KnownRequest
-from kvplane_service.unary import AllocateCall, Appended, Content, EndKind
+from kvplane_service.unary import AllocateCall, Appended, CommitCall, Content, EndKind
 
 _MAX_COLUMN = 2**31 - 1  # of i32 columns, which hold -1 for "absent"
 
@@ -110,9 +110,14 @@ def decode_allocate(
     )
 
 
-def decode_commit(message: pb.CommitBlocksRequest) -> tuple[int, int]:
-    """Computed tokens and tokens to register, of a CommitBlocks call."""
-    return _optional(message, "computed_tokens", UNCHANGED), _optional(message, "commit_tokens", UNCHANGED)
+def decode_commit(message: pb.CommitBlocksRequest, appended: Appended) -> CommitCall:
+    """A CommitBlocks call with its tokens hashed."""
+    return CommitCall(
+        request_id=message.request_id,
+        computed=_optional(message, "computed_tokens", UNCHANGED),
+        appended=appended,
+        commit=_optional(message, "commit_tokens", UNCHANGED),
+    )
 
 
 def decode_end(value: int) -> EndKind:
@@ -146,7 +151,7 @@ def _watermark(value: int) -> Watermark:
 
 
 def _optional(message: pb.AllocateSlotsRequest | pb.CommitBlocksRequest, name: str, default: int) -> int:
-    if not message.HasField(name):  # type: ignore[arg-type]
+    if not message.HasField(name):
         return default
     value: int = getattr(message, name)
     if value > _MAX_COLUMN:
@@ -159,6 +164,8 @@ def _join(hashes: object, scheme: HashScheme, field: str) -> bytes:
     for at, digest in enumerate(digests):
         if len(digest) != scheme.digest.size:
             raise InvalidArgument(
-                f"{len(digest)} bytes", field=f"{field}[{at}]", remedy=f"a hash has {scheme.digest.size} bytes"
+                f"{len(digest)} bytes",
+                field=f"{field}[{at}]",
+                remedy=f"a hash has {scheme.digest.size} bytes",
             )
     return b"".join(digests)

@@ -13,15 +13,12 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.events import Batch
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Entry
-from kvplane_service.unary import Allocated, AllocationStatus
+from kvplane_service.unary import Allocated, Hashes
 
 _STATES = {
     ReplicaState.IDLE: pb.REPLICA_STATE_IDLE,
     ReplicaState.LIVE: pb.REPLICA_STATE_LIVE,
     ReplicaState.LAPSED: pb.REPLICA_STATE_LAPSED,
-}
-_STATUSES = {
-    status: pb.AllocationStatus.Value(f"ALLOCATION_STATUS_{status.value}") for status in AllocationStatus
 }
 _COUNTERS = (
     "steps",
@@ -68,7 +65,7 @@ def encode_groups(groups: Iterable[Iterable[int]]) -> list[pb.GroupBlocks]:
 def encode_allocated(answer: Allocated) -> pb.AllocateSlotsResponse:
     """The answer of an allocation."""
     return pb.AllocateSlotsResponse(
-        status=_STATUSES[answer.status],
+        status=f"ALLOCATION_STATUS_{answer.status.value}",
         hit_tokens=answer.hit,
         granted_tokens=answer.granted,
         junction=answer.junction,
@@ -79,6 +76,18 @@ def encode_allocated(answer: Allocated) -> pb.AllocateSlotsResponse:
         num_hashes=answer.hashes.count,
         last_hash=answer.hashes.last,
     )
+
+
+def encode_committed(step: StepResult, hashes: Hashes) -> pb.CommitBlocksResponse:
+    """The answer of a commit."""
+    return pb.CommitBlocksResponse(
+        num_hashes=hashes.count, last_hash=hashes.last, result=encode_mutation(step)
+    )
+
+
+def encode_reset(step: StepResult) -> pb.ResetPrefixCacheResponse:
+    """The answer of a reset."""
+    return pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done, result=encode_mutation(step))
 
 
 def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:

@@ -26,7 +26,9 @@ def check_exact(descriptor: Descriptor, raw: bytes) -> None:
     """
     if _OVER_32_BITS.search(raw):
         for name in _cut_fields(descriptor, raw, ""):
-            raise InvalidArgument("a number needs more than 32 bits", field=name, remedy="give 0 to 4294967295")
+            raise InvalidArgument(
+                "a number needs more than 32 bits", field=name, remedy="give 0 to 4294967295"
+            )
 
 
 def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
@@ -26,6 +26,9 @@ Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
 ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
 
+_M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+
 _log = logging.getLogger(__name__)
 
 
@@ -35,11 +38,11 @@ def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.Generi
     A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that streams
     answers gets the message and yields messages; one that streams both ways gets the context.
     """
-    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+    handlers = {method.name: _handler(method, servicer) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def parse(message_class: type[Message], raw: bytes) -> Any:
+def parse(message_class: type[_M], raw: bytes) -> _M:
     """The message of these bytes. Raises InvalidArgument when they are none, or hold a number that was cut."""
     try:
         message = message_class.FromString(raw)
@@ -48,11 +51,12 @@ def parse(message_class: type[Message], raw: bytes) -> Any:
             f"the message cannot be read as {message_class.DESCRIPTOR.full_name}: {error}",
             remedy="generate the client from the same contract",
         ) from None
-    check_exact(message_class.DESCRIPTOR, raw)
+    check_exact(cast(Descriptor, message_class.DESCRIPTOR), raw)
     return message
 
 
-def _handler(method: MethodDescriptor, behaviour: Any) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandler[bytes, bytes]:
+    behaviour = getattr(servicer, method.name)
     request_class = GetMessageClass(method.input_type)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(_stream(behaviour))
@@ -62,35 +66,37 @@ def _handler(method: MethodDescriptor, behaviour: Any) -> grpc.RpcMethodHandler[
 
 
 def _unary(behaviour: Unary, request_class: type[Message]) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def answer(raw: bytes) -> bytes:
+        answer = await behaviour(parse(request_class, raw), raw)
+        return answer if isinstance(answer, bytes) else answer.SerializeToString()
+
     async def call(raw: bytes, context: Context) -> bytes:
-        async def work() -> bytes:
-            answer = await behaviour(parse(request_class, raw), raw)
-            return answer if isinstance(answer, bytes) else answer.SerializeToString()
-
-        return bytes(await _answered(work(), context))
+        return await _answered(answer(raw), context)
 
     return call
 
 
-def _server_stream(behaviour: ServerStream, request_class: type[Message]) -> Any:
+def _server_stream(
+    behaviour: ServerStream, request_class: type[Message]
+) -> Callable[[bytes, Context], Awaitable[None]]:
+    async def answers(raw: bytes, context: Context) -> None:
+        async for answer in behaviour(parse(request_class, raw)):
+            await context.write(answer.SerializeToString())
+
     async def call(raw: bytes, context: Context) -> None:
-        async def work() -> None:
-            async for answer in behaviour(parse(request_class, raw)):
-                await context.write(answer.SerializeToString())
-
-        await _answered(work(), context)
+        await _answered(answers(raw, context), context)
 
     return call
 
 
-def _stream(behaviour: Stream) -> Any:
+def _stream(behaviour: Stream) -> Callable[[object, Context], Awaitable[None]]:
     async def call(_: object, context: Context) -> None:
         await _answered(behaviour(context), context)
 
     return call
 
 
-async def _answered(work: Awaitable[Any], context: Context) -> Any:
+async def _answered(work: Awaitable[_T], context: Context) -> _T:
     """What the work returns; a refusal ends the call with its status, a bug with INTERNAL."""
     try:
         return await work
@@ -98,7 +104,8 @@ async def _answered(work: Awaitable[Any], context: Context) -> Any:
         await _abort(error, context)
     except Exception as error:
         _log.exception("a bug in the service")
-        await _abort(InternalError(f"{type(error).__name__}: a bug, the log of the service says more"), context)
+        name = type(error).__name__
+        await _abort(InternalError(f"{name}: a bug, the log of the service says more"), context)
 
 
 async def _abort(error: KvplaneError, context: Context) -> NoReturn:

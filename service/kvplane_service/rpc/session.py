@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import NoReturn
-
-import grpc
+from typing import NoReturn, cast
 
 from kvplane import wire
 from kvplane.base.errors import (
@@ -43,9 +41,11 @@ class SessionStreams:
 
     async def serve(self, context: Context) -> None:
         """Serve one stream to its end."""
-        first = _parse_request(await _read(context))
+        first = _parse_request(await _read(context) or b"")
         if first.WhichOneof("kind") != "open":
-            raise InvalidArgument("the first message does not open the session", field="kind", remedy="send open")
+            raise InvalidArgument(
+                "the first message does not open the session", field="kind", remedy="send open"
+            )
         if self._draining:
             raise Unavailable("the service is going away", remedy="connect elsewhere")
         request = wire.decode_open(first.open)
@@ -70,7 +70,8 @@ class SessionStreams:
         try:
             await asyncio.wait_for(self._all_closed.wait(), grace_ms / 1000)
         except TimeoutError:
-            return
+            for stream in self._open:
+                stream.end(Unavailable("the service has gone away", remedy="connect elsewhere"))
 
 
 class _Stream:
@@ -87,7 +88,7 @@ class _Stream:
 
     async def run(self) -> None:
         """From the open to the end; leaves the replica lapsed unless the session was closed."""
-        opened = self._host.open(self._request, self._told)
+        opened = self._host.open(self._request, self.end)
         try:
             await self.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
             await self._messages()
@@ -104,8 +105,8 @@ class _Stream:
     async def _messages(self) -> None:
         nonce, host = self._request.nonce, self._host
         while True:
-            raw = await self._context.read()
-            if raw is grpc.aio.EOF:
+            raw = await _read(self._context)
+            if raw is None:
                 return
             message = _parse_request(raw)
             kind = message.WhichOneof("kind")
@@ -136,8 +137,8 @@ class _Stream:
             return pb.SessionResponse(error=refusal).SerializeToString()
         return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()
 
-    def _told(self, reason: KvplaneError) -> None:
-        """The replica was taken from this session: wake the stream wherever it waits, and end it."""
+    def end(self, reason: KvplaneError) -> None:
+        """Wake the stream wherever it waits, and end it with this reason."""
         self._ended = reason
         if self._task is not None:
             self._task.cancel()
@@ -156,8 +157,7 @@ def _parse_request(raw: bytes) -> pb.SessionRequest:
     return message
 
 
-async def _read(context: Context) -> bytes:
-    raw = await context.read()
-    if raw is grpc.aio.EOF:
-        raise InvalidArgument("the stream ended without opening a session", field="kind", remedy="send open first")
-    return raw
+async def _read(context: Context) -> bytes | None:
+    """The next message; None when the client will send no more (gRPC's EOF, which its types leave out)."""
+    raw = cast(object, await context.read())
+    return raw if isinstance(raw, bytes) else None
