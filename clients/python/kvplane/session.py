@@ -41,17 +41,17 @@ class Session:
         with kvplane.Session(transport, OpenRequest("replica", nonce)) as session:
             answer = session.apply(part)                    # one whole step, and its answer
 
-    A step that is refused raises its KvplaneError: nothing was changed, and the next step gets the same number.
-    Steps submitted behind it were not applied either and must be submitted again.
+    A step that is refused raises its KvplaneError: nothing was changed, and the next step gets the same
+    number. Steps submitted behind it were not applied either and must be submitted again.
 
-    When the stream breaks, the session opens it again and sends again what was not answered; the service repeats
-    the answers of what it had applied, so nothing is applied twice. If that fails for longer than `retry` allows,
-    the call raises Unavailable and the steps stay in flight: `receive` tries again. StaleEpoch, OtherWriter,
-    NotFound and SequenceError end the session; every later call raises the same.
+    When the stream breaks, the session opens it again and sends again what was not answered; the service
+    repeats the answers of what it had applied, so nothing is applied twice. If that fails for longer than
+    `retry` allows, the call raises Unavailable and the steps stay in flight: `receive` tries again.
+    StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same.
 
-    Parts belong to the session until they are answered: build new ones for the next step. One thread at a time:
-    a call while another one is under way raises FailedPrecondition. A daemon thread keeps the lease while the
-    engine is busy elsewhere.
+    Parts belong to the session until they are answered: build new ones for the next step. One thread at a
+    time: a call while another one is under way raises FailedPrecondition. A daemon thread keeps the lease
+    while the engine is busy elsewhere.
     """
 
     def __init__(
