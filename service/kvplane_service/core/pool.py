@@ -113,7 +113,8 @@ class BlockPool:
         Blocks without a key go to the front, keyed ones to the back: the first given is evicted first at either end.
         """
         references, key = self.references, self.key
-        unkeyed, keyed = [], []
+        unkeyed: list[int] = []
+        keyed: list[int] = []
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -228,7 +229,7 @@ class BlockPool:
         return True
 
     def move_keys(self, source: int, target: int) -> None:
-        """Let the content under the source's keys live in the target from now on; both are restamped, nothing is told."""
+        """Let the content under the source's keys live in the target; both are restamped, nothing is told."""
         assert self.key[target] is None, f"block {target} already has a key"
         num_tokens = self.key_tokens[source]
         for key in self.unregister(source):
@@ -237,7 +238,7 @@ class BlockPool:
         self.restamp(target)
 
     def reset(self) -> bool:
-        """Forget every key if nothing but the null block and the reserved ones is in use; order of the free list stays."""
+        """Forget every key, unless a block is in use; the order of the free list stays."""
         if self.num_free != self.num_blocks - 1 - len(self.reserved):
             return False
         self.generation += 1
@@ -259,9 +260,7 @@ class BlockPool:
     def _tell_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
         for key in keys:
             self.events.append(
-                CacheEvent(
-                    EventKind.REMOVED, key.group, (key.digest,), (block,), domain=key.domain, reason=reason
-                )
+                CacheEvent(EventKind.REMOVED, key.group, (key.digest,), (block,), domain=key.domain, reason=reason)
             )
 
     def count_keys(self) -> int:

@@ -1,6 +1,6 @@
 """One engine instance's cache: the only door through which its state changes.
 
-    apply(step):  validate -> executed_through -> for each part: facts -> cache -> news -> run -> admit -> peek -> result
+apply(step):  validate -> executed_through -> for each part: facts -> cache -> news -> run -> admit -> peek -> result
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Replica:
     """A block pool and its requests.
 
     Deterministic: the same spec and the same operations give the same results and the same digest. `apply` raises
-    KvplaneError subclasses for steps that cannot be applied, and changes nothing then. Whether a step may be applied now
-    (epoch, order, writer) is the caller's business.
+    KvplaneError subclasses for steps that cannot be applied, and changes nothing then. Whether a step may be applied
+    now (epoch, order, writer) is the caller's business.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -78,8 +78,8 @@ class Replica:
 
         Args:
             epoch: above the current one.
-            stamp_table: what the page memory says, one stamp per block. A key survives if its block's stamp is there and
-                its step was executed. Empty: no key survives.
+            stamp_table: what the page memory says, one stamp per block. A key survives if its block's stamp is there
+                and its step was executed. Empty: no key survives.
 
         Returns:
             Number of keys kept.
@@ -252,7 +252,7 @@ class Replica:
             result.reset_done = self._pool.reset()
 
     def _hash_news(self, news: News) -> list[Content]:
-        """Contents of the new requests; raises InvalidArgument for extra keys that cannot be hashed. Changes nothing."""
+        """Contents of the new requests; changes nothing. Raises InvalidArgument for bad extra keys."""
         contents, at = [], 0
         digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
         for row, num_tokens in enumerate(news.num_tokens):

@@ -1,8 +1,8 @@
 """Refuses a step that cannot be applied whole, before anything is changed.
 
-What a row may say depends on the rows before it (which slots are live, how many tokens they have), so the validator walks
-the parts in order over a small overlay of what would change. What depends on outcomes (who is running, what is cached) is
-never an error: such rows are answered with 0 tokens or a status.
+What a row may say depends on the rows before it (which slots are live, how many tokens they have), so the validator
+walks the parts in order over a small overlay of what would change. What depends on outcomes (who is running, what is
+cached) is never an error: such rows are answered with 0 tokens or a status.
 """
 
 from __future__ import annotations
@@ -87,17 +87,25 @@ class StepValidator:
         known.num_tokens += appended
         if known.by_service:
             self._require(
-                appended == 0 or bool(facts.tokens), f"facts.tokens[{row}]", "this request's tokens are hashed by the service"
+                appended == 0 or bool(facts.tokens),
+                f"facts.tokens[{row}]",
+                "this request's tokens are hashed by the service",
             )
-            self._require(num_hashes == 0, f"facts.num_hashes[{row}]", "this request's tokens are hashed by the service")
+            self._require(
+                num_hashes == 0, f"facts.num_hashes[{row}]", "this request's tokens are hashed by the service"
+            )
         else:
-            self._require(not facts.tokens or appended == 0, f"facts.tokens[{row}]", "this request came with hashes; send hashes")
+            self._require(
+                not facts.tokens or appended == 0, f"facts.tokens[{row}]", "this request came with hashes; send hashes"
+            )
             known.num_digests += num_hashes
             self._digests_fit(known, f"facts.num_hashes[{row}]")
         for name in ("computed", "commit"):
             column = getattr(facts, name)
             value = column[row] if column else UNCHANGED
-            self._require(UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range")
+            self._require(
+                UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range"
+            )
 
     def _fact_end(self, facts: Facts, row: int, known: _Slot, seq: int) -> None:
         end = facts.end[row] if facts.end else End.NONE
@@ -128,7 +136,9 @@ class StepValidator:
         by_service = bool(news.tokens)
         if by_service:
             self._require(
-                len(news.tokens) == sum(news.num_tokens), "news.tokens", f"{len(news.tokens)} ids for {sum(news.num_tokens)} tokens"
+                len(news.tokens) == sum(news.num_tokens),
+                "news.tokens",
+                f"{len(news.tokens)} ids for {sum(news.num_tokens)} tokens",
             )
             self._require(not news.hashes, "news.hashes", "give tokens or hashes, not both")
             self._token_ids(news.tokens, "news.tokens")
@@ -163,7 +173,17 @@ class StepValidator:
 
     def _admit(self, admit: Admit) -> None:
         rows = len(admit.slot)
-        names = ("extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags")
+        names = (
+            "extra",
+            "cap",
+            "lookahead",
+            "external",
+            "expected_hit",
+            "encoder_tokens",
+            "reserved",
+            "watermark",
+            "flags",
+        )
         for name in names:
             self._column(getattr(admit, name), rows, f"admit.{name}")
         self._live(admit.slot, "admit.slot")
@@ -217,7 +237,9 @@ class StepValidator:
     def _digests_fit(self, known: _Slot, field: str) -> None:
         most = known.num_tokens // self._spec.hash_block_size
         self._require(
-            0 <= known.num_digests <= most, field, f"{known.num_digests} hashes for {known.num_tokens} tokens; at most {most}"
+            0 <= known.num_digests <= most,
+            field,
+            f"{known.num_digests} hashes for {known.num_tokens} tokens; at most {most}",
         )
 
     def _column(self, column: Sequence[object], rows: int, field: str) -> None:

@@ -1,8 +1,8 @@
 """Every refusal that kvplane makes on purpose, as one small tree of exceptions.
 
-A refusal changes nothing: the state digest of a replica is the same before and after. Bugs are assertions, not members
-of this tree. The service maps each class to a gRPC status in one table; the client maps `reason` back to the class, so
-the same exception arrives whether the session runs in process or over the wire.
+A refusal changes nothing: the state digest of a replica is the same before and after. Bugs are assertions,
+not members of this tree. The service maps each class to a gRPC status in one table; the client maps `reason`
+back to the class, so the same exception arrives whether the session runs in process or over the wire.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class KvplaneError(Exception):
 
     reason: ClassVar[str] = "KVPLANE_ERROR"
 
-    def __init__(self, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
@@ -59,7 +61,7 @@ class FailedPrecondition(KvplaneError):
 
 
 class StaleEpoch(FailedPrecondition):
-    """The caller's epoch of the replica has ended; a newer engine life owns it. `metadata["epoch"]` is the current one."""
+    """The caller's epoch has ended, a newer engine life owns the replica; `metadata["epoch"]` is current."""
 
     reason = "STALE_EPOCH"
 

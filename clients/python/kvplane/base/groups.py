@@ -1,7 +1,8 @@
 """What the allocator knows of a model: its KV cache groups, and the settings of one replica.
 
-A *KV cache group* is a set of layers whose blocks are allocated together. The allocator needs only how the group spends
-blocks over tokens, never heads or dtypes; the planner (`kvplane_service.core.planner`) reduces layer formats to this.
+A *KV cache group* is a set of layers whose blocks are allocated together. The allocator needs only how the
+group spends blocks over tokens, never heads or dtypes; the planner (`kvplane_service.core.planner`) reduces
+layer formats to this.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class GroupSpec:
         sink_tokens: SINK_FULL only, tokens whose blocks the group always holds; a multiple of block_size.
         is_draft: the group holds draft (EAGLE / MTP) layers.
         drops_last_block: a look-up drops the last matched block, which the drafter recomputes.
-        admission_cap_blocks: most blocks one request can hold at once, for the full-sequence check; 0 = no cap.
+        admission_cap_blocks: most blocks one request holds at once, for the full-sequence check; 0 = no cap.
         zero_new_blocks: newly handed out blocks must be zeroed before use.
         lookup_class: groups of one class have equal layer formats and are looked up jointly.
         layer_names: the layers, in model order; information only.
@@ -104,12 +105,12 @@ class GroupSpec:
         """Raise InvalidArgument naming `name.<field>` for a value that no group of this kind can have."""
         _require(1 <= self.block_size <= MAX_TOKENS, f"{name}.block_size", "must be 1 or more")
         windowed = self.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.R_SWA)
-        _require((self.window > 0) == windowed, f"{name}.window", f"must be given exactly for window kinds, not {self.kind.value}")
+        _require((self.window > 0) == windowed, f"{name}.window", "must be given exactly for window kinds")
         chunked = self.kind is GroupKind.CHUNKED_LOCAL
-        _require((self.chunk > 0) == chunked, f"{name}.chunk", "must be given exactly for chunked_local_attention")
+        _require((self.chunk > 0) == chunked, f"{name}.chunk", "must be given exactly for chunked local")
         sinks = self.kind is GroupKind.SINK_FULL
-        _require((self.sink_tokens > 0) == sinks, f"{name}.sink_tokens", "must be given exactly for sink_full_attention")
-        _require(self.sink_tokens % self.block_size == 0, f"{name}.sink_tokens", "must be a multiple of block_size")
+        _require((self.sink_tokens > 0) == sinks, f"{name}.sink_tokens", "must be given exactly for sinks")
+        _require(self.sink_tokens % self.block_size == 0, f"{name}.sink_tokens", "must be whole blocks")
         _require(self.speculative_blocks >= 0, f"{name}.speculative_blocks", "must be 0 or more")
         _require(self.admission_cap_blocks >= 0, f"{name}.admission_cap_blocks", "must be 0 or more")
         _require(self.extra_retained_tokens >= 0, f"{name}.extra_retained_tokens", "must be 0 or more")
@@ -117,7 +118,7 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class AlignSpec:
-    """How prefill chunks are clipped for models with recurrent state (vLLM's mamba split; conformance STEPS section 7).
+    """How prefill chunks are clipped for recurrent state (vLLM's mamba split; conformance STEPS section 7).
 
     Attributes:
         block_size: chunks end at multiples of it; 0 = no clipping.
@@ -143,15 +144,15 @@ class ReplicaSpec:
         max_in_flight_tokens: most tokens scheduled and not yet executed.
         hash_algorithm, hash_seed: how hashes are made; the seed "" is the algorithm's own.
         enable_caching: prefix caching on.
-        retention_interval: window and state groups keep one tail per so many tokens; 0 = replay boundaries and junctions
-            only, DENSE_RETENTION = every block.
+        retention_interval: window and state groups keep one tail per so many tokens; 0 = replay boundaries
+            and junctions only, DENSE_RETENTION = every block.
         partial_hits: hits may end inside a block (copy on write).
         watermark_blocks: blocks left free when a request is admitted while others run.
         commit: see CommitRule.
         hash_lookahead_tokens: tokens behind a block that its hash also covers (multi-module drafters).
         prefill_lookahead: drafts per step of a multi-module drafter; blocks within it are not yet cached.
-        keep_divergence_boundary: also keep the boundary one alignment below the replay boundary, so that a prompt that
-            diverges inside its last block keeps its hit (vLLM #57610). Off = as the reference.
+        keep_divergence_boundary: also keep the boundary one alignment below the replay boundary, so that a
+            prompt that diverges inside its last block keeps its hit (vLLM #57610). Off = as the reference.
         align: prefill clipping for recurrent state.
         events: record cache events in step results.
     """
@@ -183,7 +184,7 @@ class ReplicaSpec:
     def validate(self) -> None:
         """Raise InvalidArgument naming the field for a replica that cannot exist."""
         _require(1 <= len(self.groups) <= MAX_GROUPS, "groups", f"must have 1 to {MAX_GROUPS} entries")
-        _require(2 <= self.num_blocks <= MAX_BLOCKS, "num_blocks", f"must be 2 to {MAX_BLOCKS}; block 0 is the null block")
+        _require(2 <= self.num_blocks <= MAX_BLOCKS, "num_blocks", f"must be 2 to {MAX_BLOCKS}, one is null")
         _require(1 <= self.max_model_len <= MAX_TOKENS, "max_model_len", f"must be 1 to {MAX_TOKENS}")
         _require(1 <= self.hash_block_size <= MAX_TOKENS, "hash_block_size", "must be 1 or more")
         _require(
@@ -193,7 +194,7 @@ class ReplicaSpec:
         )
         _require(1 <= self.max_in_flight_tokens <= MAX_TOKENS, "max_in_flight_tokens", "must be 1 or more")
         _require(0 <= self.watermark_blocks < self.num_blocks, "watermark_blocks", "must be below num_blocks")
-        _require(self.retention_interval >= DENSE_RETENTION, "retention_interval", "must be -1 (dense), 0 or more")
+        _require(self.retention_interval >= DENSE_RETENTION, "retention_interval", "must be -1 or more")
         _require(self.hash_lookahead_tokens >= 0, "hash_lookahead_tokens", "must be 0 or more")
         _require(self.prefill_lookahead >= 0, "prefill_lookahead", "must be 0 or more")
         for index, group in enumerate(self.groups):

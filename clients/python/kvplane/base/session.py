@@ -22,8 +22,8 @@ class OpenRequest:
         epoch: NEW_EPOCH for a new engine life, the current epoch to resume after a broken stream.
         with_events: answers carry cache events.
         client: name of the client, for operators.
-        stamp_table: new engine life on unchanged page memory: one stamp per block; keys whose stamp matches survive.
-            Empty: no key survives.
+        stamp_table: new engine life on unchanged page memory: one stamp per block; keys whose stamp matches
+            survive. Empty: no key survives.
     """
 
     replica: str

@@ -3,8 +3,9 @@
     63       56 55                32 31                 0
     | generation |      epoch       |      counter       |
 
-A stamp is never used twice in one incarnation of the memory, so equal stamps mean equal content. The generation rises at
-each reset of the cache, the epoch with each life of the engine, the counter with each page handed out.
+A stamp is never used twice in one incarnation of the memory, so equal stamps mean equal content. The
+generation rises at each reset of the cache, the epoch with each life of the engine, the counter with each
+page handed out.
 """
 
 from __future__ import annotations
@@ -36,4 +37,5 @@ class Stamp(NamedTuple):
     @classmethod
     def unpack(cls, value: int) -> Stamp:
         """The fields of a packed stamp."""
-        return cls(value >> (EPOCH_BITS + COUNTER_BITS), value >> COUNTER_BITS & MAX_EPOCH, value & MAX_COUNTER)
+        above, counter = value >> COUNTER_BITS, value & MAX_COUNTER
+        return cls(above >> EPOCH_BITS, above & MAX_EPOCH, counter)

@@ -1,11 +1,13 @@
 """A step as a program of rows in columns, and its answer.
 
-One scheduler iteration of an engine is one Step: what happened, what is new, and what it would like to run, in the order
-in which the engine cares. The law: a part runs facts -> cache -> news -> run -> admit -> peek, each in row order, and a
-row's effects are complete before the next row. So a step gives the same result sent whole or one row per part.
+One scheduler iteration of an engine is one Step: what happened, what is new, and what it would like to run,
+in the order in which the engine cares. The law: a part runs facts -> cache -> news -> run -> admit -> peek,
+each in row order, and a row's effects are complete before the next row. So a step gives the same result sent
+whole or one row per part.
 
-A column is a list with one entry per row, or empty when every row has the default named in its comment. On the wire a
-column is little-endian packed u32 (i32 where it may be negative, u64 where said); see `kvplane.wire`.
+A column is a list with one entry per row, or empty when every row has the default named in its comment. On
+the wire a column is little-endian packed u32 (i32 where it may be negative, u64 where said); see
+`kvplane.wire`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class End(IntEnum):
 
     NONE = 0
     FREE = 1  # blocks return to the pool, tail first (after `fence`)
-    HELD = 2  # the request ended, its blocks stay until `Cache.released` names the slot (a transfer reads them)
+    HELD = 2  # the request ended, its blocks stay until `Cache.released` names the slot (transfers)
     PREEMPTED = 3  # as FREE, but tokens and hashes stay: the slot can be admitted again
 
 
@@ -92,14 +94,14 @@ class Facts:
     """
 
     slot: list[int] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: set computed tokens (rejected drafts)
+    computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: new count (rejected drafts)
     appended: list[int] = field(default_factory=list)  # default 0: tokens that joined the request
-    tokens: list[int] = field(default_factory=list)  # sum(appended) ids, rows in order; empty = hashes are given instead
+    tokens: list[int] = field(default_factory=list)  # sum(appended) ids, in row order; empty = hashes given
     num_hashes: list[int] = field(default_factory=list)  # default 0: block hashes that became complete
     hashes: bytes = b""  # concatenated digests, rows in order
-    commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: register full blocks up to this many tokens
+    commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: tokens to register blocks for
     end: list[int] = field(default_factory=list)  # End, default NONE
-    fence: list[int] = field(default_factory=list)  # u64, default 0: freed blocks return when executed_through reaches it
+    fence: list[int] = field(default_factory=list)  # u64, default 0: executed_through that returns blocks
 
 
 @dataclass(slots=True)
@@ -107,7 +109,7 @@ class Cache:
     """What happened to pages rather than to requests."""
 
     failed_steps: list[int] = field(default_factory=list)  # u64: steps of this epoch that will never run
-    evicted: list[int] = field(default_factory=list)  # blocks whose keys must go (failed loads, operator); in order
+    evicted: list[int] = field(default_factory=list)  # blocks whose keys must go (failed loads), in order
     released: list[int] = field(default_factory=list)  # slots ended as HELD whose transfers are done
     reset: bool = False  # drop every key; works only when no block is in use
 
@@ -147,7 +149,7 @@ class News:
 
     slot: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # sum(num_tokens) ids, rows in order; empty = hashes are given
+    tokens: list[int] = field(default_factory=list)  # sum(num_tokens) ids, in row order; empty = hashes given
     num_hashes: list[int] = field(default_factory=list)  # default 0
     hashes: bytes = b""
     request_id: list[str] = field(default_factory=list)  # default "": name for explanations and traces
@@ -159,27 +161,27 @@ class News:
 
 @dataclass(slots=True)
 class Run:
-    """Running requests in scheduling order. Wanted tokens = known tokens + extra - computed, at most cap and the budget."""
+    """Running requests in scheduling order. Wanted: known tokens + extra - computed, at most cap, budget."""
 
     slot: list[int] = field(default_factory=list)
-    extra: list[int] = field(default_factory=list)  # i32, default 0: drafts and placeholders beyond the known tokens
+    extra: list[int] = field(default_factory=list)  # i32, default 0: drafts beyond the known tokens
     cap: list[int] = field(default_factory=list)  # default UNLIMITED
     lookahead: list[int] = field(default_factory=list)  # default 0: more slots for drafts to come
-    in_flight: list[int] = field(default_factory=list)  # i32, default -1: as the core counts by executed_through
+    in_flight: list[int] = field(default_factory=list)  # i32, default -1: counted from executed_through
     flags: list[int] = field(default_factory=list)  # RowFlag, default 0
-    victims: list[int] = field(default_factory=list)  # slots to preempt, first to go first; empty = last row first
+    victims: list[int] = field(default_factory=list)  # slots to preempt, in order; empty = last row first
     on_refusal: OnRefusal = OnRefusal.PREEMPT
 
 
 @dataclass(slots=True)
 class Admit:
-    """Waiting requests in the order in which they may be admitted; each looks its prefix up again and adopts the hit."""
+    """Waiting requests in order of admission; each looks its prefix up again and adopts the hit."""
 
     slot: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)  # i32, default 0
     cap: list[int] = field(default_factory=list)  # default UNLIMITED
     lookahead: list[int] = field(default_factory=list)  # default 0
-    external: list[int] = field(default_factory=list)  # default 0: tokens behind the hit that come from outside
+    external: list[int] = field(default_factory=list)  # default 0: tokens behind the hit from outside
     expected_hit: list[int] = field(default_factory=list)  # i32, default ANY_HIT
     encoder_tokens: list[int] = field(default_factory=list)  # default 0: for cross attention
     reserved: list[int] = field(default_factory=list)  # default 0: blocks to leave free for others
@@ -249,9 +251,10 @@ class Step:
 
 @dataclass(slots=True)
 class Blocks:
-    """Lists of block ids, sparse: entry k gives `count[k]` ids to group `group[k]` of row `row[k]`, ids in order.
+    """Lists of block ids, sparse: entry k gives `count[k]` ids to group `group[k]` of row `row[k]`, in order.
 
-    Rows are numbered through the part: run rows from 0, admit rows behind them (peek rows from 0 in PartResult.peek_blocks).
+    Rows are numbered through the part: run rows from 0, admit rows behind them (peek rows from 0 in
+    PartResult.peek_blocks).
     """
 
     row: list[int] = field(default_factory=list)
@@ -299,9 +302,10 @@ class Orders:
 class CacheEvent:
     """One change of the prefix cache, in the order in which it happened.
 
-    STORED: `hashes` were registered for blocks of `group` that lie in tokens [start, end) of the request in `slot`; blocks
-    that are null or not retained are skipped in `hashes` and `blocks` but not in the range. `parent` is the hash before
-    `start`, b"" at 0. `block_size` is tokens per hash. REMOVED: one hash, with the reason. CLEARED: every key.
+    STORED: `hashes` were registered for blocks of `group` that lie in tokens [start, end) of the request in
+    `slot`; blocks that are null or not retained are skipped in `hashes` and `blocks` but not in the range.
+    `parent` is the hash before `start`, b"" at 0. `block_size` is tokens per hash. REMOVED: one hash, with
+    the reason. CLEARED: every key.
     """
 
     kind: EventKind
@@ -320,20 +324,20 @@ class CacheEvent:
 
 @dataclass(slots=True)
 class PartResult:
-    """What became of one part. Everything that logs, traces or counts reads this and derives nothing of its own."""
+    """What became of one part. All that logs, traces or counts reads this and derives nothing of its own."""
 
     granted: list[int] = field(default_factory=list)  # run rows: tokens, 0 = not scheduled
-    preempted: list[int] = field(default_factory=list)  # slots in order; each must be queued again by the engine
+    preempted: list[int] = field(default_factory=list)  # slots in order; the engine queues them again
     admit_status: list[int] = field(default_factory=list)
     admit_hit: list[int] = field(default_factory=list)
     admit_granted: list[int] = field(default_factory=list)
     admit_junction: list[int] = field(default_factory=list)
     new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, run and admit rows
-    tables: Blocks = field(default_factory=Blocks)  # whole tables of granted admit rows (of all rows if with_tables)
+    tables: Blocks = field(default_factory=Blocks)  # whole; of granted admit rows, of all if with_tables
     peek_hit: list[int] = field(default_factory=list)
     peek_junction: list[int] = field(default_factory=list)
     peek_blocks: Blocks = field(default_factory=Blocks)
-    num_hashes: list[int] = field(default_factory=list)  # block hashes known of each facts row, then of each news row
+    num_hashes: list[int] = field(default_factory=list)  # hashes known per facts row, then per news row
     last_hash: list[bytes] = field(default_factory=list)  # the last of them, b"" when none; same rows
     reset_done: bool = False
     orders: Orders = field(default_factory=Orders)

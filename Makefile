@@ -1,0 +1,73 @@
+# `make demo` shows kvplane at work, `make test` says whether the tree is sound. The rest are their parts.
+# Each target sets up what it needs: Python packages in .venv, other tools in .tools.
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format lint types contracts proto proto-check proto-baseline pytest bench replay-all clean
+
+PYTHON := .venv/bin/python
+RUNTIME := .venv/kvplane-runtime
+DEV := .venv/kvplane-dev
+# Arguments for pytest: make pytest ARGS="tests/core -k sliding"
+ARGS ?= -n 2 --dist loadfile
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(RUNTIME)  ## start the service, drive four models through it, show it live (at most 60 s)
+	@.venv/bin/kvplane demo
+
+test: check pytest  ## everything that CI runs: yes or no
+
+check: lint types contracts proto-check  ## what needs no running: style, types, import contracts, the wire contract
+
+lint: $(DEV)
+	@echo "== ruff"
+	@$(PYTHON) -m ruff check .
+
+format: $(DEV)  ## mend what ruff can mend, and lay the code out
+	@$(PYTHON) -m ruff check --fix-only .
+	@$(PYTHON) -m ruff format .
+
+types: $(DEV)
+	@echo "== mypy --strict"
+	@$(PYTHON) -m mypy
+
+contracts: $(DEV)
+	@echo "== import contracts"
+	@.venv/bin/lint-imports --no-logo
+
+proto-check: $(DEV)
+	@echo "== buf lint, buf breaking against proto/baseline.binpb, generated code"
+	@scripts/buf.sh lint
+	@scripts/buf.sh breaking --against proto/baseline.binpb
+	@$(PYTHON) scripts/gen_proto.py --check
+
+pytest: $(DEV)  ## the tests alone; ARGS="tests/core -k sliding" picks some
+	@echo "== pytest"
+	@$(PYTHON) -m pytest $(ARGS)
+
+proto: $(DEV)  ## write the generated code anew after a change in proto/
+	@$(PYTHON) scripts/gen_proto.py
+
+proto-baseline:  ## accept the present contract as the one that later changes may not break
+	@scripts/buf.sh build --exclude-source-info -o proto/baseline.binpb
+	@git --no-pager diff --stat -- proto/baseline.binpb
+
+bench: $(DEV)  ## figures in process: ns per block operation, µs per decode step
+	@$(PYTHON) -m tests.bench
+
+replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
+	@$(PYTHON) -m tests.acceptance.replay_all
+
+clean:  ## remove what was made here, the environments too
+	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are made last, so an interrupted set-up is done again.
+$(RUNTIME): pyproject.toml scripts/setup.sh
+	@scripts/setup.sh service,cli
+	@touch $@
+
+$(DEV): pyproject.toml scripts/setup.sh
+	@scripts/setup.sh service,cli,dev
+	@touch $(RUNTIME) $@

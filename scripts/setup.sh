@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Prepare .venv in the root of the repository: kvplane itself (editable) and the extras named.
+#
+#     scripts/setup.sh service,cli          what `make demo` needs
+#     scripts/setup.sh service,cli,dev      what `make test` needs
+#
+# Run again after a change of pyproject.toml; the Makefile does so. PYTHON names the interpreter (default: python3).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+extras=${1:?usage: scripts/setup.sh EXTRAS, for example service,cli}
+python=${PYTHON:-python3}
+
+say() { printf '== %s\n' "$*"; }
+fail() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+    || fail "$python is missing or older than 3.11; name a newer one with PYTHON=/path/to/python"
+
+if ! "$python" -c 'import ensurepip' 2>/dev/null; then
+    say "this Python cannot make environments; installing python3-venv"
+    [ "$(id -u)" = 0 ] || fail "python3-venv is missing: sudo apt-get install python3-venv"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
+fi
+
+# An environment left half made, or whose interpreter has gone, is made anew.
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear .venv
+fi
+
+say "installing kvplane[$extras] into .venv (the first time: about a minute)"
+.venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off --editable ".[$extras]" \
+    | sed -nu '/^\(Collecting\|Processing\|Installing\)/ { s/ (from .*//; p }'
+.venv/bin/python -m pip check
+say "ready: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | tail -n +3 | wc -l) packages, ${SECONDS} s"

@@ -1,0 +1,37 @@
+"""The cache plan: from layers and memory to KV cache groups, blocks and places in memory.
+
+options, plan          what goes in, what comes out
+planner                the straight line: plan_cache
+whole_model            workers' layers as one model
+grouping               which rule decides; its rules are packing, equal_pages, full_allocation, hidden
+formats                layers on their way to groups
+granularity, checks    block sizes in tokens; options that do not suit
+capacity, placement    blocks; bytes
+to_groups              what the allocator core needs of a plan
+"""
+
+from kvplane_service.core.planner.options import Layout, PlanOptions, Worker
+from kvplane_service.core.planner.plan import (
+    CacheGroup,
+    CachePlan,
+    PlanWarning,
+    TensorPlacement,
+    WarningCode,
+    WorkerPlan,
+)
+from kvplane_service.core.planner.planner import plan_cache
+from kvplane_service.core.planner.to_groups import to_groups
+
+__all__ = [
+    "CacheGroup",
+    "CachePlan",
+    "Layout",
+    "PlanOptions",
+    "PlanWarning",
+    "TensorPlacement",
+    "WarningCode",
+    "Worker",
+    "WorkerPlan",
+    "plan_cache",
+    "to_groups",
+]

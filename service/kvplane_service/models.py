@@ -1,0 +1,272 @@
+"""The catalogue: models by name, as the layers that one tensor-parallel rank holds.
+
+Attention patterns, heads and sizes are those of the published model configurations. A model is a pattern of
+layer shapes, repeated; a shape becomes a format once the number of ranks, the data type and block size are
+known.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import MambaMode
+from kvplane.base.layer_spec import AttentionSpec, DType, LayerSpec, ceil_div, round_up
+from kvplane.base.layers import (
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    Layer,
+    MambaSpec,
+    MLASpec,
+    SlidingWindowSpec,
+)
+
+# Attention kernels take blocks of whole multiples of so many tokens.
+KERNEL_BLOCK = 16
+MLA_KERNEL_BLOCK = 64
+
+CACHE_DTYPES = {
+    "bfloat16": DType.BFLOAT16,
+    "float16": DType.FLOAT16,
+    "fp8": DType.FLOAT8_E4M3FN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is served, as far as its layers' formats depend on it.
+
+    Attributes:
+        tensor_parallel: ranks that divide the heads; fewer key-value heads than ranks are replicated.
+        cache_dtype: one of CACHE_DTYPES; recurrent states stay in the model's own bfloat16.
+        block_size: tokens per attention block; raised where kernels or states need larger blocks.
+        max_model_len: longest request in tokens: the block of a state that is not cached.
+        mamba_mode: how recurrent states are cached.
+    """
+
+    tensor_parallel: int = 1
+    cache_dtype: str = "bfloat16"
+    block_size: int = KERNEL_BLOCK
+    max_model_len: int = 32768
+    mamba_mode: MambaMode = MambaMode.ALIGN
+
+    def __post_init__(self) -> None:
+        for name in ("tensor_parallel", "block_size", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument(
+                    f"{getattr(self, name)} is below 1", field=name, remedy="give 1 or more"
+                )
+        if self.cache_dtype not in CACHE_DTYPES:
+            known = ", ".join(CACHE_DTYPES)
+            raise InvalidArgument(
+                f"{self.cache_dtype!r} is unknown", field="cache_dtype", remedy=f"use one of {known}"
+            )
+
+    @property
+    def dtype(self) -> DType:
+        """Element type of keys and values."""
+        return CACHE_DTYPES[self.cache_dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Attention over everything: key-value heads of the whole model, and the size of one."""
+
+    kv_heads: int
+    head_size: int
+
+    def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
+        """The format on one rank."""
+        return FullAttentionSpec(**self._common(options, block_size))
+
+    def _common(self, options: ModelOptions, block_size: int) -> dict[str, Any]:
+        return {
+            "block_size": block_size,
+            "num_kv_heads": _heads_per_rank(self.kv_heads, options.tensor_parallel),
+            "head_size": self.head_size,
+            "dtype": options.dtype,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sliding(Full):
+    """Attention over the last `window` tokens."""
+
+    window: int
+
+    def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
+        """The format on one rank."""
+        return SlidingWindowSpec(**self._common(options, block_size), window=self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked(Full):
+    """Attention within chunks of `chunk` tokens."""
+
+    chunk: int
+
+    def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
+        """The format on one rank."""
+        return ChunkedLocalSpec(**self._common(options, block_size), chunk=self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention: one row per token, the same on every rank."""
+
+    row_size: int
+
+    def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
+        """The format on one rank."""
+        return MLASpec(
+            block_size=round_up(block_size, MLA_KERNEL_BLOCK),
+            num_kv_heads=1,
+            head_size=self.row_size,
+            dtype=options.dtype,
+            max_tp_shards=1,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A recurrent state. Ranks divide the channels of the convolution and the heads of the state proper.
+
+    Attributes:
+        window: tokens that the convolution looks back.
+        channels: of the convolution.
+        heads: shape of the state proper; ranks divide the first size.
+    """
+
+    window: int
+    channels: int
+    heads: tuple[int, ...]
+
+    def shapes(self, tensor_parallel: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the state's two tensors on one rank."""
+        channels = _divided(self.channels, tensor_parallel, "channels")
+        heads = _divided(self.heads[0], tensor_parallel, "state heads")
+        return ((self.window, channels), (heads, *self.heads[1:]))
+
+    def state(self, options: ModelOptions, attention: AttentionSpec) -> MambaSpec:
+        """The format on one rank, its page padded to that of the model's attention."""
+        shapes = self.shapes(options.tensor_parallel)
+        aligned = options.mamba_mode is MambaMode.ALIGN
+        padded = attention.page_bytes if attention.page_bytes != _state_bytes(shapes) else 0
+        return MambaSpec(
+            block_size=attention.block_size if aligned else options.max_model_len,
+            shapes=shapes,
+            dtypes=(DType.BFLOAT16,) * len(shapes),
+            mode=options.mamba_mode,
+            padded_page_bytes=padded,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A pattern of layers, repeated and cut off at `num_layers`.
+
+    Attributes:
+        num_layers: layers that own a cache.
+        pattern: the repeating part.
+        attention_name, state_name: what follows "model.layers.<i>." in a layer's name.
+    """
+
+    num_layers: int
+    pattern: tuple[Full | Latent | State, ...]
+    attention_name: str = "self_attn.attn"
+    state_name: str = "linear_attn"
+
+    def layers(self, options: ModelOptions) -> tuple[Layer, ...]:
+        """The layers on one rank."""
+        block_size = self._block_size(options)
+        return tuple(self._layer(index, options, block_size) for index in range(self.num_layers))
+
+    def _layer(self, index: int, options: ModelOptions, block_size: int) -> Layer:
+        shape = self.pattern[index % len(self.pattern)]
+        is_state = isinstance(shape, State)
+        name = f"model.layers.{index}.{self.state_name if is_state else self.attention_name}"
+        return Layer(name, self._spec(shape, options, block_size))
+
+    def _spec(self, shape: Full | Latent | State, options: ModelOptions, block_size: int) -> LayerSpec:
+        if isinstance(shape, State):
+            return shape.state(options, self._attention().attention(options, block_size))
+        return shape.attention(options, block_size)
+
+    def _block_size(self, options: ModelOptions) -> int:
+        """Attention blocks in tokens, large enough that the page of one holds a state.
+
+        Then states and attention share one page size with little padding (vLLM 0.33, platforms/interface.py).
+        """
+        states = [shape for shape in self.pattern if isinstance(shape, State)]
+        if not states:
+            return options.block_size
+        unit = max(options.block_size, KERNEL_BLOCK)
+        token_bytes = self._attention().attention(options, 1).page_bytes
+        largest = max(_state_bytes(state.shapes(options.tensor_parallel)) for state in states)
+        return unit * ceil_div(largest, unit * token_bytes)
+
+    def _attention(self) -> Full | Latent:
+        return next(shape for shape in self.pattern if not isinstance(shape, State))
+
+
+_LLAMA = Full(kv_heads=8, head_size=128)
+_GPT_OSS = (Sliding(kv_heads=8, head_size=64, window=128), Full(kv_heads=8, head_size=64))
+_GEMMA_3 = (*(Sliding(kv_heads=16, head_size=128, window=1024),) * 5, Full(kv_heads=16, head_size=128))
+_SCOUT = (*(Chunked(kv_heads=8, head_size=128, chunk=8192),) * 3, Full(kv_heads=8, head_size=128))
+_JAMBA_STATE = State(window=3, channels=8192, heads=(8192, 16))
+_JAMBA = (*(_JAMBA_STATE,) * 4, Full(kv_heads=8, head_size=128), *(_JAMBA_STATE,) * 3)
+_QWEN3_NEXT_STATE = State(window=3, channels=8192, heads=(32, 128, 128))
+_QWEN3_NEXT = (*(_QWEN3_NEXT_STATE,) * 3, Full(kv_heads=2, head_size=256))
+
+MODELS: dict[str, Model] = {
+    "llama-3.1-8b": Model(32, (_LLAMA,)),
+    "llama-3.1-70b": Model(80, (_LLAMA,)),
+    "gpt-oss-20b": Model(24, _GPT_OSS, attention_name="attn.attn"),
+    "gpt-oss-120b": Model(36, _GPT_OSS, attention_name="attn.attn"),
+    "gemma-3-27b": Model(62, _GEMMA_3),
+    "llama-4-scout": Model(48, _SCOUT),
+    "jamba-v0.1": Model(32, _JAMBA, state_name="mamba"),
+    "qwen3-next-80b": Model(48, _QWEN3_NEXT),
+    "deepseek-v3": Model(61, (Latent(row_size=576),)),
+}
+
+
+def model_layers(name: str, options: ModelOptions) -> tuple[Layer, ...]:
+    """The layers of a model on one tensor-parallel rank; every rank has the same.
+
+    Raises:
+        NotFound: no such model; the nearest name is in the remedy.
+        InvalidArgument: the ranks do not divide the model's heads.
+    """
+    model = MODELS.get(name)
+    if model is None:
+        nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
+        others = ", ".join(sorted(MODELS))
+        raise NotFound(
+            f"no model {name!r}", field="model", remedy=f"did you mean {nearest}? The catalogue has {others}"
+        )
+    return model.layers(options)
+
+
+def _heads_per_rank(kv_heads: int, ranks: int) -> int:
+    """Heads are divided over ranks; when they are fewer, every head is held by equally many ranks."""
+    if kv_heads < ranks and ranks % kv_heads == 0:
+        return 1
+    return _divided(kv_heads, ranks, "key-value heads")
+
+
+def _divided(count: int, ranks: int, what: str) -> int:
+    if count % ranks:
+        raise InvalidArgument(
+            f"{ranks} ranks do not divide {count} {what}",
+            field="tensor_parallel",
+            remedy=f"use a number of ranks that divides {count}",
+        )
+    return count // ranks
+
+
+def _state_bytes(shapes: tuple[tuple[int, ...], ...]) -> int:
+    return sum(prod(shape) for shape in shapes) * DType.BFLOAT16.num_bytes

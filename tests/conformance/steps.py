@@ -1,0 +1,189 @@
+"""Replays step traces recorded from vLLM 0.33.0's Scheduler and compares every recorded output.
+
+    python -m tests.conformance.steps FILE...
+
+Twice per file: each step as one part where the program can say it, and one part per row. Not compared: `skip_drafts`
+(a hint to the drafter, no decision on blocks), `log` (calls inside the reference), and, with whole steps, the counts
+between two inputs of one step, which then are not separate operations.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvplane.base.step import ExtraKeys, Part, PartResult, Step
+from kvplane_service.core.inspect import check, take_snapshot
+from kvplane_service.core.replica import Replica
+from tests.conformance.header import BadRecording, Record, read_records, step_spec
+from tests.conformance.replay import Divergence, EventWriter, segment_tokens
+from tests.conformance.scheduler import Plan, Request, Scheduler
+
+
+class StepReplayer:
+    """Runs one step trace against one replica."""
+
+    def __init__(self, header: Record, whole: bool) -> None:
+        self.spec = step_spec(header)
+        self.replica = Replica(self.spec)
+        self.whole = whole
+        self.values = self.messages = self.steps = 0
+        self._seq, self._part = 1, 0
+        self._scheduler = Scheduler(header, self._send, whole)
+        self._events = EventWriter(self.spec.groups)
+        self._plans: dict[int, Plan] = {}
+        self._tokens: dict[int, tuple[list[int], ExtraKeys]] = {}
+        self._line = 0
+        self._op: Record = {}
+        self._snapshot_every = header["snapshot_every"]
+        self._input_events: list[Any] = []
+
+    def _send(self, parts: list[Part], last: bool) -> list[PartResult]:
+        if last and not self.whole:
+            parts = [Part()]
+        self.messages += not last
+        result = self.replica.apply(Step(0, self._seq, parts, self._part, last, executed_through=0))
+        self._part += len(parts)
+        if last:
+            self._seq, self._part = self._seq + 1, 0
+        return result.parts
+
+    def replay(self, number: int, record: Record) -> None:
+        """Inputs, one schedule call, outputs; raises Divergence."""
+        self._line, self._op = number, record
+        self._input_events = []
+        for op in record["in"]:
+            self._input(op)
+        if record.get("end"):
+            return
+        plan = self._scheduler.schedule()
+        self._plans[record["t"]] = plan
+        self.steps += 1
+        self._compare(record, plan)
+        if self.steps % 20 == 0:
+            check(self.replica)
+
+    # -- inputs ------------------------------------------------------------------------------------------------------
+
+    def _input(self, op: Record) -> None:
+        self._op = op
+        scheduler = self._scheduler
+        scheduler.input_parts.clear()
+        if op["op"] == "add":
+            self._add(op)
+        elif op["op"] == "abort":
+            scheduler.abort(op["id"])
+        elif op["op"] == "upd":
+            ended = scheduler.update(self._plans.pop(op["of"]), {name: list(tokens) for name, tokens in op["tok"]})
+            self._same("fin", op.get("fin", []), ended)
+        elif op["op"] == "draft":
+            for name, drafts in op["d"]:
+                scheduler.draft(name, drafts)
+        else:
+            raise BadRecording(f"line {self._line}: unknown input {op['op']!r}")
+        for part in scheduler.input_parts:
+            self._input_events.extend(self._write_events(part))
+        if not self.whole and "free" in op:
+            self._same("free", op["free"], self.replica.free_blocks)
+
+    def _add(self, op: Record) -> None:
+        tokens = segment_tokens(op["segs"])
+        lora = (op["lora"], f"/l/{op['lora']}") if op.get("lora") else None
+        extra = ExtraKeys(lora, op.get("salt") or "")
+        request = Request(op["id"], 0, tokens, len(tokens), op["max"], op["arr"], op.get("prio", 0), extra)
+        self._scheduler.add(request)
+        self._tokens[request.slot] = (request.tokens, extra)
+        self._same("n", op["n"], len(tokens))
+        for part in self._scheduler.input_parts:
+            if self.spec.enable_caching:  # the reference hashes nothing when it caches nothing
+                last = part.last_hash[-1]
+                self._same("nh", op["nh"], part.num_hashes[-1])
+                self._same("lasth", op["lasth"], last[-8:].hex() if last else None)
+
+    # -- outputs -----------------------------------------------------------------------------------------------------
+
+    def _compare(self, record: Record, plan: Plan) -> None:
+        self._op = record
+        out = record["out"]
+        expected_events = out.get("ev_in", []) + out.get("ev", [])
+        events = self._input_events + [event for part in plan.results for event in self._write_events(part)]
+        running = [one.name for one in self._scheduler.running]
+        waiting = [one.name for one in self._scheduler.waiting]
+        orders = [part.orders for part in plan.results]
+        copies = [pair for one in orders for pair in zip(one.copy_group, one.copy_src, one.copy_dst, strict=True)]
+        zero = [pair for one in orders for pair in zip(one.zero_group, one.zero_block, strict=True)]
+        seen = take_snapshot(self.replica)
+        order = list(seen.free_blocks)
+        got: Record = {
+            "sched": [[one.name, granted] for one, granted in plan.scheduled],
+            "new": plan.new,
+            "res": plan.resumed,
+            "run": plan.run,
+            "spec": [[name, drafts] for name, drafts in plan.spec.items()],
+            "pre": [one.name for one in plan.preempted],
+            "fin": plan.finished,
+            "copies": [[src, dst] for _, src, dst in sorted(copies, key=lambda one: one[0])],
+            "zero": [block for _, block in sorted(zero, key=lambda one: one[0])],
+            "free": len(order),
+            "fq": zlib.crc32(json.dumps(order).encode()),
+            "running": running,
+            "waiting": waiting,
+        }
+        for name, value in got.items():
+            self._same(name, out.get(name, type(value)()), value)
+        if self.spec.events:
+            self._same("ev", expected_events, events)
+        if "snap" in out:
+            self._same("snap", out["snap"], self._snap(order, seen.keys))
+
+    def _snap(self, order: list[int], keys: Any) -> Record:
+        tables = {one.name: self.replica.coordinator.tables(one.slot) for one in self._scheduler.running}
+        return {"freeq": order, "cached": sorted({one.block for one in keys}), "tables": tables}
+
+    def _write_events(self, part: PartResult) -> list[Any]:
+        return [self._events.write(event, *self._tokens.get(event.slot, ([], ExtraKeys()))) for event in part.events]
+
+    def _same(self, name: str, expected: Any, got: Any) -> None:
+        self.values += 1
+        if json.loads(json.dumps(expected)) != json.loads(json.dumps(got)):
+            raise Divergence(self._line, self._op, name, expected, got)
+
+
+def replay_file(path: Path, whole: bool) -> StepReplayer:
+    """Replay one file; raises Divergence or BadRecording."""
+    records = read_records(path)
+    header = next(records, None)
+    if header is None:
+        raise BadRecording(f"{path.name}: empty file")
+    replayer, ended = StepReplayer(header, whole), False
+    for number, record in enumerate(records, 2):
+        replayer.replay(number, record)
+        ended = bool(record.get("end"))
+    if not ended:
+        raise BadRecording(f"{path.name}: the file ends before its `end` record")
+    return replayer
+
+
+def main(paths: Sequence[str]) -> int:
+    """Replay the files both ways; 0 when all are identical."""
+    failed = 0
+    for path in map(Path, paths):
+        for whole in (True, False):
+            way = "whole" if whole else "rows "
+            try:
+                done = replay_file(path, whole)
+                per_step = done.messages / max(done.steps, 1)
+                print(f"same   {way} {path.name}: {done.values} values, {per_step:.2f} messages per step")
+            except (Divergence, BadRecording) as error:
+                failed += 1
+                print(f"DIFFER {way} {path.name}: {error}")
+    print(f"{2 * len(paths) - failed} identical, {failed} not")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

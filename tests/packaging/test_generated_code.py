@@ -1,0 +1,88 @@
+"""The generated code is what proto/ says, and works on every protobuf that the client allows."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.environments import ROOT, base_requirements, installed, run_isolated
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
+
+CLIENT = ROOT / "clients" / "python"
+SCRIPT = ROOT / "tests" / "packaging" / "round_trip.py"
+GENERATED = Path("clients/python/kvplane/v1")
+
+
+# The oldest and the newest that the client may meet, and the 6.x that other engines pin.
+@pytest.mark.parametrize(
+    ("pins", "protobuf"),
+    [
+        (("protobuf==5.29.6", "grpcio==1.71.2"), "5.29.6"),
+        (("protobuf==6.33.6",), "6.33.6"),
+        (("protobuf>=7,<8",), "7."),
+    ],
+    ids=["oldest", "6.33", "7"],
+)
+def test_the_generated_code_works_on_protobuf(pins, protobuf):
+    packages = installed(*base_requirements(), *pins)
+    version, _, messages, stubs = run_isolated([str(SCRIPT)], packages, CLIENT).split()
+    assert version.startswith(protobuf)
+    assert int(messages) > 10
+    assert int(stubs) > 1
+
+
+def drift(root: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "gen_proto.py"), "--check", "--root", str(root)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.fixture
+def contract(tmp_path):
+    """A copy of the contract and its generated code, to be spoilt."""
+    shutil.copytree(ROOT / "proto", tmp_path / "proto")
+    shutil.copytree(ROOT / GENERATED, tmp_path / GENERATED)
+    shutil.copy(ROOT / "buf.yaml", tmp_path)
+    return tmp_path
+
+
+def test_the_committed_code_is_what_proto_says():
+    done = drift(ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_drift_is_found_and_named(contract):
+    (contract / GENERATED / "step_pb2.py").write_text("")
+    (contract / GENERATED / "admin_pb2.pyi").unlink()
+    (contract / GENERATED / "old_pb2.py").write_text("")
+    done = drift(contract)
+    assert done.returncode == 1
+    assert {"missing: admin_pb2.pyi", "differs: step_pb2.py"} < set(done.stdout.splitlines())
+    assert "left over, its .proto has gone: old_pb2.py" in done.stdout
+    assert "make proto" in done.stdout
+
+
+def buf(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "scripts" / "buf.sh"), *arguments]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+
+def test_buf_refuses_an_undocumented_field_and_a_broken_promise(contract):
+    admin = contract / "proto" / "kvplane" / "v1" / "admin.proto"
+    against = ["breaking", "--against", str(ROOT / "proto" / "baseline.binpb")]
+    assert buf(contract, "lint").returncode == 0
+    assert buf(contract, *against).returncode == 0
+
+    admin.write_text(admin.read_text() + "\nmessage Undocumented {}\n")
+    refused = buf(contract, "lint")
+    assert refused.returncode != 0
+    assert 'Message "Undocumented" should have a non-empty comment' in refused.stdout
+
+    admin.write_text(admin.read_text().replace("string replica = 1;", "bytes replica = 1;"))
+    refused = buf(contract, *against)
+    assert refused.returncode != 0
+    assert 'changed type from "string" to "bytes"' in refused.stdout

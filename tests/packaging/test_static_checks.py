@@ -1,0 +1,109 @@
+"""The checks of `make check` can fail: a fault planted in a copy of the tree is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.environments import ROOT
+
+pytestmark = pytest.mark.packaging
+
+SOURCE_ROOTS = ("clients/python", "service", "gpu_worker")
+
+
+@pytest.fixture(scope="module")
+def clean_copy(tmp_path_factory) -> Path:
+    copy = tmp_path_factory.mktemp("tree")
+    for root in SOURCE_ROOTS:
+        shutil.copytree(ROOT / root, copy / root, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    return copy
+
+
+def run_check(copy: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(str(copy / root) for root in SOURCE_ROOTS)
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+
+
+def import_contracts(copy: Path) -> subprocess.CompletedProcess[str]:
+    return run_check(copy, str(Path(sys.executable).parent / "lint-imports"), "--no-logo", "--no-cache")
+
+
+def test_the_import_contracts_hold_for_the_copy(clean_copy):
+    done = import_contracts(clean_copy)
+    assert done.returncode == 0, done.stdout
+    assert "Contracts: 3 kept, 0 broken." in done.stdout
+
+
+CLIENT = "clients/python/kvplane"
+BASE = "clients/python/kvplane/base"
+SHELL = "service/kvplane_service"
+CORE = "service/kvplane_service/core"
+WORKER = "gpu_worker/kvplane_worker"
+
+
+@pytest.mark.parametrize(
+    ("folder", "statement", "refused"),
+    [
+        (BASE, "import kvplane.v1.step_pb2", "kvplane.v1"),
+        (BASE, "import socket", "socket"),
+        (CLIENT, "import kvplane_service", "kvplane_service"),
+        (WORKER, "import kvplane_service", "kvplane_service"),
+        (SHELL, "import kvplane_worker", "kvplane_worker"),
+        (CORE, "import kvplane.v1.step_pb2", "kvplane.v1"),
+        (CORE, "import kvplane_service.shell_part", "kvplane_service.shell_part"),
+        (CORE, "import random", "random"),
+        (CORE, "import grpc", "grpc"),
+    ],
+)
+def test_an_import_against_the_arrows_is_refused(folder, statement, refused, clean_copy):
+    shell_part, planted = clean_copy / SHELL / "shell_part.py", clean_copy / folder / "planted.py"
+    try:
+        shell_part.write_text("")
+        planted.write_text(f"{statement}\n")
+        done = import_contracts(clean_copy)
+    finally:
+        shell_part.unlink()
+        planted.unlink()
+    assert done.returncode != 0
+    assert f"is not allowed to import {refused}:" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "content"),
+    [
+        ("ANN001", "def f(a) -> None:\n    return a\n"),
+        ("D103", "def f() -> None:\n    return None\n"),
+        ("B006", "def f(a: list[int] = []) -> None:\n    return None\n"),
+        ("UP006", "from typing import List\n\nx: List[int] = []\n"),
+        ("E501", f"x = '{'y' * 110}'\n"),
+    ],
+)
+def test_ruff_refuses(code, content, clean_copy):
+    planted = clean_copy / "clients/python/kvplane/planted.py"
+    try:
+        planted.write_text(content)
+        done = run_check(clean_copy, sys.executable, "-m", "ruff", "check", "--no-cache", str(planted))
+    finally:
+        planted.unlink()
+    assert done.returncode == 1
+    assert code in done.stdout
+
+
+def test_mypy_refuses_what_has_no_type(clean_copy):
+    planted = clean_copy / "clients/python/kvplane/planted.py"
+    try:
+        planted.write_text("def f(a):\n    return a\n\n\nx: int = f('')\n")
+        done = run_check(clean_copy, sys.executable, "-m", "mypy", str(planted))
+    finally:
+        planted.unlink()
+    assert done.returncode == 1
+    assert "[no-untyped-def]" in done.stdout
+    assert "[no-untyped-call]" in done.stdout

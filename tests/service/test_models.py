@@ -1,0 +1,154 @@
+"""The catalogue: each model's layers on one rank, beside those that the golden tables were made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import GroupKind, MambaMode
+from kvplane.base.layer_spec import AttentionSpec, DType
+from kvplane.base.layers import Layer, MambaSpec
+from kvplane_service.core.planner import PlanOptions, Worker, plan_cache, to_groups
+from kvplane_service.models import MODELS, ModelOptions, model_layers
+from tests.conformance.groups import read_cases
+from tests.conformance.reference_specs import read_spec
+
+GOLDEN = {
+    case["name"]: case["input"]
+    for case in read_cases(Path(__file__).parents[1] / "conformance" / "golden_groups.json")
+}
+NOT_CACHED = ModelOptions(mamba_mode=MambaMode.NONE)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "golden"),
+    [
+        ("llama-3.1-70b", ModelOptions(tensor_parallel=4), "llama-3.1-70b tp4"),
+        ("gpt-oss-20b", ModelOptions(), "gpt-oss-20b"),
+        ("gpt-oss-120b", ModelOptions(), "gpt-oss-120b"),
+        ("gpt-oss-120b", ModelOptions(tensor_parallel=8), "gpt-oss-120b tp8"),
+        ("gemma-3-27b", ModelOptions(), "gemma-3-27b"),
+        ("gemma-3-27b", ModelOptions(tensor_parallel=2), "gemma-3-27b tp2"),
+        ("llama-4-scout", ModelOptions(tensor_parallel=8), "llama-4-scout tp8 (HMA forced on)"),
+        ("jamba-v0.1", ModelOptions(), "jamba-v0.1 mamba=align"),
+        ("jamba-v0.1", NOT_CACHED, "jamba-v0.1 mamba=none"),
+        ("qwen3-next-80b", ModelOptions(), "qwen3-next-80b-a3b mamba=align"),
+        ("qwen3-next-80b", NOT_CACHED, "qwen3-next-80b-a3b mamba=none"),
+        ("deepseek-v3", ModelOptions(), "deepseek-v3"),
+    ],
+)
+def test_layers_equal_those_of_the_golden_tables(model, options, golden):
+    given = GOLDEN[golden]
+    specs = [read_spec(spec, f"specs[{i}]") for i, spec in enumerate(given["specs"])]
+    expected = tuple(Layer(name, specs[index]) for name, index in given["layers"].items())
+    assert model_layers(model, options) == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("options", [ModelOptions(), ModelOptions(cache_dtype="fp8"), NOT_CACHED])
+def test_every_model_can_be_planned_and_allocated(model, options):
+    caching = options.mamba_mode is MambaMode.ALIGN
+    plan = plan_cache([Worker(model_layers(model, options), 80 << 30)], PlanOptions(prefix_caching=caching))
+    for group in to_groups(plan):
+        group.validate(model)
+
+
+def kinds(model, options=ModelOptions()):  # noqa: B008  frozen
+    return Counter(layer.spec.kind for layer in model_layers(model, options))
+
+
+def test_patterns_cut_off_at_the_last_layer():
+    assert kinds("gemma-3-27b") == {GroupKind.SLIDING_WINDOW: 52, GroupKind.FULL_ATTENTION: 10}
+    assert kinds("llama-3.1-8b") == {GroupKind.FULL_ATTENTION: 32}
+
+
+# Ranks
+
+
+def heads(model, ranks):
+    spec = model_layers(model, ModelOptions(tensor_parallel=ranks))[-1].spec
+    assert isinstance(spec, AttentionSpec)
+    return spec.num_kv_heads
+
+
+def test_heads_are_divided_over_ranks_and_replicated_when_there_are_fewer():
+    assert [heads("llama-3.1-70b", ranks) for ranks in (1, 2, 4, 8, 16)] == [8, 4, 2, 1, 1]
+
+
+@pytest.mark.parametrize(("model", "ranks"), [("llama-3.1-70b", 3), ("llama-3.1-70b", 12), ("jamba-v0.1", 5)])
+def test_ranks_that_do_not_divide_the_heads_are_refused(model, ranks):
+    with pytest.raises(InvalidArgument, match=f"tensor_parallel: {ranks} ranks do not divide"):
+        model_layers(model, ModelOptions(tensor_parallel=ranks))
+
+
+def test_latent_rows_are_the_same_on_every_rank():
+    layers = model_layers("deepseek-v3", ModelOptions(tensor_parallel=8))
+    plan = plan_cache([Worker(layers)], PlanOptions(num_blocks=1000, tp_size=8))
+    assert plan.tp_replicas == 8
+    assert layers[0].spec.page_bytes == model_layers("deepseek-v3", ModelOptions())[0].spec.page_bytes
+
+
+# Data types and block sizes
+
+
+def test_the_cache_dtype_is_that_of_attention_and_states_keep_theirs():
+    state, *_, attention = model_layers("jamba-v0.1", ModelOptions(cache_dtype="fp8"))[:5]
+    assert attention.spec.precision is DType.FLOAT8_E4M3FN
+    assert isinstance(state.spec, MambaSpec)
+    assert state.spec.dtypes == (DType.BFLOAT16, DType.BFLOAT16)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "block_size"),
+    [
+        ("jamba-v0.1", ModelOptions(), 80),
+        ("qwen3-next-80b", ModelOptions(), 544),
+        ("jamba-v0.1", ModelOptions(cache_dtype="fp8"), 160),  # half the bytes a token: twice the tokens
+        ("jamba-v0.1", ModelOptions(tensor_parallel=8), 80),  # state and heads shrink alike
+        ("qwen3-next-80b", ModelOptions(tensor_parallel=4), 272),  # two heads do not shrink below one
+        ("jamba-v0.1", ModelOptions(block_size=64), 128),  # in whole blocks as asked for
+        ("jamba-v0.1", ModelOptions(block_size=8), 80),  # and of the kernel
+    ],
+)
+def test_attention_blocks_are_raised_until_a_page_holds_a_state(model, options, block_size):
+    plan = plan_cache([Worker(model_layers(model, options))], PlanOptions(num_blocks=3000))
+    assert {group.block_size for group in plan.groups} == {block_size}
+    assert len({group.spec.page_bytes for group in plan.groups}) == 1
+    state, attention = plan.groups[0].spec, plan.groups[-1].spec
+    assert state.content_bytes <= attention.page_bytes
+
+
+def test_a_state_that_is_not_cached_has_one_block_for_the_longest_request():
+    layers = model_layers("jamba-v0.1", ModelOptions(mamba_mode=MambaMode.NONE, max_model_len=4096))
+    assert {layer.spec.block_size for layer in layers} == {4096, 80}
+
+
+def test_plain_attention_takes_any_block_size_and_latent_attention_whole_kernel_blocks():
+    assert model_layers("llama-3.1-8b", ModelOptions(block_size=512))[0].spec.block_size == 512
+    sizes = [model_layers("deepseek-v3", ModelOptions(block_size=n))[0].spec.block_size for n in (16, 64, 96)]
+    assert sizes == [64, 64, 128]
+
+
+# Bad input
+
+
+def test_an_unknown_model_is_not_found_and_the_nearest_is_named():
+    with pytest.raises(NotFound) as refused:
+        model_layers("lama-3.1-70b", ModelOptions())
+    assert refused.value.field == "model"
+    assert refused.value.remedy.startswith("did you mean llama-3.1-70b?")
+    with pytest.raises(NotFound, match="did you mean"):
+        model_layers("", ModelOptions())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tensor_parallel", 0), ("block_size", -16), ("max_model_len", 0), ("cache_dtype", "int4")],
+)
+def test_a_bad_option_is_named(field, value):
+    with pytest.raises(InvalidArgument) as refused:
+        ModelOptions(**{field: value})
+    assert refused.value.field == field

@@ -1,0 +1,102 @@
+"""The house rules hold for the tree, and each of them can fail."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests import tidy
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def tree() -> tidy.Tree:
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    return tidy.Tree.of(ROOT, [name for name in names if name and (ROOT / name).is_file()])
+
+
+@pytest.mark.parametrize("rule", tidy.RULES, ids=lambda rule: rule.__name__)
+def test_the_tree_keeps_the_rule(rule, tree):
+    assert tree.files
+    complaints = list(rule(tree))
+    assert not complaints, "\n".join(["", *complaints])
+
+
+def function(name: str, body_lines: int) -> str:
+    return f"def {name}() -> None:\n" + "    ...\n" * body_lines
+
+
+LIBRARY = "clients/python/kvplane/planted.py"
+CORE = "service/kvplane_service/core/planted.py"
+
+# rule → (path, content that breaks the rule, content as near as can be that keeps it)
+PLANTED = {
+    "function_length": (LIBRARY, function("long", 70), function("long", 69)),
+    "shape": (LIBRARY, function("f", 9), function("f", 8)),
+    "parameters": (
+        LIBRARY,
+        "def f(a: int, b: int, c: int, /, d: int, *e: int, f: int, **g: int) -> None: ...\n",
+        "class C:\n    def f(self, a: int, b: int, c: int, d: int, *, e: int, f: int) -> None: ...\n",
+    ),
+    "annotated": (LIBRARY, "def f(a) -> None: ...\n", "def f(a: int) -> None: ...\n"),
+    "broad_except": (
+        LIBRARY,
+        "try:\n    x = 1\nexcept (ValueError, Exception):\n    raise\n",
+        "try:\n    x = 1\nexcept (ValueError, KeyError):\n    raise\n",
+    ),
+    "printing": (LIBRARY, "print('x')\n", "x = 'print()'\n"),
+    "unfinished": ("README.md", "TO" + "DO: more\n", "todos are a kind of list\n"),
+    "private_places": ("README.md", "see /tm" + "p/x\n", "see https://example.org/work/x and a/tmp/b\n"),
+    "file_length": (LIBRARY, "x = 1\n" * 501, "x = 1\n" * 500),
+    "core_purity": (CORE, "def f() -> None:\n    import time\n", "import math\n"),
+}
+
+
+def planted(path: str, content: str) -> tidy.Tree:
+    return tidy.Tree((tidy.SourceFile(path, content),))
+
+
+@pytest.mark.parametrize("rule", tidy.RULES, ids=lambda rule: rule.__name__)
+def test_a_planted_fault_is_found_and_its_neighbour_is_not(rule):
+    path, bad, good = PLANTED[rule.__name__]
+    complaints = list(rule(planted(path, bad)))
+    assert len(complaints) == 1
+    assert complaints[0].startswith(f"{path}:") or complaints[0].startswith("clients/python:")
+    assert list(rule(planted(path, good))) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "bad"),
+    [
+        (tidy.shape, LIBRARY, "".join(function(f"f{i}", 1 if i else 45) for i in range(19))),
+        (tidy.annotated, LIBRARY, "def f(a: int): ...\n"),
+        (tidy.annotated, LIBRARY, "def f(*a) -> None: ...\n"),
+        (tidy.broad_except, LIBRARY, "try:\n    x = 1\nexcept:\n    raise\n"),
+        (tidy.private_places, "tests/test_x.py", "home = '/wor" + "k/x'\n"),
+        (tidy.private_places, "notes.md", "https://py" + "pi.org/simple\n"),
+        (tidy.core_purity, CORE, "from google.protobuf import message\n"),
+    ],
+)
+def test_further_ways_to_break_a_rule(rule, path, bad):
+    assert len(list(rule(planted(path, bad)))) == 1
+
+
+def test_an_entry_of_the_allow_list_that_is_not_needed_is_a_complaint(monkeypatch):
+    monkeypatch.setitem(tidy.BROAD_EXCEPT_ALLOWED, LIBRARY, "planted")
+    assert list(tidy.broad_except(planted(LIBRARY, "try:\n    x = 1\nexcept Exception:\n    raise\n"))) == []
+    assert len(list(tidy.broad_except(planted(LIBRARY, "x = 1\n")))) == 1
+
+
+def test_the_shape_rules_leave_generated_code_and_tests_alone():
+    for path in ("clients/python/kvplane/v1/step_pb2.py", "tests/test_x.py"):
+        assert list(tidy.function_length(planted(path, function("long", 90)))) == []
+
+
+def test_the_flags_of_a_command_are_not_counted_as_parameters():
+    flags = ", ".join(f"flag{i}: int" for i in range(9))
+    command = f"@app.command()\ndef replay({flags}) -> None: ...\n"
+    assert list(tidy.parameters(planted("service/kvplane_service/cli/planted.py", command))) == []

@@ -1,0 +1,253 @@
+"""The house rules that no linter knows, as functions from a tree of files to complaints.
+
+Each complaint is a line "path:line: what is wrong: what to do instead". A rule reads only the files it is
+given, so that a test can plant a fault in a small tree and see the rule find it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+SOURCE_ROOTS = ("clients/python", "service", "gpu_worker")
+OUR_CODE = (*SOURCE_ROOTS, "scripts")
+
+MAX_FUNCTION_LINES = 70
+MAX_MEDIAN_LINES = 9
+MAX_P95_LINES = 45
+MAX_PARAMETERS = 6
+MAX_FILE_LINES = 500
+
+# Files that may catch everything: the outermost shell, where an exception would otherwise vanish or kill the
+# process. Path → why. An entry that is no longer needed is a complaint.
+BROAD_EXCEPT_ALLOWED: dict[str, str] = {}
+
+# Where printing is the work.
+PRINTING_ALLOWED = ("service/kvplane_service/cli/", "service/kvplane_service/cli.py", "scripts/")
+
+CORE = "service/kvplane_service/core/"
+IMPURE_MODULES = frozenset(
+    """
+    asyncio concurrent datetime google grpc logging multiprocessing os pathlib random secrets selectors shutil
+    signal socket subprocess tempfile threading time urllib uuid warnings
+    """.split()
+)
+
+# Spelt so that this file does not accuse itself.
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
+PRIVATE_PLACES = {
+    re.compile(r"(?<![\w.])/(work|root|home)\b"): "a path of one machine: take it from the environment",
+    re.compile(r"(?<![\w.])/tm" + r"p\b"): "a fixed temporary path: use tempfile, in tests tmp_path",
+    re.compile(r"py" + r"pi\.org|pythonhosted\.org|registry\.npm" + r"js|crates\.io"): (
+        "a package registry's address: name the package, the reader's tools know where it is"
+    ),
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One text file.
+
+    Attributes:
+        path: relative to the root of the tree, with slashes.
+        text: its content.
+    """
+
+    path: str
+    text: str
+
+    @property
+    def is_generated(self) -> bool:
+        return re.search(r"_pb2(_grpc)?\.pyi?$", self.path) is not None
+
+    def is_in(self, *folders: str) -> bool:
+        return any(PurePosixPath(self.path).is_relative_to(folder) for folder in folders)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The files that a rule looks at."""
+
+    files: tuple[SourceFile, ...]
+
+    @classmethod
+    def of(cls, root: Path, paths: list[str]) -> Tree:
+        """Read the paths below `root`; files that are not text are left out."""
+        found = []
+        for path in paths:
+            try:
+                found.append(SourceFile(path, (root / path).read_text(encoding="utf-8")))
+            except UnicodeDecodeError:
+                continue
+        return cls(tuple(found))
+
+    @cached_property
+    def modules(self) -> list[tuple[SourceFile, ast.Module]]:
+        """Our own Python files (generated ones and tests left out), parsed."""
+        ours = [f for f in self.files if f.path.endswith(".py") and f.is_in(*OUR_CODE) and not f.is_generated]
+        return [(f, ast.parse(f.text, f.path)) for f in ours]
+
+    @cached_property
+    def functions(self) -> list[tuple[SourceFile, Function]]:
+        """Every function and method of `modules`, nested ones too."""
+        nodes = ((f, node) for f, module in self.modules for node in ast.walk(module))
+        return [(f, node) for f, node in nodes if isinstance(node, Function)]
+
+
+def length(node: Function) -> int:
+    """Lines of a function from `def` to its end, docstring and all."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def arguments(node: Function) -> list[ast.arg]:
+    """Every parameter of a function, `self` and `cls` left out."""
+    spec = node.args
+    given = [arg for arg in (*spec.posonlyargs, *spec.args, spec.vararg, *spec.kwonlyargs, spec.kwarg) if arg]
+    return given[1:] if given and given[0].arg in ("self", "cls") else given
+
+
+def complaint(f: SourceFile, line: int, text: str) -> str:
+    return f"{f.path}:{line}: {text}"
+
+
+def function_length(tree: Tree) -> Iterator[str]:
+    for f, node in tree.functions:
+        if length(node) > MAX_FUNCTION_LINES:
+            what = f"{node.name} has {length(node)} lines, at most {MAX_FUNCTION_LINES}"
+            yield complaint(f, node.lineno, f"{what}: give each paragraph of it a name and a function")
+
+
+def shape(tree: Tree) -> Iterator[str]:
+    """Median and 95th percentile of function lengths, per source root."""
+    for root in SOURCE_ROOTS:
+        lengths = sorted(length(node) for f, node in tree.functions if f.is_in(root))
+        if not lengths:
+            continue
+        median, p95 = statistics.median(lengths), lengths[(len(lengths) * 95 + 99) // 100 - 1]
+        if median > MAX_MEDIAN_LINES or p95 > MAX_P95_LINES:
+            yield (
+                f"{root}:1: functions have median {median} and 95th percentile {p95} lines, at most "
+                f"{MAX_MEDIAN_LINES} and {MAX_P95_LINES}: split the longest ones"
+            )
+
+
+def parameters(tree: Tree) -> Iterator[str]:
+    for f, node in tree.functions:
+        if any(is_command(decorator) for decorator in node.decorator_list):
+            continue  # the parameters of a command are the flags that its user sees
+        count = len(arguments(node))
+        if count > MAX_PARAMETERS:
+            what = f"{node.name} takes {count} parameters, at most {MAX_PARAMETERS}"
+            yield complaint(f, node.lineno, f"{what}: some of them belong together in a frozen dataclass")
+
+
+def is_command(decorator: ast.expr) -> bool:
+    """True for `@app.command(...)` and `@app.callback(...)`."""
+    call = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(call, ast.Attribute) and call.attr in ("command", "callback")
+
+
+def annotated(tree: Tree) -> Iterator[str]:
+    for f, node in tree.functions:
+        bare = [arg.arg for arg in arguments(node) if arg.annotation is None]
+        if bare or node.returns is None:
+            what = ", ".join(bare) or "the result"
+            yield complaint(f, node.lineno, f"{node.name} does not say the type of {what}: annotate it")
+
+
+def broad_except(tree: Tree) -> Iterator[str]:
+    used = set()
+    for f, module in tree.modules:
+        for node in ast.walk(module):
+            if not isinstance(node, ast.ExceptHandler) or not catches_everything(node.type):
+                continue
+            used.add(f.path)
+            if f.path not in BROAD_EXCEPT_ALLOWED:
+                remedy = "name the expected exceptions; the outermost shell is listed in BROAD_EXCEPT_ALLOWED"
+                yield complaint(f, node.lineno, f"broad except: {remedy}")
+    present = {f.path for f in tree.files}
+    for path in sorted((BROAD_EXCEPT_ALLOWED.keys() & present) - used):
+        yield f"{path}:1: listed in BROAD_EXCEPT_ALLOWED and catches nothing broad: remove the entry"
+
+
+def catches_everything(kind: ast.expr | None) -> bool:
+    if kind is None:
+        return True
+    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    return any(isinstance(k, ast.Name) and k.id in ("Exception", "BaseException") for k in kinds)
+
+
+def printing(tree: Tree) -> Iterator[str]:
+    for f, module in tree.modules:
+        if f.path.startswith(PRINTING_ALLOWED):
+            continue
+        for node in ast.walk(module):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+                yield complaint(f, node.lineno, "print in library code: return the text, or log in the shell")
+
+
+def unfinished(tree: Tree) -> Iterator[str]:
+    for f, number, line in lines(tree):
+        if UNFINISHED.search(line):
+            yield complaint(f, number, "unfinished work: do it now, or open an issue and say nothing here")
+
+
+def private_places(tree: Tree) -> Iterator[str]:
+    for f, number, line in lines(tree):
+        found = (remedy for place, remedy in PRIVATE_PLACES.items() if place.search(line))
+        yield from (complaint(f, number, remedy) for remedy in found)
+
+
+def lines(tree: Tree) -> Iterator[tuple[SourceFile, int, str]]:
+    """Every line of every file that people write."""
+    for f in tree.files:
+        if not f.is_generated:
+            yield from ((f, number, line) for number, line in enumerate(f.text.splitlines(), 1))
+
+
+def file_length(tree: Tree) -> Iterator[str]:
+    for f, _ in tree.modules:
+        count = len(f.text.splitlines())
+        if count > MAX_FILE_LINES:
+            remedy = "a file is one idea and fits a sitting; name the second idea and move it out"
+            yield complaint(f, 1, f"{count} lines, at most {MAX_FILE_LINES}: {remedy}")
+
+
+def core_purity(tree: Tree) -> Iterator[str]:
+    for f, module in tree.modules:
+        if not f.path.startswith(CORE):
+            continue
+        for line, name in imports(module):
+            if name.partition(".")[0] in IMPURE_MODULES:
+                remedy = "the core is a function of its arguments; take it as one, or do it in the shell"
+                yield complaint(f, line, f"the core imports {name}: {remedy}")
+
+
+def imports(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of every absolute import, also of those inside functions."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.lineno, node.module or ""
+
+
+RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
+    function_length,
+    shape,
+    parameters,
+    annotated,
+    broad_except,
+    printing,
+    unfinished,
+    private_places,
+    file_length,
+    core_purity,
+)
