@@ -78,6 +78,18 @@ class SequenceError(FailedPrecondition):
     reason = "SEQUENCE_ERROR"
 
 
+class ReplicaLapsed(FailedPrecondition):
+    """The replica's engine is gone or silent: nothing can be promised about its pages until a session returns."""
+
+    reason = "REPLICA_LAPSED"
+
+
+class OpIdReused(FailedPrecondition):
+    """An op_id was used before, with other bytes."""
+
+    reason = "OP_ID_REUSED"
+
+
 class Moved(FailedPrecondition):
     """Another service process owns the replica. `metadata["address"]` says where."""
 
@@ -94,3 +106,15 @@ class Unavailable(KvplaneError):
     """The service cannot be reached or is shutting down; safe to try again."""
 
     reason = "UNAVAILABLE"
+
+
+class DeadlineExceeded(KvplaneError):
+    """No answer came in time; the operation may or may not have been done."""
+
+    reason = "DEADLINE_EXCEEDED"
+
+
+class InternalError(KvplaneError):
+    """The service failed on its side: a bug, or an invariant that does not hold. The message names it."""
+
+    reason = "INTERNAL"

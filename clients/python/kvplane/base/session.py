@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Step, StepResult
 
@@ -60,18 +61,26 @@ class Opened:
 
 
 class SessionTransport(Protocol):
-    """Carries one session: gRPC (`kvplane.transport`), in process, or a simulated network."""
+    """Carries one session: gRPC (`kvplane.transport`), in process, or a simulated network.
+
+    A step that is refused is an answer like any other. What is raised is about the stream: Unavailable when it is
+    broken (open it again), another KvplaneError when the service has ended the session (StaleEpoch, OtherWriter,
+    NotFound, InvalidArgument for a message that cannot be read).
+    """
 
     def open(self, request: OpenRequest) -> Opened:
-        """Open the session; raises KvplaneError."""
+        """Open a stream, in place of the one before if there was one."""
         ...
 
     def send(self, step: Step) -> None:
-        """Send without waiting; raises Unavailable when the stream is broken."""
+        """Send without waiting. A stream that is broken or ended is `receive`'s to tell.
+
+        InvalidArgument: the step holds a value that cannot be sent; nothing was sent.
+        """
         ...
 
-    def receive(self) -> StepResult:
-        """Wait for the next answer, in the order of send; raises the KvplaneError of a refused step."""
+    def receive(self) -> StepResult | KvplaneError:
+        """Wait for the next answer, in the order of send: the result, or the refusal of that step."""
         ...
 
     def heartbeat(self) -> None:
@@ -79,5 +88,5 @@ class SessionTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Say goodbye: requests are freed. Idempotent."""
+        """Say goodbye: requests are freed. Idempotent; silent when the service cannot be reached."""
         ...

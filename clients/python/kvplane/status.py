@@ -1,0 +1,151 @@
+"""Refusals <-> gRPC: the one table of classes and status codes, and rich errors (google.rpc.Status).
+
+The service turns a KvplaneError into a code and details, the client turns them back, so that the same
+exception is seen on both sides. The details travel in the trailing metadata "grpc-status-details-bin".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from kvplane.base.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    KvplaneError,
+    LimitExceeded,
+    Moved,
+    NotFound,
+    OpIdReused,
+    OtherWriter,
+    ReplicaLapsed,
+    SequenceError,
+    StaleEpoch,
+    Unavailable,
+)
+
+DOMAIN = "kvplane"
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_TEXT = 800  # characters of each text: all metadata of a call should stay under 8 KiB
+
+_CODES: Mapping[type[KvplaneError], grpc.StatusCode] = {
+    InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
+    NotFound: grpc.StatusCode.NOT_FOUND,
+    AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
+    FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    StaleEpoch: grpc.StatusCode.FAILED_PRECONDITION,
+    OtherWriter: grpc.StatusCode.FAILED_PRECONDITION,
+    SequenceError: grpc.StatusCode.FAILED_PRECONDITION,
+    ReplicaLapsed: grpc.StatusCode.FAILED_PRECONDITION,
+    OpIdReused: grpc.StatusCode.FAILED_PRECONDITION,
+    Moved: grpc.StatusCode.FAILED_PRECONDITION,
+    LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    InternalError: grpc.StatusCode.INTERNAL,
+}
+_BY_REASON = {cls.reason: cls for cls in _CODES}
+# What a code means when it came without details: from gRPC itself, or from something in between.
+_BY_CODE: Mapping[grpc.StatusCode, type[KvplaneError]] = {
+    grpc.StatusCode.CANCELLED: Unavailable,
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceeded,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
+}
+
+
+class RpcOutcome(Protocol):
+    """How a call ended: what grpc.RpcError of a call and grpc.aio.AioRpcError have in common."""
+
+    def code(self) -> grpc.StatusCode:
+        """The status code."""
+        ...
+
+    def details(self) -> str | None:
+        """The status message."""
+        ...
+
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """Pairs of key and value; values of keys that end in "-bin" are bytes."""
+        ...
+
+
+def status_code(error: KvplaneError) -> grpc.StatusCode:
+    """The gRPC status code of a refusal: that of its class, or of the nearest class above it."""
+    for cls in type(error).__mro__:
+        if cls in _CODES:
+            return _CODES[cls]
+    return grpc.StatusCode.INTERNAL
+
+
+def encode_status(error: KvplaneError) -> status_pb2.Status:
+    """The rich status of a refusal: ErrorInfo, BadRequest when a field is at fault. Long texts are cut."""
+    metadata = {key: value[:MAX_TEXT] for key, value in error.metadata.items()}
+    if error.remedy:
+        metadata["remedy"] = error.remedy[:MAX_TEXT]
+    status = status_pb2.Status(code=status_code(error).value[0], message=str(error)[: 2 * MAX_TEXT])
+    status.details.add().Pack(
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    )
+    if error.field:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.message[:MAX_TEXT]
+        )
+        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    return status
+
+
+def decode_status(status: status_pb2.Status) -> KvplaneError | None:
+    """The refusal of a rich status; None when it is not one of kvplane's."""
+    info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    for detail in status.details:
+        detail.Unpack(info)
+        detail.Unpack(bad_request)
+    if info.domain != DOMAIN:
+        return None
+    metadata = dict(info.metadata)
+    field = bad_request.field_violations[0].field if bad_request.field_violations else ""
+    remedy = metadata.pop("remedy", "")
+    message = status.message.removeprefix(f"{field}: ").removesuffix(f" ({remedy})")
+    return error_of_reason(info.reason, message, field=field, remedy=remedy, metadata=metadata)
+
+
+def error_of_rpc(outcome: RpcOutcome) -> KvplaneError:
+    """The refusal that a failed call stands for: by its details, else by its code."""
+    for key, value in outcome.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            error = _parse_details(value)
+            if error is not None:
+                return error
+    code = outcome.code()
+    message = outcome.details() or code.name
+    return _BY_CODE.get(code, InternalError)(message, metadata={"code": code.name})
+
+
+def error_of_reason(
+    reason: str, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None
+) -> KvplaneError:
+    """The refusal of a reason; an unknown reason becomes a KvplaneError that has it in its metadata."""
+    cls = _BY_REASON.get(reason, KvplaneError)
+    facts = dict(metadata or {})
+    if cls is KvplaneError:
+        facts["reason"] = reason
+    return cls(message, field=field, remedy=remedy, metadata=facts)
+
+
+def _parse_details(value: bytes) -> KvplaneError | None:
+    try:
+        return decode_status(status_pb2.Status.FromString(value))
+    except DecodeError:
+        return None

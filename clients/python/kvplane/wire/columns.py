@@ -1,0 +1,148 @@
+"""Columns: lists of integers as little-endian packed bytes, and the refusals when they cannot be.
+
+A section of a step is described once, as a tuple of Column; packing and unpacking walk that table: a column
+costs one C call each way, and its rules (element size, one entry per row, highest value) are in one place.
+This is the hot path of every step: names of fields are put together only for a refusal.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import Message
+
+from kvplane.base.errors import InvalidArgument
+
+_M = TypeVar("_M", bound=Message)
+
+U32, I32, U64 = "I", "i", "Q"
+_SWAP = sys.byteorder == "big"
+_SIZES = {U32: 4, I32: 4, U64: 8}
+_NAMES = {U32: "u32", I32: "i32", U64: "u64"}
+_BOUNDS = {U32: (0, 2**32 - 1), I32: (-(2**31), 2**31 - 1), U64: (0, 2**64 - 1)}
+
+
+class Column(NamedTuple):
+    """One column of a section.
+
+    Attributes:
+        name: of the field, in our type and in the message.
+        code: array typecode of an element, one of U32, I32, U64.
+        by_row: one entry per row of the section (or none at all); else any number.
+        highest: greatest value with a meaning, for enum columns.
+    """
+
+    name: str
+    code: str = U32
+    by_row: bool = True
+    highest: int | None = None
+
+
+def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
+    """Pack integers; raises InvalidArgument naming `where.name` and the entry that does not fit."""
+    try:
+        if code is I32:  # array takes twice as long as struct for signed elements, and less for unsigned ones
+            return struct.pack(f"<{len(values)}i", *values)
+        column = array(code, values)
+    except (OverflowError, TypeError, struct.error) as error:
+        raise _cannot_pack(values, code, f"{where}.{name}") from error
+    if _SWAP:
+        column.byteswap()
+    return column.tobytes()
+
+
+def unpack(raw: bytes, code: str, where: str, name: str) -> list[int]:
+    """Unpack integers; raises InvalidArgument naming `where.name` for a length of no whole number of them."""
+    if len(raw) % _SIZES[code]:
+        raise InvalidArgument(
+            f"{len(raw)} bytes are no whole number of {_NAMES[code]} values",
+            field=f"{where}.{name}",
+            remedy=f"send little-endian values of {_SIZES[code]} bytes each",
+        )
+    column = array(code, raw)
+    if _SWAP:
+        column.byteswap()
+    return column.tolist()
+
+
+def pack_section(section: object, columns: Iterable[Column], where: str) -> dict[str, Any]:
+    """The non-empty columns of a section, packed, by field name."""
+    packed = {}
+    for name, code, _, _ in columns:
+        values = getattr(section, name)
+        if values:
+            packed[name] = pack(values, code, where, name)
+    return packed
+
+
+def unpack_section(message: object, columns: Iterable[Column], where: str) -> dict[str, Any]:
+    """The non-empty columns of a message as lists, by field name.
+
+    Raises InvalidArgument naming `where.<column>` for a broken length, a number of entries that is not the
+    number of rows (the entries of the first by_row column), or a value without a meaning.
+    """
+    lists: dict[str, Any] = {}
+    rows = -1
+    for name, code, by_row, highest in columns:
+        raw = getattr(message, name)
+        if not raw:
+            if by_row and rows < 0:
+                rows = 0
+            continue
+        values = lists[name] = unpack(raw, code, where, name)
+        if by_row and len(values) != rows:
+            if rows >= 0:
+                raise wrong_rows(f"{where}.{name}", len(values), rows)
+            rows = len(values)
+        if highest is not None and max(values) > highest:
+            raise InvalidArgument(
+                f"{max(values)} has no meaning here",
+                field=f"{where}.{name}",
+                remedy=f"use values from 0 to {highest}",
+            )
+    return lists
+
+
+def wrong_rows(name: str, entries: int, rows: int) -> InvalidArgument:
+    """The refusal of a column that has some, but not one entry per row."""
+    return InvalidArgument(
+        f"{entries} entries for {rows} rows",
+        field=name,
+        remedy="give one entry per row, or none for the default",
+    )
+
+
+def check_total(name: str, given: int, wanted: int, unit: str, source: str) -> None:
+    """Refuse a flat column whose length is not the sum that another column announces."""
+    if given != wanted:
+        raise InvalidArgument(
+            f"{given} {unit} where {source} announces {wanted}",
+            field=name,
+            remedy=f"make {source} add up to it",
+        )
+
+
+def build(message_type: type[_M], where: str, fields: Mapping[str, Any]) -> _M:
+    """A message of these fields; raises InvalidArgument naming `where` for a value that no field can hold."""
+    try:
+        return message_type(**fields)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidArgument(
+            str(error), field=where, remedy="use values of the fields' types and ranges"
+        ) from error
+
+
+def _cannot_pack(values: Sequence[object], code: str, name: str) -> InvalidArgument:
+    low, high = _BOUNDS[code]
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or not low <= value <= high:
+            return InvalidArgument(
+                f"entry {index} is {value!r}, which is no {_NAMES[code]}",
+                field=name,
+                remedy=f"give integers from {low} to {high}",
+            )
+    raise AssertionError(f"{name}: every entry fits {_NAMES[code]} but the column was refused")

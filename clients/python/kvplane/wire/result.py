@@ -1,0 +1,160 @@
+"""StepResult, its parts and cache events <-> protobuf."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import Blocks, CacheEvent, EventKind, Orders, PartResult, RemoveReason, StepResult
+from kvplane.v1 import step_pb2 as pb
+from kvplane.wire.columns import (
+    U32,
+    U64,
+    Column,
+    build,
+    check_total,
+    pack,
+    pack_section,
+    unpack,
+    unpack_section,
+)
+
+_RESULT = (
+    Column("granted", by_row=False),
+    Column("preempted", by_row=False),
+    Column("admit_status", highest=6),
+    Column("admit_hit"),
+    Column("admit_granted"),
+    Column("admit_junction"),
+    Column("peek_hit", by_row=False),
+    Column("peek_junction", by_row=False),
+    Column("num_hashes", by_row=False),
+)
+_BLOCKS = (Column("row"), Column("group"), Column("count"), Column("ids", by_row=False))
+_STAMPS = (Column("stamp_block"), Column("stamp", U64))
+_COPIES = (Column("copy_src"), Column("copy_dst"), Column("copy_group"))
+_ZEROES = (Column("zero_block"), Column("zero_group"))
+_ORDERS = _STAMPS + _COPIES + _ZEROES
+_BLOCK_FIELDS = ("new_blocks", "tables", "peek_blocks")
+
+
+def encode_result(result: StepResult) -> pb.StepResult:
+    """The message of an answer."""
+    fields = {
+        "seq": result.seq,
+        "part": result.part,
+        "parts": [_encode_part(part, f"parts[{index}]") for index, part in enumerate(result.parts)],
+        "published_through": result.published_through,
+    }
+    return build(pb.StepResult, "result", fields)
+
+
+def decode_result(message: pb.StepResult) -> StepResult:
+    """The answer of a message; raises InvalidArgument naming the field for a shape that no answer has."""
+    return StepResult(
+        seq=message.seq,
+        part=message.part,
+        parts=[_decode_part(part, f"parts[{index}]") for index, part in enumerate(message.parts)],
+        published_through=message.published_through,
+    )
+
+
+def encode_orders(orders: Orders) -> pb.Orders:
+    """The message of the orders of one part."""
+    return build(pb.Orders, "orders", pack_section(orders, _ORDERS, "orders"))
+
+
+def decode_orders(message: pb.Orders, where: str = "orders") -> Orders:
+    """The orders of a message."""
+    fields: dict[str, Any] = {}
+    for columns in (_STAMPS, _COPIES, _ZEROES):
+        fields.update(unpack_section(message, columns, where))
+    return Orders(**fields)
+
+
+def encode_event(event: CacheEvent) -> pb.CacheEvent:
+    """The message of one cache event."""
+    fields = {
+        "kind": int(event.kind),
+        "group": event.group,
+        "hashes": event.hashes,
+        "blocks": pack(event.blocks, U32, "event", "blocks"),
+        "domain": event.domain,
+        "parent": event.parent,
+        "block_size": event.block_size,
+        "slot": event.slot,
+        "start": event.start,
+        "end": event.end,
+        "block_starts": pack(event.block_starts, U32, "event", "block_starts"),
+        "reason": int(event.reason),
+    }
+    return build(pb.CacheEvent, "event", fields)
+
+
+def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
+    """The cache event of a message."""
+    try:
+        kind, reason = EventKind(message.kind), RemoveReason(message.reason)
+    except ValueError as error:
+        raise InvalidArgument(
+            str(error),
+            field=f"{where}.kind",
+            remedy="update the client: the service knows more kinds of events",
+        ) from error
+    return CacheEvent(
+        kind=kind,
+        group=message.group,
+        hashes=tuple(message.hashes),
+        blocks=tuple(unpack(message.blocks, U32, where, "blocks")),
+        domain=message.domain,
+        parent=message.parent,
+        block_size=message.block_size,
+        slot=message.slot,
+        start=message.start,
+        end=message.end,
+        block_starts=tuple(unpack(message.block_starts, U32, where, "block_starts")),
+        reason=reason,
+    )
+
+
+# As in a step, what lies within is handed over as dicts, which are not copied.
+def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
+    fields = pack_section(part, _RESULT, where)
+    for name in _BLOCK_FIELDS:
+        if blocks := pack_section(getattr(part, name), _BLOCKS, where):
+            fields[name] = blocks
+    if orders := pack_section(part.orders, _ORDERS, where):
+        fields["orders"] = orders
+    if part.last_hash:
+        fields["last_hash"] = part.last_hash
+    if part.events:
+        fields["events"] = [encode_event(event) for event in part.events]
+    if part.reset_done:
+        fields["reset_done"] = True
+    fields["free_blocks"] = part.free_blocks
+    return fields
+
+
+def _decode_part(message: pb.PartResult, where: str) -> PartResult:
+    fields = unpack_section(message, _RESULT, where)
+    for name in _BLOCK_FIELDS:
+        if message.HasField(name):
+            fields[name] = _decode_blocks(getattr(message, name), f"{where}.{name}")
+    if message.HasField("orders"):
+        fields["orders"] = decode_orders(message.orders, f"{where}.orders")
+    if message.events:
+        fields["events"] = [
+            decode_event(event, f"{where}.events[{at}]") for at, event in enumerate(message.events)
+        ]
+    return PartResult(
+        last_hash=list(message.last_hash),
+        reset_done=message.reset_done,
+        free_blocks=message.free_blocks,
+        **fields,
+    )
+
+
+def _decode_blocks(message: pb.Blocks, where: str) -> Blocks:
+    blocks = Blocks(**unpack_section(message, _BLOCKS, where))
+    check_total(f"{where}.ids", len(blocks.ids), sum(blocks.count), "ids", f"{where}.count")
+    return blocks

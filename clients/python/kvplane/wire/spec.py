@@ -1,0 +1,125 @@
+"""ReplicaSpec, GroupSpec and AlignSpec <-> protobuf."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeVar
+
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import (
+    AlignSpec,
+    CommitRule,
+    GroupKind,
+    GroupSpec,
+    HashAlgorithm,
+    MambaMode,
+    ReplicaSpec,
+)
+from kvplane.v1 import replica_pb2 as pb
+from kvplane.wire.columns import build
+
+_E = TypeVar("_E", bound=Enum)
+
+_SAME_IN_GROUP = (
+    "block_size",
+    "window",
+    "chunk",
+    "speculative_blocks",
+    "sink_tokens",
+    "is_draft",
+    "drops_last_block",
+    "admission_cap_blocks",
+    "zero_new_blocks",
+    "lookup_class",
+    "page_bytes",
+    "extra_retained_tokens",
+)
+_SAME_IN_ALIGN = ("block_size", "chunk_limit", "stop_at_tail")
+_SAME_IN_REPLICA = (
+    "num_blocks",
+    "max_model_len",
+    "hash_block_size",
+    "scheduler_block_size",
+    "max_in_flight_tokens",
+    "hash_seed",
+    "retention_interval",
+    "partial_hits",
+    "watermark_blocks",
+    "hash_lookahead_tokens",
+    "prefill_lookahead",
+    "keep_divergence_boundary",
+)
+
+
+def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
+    """The message of a spec; raises InvalidArgument naming the field for a spec that no replica can have."""
+    spec.validate()
+    fields = {name: getattr(spec, name) for name in _SAME_IN_REPLICA}
+    fields["groups"] = [_encode_group(group, f"groups[{index}]") for index, group in enumerate(spec.groups)]
+    fields["hash_algorithm"] = encode_enum(pb.HashAlgorithm, "HASH_ALGORITHM", spec.hash_algorithm)
+    fields["commit"] = encode_enum(pb.CommitRule, "COMMIT_RULE", spec.commit)
+    fields["disable_caching"] = not spec.enable_caching
+    fields["disable_events"] = not spec.events
+    fields["align"] = build(
+        pb.AlignSpec, "align", {name: getattr(spec.align, name) for name in _SAME_IN_ALIGN}
+    )
+    return build(pb.ReplicaSpec, "spec", fields)
+
+
+def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
+    """The spec of a message; raises InvalidArgument naming the field for one that no replica can have."""
+    spec = ReplicaSpec(
+        groups=tuple(_decode_group(group, f"groups[{index}]") for index, group in enumerate(message.groups)),
+        hash_algorithm=decode_enum(
+            pb.HashAlgorithm,
+            "HASH_ALGORITHM",
+            message.hash_algorithm,
+            "hash_algorithm",
+            HashAlgorithm.KVPLANE,
+        ),
+        commit=decode_enum(pb.CommitRule, "COMMIT_RULE", message.commit, "commit", CommitRule.SAFE),
+        enable_caching=not message.disable_caching,
+        events=not message.disable_events,
+        align=AlignSpec(**{name: getattr(message.align, name) for name in _SAME_IN_ALIGN}),
+        **{name: getattr(message, name) for name in _SAME_IN_REPLICA},
+    )
+    spec.validate()
+    return spec
+
+
+def encode_enum(enum_type: EnumTypeWrapper, prefix: str, value: Enum) -> int:
+    """The number of our enum value: the proto name is PREFIX_ and the value in capitals."""
+    return enum_type.Value(f"{prefix}_{value.value.upper()}")
+
+
+def decode_enum(enum_type: EnumTypeWrapper, prefix: str, number: int, field: str, default: _E) -> _E:
+    """Our value of an enum number, 0 being `default`; raises InvalidArgument naming `field` otherwise."""
+    if not number:
+        return default
+    name = enum_type.DESCRIPTOR.values_by_number.get(number)
+    if name is None:
+        raise InvalidArgument(f"{number} has no meaning here", field=field, remedy=f"use a value of {prefix}")
+    return type(default)(name.name.removeprefix(f"{prefix}_").lower())
+
+
+def _encode_group(group: GroupSpec, where: str) -> pb.GroupSpec:
+    fields = {name: getattr(group, name) for name in _SAME_IN_GROUP}
+    fields["kind"] = encode_enum(pb.GroupKind, "GROUP_KIND", group.kind)
+    fields["mamba_mode"] = encode_enum(pb.MambaMode, "MAMBA_MODE", group.mamba_mode)
+    fields["layer_names"] = group.layer_names
+    return build(pb.GroupSpec, where, fields)
+
+
+def _decode_group(message: pb.GroupSpec, where: str) -> GroupSpec:
+    if not message.kind:
+        raise InvalidArgument("no kind is given", field=f"{where}.kind", remedy="use a value of GROUP_KIND")
+    return GroupSpec(
+        kind=decode_enum(pb.GroupKind, "GROUP_KIND", message.kind, f"{where}.kind", GroupKind.FULL_ATTENTION),
+        mamba_mode=decode_enum(
+            pb.MambaMode, "MAMBA_MODE", message.mamba_mode, f"{where}.mamba_mode", MambaMode.NONE
+        ),
+        layer_names=tuple(message.layer_names),
+        **{name: getattr(message, name) for name in _SAME_IN_GROUP},
+    )

@@ -1,0 +1,333 @@
+"""Step and its parts <-> protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import (
+    NO_EXTRA_KEYS,
+    UNLIMITED,
+    Admit,
+    Budget,
+    Cache,
+    ExtraKeys,
+    Facts,
+    Multimodal,
+    News,
+    OnRefusal,
+    Part,
+    Peek,
+    Run,
+    Step,
+)
+from kvplane.v1 import step_pb2 as pb
+from kvplane.wire.columns import (
+    I32,
+    U64,
+    Column,
+    build,
+    check_total,
+    pack_section,
+    unpack_section,
+    wrong_rows,
+)
+
+_FACTS = (
+    Column("slot"),
+    Column("computed", I32),
+    Column("appended"),
+    Column("tokens", by_row=False),
+    Column("num_hashes"),
+    Column("commit", I32),
+    Column("end", highest=3),
+    Column("fence", U64),
+)
+_CACHE = (
+    Column("failed_steps", U64, by_row=False),
+    Column("evicted", by_row=False),
+    Column("released", by_row=False),
+)
+_NEWS = (
+    Column("slot"),
+    Column("num_tokens"),
+    Column("tokens", by_row=False),
+    Column("num_hashes"),
+    Column("skip_reading", highest=1),
+    Column("max_tokens"),
+)
+_RUN = (
+    Column("slot"),
+    Column("extra", I32),
+    Column("cap"),
+    Column("lookahead"),
+    Column("in_flight", I32),
+    Column("flags", highest=3),
+    Column("victims", by_row=False),
+)
+_ADMIT = (
+    Column("slot"),
+    Column("extra", I32),
+    Column("cap"),
+    Column("lookahead"),
+    Column("external"),
+    Column("expected_hit", I32),
+    Column("encoder_tokens"),
+    Column("reserved"),
+    Column("watermark", highest=2),
+    Column("flags", highest=15),
+)
+_PEEK = (Column("slot"),)
+
+
+def encode_step(step: Step) -> pb.Step:
+    """The message of a step; raises InvalidArgument naming the column with a value that cannot be sent."""
+    fields = {
+        "epoch": step.epoch,
+        "seq": step.seq,
+        "part": step.part,
+        "more": not step.last,
+        "executed_through": step.executed_through,
+        "parts": [_encode_part(part, f"parts[{index}]") for index, part in enumerate(step.parts)],
+    }
+    return build(pb.Step, "step", fields)
+
+
+def decode_step(message: pb.Step, digest_size: int) -> Step:
+    """The step of a message whose hashes are digests of `digest_size` bytes.
+
+    Checks the shape: element sizes, one entry per row, values that have a meaning, totals of tokens and
+    hashes. What the rows mean is the core's to judge. Raises InvalidArgument naming the field, such as
+    "parts[0].run.cap".
+    """
+    if not message.parts:
+        raise InvalidArgument(
+            "a step has at least one part", field="parts", remedy="send an empty part to apply nothing"
+        )
+    return Step(
+        epoch=message.epoch,
+        seq=message.seq,
+        parts=[
+            _decode_part(part, digest_size, f"parts[{index}]") for index, part in enumerate(message.parts)
+        ],
+        part=message.part,
+        last=not message.more,
+        executed_through=message.executed_through,
+    )
+
+
+def encode_extra_keys(keys: ExtraKeys) -> pb.ExtraKeys:
+    """The message of extra keys."""
+    name, path = keys.lora or ("", "")
+    items = [
+        pb.MultimodalItem(identifier=item.identifier, offset=item.offset, length=item.length)
+        for item in keys.multimodal
+    ]
+    return pb.ExtraKeys(
+        lora_name=name, lora_path=path, salt=keys.salt, multimodal=items, prompt_embeds=keys.prompt_embeds
+    )
+
+
+def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
+    """The extra keys of a message; NO_EXTRA_KEYS itself when there are none."""
+    if not message.ByteSize():
+        return NO_EXTRA_KEYS
+    has_lora = bool(message.lora_name or message.lora_path)
+    return ExtraKeys(
+        lora=(message.lora_name, message.lora_path) if has_lora else None,
+        salt=message.salt,
+        multimodal=tuple(
+            Multimodal(item.identifier, item.offset, item.length) for item in message.multimodal
+        ),
+        prompt_embeds=tuple(message.prompt_embeds),
+    )
+
+
+# Sections are handed over as dicts: to build a message of messages would copy the columns at each level.
+def _encode_part(part: Part, where: str) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if facts := _encode_facts(part.facts, f"{where}.facts"):
+        fields["facts"] = facts
+    if cache := _encode_cache(part.cache, f"{where}.cache"):
+        fields["cache"] = cache
+    if news := _encode_news(part.news, f"{where}.news"):
+        fields["news"] = news
+    if run := _encode_run(part.run, f"{where}.run"):
+        fields["run"] = run
+    if admit := _encode_admit(part.admit, f"{where}.admit"):
+        fields["admit"] = admit
+    if peek := _encode_peek(part.peek, f"{where}.peek"):
+        fields["peek"] = peek
+    if budget := _encode_budget(part.budget, f"{where}.budget"):
+        fields["budget"] = budget
+    if part.with_tables:
+        fields["with_tables"] = True
+    return fields
+
+
+def _encode_facts(facts: Facts, where: str) -> dict[str, Any]:
+    fields = pack_section(facts, _FACTS, where)
+    if facts.hashes:
+        fields["hashes"] = facts.hashes
+    return fields
+
+
+def _encode_cache(cache: Cache, where: str) -> dict[str, Any]:
+    fields = pack_section(cache, _CACHE, where)
+    if cache.reset:
+        fields["reset"] = True
+    return fields
+
+
+def _encode_news(news: News, where: str) -> dict[str, Any]:
+    fields = pack_section(news, _NEWS, where)
+    if news.hashes:
+        fields["hashes"] = news.hashes
+    if news.request_id:
+        fields["request_id"] = news.request_id
+    if news.domain:
+        fields["domain"] = news.domain
+    if news.extra_keys:
+        fields["extra_keys"] = [encode_extra_keys(keys) for keys in news.extra_keys]
+    return fields
+
+
+def _encode_run(run: Run, where: str) -> dict[str, Any]:
+    fields = pack_section(run, _RUN, where)
+    if run.on_refusal != OnRefusal.PREEMPT:
+        fields["on_refusal"] = run.on_refusal + 1
+    return fields
+
+
+def _encode_admit(admit: Admit, where: str) -> dict[str, Any]:
+    fields = pack_section(admit, _ADMIT, where)
+    if admit.on_refusal != OnRefusal.STOP:
+        fields["on_refusal"] = admit.on_refusal + 1
+    if admit.max_running != UNLIMITED:
+        fields["max_running"] = _u32(admit.max_running, f"{where}.max_running")
+    if admit.only_if_no_preemption:
+        fields["only_if_no_preemption"] = True
+    return fields
+
+
+def _encode_peek(peek: Peek, where: str) -> dict[str, Any]:
+    fields = pack_section(peek, _PEEK, where)
+    if peek.with_blocks:
+        fields["with_blocks"] = True
+    return fields
+
+
+def _encode_budget(budget: Budget, where: str) -> dict[str, Any]:
+    fields = {}
+    if budget.tokens != UNLIMITED:
+        fields["tokens"] = _u32(budget.tokens, f"{where}.tokens")
+    if budget.input != UNLIMITED:
+        fields["input"] = _u32(budget.input, f"{where}.input")
+    if budget.overhead:
+        fields["overhead"] = _u32(budget.overhead, f"{where}.overhead")
+    return fields
+
+
+def _u32(value: int, name: str) -> int:
+    if not 0 <= value <= UNLIMITED:
+        raise InvalidArgument(
+            f"{value} is no u32", field=name, remedy=f"give an integer from 0 to {UNLIMITED}"
+        )
+    return value
+
+
+def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
+    fields: dict[str, Any] = {}
+    if message.HasField("facts"):
+        fields["facts"] = _decode_facts(message.facts, digest_size, f"{where}.facts")
+    if message.HasField("cache"):
+        columns = unpack_section(message.cache, _CACHE, f"{where}.cache")
+        fields["cache"] = Cache(reset=message.cache.reset, **columns)
+    if message.HasField("news"):
+        fields["news"] = _decode_news(message.news, digest_size, f"{where}.news")
+    if message.HasField("run"):
+        fields["run"] = _decode_run(message.run, f"{where}.run")
+    if message.HasField("admit"):
+        fields["admit"] = _decode_admit(message.admit, f"{where}.admit")
+    if message.HasField("peek"):
+        columns = unpack_section(message.peek, _PEEK, f"{where}.peek")
+        fields["peek"] = Peek(with_blocks=message.peek.with_blocks, **columns)
+    if message.HasField("budget"):
+        fields["budget"] = _decode_budget(message.budget)
+    return Part(with_tables=message.with_tables, **fields)
+
+
+def _decode_facts(message: pb.Facts, digest_size: int, where: str) -> Facts:
+    facts = Facts(hashes=message.hashes, **unpack_section(message, _FACTS, where))
+    _check_content(facts, facts.appended, "appended", digest_size, where)
+    return facts
+
+
+def _decode_news(message: pb.News, digest_size: int, where: str) -> News:
+    columns = unpack_section(message, _NEWS, where)
+    news = News(
+        hashes=message.hashes,
+        request_id=list(message.request_id),
+        domain=list(message.domain),
+        extra_keys=[decode_extra_keys(keys) for keys in message.extra_keys],
+        **columns,
+    )
+    rows = len(news.slot)
+    for name, entries in (
+        ("request_id", len(news.request_id)),
+        ("domain", len(news.domain)),
+        ("extra_keys", len(news.extra_keys)),
+    ):
+        if entries not in (0, rows):
+            raise wrong_rows(f"{where}.{name}", entries, rows)
+    _check_content(news, news.num_tokens, "num_tokens", digest_size, where)
+    return news
+
+
+def _check_content(
+    section: Facts | News, counts: list[int], count_name: str, digest_size: int, where: str
+) -> None:
+    if section.tokens:
+        check_total(f"{where}.tokens", len(section.tokens), sum(counts), "token ids", f"{where}.{count_name}")
+    if section.hashes or section.num_hashes:
+        num_bytes = sum(section.num_hashes) * digest_size
+        check_total(
+            f"{where}.hashes", len(section.hashes), num_bytes, "bytes", f"{where}.num_hashes x {digest_size}"
+        )
+
+
+def _decode_run(message: pb.Run, where: str) -> Run:
+    columns = unpack_section(message, _RUN, where)
+    on_refusal = _decode_on_refusal(message.on_refusal, OnRefusal.PREEMPT, tuple(OnRefusal), where)
+    return Run(on_refusal=on_refusal, **columns)
+
+
+def _decode_admit(message: pb.Admit, where: str) -> Admit:
+    columns = unpack_section(message, _ADMIT, where)
+    allowed = (OnRefusal.STOP, OnRefusal.SKIP)
+    return Admit(
+        max_running=message.max_running if message.HasField("max_running") else UNLIMITED,
+        on_refusal=_decode_on_refusal(message.on_refusal, OnRefusal.STOP, allowed, where),
+        only_if_no_preemption=message.only_if_no_preemption,
+        **columns,
+    )
+
+
+def _decode_on_refusal(value: int, default: OnRefusal, allowed: Sequence[OnRefusal], where: str) -> OnRefusal:
+    if value == pb.ON_REFUSAL_UNSPECIFIED:
+        return default
+    if value - 1 not in allowed:
+        names = ", ".join(choice.name for choice in allowed)
+        raise InvalidArgument(
+            f"{value} has no meaning here", field=f"{where}.on_refusal", remedy=f"use one of {names}"
+        )
+    return OnRefusal(value - 1)
+
+
+def _decode_budget(message: pb.Budget) -> Budget:
+    return Budget(
+        tokens=message.tokens if message.HasField("tokens") else UNLIMITED,
+        input=message.input if message.HasField("input") else UNLIMITED,
+        overhead=message.overhead,
+    )

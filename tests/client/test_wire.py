@@ -1,0 +1,493 @@
+"""Types -> message -> bytes -> message -> types changes nothing, and what cannot be is refused by field."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane import wire
+from kvplane.base import errors
+from kvplane.base.errors import InvalidArgument, KvplaneError
+from kvplane.base.groups import (
+    AlignSpec,
+    CommitRule,
+    GroupKind,
+    GroupSpec,
+    HashAlgorithm,
+    MambaMode,
+    ReplicaSpec,
+)
+from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.step import (
+    UNLIMITED,
+    Admit,
+    Blocks,
+    Budget,
+    Cache,
+    CacheEvent,
+    EventKind,
+    ExtraKeys,
+    Facts,
+    Multimodal,
+    News,
+    OnRefusal,
+    Orders,
+    Part,
+    PartResult,
+    Peek,
+    RemoveReason,
+    Run,
+    Step,
+    StepResult,
+)
+from kvplane.v1 import allocation_pb2, replica_pb2, step_pb2
+
+DIGEST = 32
+
+u32 = st.integers(0, 2**32 - 1)
+i32 = st.integers(-(2**31), 2**31 - 1)
+u64 = st.integers(0, 2**64 - 1)
+digests = st.binary(min_size=DIGEST, max_size=DIGEST)
+names = st.text(max_size=8)
+
+
+def column(rows, element):
+    """A column of a section: nothing, or one entry per row."""
+    full = st.lists(element, min_size=rows, max_size=rows)
+    return st.just([]) | full
+
+
+def flat(element=u32):
+    return st.lists(element, max_size=6)
+
+
+@st.composite
+def contents(draw, rows):
+    """Counts, tokens, num_hashes and hashes that agree."""
+    counts = draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows))
+    tokens = draw(st.lists(u32, min_size=sum(counts), max_size=sum(counts)))
+    num_hashes = draw(column(rows, st.integers(0, 2)))
+    hashes = b"".join(draw(st.lists(digests, min_size=sum(num_hashes), max_size=sum(num_hashes))))
+    return counts, tokens, num_hashes, hashes
+
+
+@st.composite
+def facts(draw):
+    rows = draw(st.integers(0, 4))
+    appended, tokens, num_hashes, hashes = draw(contents(rows))
+    return Facts(
+        slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
+        computed=draw(column(rows, i32)),
+        appended=appended,
+        tokens=tokens,
+        num_hashes=num_hashes,
+        hashes=hashes,
+        commit=draw(column(rows, i32)),
+        end=draw(column(rows, st.integers(0, 3))),
+        fence=draw(column(rows, u64)),
+    )
+
+
+extra_keys = st.builds(
+    ExtraKeys,
+    lora=st.none() | st.tuples(st.text(min_size=1, max_size=4), names),
+    salt=names,
+    multimodal=st.lists(st.builds(Multimodal, names, u32, u32), max_size=2).map(tuple),
+    prompt_embeds=st.lists(digests, max_size=2).map(tuple),
+)
+
+
+@st.composite
+def news(draw):
+    rows = draw(st.integers(0, 4))
+    num_tokens, tokens, num_hashes, hashes = draw(contents(rows))
+    return News(
+        slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
+        num_tokens=num_tokens,
+        tokens=tokens,
+        num_hashes=num_hashes,
+        hashes=hashes,
+        request_id=draw(column(rows, names)),
+        domain=draw(column(rows, names)),
+        extra_keys=draw(column(rows, extra_keys)),
+        skip_reading=draw(column(rows, st.integers(0, 1))),
+        max_tokens=draw(column(rows, u32)),
+    )
+
+
+@st.composite
+def runs(draw):
+    rows = draw(st.integers(0, 4))
+    return Run(
+        slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
+        extra=draw(column(rows, i32)),
+        cap=draw(column(rows, u32)),
+        lookahead=draw(column(rows, u32)),
+        in_flight=draw(column(rows, i32)),
+        flags=draw(column(rows, st.integers(0, 3))),
+        victims=draw(flat()),
+        on_refusal=draw(st.sampled_from(OnRefusal)),
+    )
+
+
+@st.composite
+def admits(draw):
+    rows = draw(st.integers(0, 4))
+    return Admit(
+        slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
+        extra=draw(column(rows, i32)),
+        cap=draw(column(rows, u32)),
+        lookahead=draw(column(rows, u32)),
+        external=draw(column(rows, u32)),
+        expected_hit=draw(column(rows, i32)),
+        encoder_tokens=draw(column(rows, u32)),
+        reserved=draw(column(rows, u32)),
+        watermark=draw(column(rows, st.integers(0, 2))),
+        flags=draw(column(rows, st.integers(0, 15))),
+        max_running=draw(u32),
+        on_refusal=draw(st.sampled_from([OnRefusal.STOP, OnRefusal.SKIP])),
+        only_if_no_preemption=draw(st.booleans()),
+    )
+
+
+parts = st.builds(
+    Part,
+    facts=facts(),
+    cache=st.builds(Cache, failed_steps=flat(u64), evicted=flat(), released=flat(), reset=st.booleans()),
+    news=news(),
+    run=runs(),
+    admit=admits(),
+    peek=st.builds(Peek, slot=flat(), with_blocks=st.booleans()),
+    budget=st.builds(Budget, tokens=u32, input=u32, overhead=u32),
+    with_tables=st.booleans(),
+)
+steps = st.builds(
+    Step,
+    epoch=u64,
+    seq=u64,
+    parts=st.lists(parts, min_size=1, max_size=2),
+    part=u32,
+    last=st.booleans(),
+    executed_through=u64,
+)
+
+
+@st.composite
+def blocks(draw):
+    out = Blocks()
+    for _ in range(draw(st.integers(0, 3))):
+        out.add(draw(u32), draw(u32), draw(flat()))
+    return out
+
+
+@st.composite
+def orders(draw):
+    stamps, copies, zeroes = (draw(st.integers(0, 3)) for _ in range(3))
+
+    def exactly(rows, element=u32):
+        return draw(st.lists(element, min_size=rows, max_size=rows))
+
+    return Orders(
+        stamp_block=exactly(stamps),
+        stamp=exactly(stamps, u64),
+        copy_src=exactly(copies),
+        copy_dst=exactly(copies),
+        copy_group=exactly(copies),
+        zero_block=exactly(zeroes),
+        zero_group=exactly(zeroes),
+    )
+
+
+events = st.builds(
+    CacheEvent,
+    kind=st.sampled_from(EventKind),
+    group=u32,
+    hashes=st.lists(digests, max_size=2).map(tuple),
+    blocks=flat().map(tuple),
+    domain=names,
+    parent=digests | st.just(b""),
+    block_size=u32,
+    slot=u32,
+    start=u32,
+    end=u32,
+    block_starts=flat().map(tuple),
+    reason=st.sampled_from(RemoveReason),
+)
+
+
+@st.composite
+def part_results(draw):
+    rows = draw(st.integers(0, 3))
+
+    def per_row(element=u32):
+        return draw(st.lists(element, min_size=rows, max_size=rows))
+
+    return PartResult(
+        granted=draw(flat()),
+        preempted=draw(flat()),
+        admit_status=per_row(st.integers(0, 6)),
+        admit_hit=per_row(),
+        admit_granted=per_row(),
+        admit_junction=per_row(),
+        new_blocks=draw(blocks()),
+        tables=draw(blocks()),
+        peek_hit=draw(flat()),
+        peek_junction=draw(flat()),
+        peek_blocks=draw(blocks()),
+        num_hashes=draw(flat()),
+        last_hash=draw(st.lists(digests | st.just(b""), max_size=3)),
+        reset_done=draw(st.booleans()),
+        orders=draw(orders()),
+        free_blocks=draw(u32),
+        events=draw(st.lists(events, max_size=2)),
+    )
+
+
+results = st.builds(
+    StepResult, seq=u64, part=u32, parts=st.lists(part_results(), max_size=2), published_through=u64
+)
+
+small = st.integers(0, 1000)
+groups = st.one_of(
+    st.builds(
+        GroupSpec,
+        kind=st.just(GroupKind.FULL_ATTENTION),
+        block_size=st.integers(1, 1024),
+        is_draft=st.booleans(),
+        drops_last_block=st.booleans(),
+        admission_cap_blocks=small,
+        zero_new_blocks=st.booleans(),
+        lookup_class=small,
+        layer_names=st.lists(names, max_size=2).map(tuple),
+        page_bytes=u64,
+        extra_retained_tokens=small,
+    ),
+    st.builds(
+        GroupSpec,
+        kind=st.sampled_from([GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.R_SWA]),
+        block_size=st.integers(1, 64),
+        window=st.integers(1, 4096),
+    ),
+    st.builds(
+        GroupSpec, kind=st.just(GroupKind.CHUNKED_LOCAL), block_size=st.just(16), chunk=st.integers(1, 8192)
+    ),
+    st.builds(
+        GroupSpec,
+        kind=st.just(GroupKind.MAMBA),
+        block_size=st.just(16),
+        mamba_mode=st.sampled_from(MambaMode),
+        speculative_blocks=small,
+    ),
+    st.builds(GroupSpec, kind=st.just(GroupKind.SINK_FULL), block_size=st.just(16), sink_tokens=st.just(32)),
+    st.builds(
+        GroupSpec,
+        kind=st.sampled_from([GroupKind.MLA, GroupKind.CROSS, GroupKind.RING]),
+        block_size=small.map(lambda n: n + 1),
+    ),
+)
+specs = st.builds(
+    ReplicaSpec,
+    groups=st.lists(groups, min_size=1, max_size=3).map(tuple),
+    num_blocks=st.integers(1001, 1 << 28),
+    max_model_len=st.integers(1, 1 << 30),
+    hash_block_size=st.just(16),
+    scheduler_block_size=st.integers(1, 64).map(lambda n: 16 * n),
+    max_in_flight_tokens=st.integers(1, 1 << 30),
+    hash_algorithm=st.sampled_from(HashAlgorithm),
+    hash_seed=names,
+    enable_caching=st.booleans(),
+    retention_interval=st.integers(-1, 1 << 20),
+    partial_hits=st.booleans(),
+    watermark_blocks=small,
+    commit=st.sampled_from(CommitRule),
+    hash_lookahead_tokens=small,
+    prefill_lookahead=small,
+    keep_divergence_boundary=st.booleans(),
+    align=st.builds(AlignSpec, block_size=small, chunk_limit=small, stop_at_tail=st.booleans()),
+    events=st.booleans(),
+)
+
+
+def over_the_wire(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(steps)
+def test_a_step_comes_back_as_it_was(step):
+    assert wire.decode_step(over_the_wire(wire.encode_step(step)), DIGEST) == step
+
+
+@given(results)
+def test_an_answer_comes_back_as_it_was(result):
+    assert wire.decode_result(over_the_wire(wire.encode_result(result))) == result
+
+
+@given(specs)
+def test_a_spec_comes_back_as_it_was(spec):
+    assert wire.decode_spec(over_the_wire(wire.encode_spec(spec))) == spec
+
+
+@given(st.builds(OpenRequest, names, u64, u64, st.booleans(), names, flat(u64).map(tuple)))
+def test_an_open_request_comes_back_as_it_was(request):
+    assert wire.decode_open(over_the_wire(wire.encode_open(request))) == request
+
+
+@given(st.builds(Opened, u64, u64, u32, u32, u32, u32, specs, u32, u32))
+def test_the_answer_to_an_open_comes_back_as_it_was(opened):
+    assert wire.decode_opened(over_the_wire(wire.encode_opened(opened))) == opened
+
+
+def every_error():
+    found = [KvplaneError]
+    for cls in found:
+        found.extend(cls.__subclasses__())
+    return found[1:]
+
+
+@pytest.mark.parametrize("cls", every_error(), ids=lambda cls: cls.__name__)
+def test_a_refusal_of_a_step_comes_back_as_it_was(cls):
+    error = cls("too much", field="parts[0].run.cap", remedy="ask for less", metadata={"epoch": "7"})
+    message = over_the_wire(wire.encode_step_error(3, 1, error))
+    back = wire.decode_step_error(message)
+    assert (message.seq, message.part) == (3, 1)
+    assert type(back) is cls
+    assert vars(back) == vars(error)
+
+
+def test_a_refusal_that_a_newer_service_invented_keeps_its_reason():
+    back = wire.decode_step_error(step_pb2.StepError(reason="NEW_REASON", message="no"))
+    assert type(back) is errors.KvplaneError
+    assert back.metadata == {"reason": "NEW_REASON"}
+
+
+u32s = lambda *values: b"".join(value.to_bytes(4, "little") for value in values)  # noqa: E731
+
+
+def test_columns_are_little_endian_on_the_wire():
+    step = Step(1, 1, [Part(run=Run(slot=[1, 258], extra=[-1, 2]))])
+    message = wire.encode_step(step)
+    assert message.parts[0].run.slot == bytes([1, 0, 0, 0, 2, 1, 0, 0])
+    assert message.parts[0].run.extra == bytes([255, 255, 255, 255, 2, 0, 0, 0])
+
+
+def test_defaults_take_no_bytes():
+    assert wire.encode_step(Step(0, 0, [Part()])).ByteSize() == 2
+    assert wire.encode_result(StepResult(0, 0, [PartResult()])).ByteSize() == 2
+
+
+BAD_PARTS = {
+    "slot of three bytes": ({"run": {"slot": b"abc"}}, "parts[0].run.slot"),
+    "cap for one of two rows": ({"run": {"slot": u32s(1, 2), "cap": u32s(4)}}, "parts[0].run.cap"),
+    "cap without rows": ({"run": {"cap": u32s(4)}}, "parts[0].run.cap"),
+    "unknown run flag": ({"run": {"slot": u32s(1), "flags": u32s(4)}}, "parts[0].run.flags"),
+    "unknown on_refusal": ({"run": {"slot": u32s(1), "on_refusal": 9}}, "parts[0].run.on_refusal"),
+    "admission cannot preempt": ({"admit": {"slot": u32s(1), "on_refusal": 3}}, "parts[0].admit.on_refusal"),
+    "unknown watermark": ({"admit": {"slot": u32s(1), "watermark": u32s(3)}}, "parts[0].admit.watermark"),
+    "unknown end": ({"facts": {"slot": u32s(1), "end": u32s(4)}}, "parts[0].facts.end"),
+    "half a fence": ({"facts": {"slot": u32s(1), "fence": u32s(4)}}, "parts[0].facts.fence"),
+    "too few tokens": (
+        {"facts": {"slot": u32s(1), "appended": u32s(2), "tokens": u32s(7)}},
+        "parts[0].facts.tokens",
+    ),
+    "short digest": (
+        {"facts": {"slot": u32s(1), "num_hashes": u32s(1), "hashes": b"x" * 31}},
+        "parts[0].facts.hashes",
+    ),
+    "hashes of nobody": (
+        {"news": {"slot": u32s(1), "num_tokens": u32s(1), "hashes": b"x" * 32}},
+        "parts[0].news.hashes",
+    ),
+    "tokens of nobody": ({"news": {"slot": u32s(1), "tokens": u32s(1)}}, "parts[0].news.tokens"),
+    "names for one of two": ({"news": {"slot": u32s(1, 2), "request_id": ["a"]}}, "parts[0].news.request_id"),
+    "skip_reading of 2": ({"news": {"slot": u32s(1), "skip_reading": u32s(2)}}, "parts[0].news.skip_reading"),
+    "evicted of five bytes": ({"cache": {"evicted": b"12345"}}, "parts[0].cache.evicted"),
+    "peek of one byte": ({"peek": {"slot": b"1"}}, "parts[0].peek.slot"),
+}
+
+
+@pytest.mark.parametrize(("part", "field"), BAD_PARTS.values(), ids=BAD_PARTS.keys())
+def test_a_malformed_part_is_refused_by_field(part, field):
+    message = step_pb2.Step(epoch=1, seq=1, parts=[part])
+    with pytest.raises(InvalidArgument) as caught:
+        wire.decode_step(message, DIGEST)
+    assert caught.value.field == field
+    assert caught.value.remedy
+
+
+def test_the_second_part_is_named():
+    message = step_pb2.Step(parts=[{}, {"peek": {"slot": b"1"}}])
+    with pytest.raises(InvalidArgument, match=r"parts\[1\]\.peek\.slot"):
+        wire.decode_step(message, DIGEST)
+
+
+def test_a_step_without_parts_is_refused():
+    with pytest.raises(InvalidArgument, match="parts"):
+        wire.decode_step(step_pb2.Step(seq=1), DIGEST)
+
+
+@pytest.mark.parametrize("value", [-1, 2**32, "7", 1.5, None])
+def test_a_token_that_is_no_u32_is_refused_not_truncated(value):
+    step = Step(1, 1, [Part(news=News(slot=[0], num_tokens=[2], tokens=[5, value]))])
+    with pytest.raises(InvalidArgument, match=r"entry 1 is .* no u32") as caught:
+        wire.encode_step(step)
+    assert caught.value.field == "parts[0].news.tokens"
+
+
+def test_a_scalar_out_of_range_is_refused():
+    with pytest.raises(InvalidArgument) as caught:
+        wire.encode_step(Step(1, 1, [Part(budget=Budget(tokens=-1))]))
+    assert caught.value.field == "parts[0].budget.tokens"
+    with pytest.raises(InvalidArgument, match="step"):
+        wire.encode_step(Step(-1, 1, [Part()]))
+
+
+def test_unlimited_is_said_by_leaving_it_out():
+    message = wire.encode_step(Step(1, 1, [Part(budget=Budget(tokens=9), admit=Admit(slot=[1]))]))
+    assert not message.parts[0].budget.HasField("input")
+    assert not message.parts[0].admit.HasField("max_running")
+    assert wire.decode_step(message, DIGEST).parts[0].admit.max_running == UNLIMITED
+
+
+BAD_RESULTS = {
+    "ids without a count": ({"new_blocks": {"ids": u32s(1)}}, "parts[0].new_blocks.ids"),
+    "a stamp without a block": ({"orders": {"stamp": b"x" * 8}}, "parts[0].orders.stamp"),
+    "a copy without a target": (
+        {"orders": {"copy_src": u32s(1), "copy_dst": u32s(1, 2)}},
+        "parts[0].orders.copy_dst",
+    ),
+    "an unknown status": ({"admit_status": u32s(7)}, "parts[0].admit_status"),
+    "an event of no kind": ({"events": [{}]}, "parts[0].events[0].kind"),
+}
+
+
+@pytest.mark.parametrize(("part", "field"), BAD_RESULTS.values(), ids=BAD_RESULTS.keys())
+def test_a_malformed_answer_is_refused_by_field(part, field):
+    with pytest.raises(InvalidArgument) as caught:
+        wire.decode_result(step_pb2.StepResult(parts=[part]))
+    assert caught.value.field == field
+
+
+def test_a_group_without_a_kind_is_refused():
+    with pytest.raises(InvalidArgument) as caught:
+        wire.decode_spec(replica_pb2.ReplicaSpec(groups=[{"block_size": 16}]))
+    assert caught.value.field == "groups[0].kind"
+
+
+def test_an_unknown_algorithm_is_refused():
+    with pytest.raises(InvalidArgument) as caught:
+        wire.decode_spec(replica_pb2.ReplicaSpec.FromString(bytes([7 << 3, 99])))
+    assert caught.value.field == "hash_algorithm"
+
+
+def test_a_spec_that_cannot_be_is_refused_both_ways():
+    with pytest.raises(InvalidArgument, match="num_blocks"):
+        wire.decode_spec(replica_pb2.ReplicaSpec(groups=[{"kind": 1, "block_size": 16}], max_model_len=1))
+    group = GroupSpec(GroupKind.FULL_ATTENTION, block_size=16)
+    with pytest.raises(InvalidArgument, match="num_blocks"):
+        wire.encode_spec(ReplicaSpec((group,), 1, 1024, 16, 16, 1024))
+
+
+def test_half_a_stamp_table_is_refused():
+    with pytest.raises(InvalidArgument, match="stamp_table"):
+        wire.decode_open(allocation_pb2.SessionOpen(stamp_table=b"1234"))
