@@ -216,9 +216,7 @@ class Session:
             for _ in range(followers):
                 answer = self._transport.receive()
                 if isinstance(answer, StepResult):
-                    self._turn.ended = InternalError(
-                        f"step {answer.seq} was applied though one before it was refused"
-                    )
+                    self._turn.ended = InternalError(f"step {answer.seq} was applied though one before it was refused")
                     raise self._turn.ended
         except Unavailable:
             return  # with the stream they are gone; the next call finds it broken
