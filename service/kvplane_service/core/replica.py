@@ -28,6 +28,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
+from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.program import Program
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.setup import check_spec
@@ -104,8 +105,9 @@ class Replica:
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
-        """How long a prefix is cached, as others may know it: executed content only. Touches nothing."""
-        return self.coordinator.lookup.find(digests, domain, num_tokens - 1, self._pool.executed_through)
+        """How long a prefix is cached, as others may know it (commit=safe: executed content only). Touches nothing."""
+        horizon = self._pool.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
+        return self.coordinator.lookup.find(digests, domain, num_tokens - 1, horizon)
 
     def digests_of(self, content: News) -> list[bytes]:
         """Block hashes of a one-row News, whether it gives tokens or hashes; raises as a step with it would."""

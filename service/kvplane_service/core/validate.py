@@ -45,6 +45,14 @@ class StepValidator:
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument naming the field at fault."""
+        if not step.parts:
+            raise InvalidArgument("a step needs a part", field="parts", remedy="send an empty part to say nothing")
+        if not 0 <= step.executed_through < step.seq:
+            raise InvalidArgument(
+                f"step {step.executed_through} has not been answered, this is step {step.seq}",
+                field="executed_through",
+                remedy="name the last step that finished on all ranks",
+            )
         for number, part in enumerate(step.parts):
             self._where = f"parts[{number}]"
             self._check_part(part, step.seq)
@@ -70,6 +78,12 @@ class StepValidator:
             f"{len(facts.tokens)} ids for {sum(facts.appended)} appended tokens",
         )
         self._token_ids(facts.tokens, "facts.tokens")
+        count = sum(facts.num_hashes)
+        self._require(
+            _digest_size(facts.hashes, count) is not None,
+            "facts.hashes",
+            f"{len(facts.hashes)} bytes for {count} hashes",
+        )
         for row, slot in enumerate(facts.slot):
             known = self._known(slot, f"facts.slot[{row}]")
             self._fact_tokens(facts, row, known)
@@ -259,7 +273,7 @@ class StepValidator:
 
 def _digest_size(hashes: bytes, count: int) -> int | None:
     """Bytes per digest; 0 for no digests, None when they do not divide evenly into a known size."""
-    if count == 0:
+    if count <= 0:
         return 0 if not hashes else None
     size = len(hashes) // count
     return size if size in DIGEST_SIZES and size * count == len(hashes) else None
