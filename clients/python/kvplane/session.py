@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from types import TracebackType
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from kvplane.base.errors import (
     Unavailable,
 )
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import OpenRequest, SessionTransport
+from kvplane.base.session import Opened, OpenRequest, SessionTransport
 from kvplane.base.step import Part, StepResult
 from kvplane.retry import RetryPolicy
 from kvplane.session_state import SessionState
@@ -78,7 +79,7 @@ class Session:
         self._nonces = nonces
         self._turn = Turn()
         self._stop = threading.Event()
-        self._state = SessionState(self._retrying(lambda: transport.open(request), None))
+        self._state = SessionState(self._open())
         if heartbeats:
             self._start_beating()
 
@@ -216,9 +217,7 @@ class Session:
             for _ in range(followers):
                 answer = self._transport.receive()
                 if isinstance(answer, StepResult):
-                    self._turn.ended = InternalError(
-                        f"step {answer.seq} was applied though one before it was refused"
-                    )
+                    self._turn.ended = InternalError(f"step {answer.seq} was applied though one before it was refused")
                     raise self._turn.ended
         except Unavailable:
             return  # with the stream they are gone; the next call finds it broken
@@ -236,6 +235,11 @@ class Session:
             self._resume(cause)
         except KvplaneError:
             return  # the next beat or call of the engine tries again, or raises what ended the session
+
+    def _open(self) -> Opened:
+        """Begin the engine life; each attempt has a nonce of its own: the service may know the last one."""
+        nonces = chain((self._request.nonce,), iter(self._nonces, None))
+        return self._retrying(lambda: self._transport.open(replace(self._request, nonce=next(nonces))), None)
 
     def _resume(self, cause: Unavailable) -> None:
         """Open the stream again and send what was not answered; raises Unavailable after the last attempt."""

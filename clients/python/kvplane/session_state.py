@@ -64,9 +64,7 @@ class SessionState:
         """
         seq, part = self._next
         if not parts:
-            raise InvalidArgument(
-                "a step has at least one part", field="parts", remedy="send Part() to apply nothing"
-            )
+            raise InvalidArgument("a step has at least one part", field="parts", remedy="send Part() to apply nothing")
         if part == 0 and self.in_flight >= self._max_steps:
             raise LimitExceeded(
                 f"{self.in_flight} steps are in flight, as many as may be", remedy="receive an answer first"
