@@ -244,9 +244,7 @@ def part_results(draw):
     )
 
 
-results = st.builds(
-    StepResult, seq=u64, part=u32, parts=st.lists(part_results(), max_size=2), published_through=u64
-)
+results = st.builds(StepResult, seq=u64, part=u32, parts=st.lists(part_results(), max_size=2), published_through=u64)
 
 small = st.integers(0, 1000)
 groups = st.one_of(
@@ -269,9 +267,7 @@ groups = st.one_of(
         block_size=st.integers(1, 64),
         window=st.integers(1, 4096),
     ),
-    st.builds(
-        GroupSpec, kind=st.just(GroupKind.CHUNKED_LOCAL), block_size=st.just(16), chunk=st.integers(1, 8192)
-    ),
+    st.builds(GroupSpec, kind=st.just(GroupKind.CHUNKED_LOCAL), block_size=st.just(16), chunk=st.integers(1, 8192)),
     st.builds(
         GroupSpec,
         kind=st.just(GroupKind.MAMBA),

@@ -57,13 +57,14 @@ _MANAGER_ARGS = {
 
 def read_records(path: Path) -> Iterator[Record]:
     """The lines of a recording; a truncated or broken file raises BadRecording naming the line."""
-    number = 0
+    read = 0
     try:
         with gzip.open(path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+            for line in lines:
                 yield json.loads(line)
+                read += 1
     except (EOFError, OSError, ValueError) as error:
-        raise BadRecording(f"{path.name}: line {number + 1}: {error}") from error
+        raise BadRecording(f"{path.name}: line {read + 1}: {error}") from error
 
 
 def trace_spec(header: Record) -> ReplicaSpec:

@@ -43,7 +43,6 @@ from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.core.replica import Replica
 from tests.conformance.header import BadRecording, Record, read_records, trace_spec
 
-
 # Per operation: input fields, output fields. "free" and "ev" are outputs of every operation.
 FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "step": (set(), {"copies", "retained", "zero"}),
@@ -87,7 +86,8 @@ class Divergence(Exception):
 
     def __str__(self) -> str:
         return (
-            f"line {self.line}: {self.name}: expected {_short(self.expected)}, got {_short(self.got)}\n  operation: {_short(self.op)}"
+            f"line {self.line}: {self.name}: expected {_short(self.expected)}, got {_short(self.got)}\n"
+            f"  operation: {_short(self.op)}"
         )
 
 
@@ -121,8 +121,8 @@ class Replayer:
         self._check_every = check_every
         self._ops: dict[str, Callable[[Record], Outcome]] = {
             "step": self._step, "new": self._new, "lookup": self._lookup, "alloc": self._alloc, "tok": self._tok,
-            "cache": self._cache, "free": self._free, "preempt": self._preempt, "evict": self._evict, "reset": self._reset,
-            "snapshot": self._snapshot,
+            "cache": self._cache, "free": self._free, "preempt": self._preempt, "evict": self._evict,
+            "reset": self._reset, "snapshot": self._snapshot,
         }  # fmt: skip
 
     def replay(self, number: int, op: Record) -> None:
@@ -302,7 +302,8 @@ class EventWriter:
         keys = [event_keys(extra, start, start + event.block_size) for start in event.block_starts]
         return [
             "S", event.group, event.block_size, event.parent[-8:].hex() if event.parent else None, hashes, len(span),
-            zlib.crc32(json.dumps(span).encode()), keys if any(keys) else None, group.kind.value, group.window or None, "GPU",
+            zlib.crc32(json.dumps(span).encode()), keys if any(keys) else None, group.kind.value,
+            group.window or None, "GPU",
         ]  # fmt: skip
 
 

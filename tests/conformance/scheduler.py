@@ -87,9 +87,7 @@ class Scheduler:
         whole: one part per step where the program can say it; else one part per row.
     """
 
-    def __init__(
-        self, header: Record, send: Callable[[list[Part], bool], list[PartResult]], whole: bool
-    ) -> None:
+    def __init__(self, header: Record, send: Callable[[list[Part], bool], list[PartResult]], whole: bool) -> None:
         self._options = header["scheduler"]
         self._split = header["needs_mamba_split"]
         self._spec = header["spec_decode"]
@@ -228,7 +226,12 @@ class Scheduler:
         for row, slot in enumerate(facts.slot):
             count = facts.appended[row]
             one = Facts(
-                [slot], [facts.computed[row]], [count], facts.tokens[at : at + count], commit=[facts.commit[row]], end=[facts.end[row]]
+                [slot],
+                [facts.computed[row]],
+                [count],
+                facts.tokens[at : at + count],
+                commit=[facts.commit[row]],
+                end=[facts.end[row]],
             )
             at += count
             self.input_parts.extend(self._send([Part(facts=one)], False))
@@ -385,7 +388,11 @@ class Scheduler:
                 continue
             blocks = new.get(row, {})
             plan.run.append(
-                [request.name, request.computed, [blocks.get(group, []) for group in range(self._groups)] if blocks else None]
+                [
+                    request.name,
+                    request.computed,
+                    [blocks.get(group, []) for group in range(self._groups)] if blocks else None,
+                ]
             )
             plan.scheduled.append((request, granted))
             drafts = granted + request.computed - len(request.tokens) - request.place
@@ -416,7 +423,9 @@ class Scheduler:
         for number, (one, granted) in enumerate(plan.scheduled):
             if one is request:
                 budget = self._budget
-                self._budget = Budget(budget.tokens + granted, budget.input + granted + budget.overhead, budget.overhead)
+                self._budget = Budget(
+                    budget.tokens + granted, budget.input + granted + budget.overhead, budget.overhead
+                )
                 del plan.scheduled[number]
                 plan.spec.pop(request.name, None)
                 plan.run = [row for row in plan.run if row[0] != request.name]

@@ -95,13 +95,9 @@ def encode_status(error: KvplaneError) -> status_pb2.Status:
     if error.remedy:
         metadata["remedy"] = error.remedy[:MAX_TEXT]
     status = status_pb2.Status(code=status_code(error).value[0], message=str(error)[: 2 * MAX_TEXT])
-    status.details.add().Pack(
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
-    )
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=error.message[:MAX_TEXT]
-        )
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message[:MAX_TEXT])
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     return status
 

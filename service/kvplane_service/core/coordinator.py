@@ -224,7 +224,7 @@ class Coordinator:
             manager.new_step()
 
     def take_copies(self) -> list[int]:
-        """End of a step: the blocks held for its copies, source and target in turn; the caller owns their references."""
+        """End of a step: the blocks held for its copies, source and target in turn, references with the caller."""
         held = [block for manager in self.managers for pair in manager.copies for block in pair]
         for manager in self.managers:
             manager.copies.clear()
@@ -263,8 +263,8 @@ def _replay_boundaries(num_prompt: int, unit: int, drops: bool, keep_divergence:
     """Positions at which a later request that replays this prompt can resume.
 
     An identical prompt resumes at most at its last token but one, a longer one at the prompt's end. With a draft group
-    both lie one block lower, since the last matched block is dropped. `keep_divergence` adds the boundary one unit lower,
-    for prompts that diverge inside their last block (vLLM #57610).
+    both lie one block lower, since the last matched block is dropped. `keep_divergence` adds the boundary one unit
+    lower, for prompts that diverge inside their last block (vLLM #57610).
     """
     if not drops:
         boundaries = {num_prompt - 1}

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 class FreeList:
     """Blocks that may be handed out, next victim first.
 
-    The order is the eviction policy: blocks without a key are freed to the front (they can never hit), blocks with a key to
-    the back, tail of the request first, so that the roots of prefixes live longest (vLLM's block pool does the same).
+    The order is the eviction policy: blocks without a key are freed to the front (they can never hit), blocks with a
+    key to the back, tail of the request first, so that the roots of prefixes live longest (vLLM's block pool does the
+    same).
 
         sentinel -> next victim -> ... -> last freed -> sentinel        (sentinel = num_blocks)
     """

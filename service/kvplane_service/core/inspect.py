@@ -146,9 +146,13 @@ def _check_requests(replica: Replica) -> None:
         for slot, (index, shared) in manager.partial_hit.items():
             assert manager.table[slot][index] == shared, f"slot {slot}: shared block {shared} left its table"
         for slot, table in enumerate(manager.table):
-            assert not table or requests.running[slot], f"slot {slot} holds blocks of group {manager.group}, not running"
+            assert not table or requests.running[slot], (
+                f"slot {slot} holds blocks of group {manager.group}, not running"
+            )
             assert manager.num_cached[slot] <= len(table) or not table, f"slot {slot}: caches beyond its table"
-            assert all(0 <= block < replica.spec.num_blocks for block in table), f"slot {slot}: a block outside the pool"
+            assert all(0 <= block < replica.spec.num_blocks for block in table), (
+                f"slot {slot}: a block outside the pool"
+            )
     for slot in requests.slots():
         assert requests.in_flight[slot] >= 0, f"slot {slot}: {requests.in_flight[slot]} tokens in flight"
         assert requests.held[slot] == (slot in replica.ledger.held), f"slot {slot}: held flag and blocks disagree"

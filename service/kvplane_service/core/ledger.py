@@ -2,9 +2,9 @@
 
     free -> assigned -> executed -> published
 
-A step that was answered may still be on its way to the GPU, or never get there. Until `executed_through` reaches it, the
-keys it registered are tentative: the replica's own requests may hit them (states may not), nobody else sees them, and
-they are withdrawn when the step will not run for their request. Whoever adopted them is preempted with them.
+A step that was answered may still be on its way to the GPU, or never get there. Until `executed_through` reaches it,
+the keys it registered are tentative: the replica's own requests may hit them (states may not), nobody else sees them,
+and they are withdrawn when the step will not run for their request. Whoever adopted them is preempted with them.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ class Ledger:
     def preempt(self, slot: int, seq: int) -> list[int]:
         """Take a request's blocks; the slots that lost theirs, this one first.
 
-        When the step under way had granted it tokens, that step will not run for it: its keys of the step are withdrawn,
-        and whoever adopted them is preempted too.
+        When the step under way had granted it tokens, that step will not run for it: its keys of the step are
+        withdrawn, and whoever adopted them is preempted too.
         """
         never_runs_from = seq if self._requests.granted_step[slot] == seq else seq + 1
         return self._preempt_all([slot], never_runs_from)
 
     def fail_step(self, seq: int) -> list[int]:
-        """A step will never run: every request that it granted tokens to is preempted, with whoever adopted its keys."""
+        """A step will never run: the requests that it granted tokens to are preempted, and who adopted its keys."""
         requests = self._requests
         lost = [
             grant.slot

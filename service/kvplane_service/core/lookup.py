@@ -140,7 +140,9 @@ class _Search:
 
 
 def _classes(managers: Sequence[GroupManager]) -> tuple[LookupClass, ...]:
-    """Cacheable groups by look-up class in order of first appearance, full attention first: its one scan bounds the rest."""
+    """Cacheable groups by look-up class in order of first appearance, full attention first: its one scan bounds the
+    rest.
+    """
     members: dict[int, list[GroupManager]] = {}
     for manager in managers:
         if manager.cacheable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvplane.base.stamps import MAX_GENERATION, Stamp
+from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.freelist import FreeList
 
@@ -113,7 +113,8 @@ class BlockPool:
         Blocks without a key go to the front, keyed ones to the back: the first given is evicted first at either end.
         """
         references, key = self.references, self.key
-        unkeyed, keyed = [], []
+        unkeyed: list[int] = []
+        keyed: list[int] = []
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -228,7 +229,7 @@ class BlockPool:
         return True
 
     def move_keys(self, source: int, target: int) -> None:
-        """Let the content under the source's keys live in the target from now on; both are restamped, nothing is told."""
+        """Let the content under the source's keys live in the target; both are restamped, nothing is told."""
         assert self.key[target] is None, f"block {target} already has a key"
         num_tokens = self.key_tokens[source]
         for key in self.unregister(source):
@@ -237,11 +238,10 @@ class BlockPool:
         self.restamp(target)
 
     def reset(self) -> bool:
-        """Forget every key if nothing but the null block and the reserved ones is in use; order of the free list stays."""
+        """Forget every key, unless a block is in use; the order of the free list stays."""
         if self.num_free != self.num_blocks - 1 - len(self.reserved):
             return False
-        self.generation += 1
-        assert self.generation <= MAX_GENERATION, "generations are used up; the replica must be registered anew"
+        self._next_generation()
         for block in range(1, self.num_blocks):
             if self.unregister(block):
                 self.restamp(block)
@@ -259,9 +259,7 @@ class BlockPool:
     def _tell_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
         for key in keys:
             self.events.append(
-                CacheEvent(
-                    EventKind.REMOVED, key.group, (key.digest,), (block,), domain=key.domain, reason=reason
-                )
+                CacheEvent(EventKind.REMOVED, key.group, (key.digest,), (block,), domain=key.domain, reason=reason)
             )
 
     def count_keys(self) -> int:
@@ -272,9 +270,17 @@ class BlockPool:
 
     def restamp(self, block: int) -> None:
         """Give the page a content version that was never used before."""
+        if self._counter == MAX_COUNTER:
+            self._next_generation()
+            self._counter = 0
         self._counter += 1
         self.stamp[block] = Stamp(self.generation, self.epoch, self._counter).pack()
         self.stamped[block] = None
+
+    def _next_generation(self) -> None:
+        """Old stamps of this epoch can be told by their generation; the last one stays, its counter still grows."""
+        assert self._counter < MAX_COUNTER or self.generation < MAX_GENERATION, "10^12 stamps in one epoch"
+        self.generation = min(self.generation + 1, MAX_GENERATION)
 
     def begin_epoch(self, epoch: int) -> None:
         """Stamps from now on carry the epoch; the counter starts again."""

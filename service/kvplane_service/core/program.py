@@ -1,8 +1,8 @@
 """The run and admit sections of a part: the scheduler's loop over amounts and refusals, run next to the blocks.
 
 A scheduler decides amounts from refusals, and refusals follow from earlier amounts. Told the order and the budgets, the
-core runs that loop itself, so that a whole step takes one message. Budgets are plain arithmetic: a row takes the minimum,
-a victim's tokens are given back.
+core runs that loop itself, so that a whole step takes one message. Budgets are plain arithmetic: a row takes the
+minimum, a victim's tokens are given back.
 """
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Program:
         seq: the step under way.
     """
 
-    def __init__(
-        self, coordinator: Coordinator, ledger: Ledger, budget: Budget, result: PartResult, seq: int
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, ledger: Ledger, budget: Budget, result: PartResult, seq: int) -> None:
         self._blocks = coordinator
         self._requests: Requests = coordinator.requests
         self._ledger = ledger
@@ -76,8 +74,7 @@ class Program:
             if wanted <= 0:
                 continue
             if not (
-                self._is_quiet(rows, row, slot, wanted)
-                or self._allocate_running(rows, row, slot, wanted, victims)
+                self._is_quiet(rows, row, slot, wanted) or self._allocate_running(rows, row, slot, wanted, victims)
             ):
                 if rows.on_refusal is OnRefusal.STOP:
                     break
@@ -259,7 +256,8 @@ def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int) ->
     """Clip a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
 
     Chunks end at multiples of the state block; they also stop at the prompt's last block and hash boundaries and at the
-    junction with another prefix. A block larger than any chunk advances in parts. Returns 0 when nothing can be computed.
+    junction with another prefix. A block larger than any chunk advances in parts. Returns 0 when nothing can be
+    computed.
     """
     requests, align = coordinator.requests, coordinator.spec.align
     size, prompt, num_tokens = align.block_size, requests.num_prompt[slot], requests.num_tokens[slot]

@@ -1,6 +1,6 @@
 """One engine instance's cache: the only door through which its state changes.
 
-    apply(step):  validate -> executed_through -> for each part: facts -> cache -> news -> run -> admit -> peek -> result
+apply(step):  validate -> executed_through -> for each part: facts -> cache -> news -> run -> admit -> peek -> result
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
+from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.program import Program
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.setup import check_spec
@@ -39,8 +40,8 @@ class Replica:
     """A block pool and its requests.
 
     Deterministic: the same spec and the same operations give the same results and the same digest. `apply` raises
-    KvplaneError subclasses for steps that cannot be applied, and changes nothing then. Whether a step may be applied now
-    (epoch, order, writer) is the caller's business.
+    KvplaneError subclasses for steps that cannot be applied, and changes nothing then. Whether a step may be applied
+    now (epoch, order, writer) is the caller's business.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -79,8 +80,8 @@ class Replica:
 
         Args:
             epoch: above the current one.
-            stamp_table: what the page memory says, one stamp per block. A key survives if its block's stamp is there and
-                its step was executed. Empty: no key survives.
+            stamp_table: what the page memory says, one stamp per block. A key survives if its block's stamp is there
+                and its step was executed. Empty: no key survives.
 
         Returns:
             Number of keys kept. `take_events` tells which were lost.
@@ -109,8 +110,9 @@ class Replica:
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
-        """How long a prefix is cached, as others may know it: executed content only. Touches nothing."""
-        return self.coordinator.lookup.find(digests, domain, num_tokens - 1, self._pool.executed_through)
+        """How long a prefix is cached, as others may know it (commit=safe: executed content only). Touches nothing."""
+        horizon = self._pool.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
+        return self.coordinator.lookup.find(digests, domain, num_tokens - 1, horizon)
 
     def digests_of(self, content: News) -> list[bytes]:
         """Block hashes of a one-row News, whether it gives tokens or hashes; raises as a step with it would."""
@@ -257,7 +259,7 @@ class Replica:
             result.reset_done = self._pool.reset()
 
     def _hash_news(self, news: News) -> list[Content]:
-        """Contents of the new requests; raises InvalidArgument for extra keys that cannot be hashed. Changes nothing."""
+        """Contents of the new requests; changes nothing. Raises InvalidArgument for bad extra keys."""
         contents, at = [], 0
         digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
         for row, num_tokens in enumerate(news.num_tokens):

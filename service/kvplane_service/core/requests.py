@@ -26,8 +26,8 @@ class Content:
 class Requests:
     """One entry per slot and column; a slot is live from its news row until it ends.
 
-    `slots_until`, `window_until` and `cache_until` bound the quiet zone of a running request: as long as computed tokens
-    and slots stay below them no manager has anything to do, and a step only adds numbers.
+    `slots_until`, `window_until` and `cache_until` bound the quiet zone of a running request: as long as computed
+    tokens and slots stay below them no manager has anything to do, and a step only adds numbers.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Refuses a replica spec whose parts contradict each other; what each field may be alone, `ReplicaSpec.validate` says."""
+"""Refuses a replica spec whose parts contradict each other; `ReplicaSpec.validate` checks each field alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def is_cached(group: GroupSpec) -> bool:
 
 
 def _check_sizes(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
-    scratch = group.kind is GroupKind.MAMBA and group.mamba_mode is MambaMode.NONE or group.kind in _NEVER_CACHED
+    scratch = (group.kind is GroupKind.MAMBA and group.mamba_mode is MambaMode.NONE) or group.kind in _NEVER_CACHED
     _require(
         scratch or spec.scheduler_block_size % group.block_size == 0,
         f"{name}.block_size",
@@ -65,7 +65,11 @@ def _check_caching(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
         f"must equal the block size {group.block_size} of the only group",
     )
     if group.kind is GroupKind.CHUNKED_LOCAL:
-        _require(group.block_size == spec.hit_alignment, f"{name}.block_size", f"must equal the hit alignment {spec.hit_alignment}")
+        _require(
+            group.block_size == spec.hit_alignment,
+            f"{name}.block_size",
+            f"must equal the hit alignment {spec.hit_alignment}",
+        )
         _require(not group.drops_last_block, f"{name}.drops_last_block", "chunked local attention cannot drop a block")
     windows = group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
     _require(

@@ -1,8 +1,8 @@
 """Refuses a step that cannot be applied whole, before anything is changed.
 
-What a row may say depends on the rows before it (which slots are live, how many tokens they have), so the validator walks
-the parts in order over a small overlay of what would change. What depends on outcomes (who is running, what is cached) is
-never an error: such rows are answered with 0 tokens or a status.
+What a row may say depends on the rows before it (which slots are live, how many tokens they have), so the validator
+walks the parts in order over a small overlay of what would change. What depends on outcomes (who is running, what is
+cached) is never an error: such rows are answered with 0 tokens or a status.
 """
 
 from __future__ import annotations
@@ -45,6 +45,14 @@ class StepValidator:
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument naming the field at fault."""
+        if not step.parts:
+            raise InvalidArgument("a step needs a part", field="parts", remedy="send an empty part to say nothing")
+        if not 0 <= step.executed_through < step.seq:
+            raise InvalidArgument(
+                f"step {step.executed_through} has not been answered, this is step {step.seq}",
+                field="executed_through",
+                remedy="name the last step that finished on all ranks",
+            )
         for number, part in enumerate(step.parts):
             self._where = f"parts[{number}]"
             self._check_part(part, step.seq)
@@ -70,6 +78,12 @@ class StepValidator:
             f"{len(facts.tokens)} ids for {sum(facts.appended)} appended tokens",
         )
         self._token_ids(facts.tokens, "facts.tokens")
+        count = sum(facts.num_hashes)
+        self._require(
+            _digest_size(facts.hashes, count) is not None,
+            "facts.hashes",
+            f"{len(facts.hashes)} bytes for {count} hashes",
+        )
         for row, slot in enumerate(facts.slot):
             known = self._known(slot, f"facts.slot[{row}]")
             self._fact_tokens(facts, row, known)
@@ -87,17 +101,25 @@ class StepValidator:
         known.num_tokens += appended
         if known.by_service:
             self._require(
-                appended == 0 or bool(facts.tokens), f"facts.tokens[{row}]", "this request's tokens are hashed by the service"
+                appended == 0 or bool(facts.tokens),
+                f"facts.tokens[{row}]",
+                "this request's tokens are hashed by the service",
             )
-            self._require(num_hashes == 0, f"facts.num_hashes[{row}]", "this request's tokens are hashed by the service")
+            self._require(
+                num_hashes == 0, f"facts.num_hashes[{row}]", "this request's tokens are hashed by the service"
+            )
         else:
-            self._require(not facts.tokens or appended == 0, f"facts.tokens[{row}]", "this request came with hashes; send hashes")
+            self._require(
+                not facts.tokens or appended == 0, f"facts.tokens[{row}]", "this request came with hashes; send hashes"
+            )
             known.num_digests += num_hashes
             self._digests_fit(known, f"facts.num_hashes[{row}]")
         for name in ("computed", "commit"):
             column = getattr(facts, name)
             value = column[row] if column else UNCHANGED
-            self._require(UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range")
+            self._require(
+                UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range"
+            )
 
     def _fact_end(self, facts: Facts, row: int, known: _Slot, seq: int) -> None:
         end = facts.end[row] if facts.end else End.NONE
@@ -128,7 +150,9 @@ class StepValidator:
         by_service = bool(news.tokens)
         if by_service:
             self._require(
-                len(news.tokens) == sum(news.num_tokens), "news.tokens", f"{len(news.tokens)} ids for {sum(news.num_tokens)} tokens"
+                len(news.tokens) == sum(news.num_tokens),
+                "news.tokens",
+                f"{len(news.tokens)} ids for {sum(news.num_tokens)} tokens",
             )
             self._require(not news.hashes, "news.hashes", "give tokens or hashes, not both")
             self._token_ids(news.tokens, "news.tokens")
@@ -163,7 +187,17 @@ class StepValidator:
 
     def _admit(self, admit: Admit) -> None:
         rows = len(admit.slot)
-        names = ("extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags")
+        names = (
+            "extra",
+            "cap",
+            "lookahead",
+            "external",
+            "expected_hit",
+            "encoder_tokens",
+            "reserved",
+            "watermark",
+            "flags",
+        )
         for name in names:
             self._column(getattr(admit, name), rows, f"admit.{name}")
         self._live(admit.slot, "admit.slot")
@@ -217,7 +251,9 @@ class StepValidator:
     def _digests_fit(self, known: _Slot, field: str) -> None:
         most = known.num_tokens // self._spec.hash_block_size
         self._require(
-            0 <= known.num_digests <= most, field, f"{known.num_digests} hashes for {known.num_tokens} tokens; at most {most}"
+            0 <= known.num_digests <= most,
+            field,
+            f"{known.num_digests} hashes for {known.num_tokens} tokens; at most {most}",
         )
 
     def _column(self, column: Sequence[object], rows: int, field: str) -> None:
@@ -237,7 +273,7 @@ class StepValidator:
 
 def _digest_size(hashes: bytes, count: int) -> int | None:
     """Bytes per digest; 0 for no digests, None when they do not divide evenly into a known size."""
-    if count == 0:
+    if count <= 0:
         return 0 if not hashes else None
     size = len(hashes) // count
     return size if size in DIGEST_SIZES and size * count == len(hashes) else None

@@ -73,7 +73,10 @@ class SessionTransport(Protocol):
         ...
 
     def send(self, step: Step) -> None:
-        """Send without waiting. InvalidArgument: the step holds a value that cannot be sent; nothing was sent."""
+        """Send without waiting. A stream that is broken or ended is `receive`'s to tell.
+
+        InvalidArgument: the step holds a value that cannot be sent; nothing was sent.
+        """
         ...
 
     def receive(self) -> StepResult | KvplaneError:

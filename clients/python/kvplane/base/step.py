@@ -281,7 +281,9 @@ class Blocks:
 
 @dataclass(slots=True)
 class Orders:
-    """What each rank does before the launch, in this order: write stamps, copy pages, zero pages.
+    """What each rank does before the launch, in this order: write stamps, zero pages, copy pages.
+
+    Zeroing first: a copy target is a fresh page and may stand in both lists.
 
     Attributes:
         stamp_block, stamp: new content version (u64) of each block that was handed out or lost a key.

@@ -131,9 +131,7 @@ def build(message_type: type[_M], where: str, fields: Mapping[str, Any]) -> _M:
     try:
         return message_type(**fields)
     except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidArgument(
-            str(error), field=where, remedy="use values of the fields' types and ranges"
-        ) from error
+        raise InvalidArgument(str(error), field=where, remedy="use values of the fields' types and ranges") from error
 
 
 def _cannot_pack(values: Sequence[object], code: str, name: str) -> InvalidArgument:

@@ -143,9 +143,7 @@ def _decode_part(message: pb.PartResult, where: str) -> PartResult:
     if message.HasField("orders"):
         fields["orders"] = decode_orders(message.orders, f"{where}.orders")
     if message.events:
-        fields["events"] = [
-            decode_event(event, f"{where}.events[{at}]") for at, event in enumerate(message.events)
-        ]
+        fields["events"] = [decode_event(event, f"{where}.events[{at}]") for at, event in enumerate(message.events)]
     return PartResult(
         last_hash=list(message.last_hash),
         reset_done=message.reset_done,

@@ -62,9 +62,7 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
     fields["commit"] = encode_enum(pb.CommitRule, "COMMIT_RULE", spec.commit)
     fields["disable_caching"] = not spec.enable_caching
     fields["disable_events"] = not spec.events
-    fields["align"] = build(
-        pb.AlignSpec, "align", {name: getattr(spec.align, name) for name in _SAME_IN_ALIGN}
-    )
+    fields["align"] = build(pb.AlignSpec, "align", {name: getattr(spec.align, name) for name in _SAME_IN_ALIGN})
     return build(pb.ReplicaSpec, "spec", fields)
 
 
@@ -117,9 +115,7 @@ def _decode_group(message: pb.GroupSpec, where: str) -> GroupSpec:
         raise InvalidArgument("no kind is given", field=f"{where}.kind", remedy="use a value of GROUP_KIND")
     return GroupSpec(
         kind=decode_enum(pb.GroupKind, "GROUP_KIND", message.kind, f"{where}.kind", GroupKind.FULL_ATTENTION),
-        mamba_mode=decode_enum(
-            pb.MambaMode, "MAMBA_MODE", message.mamba_mode, f"{where}.mamba_mode", MambaMode.NONE
-        ),
+        mamba_mode=decode_enum(pb.MambaMode, "MAMBA_MODE", message.mamba_mode, f"{where}.mamba_mode", MambaMode.NONE),
         layer_names=tuple(message.layer_names),
         **{name: getattr(message, name) for name in _SAME_IN_GROUP},
     )

@@ -108,9 +108,7 @@ def decode_step(message: pb.Step, digest_size: int) -> Step:
     return Step(
         epoch=message.epoch,
         seq=message.seq,
-        parts=[
-            _decode_part(part, digest_size, f"parts[{index}]") for index, part in enumerate(message.parts)
-        ],
+        parts=[_decode_part(part, digest_size, f"parts[{index}]") for index, part in enumerate(message.parts)],
         part=message.part,
         last=not message.more,
         executed_through=message.executed_through,
@@ -137,9 +135,7 @@ def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
     return ExtraKeys(
         lora=(message.lora_name, message.lora_path) if has_lora else None,
         salt=message.salt,
-        multimodal=tuple(
-            Multimodal(item.identifier, item.offset, item.length) for item in message.multimodal
-        ),
+        multimodal=tuple(Multimodal(item.identifier, item.offset, item.length) for item in message.multimodal),
         prompt_embeds=tuple(message.prompt_embeds),
     )
 
@@ -231,9 +227,7 @@ def _encode_budget(budget: Budget, where: str) -> dict[str, Any]:
 
 def _u32(value: int, name: str) -> int:
     if not 0 <= value <= UNLIMITED:
-        raise InvalidArgument(
-            f"{value} is no u32", field=name, remedy=f"give an integer from 0 to {UNLIMITED}"
-        )
+        raise InvalidArgument(f"{value} is no u32", field=name, remedy=f"give an integer from 0 to {UNLIMITED}")
     return value
 
 
@@ -285,16 +279,12 @@ def _decode_news(message: pb.News, digest_size: int, where: str) -> News:
     return news
 
 
-def _check_content(
-    section: Facts | News, counts: list[int], count_name: str, digest_size: int, where: str
-) -> None:
+def _check_content(section: Facts | News, counts: list[int], count_name: str, digest_size: int, where: str) -> None:
     if section.tokens:
         check_total(f"{where}.tokens", len(section.tokens), sum(counts), "token ids", f"{where}.{count_name}")
     if section.hashes or section.num_hashes:
         num_bytes = sum(section.num_hashes) * digest_size
-        check_total(
-            f"{where}.hashes", len(section.hashes), num_bytes, "bytes", f"{where}.num_hashes x {digest_size}"
-        )
+        check_total(f"{where}.hashes", len(section.hashes), num_bytes, "bytes", f"{where}.num_hashes x {digest_size}")
 
 
 def _decode_run(message: pb.Run, where: str) -> Run:
@@ -319,9 +309,7 @@ def _decode_on_refusal(value: int, default: OnRefusal, allowed: Sequence[OnRefus
         return default
     if value - 1 not in allowed:
         names = ", ".join(choice.name for choice in allowed)
-        raise InvalidArgument(
-            f"{value} has no meaning here", field=f"{where}.on_refusal", remedy=f"use one of {names}"
-        )
+        raise InvalidArgument(f"{value} has no meaning here", field=f"{where}.on_refusal", remedy=f"use one of {names}")
     return OnRefusal(value - 1)
 
 

@@ -5,8 +5,8 @@
     blocks it has   adopted     allocated in   allocated in `allocate`       |
                     by `adopt`  `allocate_external`
 
-Positions are tokens from the start of the request. A table entry covers `block_size` tokens; the null block stands where
-the kind needs no block any more, or never needed one.
+Positions are tokens from the start of the request. A table entry covers `block_size` tokens; the null block stands
+where the kind needs no block any more, or never needed one.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class GroupManager(ABC):
             self.num_cached.append(NOT_TRACKED)
 
     def take_all(self, slot: int) -> list[int]:
-        """Empty the slot's table and return its blocks in order without leading nulls; references stay with the caller."""
+        """Empty the slot's table; its blocks in order without leading nulls, references with the caller."""
         blocks = self.table[slot]
         self.table[slot] = []
         self.num_cached[slot] = NOT_TRACKED
@@ -156,7 +156,7 @@ class GroupManager(ABC):
         return new + self.pool.count_evictable(hit[max(0, skipped - has) :])
 
     def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
-        """Take over hit blocks, nulls for what is skipped; remember a block that must be copied before it is written."""
+        """Take over hit blocks, nulls for what is skipped; note a block that must be copied before it is written."""
         table = self.table[slot]
         assert not table, f"slot {slot} has blocks and adopts more"
         skipped = max(self.skipped_tokens(total_computed), 0) // self.block_size
@@ -321,7 +321,7 @@ class GroupManager(ABC):
 
     @abstractmethod
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Longest cached prefix of at most query.max_tokens tokens: blocks per group, nulls in front, and its length."""
+        """Longest cached prefix within query.max_tokens: blocks per group, nulls in front, and its length."""
 
     def hit_is_ready(self, hit: Sequence[int]) -> bool:
         """Whether a hit can be adopted in this step."""

@@ -61,7 +61,8 @@ class FullAttentionManager(GroupManager):
 
     def _register_prompt_tail(self, slot: int, num_tokens: int) -> None:
         size = self.hash_size
-        # A repeat of the prompt matches at most prompt - 1 tokens; a draft group reads all of it before it drops a unit.
+        # A repeat of the prompt matches at most prompt - 1 tokens; a draft group reads all of it before it drops a
+        # unit.
         limit = self.requests.num_prompt[slot] - (0 if self.drops else 1)
         boundary = min(limit // size, len(self.requests.content[slot].digests)) * size
         index = boundary // self.block_size
@@ -114,7 +115,7 @@ class SinkManager(FullAttentionManager):
 class RetainedWindowManager(FullAttentionManager):
     """R-SWA: a request keeps its prompt and the last `window` tokens; the gap between them is given back.
 
-        |--- prompt ---|....... gap .......|<- window ->|
+    |--- prompt ---|....... gap .......|<- window ->|
     """
 
     def release_skipped(self, slot: int, num_processed: int) -> None:

@@ -65,7 +65,7 @@ class UncachedStateManager(GroupManager):
 
 
 class AlignedStateManager(GroupManager):
-    """Mode "align": states at block boundaries are kept as cached prefixes while the request moves on to a new block."""
+    """Mode "align": states at block boundaries stay as cached prefixes while the request moves on."""
 
     fine_grained = True
     never_drops = True  # draft models have no recurrent layers
@@ -115,7 +115,7 @@ class AlignedStateManager(GroupManager):
         return 1 + int(partial) + drafts
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """Put the running state of `num_main` tokens at the end of the table, nulls in the gap; the new table entries."""
+        """Put the running state of `num_main` tokens at the end, nulls in the gap; the new table entries."""
         table = self.table[slot]
         drafts = self.spec.speculative_blocks
         required = self._blocks_for(num_main) + drafts
@@ -146,7 +146,7 @@ class AlignedStateManager(GroupManager):
             self.last_state[slot] = len(self.table[slot]) - 1
 
     def _move_draft_state(self, table: list[int], index: int) -> None:
-        """A draft state that this step leaves behind moves to the end: it is the request's own and holds nothing yet."""
+        """A draft state that this step leaves behind moves to the end: it is private and holds nothing yet."""
         block = table[index]
         assert self.pool.is_private(block), f"draft state {block} is shared or keyed"
         table.append(block)

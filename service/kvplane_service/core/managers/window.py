@@ -39,8 +39,8 @@ class SlidingWindowManager(GroupManager):
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Search from the right for a run long enough to fill the window; a run from block 0 counts at any length.
 
-            index   0 1 2 3 4 5 6      run of 2 needed
-            cached  . . . x x . x  ->  hit of 5 blocks: null null null b3 b4
+        index   0 1 2 3 4 5 6      run of 2 needed
+        cached  . . . x x . x  ->  hit of 5 blocks: null null null b3 b4
         """
         found, start, end = self._find_run(query)
         if query.drop_last and end > 0:

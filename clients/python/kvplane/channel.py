@@ -1,0 +1,59 @@
+"""gRPC channels to the service."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 32 << 20  # the service's own default
+
+# A peer that is gone without a word (a stopped process, a lost host) is found out by a ping in half a minute;
+# a service that restarts is reached again in two seconds. Retries are this client's own: see kvplane.unary.
+_OPTIONS = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.enable_retries", 0),
+)
+
+
+def open_channel(
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.Channel:
+    """A channel for blocking stubs. Connects when it is first used.
+
+    Args:
+        address: "host:port", "dns:///host:port", "unix:/path".
+        credentials: for TLS; None = plain text.
+        max_message_bytes: of a message, each way.
+    """
+    options = _options(max_message_bytes)
+    if credentials is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, credentials, options)
+
+
+def open_aio_channel(
+    address: str,
+    credentials: grpc.ChannelCredentials | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+) -> grpc.aio.Channel:
+    """As `open_channel`, for asyncio stubs; call it within the running loop."""
+    options = _options(max_message_bytes)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, credentials, options)
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        *_OPTIONS,
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+    ]

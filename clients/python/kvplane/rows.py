@@ -1,0 +1,137 @@
+"""Parts built row by row: the readable way, for engines that start small and for tests.
+
+    part_of(NewsRow(slot=0, tokens=prompt), AdmitRow(slot=0))
+    part_of(FactRow(slot=0, tokens=[42]), RunRow(slot=0), budget=Budget(tokens=8192))
+
+Each row costs about a microsecond. An engine with hundreds of rows a step fills the columns of `Part` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TypeAlias
+
+from kvplane.base.step import (
+    ANY_HIT,
+    NO_EXTRA_KEYS,
+    UNCHANGED,
+    UNLIMITED,
+    Admit,
+    Budget,
+    Cache,
+    End,
+    ExtraKeys,
+    Facts,
+    News,
+    Part,
+    RowFlag,
+    Run,
+    Watermark,
+)
+
+AS_COUNTED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FactRow:
+    """What happened to one request; see `Facts`. Appended tokens come as ids, or as a count with hashes."""
+
+    slot: int
+    tokens: Sequence[int] = ()
+    num_tokens: int = 0
+    hashes: Sequence[bytes] = ()
+    computed: int = UNCHANGED
+    commit: int = UNCHANGED
+    end: End = End.NONE
+    fence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewsRow:
+    """One new request; see `News`. Its prompt is given as token ids, or as a count with hashes."""
+
+    slot: int
+    tokens: Sequence[int] = ()
+    num_tokens: int = 0
+    hashes: Sequence[bytes] = ()
+    request_id: str = ""
+    domain: str = ""
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    skip_reading: bool = False
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """One running request; see `Run`."""
+
+    slot: int
+    extra: int = 0
+    cap: int = UNLIMITED
+    lookahead: int = 0
+    in_flight: int = AS_COUNTED
+    flags: RowFlag = RowFlag.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitRow:
+    """One waiting request; see `Admit`."""
+
+    slot: int
+    extra: int = 0
+    cap: int = UNLIMITED
+    lookahead: int = 0
+    external: int = 0
+    expected_hit: int = ANY_HIT
+    encoder_tokens: int = 0
+    reserved: int = 0
+    watermark: Watermark = Watermark.AUTO
+    flags: RowFlag = RowFlag.NONE
+
+
+@dataclass(frozen=True, slots=True)
+class PeekRow:
+    """One look-up; see `Peek`."""
+
+    slot: int
+
+
+Row: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow
+_CONTENT = {"tokens", "num_tokens", "hashes"}
+
+
+def part_of(*rows: Row, budget: Budget | None = None, cache: Cache | None = None) -> Part:
+    """The part of these rows: each goes to its section, in the order given."""
+    part = Part(budget=budget or Budget(), cache=cache or Cache())
+    facts = [row for row in rows if isinstance(row, FactRow)]
+    news = [row for row in rows if isinstance(row, NewsRow)]
+    _fill(part.facts, facts)
+    part.facts.appended = _fill_content(part.facts, facts)
+    _fill(part.news, news)
+    part.news.num_tokens = _fill_content(part.news, news)
+    _fill(part.run, [row for row in rows if isinstance(row, RunRow)])
+    _fill(part.admit, [row for row in rows if isinstance(row, AdmitRow)])
+    part.peek.slot = [row.slot for row in rows if isinstance(row, PeekRow)]
+    return part
+
+
+def _fill(section: Facts | News | Run | Admit, rows: Sequence[Row]) -> None:
+    """Set the columns in which some row differs from the default."""
+    if not rows:
+        return
+    for column in fields(rows[0]):
+        if column.name in _CONTENT:
+            continue
+        values = [getattr(row, column.name) for row in rows]
+        if column.default is MISSING or any(value != column.default for value in values):
+            setattr(section, column.name, values)
+
+
+def _fill_content(section: Facts | News, rows: Sequence[FactRow] | Sequence[NewsRow]) -> list[int]:
+    """Set tokens and hashes; returns the column of token counts."""
+    section.tokens = [token for row in rows for token in row.tokens]
+    section.hashes = b"".join(digest for row in rows for digest in row.hashes)
+    if section.hashes:
+        section.num_hashes = [len(row.hashes) for row in rows]
+    return [len(row.tokens) or row.num_tokens for row in rows]

@@ -1,0 +1,160 @@
+"""The client's side of the order of steps: numbers, what is in flight, and what is undone when a step fails.
+
+Pure: no transport, clock or thread. The blocking and the asyncio session share it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvplane.base.errors import (
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    LimitExceeded,
+    SequenceError,
+)
+from kvplane.base.session import Opened
+from kvplane.base.step import Part, Step, StepResult
+
+
+class SessionState:
+    """Numbers of one session in one epoch.
+
+    Attributes:
+        epoch, spec, kept_keys, lease_ms, max_rows: of the answer that opened it.
+        free_blocks: exact after the last answer.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.epoch = opened.epoch
+        self.spec = opened.spec
+        self.kept_keys = opened.kept_keys
+        self.lease_ms = opened.lease_ms
+        self.max_rows = opened.max_rows
+        self.free_blocks = opened.free_blocks
+        self._max_steps = opened.max_steps_in_flight
+        self._next = (opened.seq + 1, opened.next_part)
+        self._answered_seq = opened.seq
+        self._executed_through = 0
+        self._unanswered: deque[Step] = deque()
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the next step, or of the one that is incomplete."""
+        return self._next[0]
+
+    @property
+    def in_flight(self) -> int:
+        """Steps with a part that has not been answered."""
+        if not self._unanswered:
+            return 0
+        return self._unanswered[-1].seq - self._unanswered[0].seq + 1
+
+    def register(self, parts: Sequence[Part], last: bool, executed_through: int | None) -> Step:
+        """The step of these parts under the next number; it is in flight from now on.
+
+        `executed_through` None says that all steps before it have finished, or what the first part of it
+        said.
+
+        Raises:
+            LimitExceeded: as many steps are in flight as may be.
+            InvalidArgument: no parts, or an executed_through that cannot be.
+        """
+        seq, part = self._next
+        if not parts:
+            raise InvalidArgument("a step has at least one part", field="parts", remedy="send Part() to apply nothing")
+        if part == 0 and self.in_flight >= self._max_steps:
+            raise LimitExceeded(
+                f"{self.in_flight} steps are in flight, as many as may be", remedy="receive an answer first"
+            )
+        step = Step(self.epoch, seq, list(parts), part, last, self._executed(seq, part, executed_through))
+        self._unanswered.append(step)
+        self._next = (seq + 1, 0) if last else (seq, part + len(step.parts))
+        return step
+
+    def withdraw(self, step: Step) -> None:
+        """Undo the last `register`: the step could not be sent."""
+        withdrawn = self._unanswered.pop()
+        assert withdrawn is step, "only the last step can be withdrawn"
+        self._next = (step.seq, step.part)
+
+    def answered(self, result: StepResult) -> StepResult:
+        """Take the answer of the oldest step in flight. Raises InternalError when it is another's."""
+        step = self._oldest()
+        if (result.seq, result.part) != (step.seq, step.part):
+            raise InternalError(
+                f"step {step.seq} part {step.part} was answered by step {result.seq} part {result.part}"
+            )
+        self._unanswered.popleft()
+        self._executed_through = step.executed_through
+        if step.last:
+            self._answered_seq = step.seq
+        self.free_blocks = result.parts[-1].free_blocks
+        return result
+
+    def refused(self) -> int:
+        """The oldest step in flight was refused: its number is free again.
+
+        Returns how many later parts were in flight; the service refuses each of them as out of order.
+        """
+        step = self._oldest()
+        followers = len(self._unanswered) - 1
+        self._unanswered.clear()
+        self._next = (step.seq, step.part)
+        return followers
+
+    def resumed(self, opened: Opened) -> list[Step]:
+        """The stream was opened again: what must be sent again, in order.
+
+        Raises SequenceError when the service is not where this session left it.
+        """
+        here = (opened.seq + 1, opened.next_part)
+        oldest = self._unanswered[0] if self._unanswered else None
+        earliest = (oldest.seq, oldest.part) if oldest else self._next
+        if opened.epoch != self.epoch or not earliest <= here <= self._next:
+            raise SequenceError(
+                f"the service stands before (step, part) {here} of epoch {opened.epoch}, this session "
+                f"between {earliest} and {self._next} of epoch {self.epoch}",
+                remedy="open a session with a new epoch",
+            )
+        if not self._unanswered:
+            self.free_blocks = opened.free_blocks
+        return list(self._unanswered)
+
+    def require_idle(self) -> None:
+        """Raise FailedPrecondition when answers are outstanding."""
+        if self._unanswered:
+            raise FailedPrecondition(
+                f"{self.in_flight} steps have not been answered", remedy="receive their answers first"
+            )
+
+    def require_in_flight(self) -> None:
+        """Raise FailedPrecondition when no answer is outstanding."""
+        if not self._unanswered:
+            raise FailedPrecondition("no step is in flight", remedy="submit one first")
+
+    def _executed(self, seq: int, part: int, given: int | None) -> int:
+        said = self._unanswered[-1].executed_through if self._unanswered else self._executed_through
+        if given is None:
+            if part:
+                return said
+            if self._unanswered:
+                raise InvalidArgument(
+                    f"{self.in_flight} steps before step {seq} are in flight",
+                    field="executed_through",
+                    remedy="with several steps in flight, say which one has finished on all ranks",
+                )
+            return seq - 1
+        if not said <= given <= self._answered_seq:
+            raise InvalidArgument(
+                f"{given} is not in {said}..{self._answered_seq}",
+                field="executed_through",
+                remedy="name a step that has been answered and executed; it never goes back",
+            )
+        return given
+
+    def _oldest(self) -> Step:
+        assert self._unanswered, "an answer without a step"
+        return self._unanswered[0]

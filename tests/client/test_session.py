@@ -1,0 +1,372 @@
+"""A session through broken streams, refusals, threads and lapsing leases."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+
+import pytest
+from kvplane_service.config import Config
+from kvplane_service.host import ReplicaState
+
+from kvplane.base.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    KvplaneError,
+    NotFound,
+    OtherWriter,
+    SequenceError,
+    StaleEpoch,
+    Unavailable,
+)
+from kvplane.base.session import OpenRequest
+from kvplane.base.step import Part
+from kvplane.retry import RetryPolicy
+from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
+from kvplane.session import Session
+from tests.client.flaky import FlakyTransport, breaking, never
+from tests.client.mini_engine import MiniEngine
+from tests.client.worlds import InProcessWorld
+
+
+class Nonces:
+    """Counts from a number on."""
+
+    def __init__(self, last):
+        self.last = last
+
+    def __call__(self):
+        self.last += 1
+        return self.last
+
+
+class Pauses(list[float]):
+    """Remembers how long a session would have slept."""
+
+    def policy(self, attempts=3):
+        return RetryPolicy(attempts, first_delay_s=1.0, max_delay_s=3.0, sleep=self.append, jitter=lambda: 0.0)
+
+
+@pytest.fixture
+def world():
+    return InProcessWorld()
+
+
+@pytest.fixture
+def transport(world):
+    return FlakyTransport(world.transport())
+
+
+@pytest.fixture
+def pauses():
+    return Pauses()
+
+
+@pytest.fixture
+def session(world, transport, pauses):
+    with open_session(world, transport, pauses) as session:
+        yield session
+
+
+def open_session(world, transport, pauses=None, nonce=1, **facts):
+    nonces = Nonces(nonce - 1)
+    request = OpenRequest(world.replica, nonces(), **facts)
+    policy = (Pauses() if pauses is None else pauses).policy()
+    return Session(transport, request, retry=policy, nonces=nonces, heartbeats=False)
+
+
+ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
+
+
+# ---- broken streams
+
+
+@pytest.mark.parametrize("call", ["send", "receive"])
+def test_a_step_in_a_broken_stream_is_applied_once(session, world, transport, call):
+    transport.breaks = breaking(call)
+    assert session.apply(ASK).parts[0].admit_granted == [20]
+    assert transport.calls.count("open") == 2
+    assert session.apply(part_of(RunRow(0))).parts[0].granted == [20]
+    assert world.host.seq == 2
+
+
+def test_all_steps_in_flight_survive(session, transport):
+    session.submit(ASK)
+    session.submit(part_of(RunRow(0)), executed_through=0)
+    transport.breaks = breaking("receive")
+    assert session.receive().parts[0].admit_granted == [20]
+    transport.breaks = breaking("receive")
+    assert session.receive().parts[0].granted == [20]
+    assert transport.calls.count("open") == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_engine_does_not_notice_a_bad_network(world, transport, seed):
+    expected = MiniEngine(lambda part: calm.apply(part).parts[0], seed)
+    with open_session(world, world.transport()) as calm:
+        expected.run()
+    world.forget()
+    with open_session(world, transport) as session:
+        rng = random.Random(seed)
+        transport.breaks = lambda call: call in ("send", "receive") and rng.random() < 0.2
+        actual = MiniEngine(lambda part: session.apply(part).parts[0], seed)
+        assert actual.run() == expected.log
+        assert transport.calls.count("open") > 10
+
+
+def test_each_stream_has_a_nonce_of_its_own_and_resumes_the_epoch(world, transport):
+    with open_session(world, transport, stamp_table=(0,) * 40) as session:
+        transport.breaks = breaking("receive")
+        session.apply(ASK)
+        first, second = transport.opens
+        assert (first.nonce, second.nonce) == (1, 2)
+        assert (first.epoch, second.epoch) == (0, session.epoch)
+        assert second.stamp_table == ()
+
+
+def test_attempts_are_bounded_and_pauses_grow(session, transport, pauses):
+    transport.breaks = lambda call: True
+    with pytest.raises(Unavailable, match="cannot connect"):
+        session.apply(ASK)
+    assert pauses == [0.0, 1.0, 2.0]
+    assert transport.calls.count("open") == 4
+
+
+def test_pauses_have_a_limit_and_are_spread():
+    steady = RetryPolicy(6, first_delay_s=1.0, max_delay_s=3.0, jitter=lambda: 0.0)
+    assert list(steady.delays_s()) == [0.0, 1.0, 2.0, 3.0, 3.0, 3.0]
+    spread = RetryPolicy(3, first_delay_s=1.0, max_delay_s=3.0, jitter=lambda: 0.5)
+    assert list(spread.delays_s()) == [0.0, 0.75, 1.5]
+
+
+def test_a_step_whose_answer_is_out_of_reach_stays_in_flight(session, transport, world):
+    transport.breaks = lambda call: True
+    with pytest.raises(Unavailable):
+        session.apply(ASK)
+    assert session.in_flight == 1
+    with pytest.raises(FailedPrecondition, match="receive their answers first"):
+        session.apply(ASK)
+    transport.breaks = never
+    assert session.receive().parts[0].admit_granted == [20]
+    assert world.host.seq == 1
+
+
+def test_an_open_waits_for_a_service_that_starts(world, transport, pauses):
+    transport.breaks = breaking("open", times=2)
+    with open_session(world, transport, pauses) as session:
+        assert session.epoch
+    assert pauses == [0.0, 1.0]
+    assert [request.nonce for request in transport.opens] == [1, 2, 3]
+
+
+def test_an_open_gives_up(world, transport):
+    transport.breaks = breaking("open", times=99)
+    with pytest.raises(Unavailable):
+        open_session(world, transport)
+
+
+def test_a_refusal_behind_which_the_stream_breaks_is_still_told(session, transport):
+    session.submit(part_of(RunRow(7)))
+    session.submit(ASK, executed_through=0)
+    seen = []
+
+    def break_at_the_second(call):
+        seen.append(call)
+        return seen.count("receive") == 2
+
+    transport.breaks = break_at_the_second
+    with pytest.raises(InvalidArgument):
+        session.receive()
+    transport.breaks = never
+    assert session.in_flight == 0
+    assert session.apply(ASK).seq == 1
+
+
+# ---- the end of a session
+
+
+def ends_with(session, cls):
+    """Every call raises the same from now on."""
+    for call in (lambda: session.apply(Part()), lambda: session.submit(Part()), session.receive):
+        with pytest.raises(cls):
+            call()
+
+
+def test_a_service_that_has_forgotten_the_engine_ends_the_session(session, world, transport):
+    session.apply(ASK)
+    world.forget()
+    transport.breaks = breaking("receive")
+    with pytest.raises(StaleEpoch):
+        session.apply(part_of(RunRow(0)))
+    ends_with(session, StaleEpoch)
+
+
+def test_a_replica_that_is_gone_ends_the_session(session, world):
+    world.registry.remove(world.replica)
+    with pytest.raises(NotFound):
+        session.apply(ASK)
+    ends_with(session, NotFound)
+
+
+def test_a_service_that_stands_elsewhere_ends_the_session(session, world, transport):
+    session.apply(ASK)
+    with open_session(world, world.transport(), nonce=50, epoch=session.epoch) as thief:
+        thief.apply(part_of(RunRow(0)))
+        thief.apply(Part())
+        transport.breaks = breaking("receive")
+        with pytest.raises(SequenceError):
+            session.apply(Part())
+        ends_with(session, SequenceError)
+
+
+def test_a_newer_session_is_noticed_between_steps_by_the_heartbeat(session, world):
+    with open_session(world, world.transport(), nonce=50):
+        session.beat()
+        ends_with(session, OtherWriter)
+
+
+def test_after_close_nothing_goes(session, transport):
+    session.close()
+    ends_with(session, FailedPrecondition)
+    session.beat()
+    assert transport.calls[-1] == "close"
+
+
+# ---- leases
+
+
+def test_a_beat_keeps_the_lease(session, world):
+    for _ in range(3):
+        world.now_ns += 9 * 10**9
+        assert world.host.state is ReplicaState.LIVE
+        session.beat()
+
+
+def test_a_beat_opens_a_broken_stream_again(session, world, transport):
+    world.host.lost(1)
+    assert world.host.state is ReplicaState.LAPSED
+    transport.breaks = breaking("heartbeat")
+    session.beat()
+    assert world.host.state is ReplicaState.LIVE
+    assert transport.calls.count("open") == 2
+
+
+def test_a_beat_in_vain_is_followed_by_another(session, world, transport):
+    transport.breaks = lambda call: True
+    session.beat()
+    transport.breaks = never
+    session.beat()
+    assert session.apply(ASK).seq == 1
+
+
+class Beating:
+    """Tells when a heartbeat has arrived."""
+
+    def __init__(self, inner):
+        self._inner = inner
+        self.beat = threading.Event()
+        self.release = threading.Event()
+        self.release.set()
+        self.waiting = threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def heartbeat(self):
+        self._inner.heartbeat()
+        self.beat.set()
+
+    def receive(self):
+        self.waiting.set()
+        assert self.release.wait(10)
+        return self._inner.receive()
+
+
+@pytest.fixture
+def quick():
+    """A world whose lease asks for a beat every 10 ms."""
+    return InProcessWorld(Config(lease_ms=30))
+
+
+def lease_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "kvplane-lease-small"]
+
+
+def test_a_thread_keeps_the_lease_until_the_session_closes(quick):
+    transport = Beating(quick.transport())
+    with Session(transport, OpenRequest(quick.replica, 1)):
+        assert transport.beat.wait(10)
+        (thread,) = lease_threads()
+        assert thread.daemon
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_session_that_the_engine_dropped_loses_its_lease(quick):
+    session = Session(quick.transport(), OpenRequest(quick.replica, 1))
+    (thread,) = lease_threads()
+    del session
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+# ---- threads
+
+
+def test_a_second_thread_is_refused_while_a_call_is_under_way(world):
+    transport = Beating(world.transport())
+    with open_session(world, transport) as session:
+        transport.release.clear()
+        outcome = []
+        engine = threading.Thread(target=lambda: outcome.append(session.apply(ASK)))
+        engine.start()
+        assert transport.waiting.wait(10)
+        with pytest.raises(FailedPrecondition, match="another thread"):
+            session.apply(Part())
+        session.beat()
+        assert not transport.beat.is_set()
+        transport.release.set()
+        engine.join(10)
+        assert outcome[0].seq == 1
+        assert session.apply(part_of(RunRow(0))).seq == 2
+
+
+def test_a_session_may_move_from_thread_to_thread(session):
+    outcome = []
+    engine = threading.Thread(target=lambda: outcome.append(session.apply(ASK).seq))
+    engine.start()
+    engine.join(10)
+    assert outcome == [1]
+    assert session.apply(Part()).seq == 2
+
+
+# ---- what the session tells
+
+
+def test_a_session_tells_what_it_stands_on(session, world):
+    assert session.spec == world.host.replica.spec
+    assert (session.epoch, session.kept_keys, session.next_seq) == (world.host.epoch, 0, 1)
+    session.apply(ASK)
+    assert session.free_blocks == world.host.replica.free_blocks
+
+
+def test_a_step_that_cannot_be_sent_is_as_if_it_never_was(world):
+    class Choosy:
+        def __init__(self, inner):
+            self._inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self._inner, name)
+
+        def send(self, step):
+            if step.parts[0].news.slot:
+                raise InvalidArgument("no", field="parts[0].news.tokens")
+            self._inner.send(step)
+
+    with open_session(world, Choosy(world.transport())) as session:
+        with pytest.raises(KvplaneError, match="news"):
+            session.apply(ASK)
+        assert session.in_flight == 0
+        assert session.apply(Part()).seq == 1

@@ -1,0 +1,179 @@
+"""Numbers of steps on the client's side."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import FailedPrecondition, InternalError, InvalidArgument, LimitExceeded, SequenceError
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.session import Opened
+from kvplane.base.step import Part, PartResult, StepResult
+from kvplane.session_state import SessionState
+
+SPEC = ReplicaSpec((GroupSpec(GroupKind.FULL_ATTENTION, 16),), 10, 1024, 16, 16, 1024)
+
+
+def opened(epoch=3, seq=0, next_part=0, free_blocks=9):
+    return Opened(epoch, seq, next_part, 4, 4096, 10_000, SPEC, free_blocks, 0)
+
+
+def answer(step, free_blocks=5):
+    return StepResult(step.seq, step.part, [PartResult(free_blocks=free_blocks) for _ in step.parts])
+
+
+def number(step):
+    return step.seq, step.part
+
+
+@pytest.fixture
+def state():
+    return SessionState(opened())
+
+
+def register(state, parts=1, last=True, executed_through=None):
+    return state.register([Part() for _ in range(parts)], last, executed_through)
+
+
+def test_steps_count_from_one_and_parts_from_zero(state):
+    steps = [register(state, 2, last=False), register(state, 1, last=False), register(state)]
+    assert [number(step) for step in steps] == [(1, 0), (1, 2), (1, 3)]
+    assert [step.last for step in steps] == [False, False, True]
+    for step in steps:
+        state.answered(answer(step))
+    assert number(register(state)) == (2, 0)
+
+
+def test_a_resumed_engine_goes_on_where_the_service_stands():
+    assert number(register(SessionState(opened(seq=41, next_part=2)))) == (42, 2)
+
+
+def test_so_many_steps_are_in_flight_and_no_more(state):
+    for _ in range(4):
+        register(state, executed_through=0)
+    assert state.in_flight == 4
+    with pytest.raises(LimitExceeded):
+        register(state, executed_through=0)
+    assert state.in_flight == 4
+
+
+def test_more_parts_of_one_step_are_one_step_in_flight(state):
+    for _ in range(9):
+        register(state, last=False)
+    assert state.in_flight == 1
+
+
+def test_by_default_all_earlier_steps_have_been_executed(state):
+    assert register(state).executed_through == 0
+    state.answered(answer(state.resumed(opened())[0]))
+    first, second = register(state, last=False), register(state)
+    assert (first.executed_through, second.executed_through) == (1, 1)
+
+
+def test_with_steps_in_flight_the_engine_says_what_has_been_executed(state):
+    first = register(state)
+    with pytest.raises(InvalidArgument) as caught:
+        register(state)
+    assert caught.value.field == "executed_through"
+    assert number(register(state, executed_through=0)) == (2, 0)
+    state.answered(answer(first))
+    assert register(state, executed_through=1).executed_through == 1
+
+
+@pytest.mark.parametrize("given", [-1, 0, 1, 4, 2**70])
+def test_what_has_been_executed_was_answered_and_never_goes_back(state, given):
+    for _ in range(2):
+        state.answered(answer(register(state)))
+    state.answered(answer(register(state, executed_through=2)))  # step 3
+    with pytest.raises(InvalidArgument, match=r"not in 2\.\.3"):
+        register(state, executed_through=given)
+
+
+def test_an_incomplete_step_has_not_been_answered(state):
+    state.answered(answer(register(state, last=False)))
+    register(state)
+    with pytest.raises(InvalidArgument, match=r"not in 0\.\.0"):
+        register(state, executed_through=1)
+
+
+def test_a_step_that_could_not_be_sent_never_was(state):
+    step = register(state, 3, last=False)
+    state.withdraw(step)
+    assert state.in_flight == 0
+    assert number(register(state)) == (1, 0)
+
+
+def test_a_refusal_frees_the_number_and_those_behind_it(state):
+    first = register(state)
+    register(state, 2, last=False, executed_through=0)
+    register(state, executed_through=0)
+    state.answered(answer(first))
+    assert state.refused() == 1
+    assert state.in_flight == 0
+    assert number(register(state)) == (2, 0)
+
+
+def test_a_refused_part_leaves_the_parts_before_it(state):
+    state.answered(answer(register(state, 2, last=False)))
+    register(state, last=False)
+    assert state.refused() == 0
+    assert number(register(state)) == (1, 2)
+
+
+def test_the_answer_of_another_step_is_a_bug_of_the_service(state):
+    register(state)
+    with pytest.raises(InternalError, match="step 1 part 0 was answered by step 2 part 0"):
+        state.answered(StepResult(2, 0, [PartResult()]))
+
+
+def test_free_blocks_are_those_of_the_last_answer(state):
+    assert state.free_blocks == 9
+    state.answered(answer(register(state, 2), free_blocks=4))
+    assert state.free_blocks == 4
+
+
+def test_no_parts_are_no_step(state):
+    with pytest.raises(InvalidArgument, match="parts"):
+        state.register([], True, None)
+
+
+def test_idle_and_in_flight_are_told_apart(state):
+    state.require_idle()
+    with pytest.raises(FailedPrecondition, match="no step is in flight"):
+        state.require_in_flight()
+    register(state)
+    state.require_in_flight()
+    with pytest.raises(FailedPrecondition, match="1 steps have not been answered"):
+        state.require_idle()
+
+
+@pytest.mark.parametrize("position", [(0, 0), (0, 1), (1, 0), (2, 0)])
+def test_after_a_broken_stream_what_was_not_answered_is_sent_again(state, position):
+    steps = [register(state, last=False), register(state), register(state, executed_through=0)]
+    assert state.resumed(opened(seq=position[0], next_part=position[1])) == steps
+
+
+def test_what_was_answered_is_not_sent_again(state):
+    state.answered(answer(register(state)))
+    step = register(state)
+    assert state.resumed(opened(seq=1)) == [step]
+
+
+@pytest.mark.parametrize("position", [(0, 0), (3, 0), (2, 1)])
+def test_a_service_that_stands_elsewhere_ends_the_session(state, position):
+    state.answered(answer(register(state)))
+    register(state)
+    with pytest.raises(SequenceError):
+        state.resumed(opened(seq=position[0], next_part=position[1]))
+
+
+def test_another_epoch_is_elsewhere(state):
+    with pytest.raises(SequenceError):
+        state.resumed(opened(epoch=4))
+
+
+def test_free_blocks_follow_the_service_when_nothing_is_in_flight(state):
+    state.resumed(opened(free_blocks=7))
+    assert state.free_blocks == 7
+    register(state)
+    state.resumed(opened(free_blocks=8))
+    assert state.free_blocks == 7
