@@ -15,7 +15,7 @@ from queue import SimpleQueue
 import grpc
 
 from kvplane import wire
-from kvplane.base.errors import InternalError, KvplaneError, Unavailable
+from kvplane.base.errors import FailedPrecondition, InternalError, KvplaneError, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.status import error_of_rpc
@@ -95,11 +95,14 @@ class GrpcTransport:
 
 
 class _Stream:
-    """One gRPC stream."""
+    """One gRPC stream; FailedPrecondition when its channel is closed."""
 
     def __init__(self, stub: AllocationStub) -> None:
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
-        self._call = stub.Session(iter(self._requests.get, None))
+        try:
+            self._call = stub.Session(iter(self._requests.get, None))
+        except ValueError as error:
+            raise FailedPrecondition("the channel is closed", remedy="connect again") from error
         self._late = ""
 
     def send(self, message: SessionRequest) -> None:
