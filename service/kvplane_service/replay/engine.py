@@ -34,9 +34,10 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.replay.cost import CostModel
-from kvplane_service.replay.request import NO_SLOT, Content, LiveRequest
+from kvplane_service.replay.request import NO_SLOT, LiveRequest
 from kvplane_service.replay.slots import SlotTable
 from kvplane_service.replay.tally import Tally
+from kvplane_service.workloads import TraceRequest
 
 UNLIMITED_OUTPUT = 1 << 40
 
@@ -120,7 +121,6 @@ class Engine:
         self._waiting: deque[LiveRequest] = deque()
         self._running: list[int] = []
         self._facts = Facts()
-        self._serial = 0
         self._idle_steps = 0
         self._align = RowFlag.ALIGN if session.spec.align.block_size else RowFlag.NONE
         self._budget = Budget(tokens=config.token_budget)
@@ -140,13 +140,12 @@ class Engine:
         """Whether some request is waiting or running."""
         return bool(self._waiting or self._running)
 
-    def submit(self, content: Content) -> None:
+    def submit(self, trace: TraceRequest) -> None:
         """Queue a request that arrives now, or refuse it when it could never end within max_model_len."""
-        request = LiveRequest(content, self._serial, self._config.max_output)
-        self._serial += 1
+        request = LiveRequest(trace, self._config.max_output)
         if request.num_tokens > self._spec.max_model_len:
             detail = f"{request.num_tokens} tokens with its output, max_model_len is {self._spec.max_model_len}"
-            self.refusals.append(Refusal(content.request_id, TOO_LONG, detail))
+            self.refusals.append(Refusal(trace.name, TOO_LONG, detail))
             return
         self._waiting.append(request)
 
@@ -197,9 +196,9 @@ class Engine:
         request.hash_prompt(self._scheme)
         hashes = request.take_prompt_hashes()
         news.slot.append(self._slots.take(request))
-        news.num_tokens.append(request.content.num_prompt_tokens)
-        news.num_hashes.append(len(hashes) // self._scheme.digest.digest_size)
-        news.request_id.append(request.content.request_id)
+        news.num_tokens.append(request.num_prompt)
+        news.num_hashes.append(len(hashes) // self._scheme.digest.size)
+        news.request_id.append(request.trace.name)
         news.max_tokens.append(request.num_tokens)
         return hashes
 
@@ -263,28 +262,30 @@ class Engine:
     def _give_up(self, request: LiveRequest) -> None:
         """Refuse a request whose known tokens alone are more than the pool holds."""
         detail = f"{self._slots.known[request.slot]} tokens, the pool has {self._spec.num_blocks - 1} blocks"
-        self.refusals.append(Refusal(request.content.request_id, NEVER_FITS, detail))
+        self.refusals.append(Refusal(request.trace.name, NEVER_FITS, detail))
         self._end(request.slot, appended=0, hashes=b"")
 
     def _sample(self, reached: list[int]) -> None:
-        """Each request that has reached its end gets one token more, which is its last when it is long enough."""
+        """Each request that has reached its end gets one token more and ends with its last (or its prompt, without any)."""
         slots, ended = self._slots, set()
         for slot in reached:
-            slots.known[slot] += 1
+            request = slots.holder(slot)
+            appended = min(1, request.num_tokens - slots.known[slot])
+            slots.known[slot] += appended
             hashes = slots.hash_if_due(slot)
-            if slots.known[slot] < slots.holder(slot).num_tokens:
-                self._add_fact(slot, 1, hashes, End.NONE)
-                continue
-            ended.add(slot)
-            self._complete(slots.holder(slot))
-            self._end(slot, 1, hashes)
+            if slots.known[slot] < request.num_tokens:
+                self._add_fact(slot, appended, hashes, End.NONE)
+            else:
+                ended.add(slot)
+                self._complete(request)
+                self._end(slot, appended, hashes)
         if ended:
             self._running = [slot for slot in self._running if slot not in ended]
 
     def _complete(self, request: LiveRequest) -> None:
         self.completed += 1
-        self.tally.prompt_tokens += request.content.num_prompt_tokens
-        self.tally.generated_tokens += request.num_tokens - request.content.num_prompt_tokens
+        self.tally.prompt_tokens += request.num_prompt
+        self.tally.generated_tokens += request.num_tokens - request.num_prompt
 
     def _end(self, slot: int, appended: int, hashes: bytes) -> None:
         self._add_fact(slot, appended, hashes, End.FREE)
@@ -294,7 +295,7 @@ class Engine:
         facts = self._facts
         facts.slot.append(slot)
         facts.appended.append(appended)
-        facts.num_hashes.append(len(hashes) // self._scheme.digest.digest_size)
+        facts.num_hashes.append(len(hashes) // self._scheme.digest.size)
         facts.hashes += hashes
         facts.end.append(end)
 

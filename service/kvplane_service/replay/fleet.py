@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
 
+from kvplane_service.replay.cost import NS_PER_SECOND
 from kvplane_service.replay.engine import Engine
-from kvplane_service.replay.request import Content
 from kvplane_service.replay.tally import Tally
+from kvplane_service.workloads import TraceRequest
 
 
 class Routing(Enum):
@@ -54,21 +55,21 @@ class Fleet:
     What the trace raises while it is read goes through `run_step`; the fleet can go on afterwards and ends what it has.
     """
 
-    def __init__(self, engines: Sequence[Engine], trace: Iterable[Content], routing: Routing = Routing.STICKY) -> None:
+    def __init__(self, engines: Sequence[Engine], trace: Iterable[TraceRequest], routing: Routing = Routing.STICKY) -> None:
         assert engines, "a fleet has an engine"
         self.engines = tuple(engines)
         self.num_read = 0
-        self._trace: Iterator[Content] = iter(trace)
+        self._trace: Iterator[TraceRequest] = iter(trace)
         self._routing = routing
         self._turn = 0
-        self._next: Content | None = None
+        self._next: TraceRequest | None = None
         self._is_read = False
 
     def run_step(self) -> bool:
         """Deliver what has arrived, then step one engine; False when nothing is left and every end has been sent."""
         engine = self._furthest_behind()
-        while (content := self._peek()) is not None and (engine is None or content.arrival_ns <= engine.clock_ns):
-            self._deliver(content)
+        while (request := self._peek()) is not None and (engine is None or _arrival_ns(request) <= engine.clock_ns):
+            self._deliver(request)
             engine = self._furthest_behind()
         if engine is None:
             for each in self.engines:
@@ -105,23 +106,27 @@ class Fleet:
         busy = [engine for engine in self.engines if engine.has_work]
         return min(busy, key=lambda engine: engine.clock_ns) if busy else None
 
-    def _peek(self) -> Content | None:
+    def _peek(self) -> TraceRequest | None:
         if self._next is None and not self._is_read:
             self._next = next(self._trace, None)
             self._is_read = self._next is None
         return self._next
 
-    def _deliver(self, content: Content) -> None:
+    def _deliver(self, request: TraceRequest) -> None:
         """Hand the next arrival to its engine; one that was idle has waited for it."""
         self._next = None
         self.num_read += 1
-        engine = self.engines[self._route(content)]
+        engine = self.engines[self._route(request)]
         if not engine.has_work:
-            engine.clock_ns = max(engine.clock_ns, content.arrival_ns)
-        engine.submit(content)
+            engine.clock_ns = max(engine.clock_ns, _arrival_ns(request))
+        engine.submit(request)
 
-    def _route(self, content: Content) -> int:
-        if self._routing is Routing.STICKY and content.session:
-            return int.from_bytes(sha256(content.session.encode()).digest()[:8], "little") % len(self.engines)
+    def _route(self, request: TraceRequest) -> int:
+        if self._routing is Routing.STICKY and request.session:
+            return int.from_bytes(sha256(request.session.encode()).digest()[:8], "little") % len(self.engines)
         self._turn += 1
         return (self._turn - 1) % len(self.engines)
+
+
+def _arrival_ns(request: TraceRequest) -> int:
+    return round(request.arrival_s * NS_PER_SECOND)

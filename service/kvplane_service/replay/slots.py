@@ -32,11 +32,10 @@ class SlotTable:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        num_prompt_tokens = request.content.num_prompt_tokens
         self.requests[slot] = request
-        self.known[slot] = num_prompt_tokens
+        self.known[slot] = request.num_prompt
         self.computed[slot] = 0
-        full_blocks = max(0, num_prompt_tokens - self._lookahead) // self._block_size
+        full_blocks = max(0, request.num_prompt - self._lookahead) // self._block_size
         self.hash_due[slot] = (full_blocks + 1) * self._block_size + self._lookahead
         request.slot = slot
         return slot
