@@ -101,6 +101,7 @@ class Engine:
     """One replica's scheduler. Every request handed to `submit` ends in `completed` or in `refusals`.
 
     Attributes:
+        spec: of the replica.
         clock_ns: virtual time.
         completed: requests that generated all their tokens.
         refusals: requests refused by name.
@@ -115,7 +116,7 @@ class Engine:
         self._session = session
         self._config = config
         self._cost = cost
-        self._spec = session.spec
+        self.spec = session.spec
         self._scheme = HashScheme.of(session.spec)
         self._slots = SlotTable(session.spec.hash_block_size, session.spec.hash_lookahead_tokens)
         self._waiting: deque[LiveRequest] = deque()
@@ -143,8 +144,8 @@ class Engine:
     def submit(self, trace: TraceRequest) -> None:
         """Queue a request that arrives now, or refuse it when it could never end within max_model_len."""
         request = LiveRequest(trace, self._config.max_output)
-        if request.num_tokens > self._spec.max_model_len:
-            detail = f"{request.num_tokens} tokens with its output, max_model_len is {self._spec.max_model_len}"
+        if request.num_tokens > self.spec.max_model_len:
+            detail = f"{request.num_tokens} tokens with its output, max_model_len is {self.spec.max_model_len}"
             self.refusals.append(Refusal(trace.name, TOO_LONG, detail))
             return
         self._waiting.append(request)
@@ -261,7 +262,7 @@ class Engine:
 
     def _give_up(self, request: LiveRequest) -> None:
         """Refuse a request whose known tokens alone are more than the pool holds."""
-        detail = f"{self._slots.known[request.slot]} tokens, the pool has {self._spec.num_blocks - 1} blocks"
+        detail = f"{self._slots.known[request.slot]} tokens, the pool has {self.spec.num_blocks - 1} blocks"
         self.refusals.append(Refusal(request.trace.name, NEVER_FITS, detail))
         self._end(request.slot, appended=0, hashes=b"")
 

@@ -83,6 +83,11 @@ class Fleet:
         self._is_read, self._next = True, None
 
     @property
+    def clock_ns(self) -> int:
+        """Virtual time of the engine that is furthest ahead."""
+        return max(engine.clock_ns for engine in self.engines)
+
+    @property
     def progress(self) -> Progress:
         """How far it is."""
         return Progress(
@@ -92,7 +97,7 @@ class Fleet:
             running=sum(engine.num_running for engine in self.engines),
             waiting=sum(engine.num_waiting for engine in self.engines),
             steps=sum(engine.tally.steps for engine in self.engines),
-            clock_ns=max(engine.clock_ns for engine in self.engines),
+            clock_ns=self.clock_ns,
         )
 
     def tally(self) -> Tally:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult, RemoveReason
+from kvplane.base.step import AdmitStatus, Blocks, EventKind, Part, PartResult, RemoveReason
 
 
 @dataclass(slots=True)
@@ -73,16 +74,13 @@ class Tally:
 
     def _count_blocks(self, part: Part, answer: PartResult) -> None:
         """New blocks as the answer lists them; hit blocks are those of an admission's table that are not new."""
-        allocated, first_admit_row = self.allocated_blocks, len(part.run.slot)
-        new = answer.new_blocks
-        for row, group, count in zip(new.row, new.group, new.count, strict=True):
-            allocated[group] += count
+        first_admit_row = len(part.run.slot)
+        for row, group, count in _real_blocks(answer.new_blocks):
+            self.allocated_blocks[group] += count
             if row >= first_admit_row:
                 self.hit_blocks[group] -= count
-        tables, start = answer.tables, 0
-        for group, count in zip(tables.group, tables.count, strict=True):
-            self.hit_blocks[group] += count - tables.ids[start : start + count].count(0)
-            start += count
+        for _, group, count in _real_blocks(answer.tables):
+            self.hit_blocks[group] += count
 
     def add(self, other: Tally) -> None:
         """Add what another engine of the same groups counted."""
@@ -94,3 +92,11 @@ class Tally:
                 setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
             else:
                 setattr(self, name, mine + theirs)
+
+
+def _real_blocks(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
+    """(row, group, blocks that are not the null block) of each entry."""
+    start = 0
+    for row, group, count in zip(blocks.row, blocks.group, blocks.count, strict=True):
+        yield row, group, count - blocks.ids[start : start + count].count(0)
+        start += count
