@@ -39,7 +39,7 @@ from kvplane_service.replay.slots import SlotTable
 from kvplane_service.replay.tally import Tally
 from kvplane_service.workloads import TraceRequest
 
-UNLIMITED_OUTPUT = 1 << 40
+UNLIMITED_OUTPUT = 1 << 30
 
 TOO_LONG = "longer than max_model_len"
 NEVER_FITS = "never fits the empty pool"
