@@ -1,8 +1,8 @@
 """A service of one's own in a child process, for commands that are given no address.
 
-The child listens on a free loopback port and prints it. It is in a session of its own, so that Ctrl-C in the terminal
-reaches the parent alone, which then ends it; and it ends itself when the pipe on its standard input closes, so that none
-is left behind however the parent dies.
+The child listens on a free loopback port and prints it. It is in a session of its own, so that Ctrl-C in the
+terminal reaches the parent alone, which then ends it; and it ends itself when the pipe on its standard input
+closes, so that none is left behind however the parent dies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServiceChild:
         """Start it and wait until it says where it listens; raises Unavailable with its last words when it does not."""
         self.address = ""
         self._said_address = threading.Event()
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from kvplane_service.cli.child import serve; serve()"],
             stdin=subprocess.PIPE,
@@ -65,7 +65,10 @@ class ServiceChild:
         self.close()
 
     def close(self) -> None:
-        """End the process and wait for it; idempotent. SIGTERM drains, a second one does not wait, SIGKILL asks nobody."""
+        """End the process and wait for it; idempotent.
+
+        SIGTERM drains, a second one does not wait, SIGKILL asks nobody.
+        """
         for wanted in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
                 self._process.send_signal(wanted)

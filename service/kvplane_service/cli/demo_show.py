@@ -145,7 +145,7 @@ def _watch(threads: Sequence[EngineThread], watchers: Sequence[Watcher], show: S
     """Look and show until the engines are done, and once more."""
     is_over = False
     while not is_over:
-        threads[0].join(_VIEW_INTERVAL_S) if threads[0].is_alive() else time.sleep(_VIEW_INTERVAL_S)
+        time.sleep(_VIEW_INTERVAL_S)
         is_over = not any(thread.is_alive() for thread in threads)
         looks = [watcher.look(time.monotonic()) for watcher in watchers]
         show(looks)
@@ -178,7 +178,7 @@ def _lines(console: Console) -> Iterator[Show]:
 
 
 def complaints(summary: Summary) -> list[str]:
-    """What is wrong with the outcome for one model: counts that disagree, or something that was to be seen and was not."""
+    """What is wrong with the outcome for one model: counts that disagree, or a thing to be seen that was not."""
     counts = summary.counts
     seen = {
         "hit": counts.hit_tokens,

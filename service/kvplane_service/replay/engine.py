@@ -267,7 +267,7 @@ class Engine:
         self._end(request.slot, appended=0, hashes=b"")
 
     def _sample(self, reached: list[int]) -> None:
-        """Each request that has reached its end gets one token more and ends with its last (or its prompt, without any)."""
+        """Each request that has reached its end gets one token more, and ends with its last one."""
         slots, ended = self._slots, set()
         for slot in reached:
             request = slots.holder(slot)

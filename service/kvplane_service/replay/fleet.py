@@ -1,8 +1,8 @@
 """Several engines on one virtual clock, fed by the arrivals of a trace.
 
-Open loop: a request arrives when the trace says, however busy the engines are. Each engine has a clock of its own, which
-its steps move; the one that is furthest behind steps next, so a request meets its engine in the state that it had at
-that moment, and the outcome depends on nothing but the trace and the settings.
+Open loop: a request arrives when the trace says, however busy the engines are. Each engine has a clock of its
+own, which its steps move; the one that is furthest behind steps next, so a request meets its engine in the state
+that it had at that moment, and the outcome depends on nothing but the trace and the settings.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Fleet:
     What the trace raises while it is read goes through `run_step`; the fleet can go on afterwards and ends what it has.
     """
 
-    def __init__(self, engines: Sequence[Engine], trace: Iterable[TraceRequest], routing: Routing = Routing.STICKY) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], trace: Iterable[TraceRequest], routing: Routing = Routing.STICKY
+    ) -> None:
         assert engines, "a fleet has an engine"
         self.engines = tuple(engines)
         self.num_read = 0

@@ -11,7 +11,8 @@ NO_SLOT = -1
 class LiveRequest:
     """A request inside the engine.
 
-    The prompt is hashed when its turn comes near and never kept as tokens; generated tokens are hashed a block at a time.
+    The prompt is hashed when its turn comes near and never kept as tokens; what it generates is hashed a block at
+    a time.
 
     Attributes:
         trace: its entry in the workload.

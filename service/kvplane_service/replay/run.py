@@ -10,10 +10,9 @@ from functools import reduce
 from operator import add
 from types import TracebackType
 
-from kvplane import Client
+from kvplane import Client, ModelSource
 from kvplane.base.errors import InvalidArgument
-from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, RegisterReplicaRequest
-from kvplane.v1.replica_pb2 import ModelSource
+from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
 from kvplane_service.replay.cost import CostModel
 from kvplane_service.replay.engine import Engine, EngineConfig
 from kvplane_service.replay.fleet import Fleet, Routing
@@ -124,10 +123,7 @@ class ReplayRun:
         )
 
     def _engine(self, name: str, undo: ExitStack) -> Engine:
-        request = RegisterReplicaRequest(
-            replica=name, model=self._plan.source(), num_ranks=self._plan.tensor_parallel
-        )
-        self._client.register(request)
+        self._client.register(name, self._plan.source(), num_ranks=self._plan.tensor_parallel)
         undo.callback(self._client.deregister, name)
         session = self._client.session(name, with_events=self._plan.with_events)
         undo.callback(session.close)

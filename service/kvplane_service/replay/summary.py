@@ -30,12 +30,23 @@ class ServiceCounts:
     evicted_blocks: tuple[int, ...]
 
     def __add__(self, other: ServiceCounts) -> ServiceCounts:
-        pairs = ((getattr(self, name), getattr(other, name)) for name in self.__slots__)
-        return ServiceCounts(*(_plus(mine, theirs) for mine, theirs in pairs))
+        return ServiceCounts(
+            steps=self.steps + other.steps,
+            admitted=self.admitted + other.admitted,
+            ended=self.ended + other.ended,
+            preempted=self.preempted + other.preempted,
+            refused=self.refused + other.refused,
+            queried_tokens=self.queried_tokens + other.queried_tokens,
+            hit_tokens=self.hit_tokens + other.hit_tokens,
+            granted_tokens=self.granted_tokens + other.granted_tokens,
+            allocated_blocks=_sums(self.allocated_blocks, other.allocated_blocks),
+            hit_blocks=_sums(self.hit_blocks, other.hit_blocks),
+            evicted_blocks=_sums(self.evicted_blocks, other.evicted_blocks),
+        )
 
 
-def _plus(mine: Any, theirs: Any) -> Any:
-    return tuple(map(sum, zip(mine, theirs, strict=True))) if isinstance(mine, tuple) else mine + theirs
+def _sums(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(mine, theirs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
