@@ -47,7 +47,7 @@ class Cell:
     def command(self, limit: int | None) -> list[str]:
         """The replay."""
         return [
-            *(sys.executable, "-m", "kvplane_service.cli", "replay", str(self.file), "--json"),
+            *(sys.executable, "-c", "from kvplane_service.cli import main; main()", "replay", str(self.file), "--json"),
             *("--model", self.model, "--tensor-parallel", str(MODELS[self.model])),
             *("--pool-blocks", str(self.pool_blocks), "--max-model-len", str(MAX_MODEL_LEN)),
             *(("--limit", str(limit)) if limit else ()),

@@ -99,7 +99,7 @@ class ReplayRun:
 
     def describe(self) -> list[DescribeReplicaResponse]:
         """What the service says of each replica now."""
-        return [self._client.describe(name) for name in self.names]
+        return [self._client.describe_replica(name) for name in self.names]
 
     def summary(self, workload: str) -> Summary:
         """Where it stands; call it when `run` has ended."""
@@ -123,8 +123,8 @@ class ReplayRun:
         )
 
     def _engine(self, name: str, undo: ExitStack) -> Engine:
-        self._client.register(name, self._plan.source(), num_ranks=self._plan.tensor_parallel)
-        undo.callback(self._client.deregister, name)
+        self._client.register_replica(name, self._plan.source(), num_ranks=self._plan.tensor_parallel)
+        undo.callback(self._client.deregister_replica, name)
         session = self._client.session(name, with_events=self._plan.with_events)
         undo.callback(session.close)
         return Engine(session, self._plan.engine, self._plan.cost)
