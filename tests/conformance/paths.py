@@ -34,12 +34,18 @@ class Seen:
 class Path(Protocol):
     """Carries parts to a replica."""
 
+    messages: int
+
     def send(self, parts: list[PathPart]) -> list[PartResult]:
         """Apply the parts in order; one result each."""
         ...
 
     def snapshot(self) -> Seen:
         """The state now."""
+        ...
+
+    def close(self) -> None:
+        """Let the replica go."""
         ...
 
 
@@ -49,7 +55,7 @@ class InProcessPath:
     def __init__(self, spec: ReplicaSpec) -> None:
         self.replica = Replica(spec)
         self._seq, self._part = 1, 0
-        self._sent = 0
+        self.messages = 0
 
     def send(self, parts: list[PathPart]) -> list[PartResult]:
         """See Path."""
@@ -58,8 +64,8 @@ class InProcessPath:
             step = Step(0, self._seq, [one.part], self._part, one.last, executed_through=self._seq - 1)
             results.extend(self.replica.apply(step).parts)
             self._seq, self._part = (self._seq + 1, 0) if one.last else (self._seq, self._part + 1)
-            self._sent += 1
-            if self._sent % CHECK_EVERY == 0:
+            self.messages += 1
+            if self.messages % CHECK_EVERY == 0:
                 check(self.replica)
         return results
 
@@ -68,3 +74,6 @@ class InProcessPath:
         seen = take_snapshot(self.replica)
         blocks = sorted({one.block for one in seen.keys})
         return Seen(list(seen.free_blocks), seen.distinct_keys, blocks, seen.usage)
+
+    def close(self) -> None:
+        """See Path."""

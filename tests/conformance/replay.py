@@ -7,6 +7,7 @@ Each recorded call into the reference's manager becomes a part of a step; `step`
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import zlib
@@ -38,7 +39,7 @@ from kvplane.base.step import (
     Watermark,
 )
 from tests.conformance.header import BadRecording, Record, read_records, trace_spec
-from tests.conformance.paths import InProcessPath, Path, PathPart
+from tests.conformance.paths import InProcessPath, Path, PathPart, Seen
 
 # Per operation: input fields, output fields. "free" and "ev" are outputs of every operation.
 FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -113,8 +114,8 @@ class Pending:
 class Replayer:
     """Drives one replica through one trace.
 
-    The driver that recorded a trace decided by the answers of look-ups and allocations; all operations up to the next of
-    these go to the path together.
+    The driver that recorded a trace decided by the answers of look-ups and allocations; all operations up to the next
+    of these go to the path together.
     """
 
     ANSWERS_NEEDED = frozenset({"lookup", "alloc", "snapshot", "end"})
@@ -131,7 +132,7 @@ class Replayer:
         self._zero: list[tuple[int, int]] = []
         self._events = EventWriter(self.spec.groups)
         self.values = self.operations = 0
-        self._ops: dict[str, Callable[[Record], tuple[list[PathPart], Callable[[list[PartResult]], Outcome]]]] = {
+        self._ops: dict[str, Callable[[Record], Sent]] = {
             "step": self._step, "new": self._new, "lookup": self._lookup, "alloc": self._alloc, "tok": self._tok,
             "cache": self._cache, "free": self._free, "preempt": self._preempt, "evict": self._evict,
             "reset": self._reset, "snapshot": self._snapshot,
@@ -146,6 +147,15 @@ class Replayer:
             self.operations += 1
         if op["op"] in self.ANSWERS_NEEDED:
             self._flush()
+
+    @property
+    def messages(self) -> int:
+        """Messages that carried the operations."""
+        return self.path.messages
+
+    def close(self) -> None:
+        """Let the path go."""
+        self.path.close()
 
     def _flush(self) -> None:
         queue, self._queue = self._queue, []
@@ -175,7 +185,7 @@ class Replayer:
         owner = owners.get(event.slot)
         return self._events.write(event, owner.tokens if owner else [], owner.extra if owner else NO_EXTRA_KEYS)
 
-    # -- operations: the parts that say them, and how to read the answer ------------------------------------------------
+    # -- operations: the parts that say them, and how to read the answer -----------------------------------------------
 
     def _step(self, op: Record) -> Sent:
         del op
@@ -280,18 +290,17 @@ class Replayer:
         return _one(Part(cache=Cache(reset=True)), lambda result: Outcome(result, {"ok": result.reset_done}))
 
     def _snapshot(self, op: Record) -> Sent:
-        def read(result: PartResult) -> Outcome:
-            seen = self.path.snapshot()
-            outputs: Record = {
-                "freeq": seen.free_blocks if len(seen.free_blocks) <= 400 else None,
-                "freeq_crc": zlib.crc32(json.dumps(seen.free_blocks).encode()),
-                "cached_hashes": seen.distinct_keys,
-                "cached": seen.keyed_blocks if self.spec.num_blocks <= 400 else None,
-                "usage": round(seen.usage, 9),
-            }
-            return Outcome(result, {name: value for name, value in outputs.items() if name in op or value is not None})
+        return _one(Part(), lambda result: self._seen(op, result, self.path.snapshot()))
 
-        return _one(Part(), read)
+    def _seen(self, op: Record, result: PartResult, seen: Seen) -> Outcome:
+        outputs: Record = {
+            "freeq": seen.free_blocks if len(seen.free_blocks) <= 400 else None,
+            "freeq_crc": zlib.crc32(json.dumps(seen.free_blocks).encode()),
+            "cached_hashes": seen.distinct_keys,
+            "cached": seen.keyed_blocks if self.spec.num_blocks <= 400 else None,
+            "usage": round(seen.usage, 9),
+        }
+        return Outcome(result, {name: value for name, value in outputs.items() if name in op or value is not None})
 
 
 Sent = tuple[list[PathPart], Callable[[list[PartResult]], Outcome]]
@@ -355,13 +364,13 @@ def segment_tokens(segments: Sequence[Sequence[int]]) -> list[int]:
     return [(seed * 1000003 + i * 7919) % 50021 for seed, length in segments for i in range(length)]
 
 
-def replay_file(path: FilePath, make_path: Callable[[ReplicaSpec], Path] = InProcessPath) -> Replayer:
+def replay_file(path: FilePath, make: Callable[[Record], Replayer] = Replayer) -> Replayer:
     """Replay one file; raises Divergence or BadRecording."""
     records = read_records(path)
     header = next(records, None)
     if header is None:
         raise BadRecording(f"{path.name}: empty file")
-    replayer = Replayer(header, make_path)
+    replayer = make(header)
     ended = False
     for number, record in enumerate(records, 2):
         if "op" not in record:
@@ -373,19 +382,35 @@ def replay_file(path: FilePath, make_path: Callable[[ReplicaSpec], Path] = InPro
     return replayer
 
 
-def main(paths: Sequence[str]) -> int:
-    """Replay the files; 0 when all are identical."""
+def replay_all(paths: Sequence[FilePath], make: Callable[[Record], Replayer]) -> int:
+    """Replay the files and print a line each; how many differ."""
     failed = 0
-    for name in paths:
-        path = FilePath(name)
+    for path in paths:
         try:
-            done = replay_file(path)
-            print(f"same   {path.name}: {done.values} values")
+            done = replay_file(path, make)
+            per_message = done.operations / done.messages
+            print(f"same   {path.name}: {done.values} values, {per_message:.2f} operations per message")
+            done.close()
         except (Divergence, BadRecording) as error:
             failed += 1
             print(f"DIFFER {path.name}: {error}")
     print(f"{len(paths) - failed} identical, {failed} not")
-    return 1 if failed else 0
+    return failed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Replay the files on the chosen path; 0 when all are identical."""
+    parser = argparse.ArgumentParser(prog="tests.conformance.replay", description=__doc__)
+    parser.add_argument("files", nargs="+", type=FilePath)
+    parser.add_argument("--rpc", choices=["unary", "session"], help="over gRPC, to a service of its own")
+    options = parser.parse_args(arguments)
+    if options.rpc is None:
+        return 1 if replay_all(options.files, Replayer) else 0
+    from kvplane_service.cli.child import ServiceChild
+    from tests.conformance.rpc import make_replayer
+
+    with ServiceChild() as service:
+        return 1 if replay_all(options.files, make_replayer(options.rpc, service.address)) else 0
 
 
 if __name__ == "__main__":
