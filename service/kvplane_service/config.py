@@ -1,6 +1,7 @@
 """The one place where configuration is read: flag > environment > file > default, into one frozen type.
 
-Keys are flat, units last. The environment variable of a key is KVPLANE_ and the key in capitals; the file is YAML.
+Keys are flat, units last. The environment variable of a key is KVPLANE_ and the key in capitals; the file is
+YAML.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Config(BaseModel):
     max_rows_per_step: Count = 4096
     """Rows of one step, all its parts together."""
     max_steps_in_flight: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Steps of a session that are not known to be executed; so many answers are kept for a client that asks again."""
+    """Steps of a session that are not known to be executed; so many answers are kept for a client that asks
+    again.
+    """
     max_replicas: Count = 1024
     """Replicas in this process."""
     max_groups: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = MAX_GROUPS
@@ -100,7 +103,9 @@ KEYS = tuple(Config.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A configuration and where each value came from: "flag", the variable's name, the file's path, or "default"."""
+    """A configuration and where each value came from: "flag", the variable's name, the file's path, or
+    "default".
+    """
 
     config: Config
     sources: Mapping[str, str]
@@ -118,7 +123,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
     """Merge the sources.
 
     Raises:
-        InvalidArgument: an unknown key, with the nearest known one in the remedy, or a value that the key cannot have.
+        InvalidArgument: an unknown key, with the nearest known one in the remedy, or a value that the key
+        cannot have.
         NotFound: the file does not exist.
     """
     values: dict[str, Any] = {}
@@ -159,8 +165,8 @@ def _from_flags(flags: Mapping[str, Any]) -> _Layer:
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
     """Variables that begin with KVPLANE_ and name a key.
 
-    One that nearly names a key is refused as a slip of the pen. Others are not ours to judge: Kubernetes gives every
-    pod KVPLANE_SERVICE_HOST and the like when a Service is called kvplane.
+    One that nearly names a key is refused as a slip of the pen. Others are not ours to judge: Kubernetes
+    gives every pod KVPLANE_SERVICE_HOST and the like when a Service is called kvplane.
     """
     layer: _Layer = {}
     for name, value in environment.items():
@@ -178,17 +184,13 @@ def _from_file(path: Path) -> _Layer:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise NotFound(
-            f"{path}: {error.strerror}", field="--config", remedy="name a readable YAML file"
-        ) from None
+        raise NotFound(f"{path}: {error.strerror}", field="--config", remedy="name a readable YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"{path} is not YAML: {error}", field="--config") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise InvalidArgument(
-            f"{path} holds no mapping", field="--config", remedy="write lines of `key: value`"
-        )
+        raise InvalidArgument(f"{path} holds no mapping", field="--config", remedy="write lines of `key: value`")
     for key in content:
         _check_key(str(key), str(path))
     return {str(key): (value, str(path)) for key, value in content.items()}

@@ -2,8 +2,8 @@
 
     StepResult -> PublicationHold -> EventLog -> Subscription (a cursor into the log)
 
-Only executed content is shown: what a step stored is held until the step has been executed. What is removed is removed
-for others at once, because its page may be overwritten from now on.
+Only executed content is shown: what a step stored is held until the step has been executed. What is removed
+is removed for others at once, because its page may be overwritten from now on.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ class PublicationHold:
         self._by_key: dict[_Key, list[tuple[_Stored, int]]] = {}
 
     def add(self, seq: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Take the events of step `seq`, in order; returns those that others must see at once: removals of published
-        keys. A key that is removed while it is held is never shown."""
+        """Take the events of step `seq`, in order; returns those that others must see at once.
+
+        These are removals of published keys. A key that is removed while it is held is never shown.
+        """
         at_once: list[CacheEvent] = []
         for event in events:
             if event.kind is EventKind.STORED:
@@ -168,7 +170,8 @@ class EventLog:
             self._append(Batch(self._last_seq + 1, self._epoch, restored=True))
 
     def subscribe(self, after_seq: int | None, wake: Wake) -> Subscription:
-        """Follow the log behind batch `after_seq` (None: from now on). `wake` is called when there is something to take.
+        """Follow the log behind batch `after_seq` (None: from now on). `wake` is called when there is
+        something to take.
 
         Raises:
             InvalidArgument: `after_seq` has not been reached yet.

@@ -1,8 +1,7 @@
 """One replica and who may write to it.
 
-    IDLE --open--> LIVE --silent or broken stream--> LAPSED --any message of the newest session, or open--> LIVE
-      ^--close------'|                                 |
-      '--------------+------------ close --------------'
+    IDLE --open--> LIVE --silence, broken stream--> LAPSED --message of the newest session, open--> LIVE
+      ^-----close---'
 
 The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own: the
 gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the lease.
@@ -156,9 +155,7 @@ class ReplicaHost:
         self._resumable = True
         self.events.restore()
         if old is not None and not old.broken:
-            old.told(
-                OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine")
-            )
+            old.told(OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine"))
         return self._opened()
 
     def step(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult:
@@ -189,7 +186,10 @@ class ReplicaHost:
         self._renew(nonce)
 
     def close(self, nonce: int) -> None:
-        """The engine leaves: its requests are freed, its keys wait for a new life on the same memory. Raises OtherWriter."""
+        """The engine leaves: its requests are freed, its keys wait for a new life on the same memory.
+
+        Nobody may read them meanwhile: it is not known what becomes of the pages. Raises OtherWriter.
+        """
         self._renew(nonce)
         self._free_all()
         self._session = None
@@ -205,7 +205,7 @@ class ReplicaHost:
             self.expire()
 
     def expire(self) -> None:
-        """Withdraw the replica's entries from what others see when its session is gone or silent. Call it now and then."""
+        """Withdraw the replica's entries from what others see if its session is gone or silent; call now and then."""
         if self.state is ReplicaState.LAPSED:
             self.events.withdraw()
 
@@ -265,9 +265,7 @@ class ReplicaHost:
 
     def _begin_epoch(self, stamp_table: tuple[int, ...]) -> None:
         if self.epoch >= MAX_EPOCH:
-            raise LimitExceeded(
-                f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew"
-            )
+            raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
         self._in_core = True
         self._kept_keys = self.replica.begin_epoch(self.epoch + 1, stamp_table)
         self._in_core = False
@@ -367,9 +365,7 @@ class ReplicaHost:
 
     def _check_sound(self) -> None:
         if self._in_core:
-            raise InternalError(
-                f"{self.name} broke in an earlier step", remedy="deregister it and register it anew"
-            )
+            raise InternalError(f"{self.name} broke in an earlier step", remedy="deregister it and register it anew")
 
     def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
         return StaleEpoch(

@@ -36,8 +36,8 @@ class StepOrder:
     def find(self, step: Step, fingerprint: bytes) -> StepResult | None:
         """The stored answer of a repeat, None for the step that comes next.
 
-        Raises SequenceError for a step from the future, one whose answer is no longer stored, or a number that was used
-        with other content.
+        Raises SequenceError for a step from the future, one whose answer is no longer stored, or a number
+        that was used with other content.
         """
         if step.seq == self.seq + 1 and step.part == self.next_part:
             return None
@@ -48,9 +48,7 @@ class StepOrder:
                 if answer.fingerprint != fingerprint:
                     raise self._refusal(step, "was applied with other content", "go on with the next number")
                 return answer.result
-        raise self._refusal(
-            step, "is from the past and its answer is not stored", "go on with the next number"
-        )
+        raise self._refusal(step, "is from the past and its answer is not stored", "go on with the next number")
 
     def record(self, step: Step, rows: int, fingerprint: bytes, result: StepResult) -> None:
         """Note that the step that came next has been applied, and keep its answer."""
@@ -76,7 +74,9 @@ class StepOrder:
 
 
 def count_rows(step: Step) -> int:
-    """Rows of a step's sections; a part without rows counts as one, so that the number of parts is bounded too."""
+    """Rows of a step's sections; a part without rows counts as one, so that the number of parts is bounded
+    too.
+    """
     total = 0
     for part in step.parts:
         sections = (part.facts, part.news, part.run, part.admit, part.peek)

@@ -133,9 +133,7 @@ class Registry:
         spec, config = registration.spec, self._config
         spec.validate()
         if not 1 <= registration.num_ranks <= MAX_RANKS:
-            raise InvalidArgument(
-                f"{registration.num_ranks} ranks", field="num_ranks", remedy=f"give 1 to {MAX_RANKS}"
-            )
+            raise InvalidArgument(f"{registration.num_ranks} ranks", field="num_ranks", remedy=f"give 1 to {MAX_RANKS}")
         if len(registration.namespace_digest) > MAX_NAMESPACE_BYTES:
             raise InvalidArgument(
                 f"{len(registration.namespace_digest)} bytes",
@@ -151,9 +149,7 @@ class Registry:
 
 def _limit(value: int, limit: int, key: str, field: str) -> None:
     if value > limit:
-        raise LimitExceeded(
-            f"{value} is over the limit of {limit}", field=field, remedy=f"raise {key} of the service"
-        )
+        raise LimitExceeded(f"{value} is over the limit of {limit}", field=field, remedy=f"raise {key} of the service")
 
 
 def _difference(old: Registration, new: Registration) -> str:

@@ -1,7 +1,8 @@
-"""Unary calls: the operations of a step one at a time, with names in place of slots, for engines that start small.
+"""Unary calls: the operations of a step one at a time, with names in place of slots, for engines that start
+small.
 
-Each mutation is a step of its own (or, with `more`, a piece of one) with a single part. Tokens are hashed before they get
-here (`kvplane_service.contents`): the core sees hashes.
+Each mutation is a step of its own (or, with `more`, a piece of one) with a single part. Tokens are hashed
+before they get here (`kvplane_service.contents`): the core sees hashes.
 """
 
 from __future__ import annotations
@@ -194,7 +195,9 @@ class UnaryCalls:
         return self._book.get(name)
 
     def allocate(self, at: UnaryStep, call: AllocateCall) -> Allocated:
-        """Give a request blocks; admits it first when it is not running. Raises as the contract's AllocateSlots."""
+        """Give a request blocks; admits it first when it is not running. Raises as the contract's
+        AllocateSlots.
+        """
         self._begin(at)
         request = self._requested(call)
         part = Part(with_tables=True)
@@ -274,9 +277,7 @@ class UnaryCalls:
             if call.content is None:
                 return self._book.get(call.request_id)
             _check_name(call.request_id)
-            return KnownRequest(
-                call.request_id, self._book.next_slot(), call.content.tail, call.content.extra_keys
-            )
+            return KnownRequest(call.request_id, self._book.next_slot(), call.content.tail, call.content.extra_keys)
         requests = self.host.replica.requests
         if requests.held[known.slot]:
             raise FailedPrecondition(
@@ -346,9 +347,7 @@ class UnaryCalls:
         if not requests.running[slot]:
             return AllocationStatus.REFUSED  # the victims did not suffice and it was one of them
         computed = requests.computed[slot]
-        wanted = min(
-            requests.num_tokens[slot] + call.extra - computed, call.cap, replica.spec.max_model_len - computed
-        )
+        wanted = min(requests.num_tokens[slot] + call.extra - computed, call.cap, replica.spec.max_model_len - computed)
         if wanted > 0 and RowFlag.ALIGN in call.flags:
             wanted = align_chunk(replica.coordinator, slot, computed, wanted)
         return AllocationStatus.REFUSED if wanted > 0 else AllocationStatus.NOTHING_TO_DO

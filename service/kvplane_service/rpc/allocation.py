@@ -70,9 +70,7 @@ class AllocationServicer:
         if size > MAX_PAGE:
             raise InvalidArgument(f"{size} entries", field="page_size", remedy=f"ask for at most {MAX_PAGE}")
         if request.page_token and not self._registry.is_name(request.page_token):
-            raise InvalidArgument(
-                "no page ends there", field="page_token", remedy="send next_page_token of an answer"
-            )
+            raise InvalidArgument("no page ends there", field="page_token", remedy="send next_page_token of an answer")
         page = self._registry.page(request.page_token, size + 1)
         answer = pb.ListReplicasResponse(replicas=[encode.encode_summary(one.host) for one in page[:size]])
         if len(page) > size:
@@ -129,9 +127,7 @@ class AllocationServicer:
         async def prepare(entry: Entry, at: UnaryStep) -> Act:
             end = decode.decode_end(request.end)
             return lambda: pb.FreeResponse(
-                result=encode.encode_mutation(
-                    entry.unary.free(at, request.request_id, end, request.fence_seq)
-                )
+                result=encode.encode_mutation(entry.unary.free(at, request.request_id, end, request.fence_seq))
             )
 
         return await self._mutate(request.header, raw, prepare)
@@ -141,9 +137,7 @@ class AllocationServicer:
 
         async def prepare(entry: Entry, at: UnaryStep) -> Act:
             blocks = list(request.block_ids)
-            return lambda: pb.EvictBlocksResponse(
-                result=encode.encode_mutation(entry.unary.evict(at, blocks))
-            )
+            return lambda: pb.EvictBlocksResponse(result=encode.encode_mutation(entry.unary.evict(at, blocks)))
 
         return await self._mutate(request.header, raw, prepare)
 

@@ -42,9 +42,7 @@ async def decode_content(message: pb.RequestContent, scheme: HashScheme, hasher:
             )
         return content
     if message.hashes or message.num_tokens:
-        raise InvalidArgument(
-            "both tokens and hashes are given", field="content.hashes", remedy="give token_ids alone"
-        )
+        raise InvalidArgument("both tokens and hashes are given", field="content.hashes", remedy="give token_ids alone")
     keys = wire.decode_extra_keys(message.extra_keys)
     hashed = await hasher.hash(scheme, message.token_ids, keys, field="content.token_ids")
     return replace(
@@ -69,15 +67,11 @@ async def decode_appended(
                 field="appended.token_ids",
                 remedy="go on as the request began: with tokens, or with num_tokens and hashes",
             )
-        hashed = await hasher.hash(
-            scheme, message.token_ids, request.extra_keys, request.tail, "appended.token_ids"
-        )
+        hashed = await hasher.hash(scheme, message.token_ids, request.extra_keys, request.tail, "appended.token_ids")
         num_hashes = len(hashed.hashes) // scheme.digest.size
         return Appended(len(message.token_ids), hashed.hashes, num_hashes, request.tail, hashed.tail)
     if by_service and (message.num_tokens or message.hashes):
-        raise InvalidArgument(
-            "this request came with tokens", field="appended.num_tokens", remedy="give token_ids"
-        )
+        raise InvalidArgument("this request came with tokens", field="appended.num_tokens", remedy="give token_ids")
     hashes = _join(message.hashes, scheme, "appended.hashes")
     return Appended(message.num_tokens, hashes, len(message.hashes))
 
@@ -87,9 +81,7 @@ def as_probe(content: Content) -> News:
     return content.as_news(0, "")
 
 
-def decode_allocate(
-    message: pb.AllocateSlotsRequest, content: Content | None, appended: Appended
-) -> AllocateCall:
+def decode_allocate(message: pb.AllocateSlotsRequest, content: Content | None, appended: Appended) -> AllocateCall:
     """An AllocateSlots call with its tokens hashed."""
     return AllocateCall(
         request_id=message.request_id,

@@ -80,9 +80,7 @@ def encode_allocated(answer: Allocated) -> pb.AllocateSlotsResponse:
 
 def encode_committed(step: StepResult, hashes: Hashes) -> pb.CommitBlocksResponse:
     """The answer of a commit."""
-    return pb.CommitBlocksResponse(
-        num_hashes=hashes.count, last_hash=hashes.last, result=encode_mutation(step)
-    )
+    return pb.CommitBlocksResponse(num_hashes=hashes.count, last_hash=hashes.last, result=encode_mutation(step))
 
 
 def encode_reset(step: StepResult) -> pb.ResetPrefixCacheResponse:
@@ -113,9 +111,7 @@ def encode_counters(replica: Replica) -> pb.ReplicaCounters:
     return pb.ReplicaCounters(
         **{name: getattr(replica.counters, name) for name in _COUNTERS},
         evicted_keys=sum(group.evicted_blocks for group in groups),
-        groups=[
-            pb.GroupCounters(**{name: getattr(group, name) for name in _GROUP_COUNTERS}) for group in groups
-        ],
+        groups=[pb.GroupCounters(**{name: getattr(group, name) for name in _GROUP_COUNTERS}) for group in groups],
     )
 
 

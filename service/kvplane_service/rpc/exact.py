@@ -26,21 +26,21 @@ def check_exact(descriptor: Descriptor, raw: bytes) -> None:
     """
     if _OVER_32_BITS.search(raw):
         for name in _cut_fields(descriptor, raw, ""):
-            raise InvalidArgument(
-                "a number needs more than 32 bits", field=name, remedy="give 0 to 4294967295"
-            )
+            raise InvalidArgument("a number needs more than 32 bits", field=name, remedy="give 0 to 4294967295")
 
 
 def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]:
+    """Names of fields that were cut. What the descriptor does not know, also by its wire type, parsers leave alone."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
+        kind = tag & 7
+        start, at = _payload(raw, at, kind)
         field = descriptor.fields_by_number.get(tag >> 3)
-        start, at = _payload(raw, at, tag & 7)
-        if field is None:
+        if field is None or kind not in (_VARINT, _LEN):
             continue
         name = f"{where}{field.name}"
-        if field.message_type is not None:
+        if field.message_type is not None and kind == _LEN:
             yield from _cut_fields(field.message_type, raw[start:at], f"{name}.")
         elif field.type in _UNSIGNED and _OVER_32_BITS.search(raw, start, at):
             yield name

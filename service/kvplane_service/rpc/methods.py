@@ -1,8 +1,8 @@
 """One wrapper around every method: bytes in, bytes out, refusals as rich status.
 
-Handlers are built from the service's descriptor with the bytes of the request at hand: they are the fingerprint
-of a call and show what a parser would hide. Every refusal becomes a status here and nowhere else; the table is
-`kvplane.status`.
+Handlers are built from the service's descriptor with the bytes of the request at hand: they are the
+fingerprint of a call and show what a parser would hide. Every refusal becomes a status here and nowhere else;
+the table is `kvplane.status`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
     """Handlers for every method of a service; the servicer has a method of each name.
 
-    A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that streams
-    answers gets the message and yields messages; one that streams both ways gets the context.
+    A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that
+    streams answers gets the message and yields messages; one that streams both ways gets the context.
     """
     handlers = {method.name: _handler(method, servicer) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)

@@ -43,9 +43,7 @@ class SessionStreams:
         """Serve one stream to its end."""
         first = _parse_request(await _read(context) or b"")
         if first.WhichOneof("kind") != "open":
-            raise InvalidArgument(
-                "the first message does not open the session", field="kind", remedy="send open"
-            )
+            raise InvalidArgument("the first message does not open the session", field="kind", remedy="send open")
         if self._draining:
             raise Unavailable("the service is going away", remedy="connect elsewhere")
         request = wire.decode_open(first.open)

@@ -70,9 +70,7 @@ def plan_source(request: allocation_pb2.RegisterReplicaRequest) -> Planned:
     """
     kind = request.WhichOneof("source")
     if kind is None:
-        raise InvalidArgument(
-            "no groups", field="source", remedy="give exactly one of spec, model and layers"
-        )
+        raise InvalidArgument("no groups", field="source", remedy="give exactly one of spec, model and layers")
     try:
         if kind == "spec":
             return Planned(wire.decode_spec(request.spec))
@@ -92,9 +90,7 @@ def _plan_model(source: replica_pb2.ModelSource) -> Planned:
 
 def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     if not 1 <= len(source.layers) <= MAX_LAYERS:
-        raise InvalidArgument(
-            f"{len(source.layers)} layers", field="layers", remedy=f"give 1 to {MAX_LAYERS}"
-        )
+        raise InvalidArgument(f"{len(source.layers)} layers", field="layers", remedy=f"give 1 to {MAX_LAYERS}")
     layers = [_layer(layer, f"layers[{at}]") for at, layer in enumerate(source.layers)]
     options = _plan_options(
         source,
@@ -105,7 +101,7 @@ def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     return _planned(source, _stages(source, layers), options)
 
 
-def _plan_options(source: _Source, **special: Any) -> PlanOptions:
+def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN401
     """Options that both sources have."""
     if bool(source.memory_bytes) == bool(source.num_blocks):
         raise InvalidArgument(
@@ -153,9 +149,7 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
 
 def _hash_algorithm(source: _Source) -> HashAlgorithm:
     names = replica_pb2.HashAlgorithm
-    return decode_enum(
-        names, "HASH_ALGORITHM", source.hash_algorithm, "hash_algorithm", HashAlgorithm.KVPLANE
-    )
+    return decode_enum(names, "HASH_ALGORITHM", source.hash_algorithm, "hash_algorithm", HashAlgorithm.KVPLANE)
 
 
 def _align(plan: CachePlan) -> AlignSpec:
