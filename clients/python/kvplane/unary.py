@@ -51,7 +51,8 @@ def connect(
         max_message_bytes: of a message, each way.
         retry: of unary calls, when the service cannot be reached.
     """
-    return Client(open_channel(address, credentials, max_message_bytes), timeout_s=timeout_s, retry=retry)
+    channel = open_channel(address, credentials, max_message_bytes)
+    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
 
 
 class Client:
@@ -62,11 +63,18 @@ class Client:
     """
 
     def __init__(
-        self, channel: grpc.Channel, *, timeout_s: float = TIMEOUT_S, retry: RetryPolicy = UNARY_RETRY
+        self,
+        channel: grpc.Channel,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        retry: RetryPolicy = UNARY_RETRY,
     ) -> None:
         self._channel = channel
+        self._events = events_pb2_grpc.EventsStub(channel)
         self._closed = False
         self._timeout_s = timeout_s
+        self._max_message_bytes = max_message_bytes
         self._retry = retry
 
     def close(self) -> None:
@@ -133,8 +141,10 @@ class Client:
         retry: RetryPolicy | None = None,
     ) -> Session:
         """Open a session; see Session and OpenRequest."""
+        self._require_open()
         request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
-        return Session(GrpcTransport(self._channel), request, retry=retry)
+        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        return Session(transport, request, retry=retry)
 
     # ---- requests, without a session
 
@@ -182,11 +192,10 @@ class Client:
             replica: its name.
             after_seq: last batch already known; None = only batches from now on; 0 = all that are kept.
         """
-        stub = events_pb2_grpc.EventsStub(self._channel)
         delays = self._retry.delays_s()
         while True:
             self._require_open()
-            stream = stub.Subscribe(calls.subscription(replica, after_seq))
+            stream = self._events.Subscribe(calls.subscription(replica, after_seq))
             try:
                 for message in stream:
                     batch = wire.decode_batch(message)
@@ -220,6 +229,7 @@ class Client:
             self._pause(delays, error)
 
     def _require_open(self) -> None:
+        # Not left to gRPC: 1.71 crashes the process when a stub is made on a closed channel.
         if self._closed:
             raise FailedPrecondition("the client is closed", remedy="connect again")
 
