@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from kvplane import Session
 from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part, StepResult
+from kvplane.session import Session
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, digest
 from kvplane_service.core.replica import Replica
@@ -21,7 +21,7 @@ BUDGET = 256
 COST = CostModel(prefill_tokens_per_second=10_000, decode_step_us=10_000, step_overhead_us=1_000)
 
 
-def spec_of(*groups: GroupSpec, **settings: object) -> ReplicaSpec:
+def spec_of(*groups: GroupSpec, **settings) -> ReplicaSpec:
     """A replica of these groups with blocks of 16 tokens and room for everything."""
     spec = ReplicaSpec(
         groups=groups,
@@ -38,9 +38,7 @@ FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
 SPECS = {
     "full": spec_of(FULL),
     "sliding": spec_of(GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=64), replace(FULL, lookup_class=1)),
-    "seven groups": spec_of(
-        *[GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=128)] * 6, replace(FULL, lookup_class=1)
-    ),
+    "seven groups": spec_of(*[GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=128)] * 6, replace(FULL, lookup_class=1)),
     "mamba": spec_of(
         *[GroupSpec(GroupKind.MAMBA, 32, mamba_mode=MambaMode.ALIGN)] * 3,
         GroupSpec(GroupKind.FULL_ATTENTION, 32, lookup_class=1),
@@ -61,9 +59,9 @@ def answer(stream: int, num_tokens: int) -> TokenSource:
     return TokenSource((Span(stream, 0, num_tokens, generated=True),))
 
 
-def request(name: str, prompt: TokenSource, output: TokenSource, arrival_s: float = 0.0, session: str = "") -> TraceRequest:
-    """One request of a made trace."""
-    return TraceRequest(name, arrival_s, session, prompt, output)
+def request(name: str, prompt: TokenSource, output: TokenSource, arrival_s: float = 0.0) -> TraceRequest:
+    """One request of a made trace, of no session."""
+    return TraceRequest(name, arrival_s, "", prompt, output)
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""The replay engine: what it asks of the service, what it makes of the answers, and that its counts are the service's."""
+"""The replay engine: what it asks of the service, what it makes of the answers, and that both count alike."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small(spec, num_blocks):
 TIGHT = {"full": 130, "sliding": 160, "seven groups": 480, "mamba": 110}
 
 
-@pytest.fixture(params=SPECS, ids=SPECS)
+@pytest.fixture(params=SPECS.keys())
 def tight(request):
     return small(SPECS[request.param], TIGHT[request.param])
 
@@ -109,7 +109,8 @@ def test_a_repeated_prompt_hits_all_but_its_last_block():
     same = text(1, 100)
     outcome = run([request("a", same, answer(1, 4)), request("b", same, answer(2, 4), 1.0)], SPECS["full"])
     assert outcome.engine.tally.hit_tokens == 96
-    outcome = run([request("a", text(1, 96), answer(1, 4)), request("b", text(1, 96), answer(2, 4), 1.0)], SPECS["full"])
+    same = text(1, 96)
+    outcome = run([request("a", same, answer(1, 4)), request("b", same, answer(2, 4), 1.0)], SPECS["full"])
     assert outcome.engine.tally.hit_tokens == 80  # the last token must be computed
 
 
@@ -131,7 +132,8 @@ def test_a_hit_inside_the_same_step_counts():
 
 def test_hits_equal_a_set_of_prefixes_when_requests_come_one_by_one():
     """The oracle: with room for everything, a prompt hits its longest prefix of full blocks that was seen before."""
-    trace, seen, blocks = chats(), set(), 0
+    trace, blocks = chats(), 0
+    seen: set[bytes] = set()
     for each in trace:
         packed = each.prompt.packed()
         full = [packed[: 64 * count] for count in range(1, (len(each.prompt) - 1) // 16 + 1)]
@@ -203,7 +205,8 @@ def test_cost_model_counts_decode_once_a_step():
 
 
 def test_idle_time_jumps_to_the_next_arrival():
-    outcome = run([request("a", text(1, 20), answer(1, 1)), request("b", text(2, 20), answer(1, 1), 5000.0)], SPECS["full"])
+    trace = [request("a", text(1, 20), answer(1, 1)), request("b", text(2, 20), answer(1, 1), 5000.0)]
+    outcome = run(trace, SPECS["full"])
     assert outcome.engine.clock_ns == 5000 * NS + COST.step_ns(20, 0)
 
 
@@ -266,6 +269,7 @@ def test_an_engine_that_gets_nothing_says_so():
 
     engine = Engine(Miser(), EngineConfig(), COST)
     engine.submit(request("a", text(1, 20), answer(1, 1)))
+    engine.step()
+    engine.step()
     with pytest.raises(AssertionError, match="computed nothing, with 0 running and 1 waiting"):
-        for _ in range(10):
-            engine.step()
+        engine.step()

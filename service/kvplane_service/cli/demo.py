@@ -9,7 +9,7 @@ import typer
 
 
 def command(
-    seed: Annotated[int, typer.Option(help="of the workload; equal seeds, equal decisions")] = 7,
+    seed: Annotated[int, typer.Option(help="of the workload; equal seeds, equal decisions")] = 8,
     plain: Annotated[bool, typer.Option(help="lines in place of the live view, also on a terminal")] = False,
     svg: Annotated[Path | None, typer.Option(hidden=True, help="write a picture of the live view")] = None,
 ) -> None:

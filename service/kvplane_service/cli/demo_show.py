@@ -15,8 +15,8 @@ from random import Random
 from rich.console import Console
 from rich.live import Live
 
-import kvplane
 from kvplane.base.errors import KvplaneError
+from kvplane.unary import connect
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.live import line, picture, view
 from kvplane_service.cli.watch import Look, Watcher
@@ -27,14 +27,14 @@ from kvplane_service.workloads import ChatShape, TraceRequest, chat_workload
 
 INTERRUPTED = 130
 MAX_MODEL_LEN = 4096
-NUM_REQUESTS = 200
+NUM_REQUESTS = 300
 _VIEW_INTERVAL_S = 0.25
 _LINE_INTERVAL_S = 2.0
 _PICTURE_AT = 0.6  # of the requests
 
 _ENGINE = EngineConfig(max_running=64, token_budget=2048)
 _COST = CostModel(prefill_tokens_per_second=20_000, decode_step_us=40_000)
-_SHAPE = ChatShape(max_model_len=MAX_MODEL_LEN, num_sessions=60, sessions_per_s=6.0)
+_SHAPE = ChatShape(max_model_len=MAX_MODEL_LEN, num_sessions=80, sessions_per_s=5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class DemoModel:
 
 
 MODELS = (
-    DemoModel("llama-3.1-70b", 1000, tensor_parallel=4),
-    DemoModel("gpt-oss-120b", 1500),
-    DemoModel("gemma-3-27b", 3500),
-    DemoModel("jamba-v0.1", 600),
+    DemoModel("llama-3.1-70b", 1400, tensor_parallel=4),
+    DemoModel("gpt-oss-120b", 1300),
+    DemoModel("gemma-3-27b", 6000),
+    DemoModel("jamba-v0.1", 800),
 )
 
 
@@ -108,10 +108,8 @@ def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list
     """Start a service, run all models, end the service. Raises what went wrong in an engine."""
     with ExitStack() as stack:
         console.print("starting the service", highlight=False)
-        client = stack.enter_context(kvplane.connect(stack.enter_context(ServiceChild()).address))
-        runs = [
-            stack.enter_context(ReplayRun(client, model.plan(), model.name, workload(seed))) for model in MODELS
-        ]
+        client = stack.enter_context(connect(stack.enter_context(ServiceChild()).address))
+        runs = [stack.enter_context(ReplayRun(client, model.plan(), model.name, workload(seed))) for model in MODELS]
         threads = stack.enter_context(_running(runs))
         watchers = [Watcher(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
         with _lines(console) if plain else _live(console) as show:
@@ -138,7 +136,7 @@ def _running(runs: Sequence[ReplayRun]) -> Iterator[list[EngineThread]]:
                 thread.join()
 
 
-Show = Callable[[list[Look]], None]
+Show = Callable[[list[Look], bool], None]  # what was seen, and whether it is the last time
 
 
 def _watch(threads: Sequence[EngineThread], watchers: Sequence[Watcher], show: Show, svg: Path | None) -> None:
@@ -148,7 +146,7 @@ def _watch(threads: Sequence[EngineThread], watchers: Sequence[Watcher], show: S
         time.sleep(_VIEW_INTERVAL_S)
         is_over = not any(thread.is_alive() for thread in threads)
         looks = [watcher.look(time.monotonic()) for watcher in watchers]
-        show(looks)
+        show(looks, is_over)
         done = sum(look.completed for look in looks)
         if svg is not None and done >= _PICTURE_AT * NUM_REQUESTS * len(MODELS):
             svg.write_text(picture(looks, "kvplane demo"), encoding="utf-8")
@@ -159,7 +157,7 @@ def _watch(threads: Sequence[EngineThread], watchers: Sequence[Watcher], show: S
 def _live(console: Console) -> Iterator[Show]:
     """The panels, redrawn in place."""
     with Live(console=console, auto_refresh=False) as live:
-        yield lambda looks: live.update(view(looks), refresh=True)
+        yield lambda looks, _: live.update(view(looks), refresh=True)
 
 
 @contextmanager
@@ -167,9 +165,9 @@ def _lines(console: Console) -> Iterator[Show]:
     """A line per model now and then."""
     due_s = 0.0
 
-    def show(looks: list[Look]) -> None:
+    def show(looks: list[Look], is_last: bool) -> None:
         nonlocal due_s
-        if time.monotonic() >= due_s or not any(look.running or look.waiting for look in looks):
+        if time.monotonic() >= due_s or is_last:
             due_s = time.monotonic() + _LINE_INTERVAL_S
             for look in looks:
                 print(line(look), flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-import kvplane
+from kvplane.unary import connect
 from kvplane_service.cli import report
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.pace import Pace
@@ -60,7 +60,7 @@ def run_replay(options: ReplayOptions, console: Console) -> Summary:
     with ExitStack() as stack:
         trace = stack.enter_context(TraceFile(options.file))
         address = options.address or stack.enter_context(ServiceChild()).address
-        client = stack.enter_context(kvplane.connect(address))
+        client = stack.enter_context(connect(address))
         name = f"replay-{secrets.token_hex(4)}"
         run = stack.enter_context(ReplayRun(client, options.plan, name, islice(trace, options.limit)))
         pace = Pace(options.speed)

@@ -10,8 +10,9 @@ from functools import reduce
 from operator import add
 from types import TracebackType
 
-from kvplane import Client, ModelSource
 from kvplane.base.errors import InvalidArgument
+from kvplane.sources import ModelSource
+from kvplane.unary import Client
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
 from kvplane_service.replay.cost import CostModel
 from kvplane_service.replay.engine import Engine, EngineConfig
