@@ -109,6 +109,11 @@ class Session:
         return self._state.in_flight
 
     @property
+    def ended(self) -> KvplaneError | None:
+        """Why the session is over; None while it is not."""
+        return self._turn.ended
+
+    @property
     def next_seq(self) -> int:
         """Number of the step that the next part belongs to."""
         return self._state.next_seq
@@ -282,10 +287,10 @@ class Session:
 
 
 def _keep_beating(ref: weakref.ref[Session], stop: threading.Event, interval_s: float) -> None:
-    """Beat until the session is closed or forgotten: no lease outlives the engine that dropped it."""
+    """Beat until the session is over or forgotten: no lease outlives the engine that dropped it."""
     while not stop.wait(interval_s):
         session = ref()
-        if session is None:
+        if session is None or session.ended is not None:
             return
         session.beat()
         del session

@@ -15,9 +15,10 @@ from queue import SimpleQueue
 import grpc
 
 from kvplane import wire
-from kvplane.base.errors import InternalError, KvplaneError, Unavailable
+from kvplane.base.errors import FailedPrecondition, InternalError, KvplaneError, LimitExceeded, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
+from kvplane.channel import MAX_MESSAGE_BYTES
 from kvplane.status import error_of_rpc
 from kvplane.v1.allocation_pb2 import Heartbeat, SessionClose, SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
@@ -30,9 +31,16 @@ _NO_STREAM = "no stream is open"
 class GrpcTransport:
     """Carries one session over a channel, which it does not close. Implements SessionTransport."""
 
-    def __init__(self, channel: grpc.Channel, open_timeout_s: float = OPEN_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        open_timeout_s: float = OPEN_TIMEOUT_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
         self._stub = AllocationStub(channel)
         self._open_timeout_s = open_timeout_s
+        self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
 
     def open(self, request: OpenRequest) -> Opened:
@@ -52,8 +60,17 @@ class GrpcTransport:
             raise
 
     def send(self, step: Step) -> None:
-        """Hand the step to the stream. InvalidArgument: it holds a value that cannot be sent."""
+        """Hand the step to the stream.
+
+        InvalidArgument: it holds a value that cannot be sent. LimitExceeded: it is too large.
+        """
         message = SessionRequest(step=wire.encode_step(step))
+        size = message.ByteSize()
+        if size > self._max_message_bytes:
+            raise LimitExceeded(
+                f"step {step.seq} takes {size} bytes, a message at most {self._max_message_bytes}",
+                remedy="send it in several parts, or hashes in place of tokens",
+            )
         if self._stream is not None:
             self._stream.send(message)
 
@@ -95,11 +112,14 @@ class GrpcTransport:
 
 
 class _Stream:
-    """One gRPC stream."""
+    """One gRPC stream; FailedPrecondition when its channel is closed."""
 
     def __init__(self, stub: AllocationStub) -> None:
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
-        self._call = stub.Session(iter(self._requests.get, None))
+        try:
+            self._call = stub.Session(iter(self._requests.get, None))
+        except ValueError as error:
+            raise FailedPrecondition("the channel is closed", remedy="connect again") from error
         self._late = ""
 
     def send(self, message: SessionRequest) -> None:

@@ -17,6 +17,8 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavail
 FAILED, WRONG_USE, UNAVAILABLE = 1, 2, 3
 
 COMMANDS = {
+    "demo": "kvplane_service.cli.demo",
+    "replay": "kvplane_service.cli.replay",
     "serve": "kvplane_service.cli.serve",
     "config": "kvplane_service.cli.config",
     "version": "kvplane_service.cli.version",

@@ -71,6 +71,7 @@ class Replica:
             opens = step.part + number == 0
             results.append(self._apply_part(part, contents, step.seq, opens))
         if step.last:
+            self.counters.steps += 1
             self._close_step(step.seq)
             results[-1].free_blocks = self._pool.num_free
         return StepResult(step.seq, step.part, results, self._pool.executed_through)

@@ -4,6 +4,7 @@ Columns of a step are little-endian packed integers. Decoding checks shape and n
 encoding refuses what a message cannot hold. Neither knows what a step means.
 """
 
+from kvplane.wire.events import decode_batch, encode_batch
 from kvplane.wire.result import (
     decode_event,
     decode_orders,
@@ -20,10 +21,20 @@ from kvplane.wire.session import (
     encode_opened,
     encode_step_error,
 )
+from kvplane.wire.sources import encode_layer_source, encode_model_source
 from kvplane.wire.spec import decode_spec, encode_spec
 from kvplane.wire.step import decode_extra_keys, decode_step, encode_extra_keys, encode_step
+from kvplane.wire.unary import (
+    encode_allocate,
+    encode_commit,
+    encode_content,
+    encode_ending,
+    encode_header,
+    encode_source,
+)
 
 __all__ = [
+    "decode_batch",
     "decode_event",
     "decode_extra_keys",
     "decode_open",
@@ -33,12 +44,21 @@ __all__ = [
     "decode_spec",
     "decode_step",
     "decode_step_error",
+    "encode_allocate",
+    "encode_batch",
+    "encode_commit",
+    "encode_content",
+    "encode_ending",
     "encode_event",
     "encode_extra_keys",
+    "encode_header",
+    "encode_layer_source",
+    "encode_model_source",
     "encode_open",
     "encode_opened",
     "encode_orders",
     "encode_result",
+    "encode_source",
     "encode_spec",
     "encode_step",
     "encode_step_error",

@@ -1,0 +1,70 @@
+"""Where the groups of a replica can come from, beside a ReplicaSpec: a model of the service's catalogue, or layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvplane.base.groups import CommitRule, HashAlgorithm
+from kvplane.base.layers import KVSharingLayer, Layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSettings:
+    """What every source says about the pool. 0 stands for the service's default, which the contract states.
+
+    Attributes:
+        memory_bytes: cache memory per rank; exactly one of memory_bytes and num_blocks.
+        num_blocks: blocks in the pool, in place of memory_bytes.
+        max_model_len: longest request in tokens.
+        max_batched_tokens: most tokens scheduled in one step.
+        max_concurrent_batches: steps in flight that the engine may have.
+        disable_caching: turns prefix caching off.
+        retention_interval, commit, hash_algorithm, hash_seed: as in ReplicaSpec.
+        watermark: share of the pool left free when a request is admitted while others run, 0 to below 1.
+    """
+
+    memory_bytes: int = 0
+    num_blocks: int = 0
+    max_model_len: int = 0
+    max_batched_tokens: int = 0
+    max_concurrent_batches: int = 0
+    disable_caching: bool = False
+    retention_interval: int = 0
+    watermark: float = 0.0
+    commit: CommitRule = CommitRule.SAFE
+    hash_algorithm: HashAlgorithm = HashAlgorithm.KVPLANE
+    hash_seed: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSource(PoolSettings):
+    """A model of the catalogue.
+
+    Attributes:
+        model: its name, such as "llama-3.1-70b".
+        tensor_parallel: degree; every rank has an equal plan.
+        cache_dtype: "bfloat16" (default), "float16" or "fp8".
+        block_size: tokens per attention block before unification.
+    """
+
+    model: str
+    tensor_parallel: int = 0
+    cache_dtype: str = ""
+    block_size: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSource(PoolSettings):
+    """A model by its layers; the service plans the groups.
+
+    Attributes:
+        layers: in model order, on one rank.
+        block_outermost: all layers of a block lie together (large transfers), in place of all blocks of a layer.
+        decode_context_parallel: degree; a block of a sharded group covers so many times more tokens.
+        stages: names of the layers of each pipeline stage, when there is more than one.
+    """
+
+    layers: tuple[Layer | KVSharingLayer, ...]
+    block_outermost: bool = False
+    decode_context_parallel: int = 0
+    stages: tuple[tuple[str, ...], ...] = ()

@@ -1,0 +1,241 @@
+"""The blocking client: replicas, sessions, events, and unary calls for engines that start small.
+
+Every call has a deadline of its own. Calls that may be repeated, which all but `deregister_replica` may (mutations
+carry an op_id for it), are tried again when the service was not reachable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar, cast
+
+import grpc
+from google.protobuf.message import Message
+
+from kvplane import calls, wire
+from kvplane.base.errors import FailedPrecondition, Unavailable
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.session import NEW_EPOCH, OpenRequest
+from kvplane.calls import Call
+from kvplane.channel import MAX_MESSAGE_BYTES, open_channel
+from kvplane.events import EventBatch
+from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
+from kvplane.retry import RetryPolicy
+from kvplane.session import Session, draw_nonce
+from kvplane.sources import LayerSource, ModelSource
+from kvplane.status import RpcOutcome, error_of_rpc
+from kvplane.transport import GrpcTransport
+from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2_grpc
+
+TIMEOUT_S = 10.0
+UNARY_RETRY = RetryPolicy(attempts=4)
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+def connect(
+    address: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    timeout_s: float = TIMEOUT_S,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    retry: RetryPolicy = UNARY_RETRY,
+) -> Client:
+    """A client of the service at an address. Connects with its first call.
+
+    Args:
+        address: "host:port", "dns:///host:port" or "unix:/path".
+        credentials: for TLS; None = plain text.
+        timeout_s: deadline of each unary call.
+        max_message_bytes: of a message, each way.
+        retry: of unary calls, when the service cannot be reached.
+    """
+    channel = open_channel(address, credentials, max_message_bytes)
+    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
+
+
+class Client:
+    """The service behind a channel, which the client closes. Threads may share it.
+
+    Answers are protobuf messages of `kvplane.v1`. All calls raise KvplaneError: the service's refusal, Unavailable
+    when it cannot be reached, DeadlineExceeded when it is too slow.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.Channel,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        retry: RetryPolicy = UNARY_RETRY,
+    ) -> None:
+        self._channel = channel
+        self._events = events_pb2_grpc.EventsStub(channel)
+        self._closed = False
+        self._timeout_s = timeout_s
+        self._max_message_bytes = max_message_bytes
+        self._retry = retry
+
+    def close(self) -> None:
+        """Close the channel, and with it the streams of sessions and subscriptions that are still open."""
+        self._closed = True
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- replicas
+
+    def register_replica(
+        self,
+        replica: str,
+        source: ReplicaSpec | ModelSource | LayerSource,
+        *,
+        num_ranks: int = 1,
+        namespace_digest: bytes = b"",
+    ) -> allocation_pb2.RegisterReplicaResponse:
+        """Create a replica; with the same arguments again, find it.
+
+        Args:
+            replica: name, 1 to 128 characters of [a-zA-Z0-9._/-].
+            source: where its groups come from.
+            num_ranks: of the engine, all with equal plans.
+            namespace_digest: of everything that makes bytes incompatible.
+        """
+        return self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
+
+    def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
+        """Remove a replica; only in this epoch, when one is given."""
+        self._do(calls.deregister_replica(replica, epoch))
+
+    def describe_replica(self, replica: str) -> allocation_pb2.DescribeReplicaResponse:
+        """State and counters."""
+        return self._do(calls.describe_replica(replica))
+
+    def list_replicas(self, page_size: int = 100) -> Iterator[allocation_pb2.ReplicaSummary]:
+        """All replicas by name; pages are fetched as they are needed."""
+        token = ""
+        while True:
+            page = self._do(calls.list_replicas(page_size, token))
+            yield from page.replicas
+            token = page.next_page_token
+            if not token:
+                return
+
+    # ---- an engine's session
+
+    def session(
+        self,
+        replica: str,
+        *,
+        epoch: int = NEW_EPOCH,
+        with_events: bool = False,
+        stamp_table: Sequence[int] = (),
+        client: str = "",
+        retry: RetryPolicy | None = None,
+    ) -> Session:
+        """Open a session; see Session and OpenRequest."""
+        self._require_open()
+        request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
+        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        return Session(transport, request, retry=retry)
+
+    # ---- requests, without a session
+
+    def find_cache_hit(
+        self, replica: str, what: Content | str, *, with_blocks: bool = False
+    ) -> allocation_pb2.FindCacheHitResponse:
+        """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
+        return self._do(calls.find_cache_hit(replica, what, with_blocks))
+
+    def allocate_slots(self, replica: str, wish: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
+        """Give a request blocks for its next tokens."""
+        return self._do(calls.allocate_slots(replica, wish, at))
+
+    def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
+        """Append tokens to a request and register full blocks in the prefix cache."""
+        return self._do(calls.commit_blocks(replica, commit, at))
+
+    def free(
+        self, replica: str, request_id: str, ending: Ending = Ending.FREE, *, fence_seq: int = 0, at: At = HERE
+    ) -> allocation_pb2.FreeResponse:
+        """End or preempt a request; its blocks return when `fence_seq` has been executed, 0 = at once."""
+        return self._do(calls.free(replica, request_id, ending, fence_seq, at))
+
+    def evict_blocks(self, replica: str, block_ids: Sequence[int], at: At = HERE) -> allocation_pb2.EvictBlocksResponse:
+        """Drop the keys of blocks, in order."""
+        return self._do(calls.evict_blocks(replica, block_ids, at))
+
+    def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
+        """Drop every key; not done when a block is in use."""
+        return self._do(calls.reset_prefix_cache(replica, at))
+
+    # ---- looking in
+
+    def snapshot(self, replica: str, *, summary: bool = False) -> admin_pb2.SnapshotResponse:
+        """The allocator's state after a check of its invariants; only digest and counts with `summary`."""
+        return self._do(calls.snapshot(replica, summary))
+
+    def subscribe(self, replica: str, after_seq: int | None = None) -> Iterator[EventBatch]:
+        """Batches of published events, without end.
+
+        After a broken stream it goes on behind the last batch; what is no longer kept there shows as a gap. Close
+        the iterator to unsubscribe.
+
+        Args:
+            replica: its name.
+            after_seq: last batch already known; None = only batches from now on; 0 = all that are kept.
+        """
+        delays = self._retry.delays_s()
+        while True:
+            self._require_open()
+            stream = self._events.Subscribe(calls.subscription(replica, after_seq))
+            try:
+                for message in stream:
+                    batch = wire.decode_batch(message)
+                    after_seq, delays = batch.seq, self._retry.delays_s()
+                    yield batch
+                failed = Unavailable("the service ended the stream")
+            except grpc.RpcError:
+                error = error_of_rpc(stream)
+                if not isinstance(error, Unavailable):
+                    raise error from None
+                failed = error
+            finally:
+                stream.cancel()
+            self._pause(delays, failed)
+
+    def _do(self, call: Call[Answer]) -> Answer:
+        self._require_open()
+        method = self._channel.unary_unary(
+            call.path,
+            request_serializer=type(call.request).SerializeToString,
+            response_deserializer=call.answer_type.FromString,
+        )
+        delays = self._retry.delays_s() if call.repeatable else iter(())
+        while True:
+            try:
+                return method(call.request, timeout=call.timeout_s or self._timeout_s)
+            except grpc.RpcError as outcome:
+                error = error_of_rpc(cast(RpcOutcome, outcome))
+                if not isinstance(error, Unavailable):
+                    raise error from None
+            self._pause(delays, error)
+
+    def _require_open(self) -> None:
+        # Not left to gRPC: 1.71 crashes the process when a stub is made on a closed channel.
+        if self._closed:
+            raise FailedPrecondition("the client is closed", remedy="connect again")
+
+    def _pause(self, delays: Iterator[float], failed: Unavailable) -> None:
+        """Wait before the next attempt; raises `failed` when there is none."""
+        delay = next(delays, None)
+        if delay is None:
+            raise failed
+        self._retry.sleep(delay)

@@ -1,0 +1,102 @@
+"""Requests of unary calls -> protobuf. Their answers stay messages: they are for reading, not for hot paths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import NO_EXTRA_KEYS
+from kvplane.requests import Allocate, Appended, At, Commit, Content, Ending
+from kvplane.sources import LayerSource, ModelSource
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire.columns import build
+from kvplane.wire.sources import encode_layer_source, encode_model_source
+from kvplane.wire.spec import encode_enum, encode_spec
+from kvplane.wire.step import encode_extra_keys
+
+_SAME_IN_ALLOCATE = (
+    "request_id",
+    "computed_tokens",
+    "max_new_tokens",
+    "extra_tokens",
+    "lookahead_tokens",
+    "external_tokens",
+    "in_flight_tokens",
+    "delay_caching",
+    "align",
+    "full_fit",
+    "encoder_tokens",
+    "reserved_blocks",
+    "watermark",
+    "expected_hit_tokens",
+    "victims",
+)
+
+
+def encode_source(source: ReplicaSpec | ModelSource | LayerSource) -> dict[str, Any]:
+    """The field of RegisterReplicaRequest that says where the groups come from."""
+    if isinstance(source, ReplicaSpec):
+        return {"spec": encode_spec(source)}
+    if isinstance(source, ModelSource):
+        return {"model": encode_model_source(source)}
+    return {"layers": encode_layer_source(source)}
+
+
+def encode_content(content: Content) -> pb.RequestContent:
+    """The message of a request's content."""
+    fields = {
+        "token_ids": content.tokens,
+        "hashes": content.hashes,
+        "num_tokens": content.num_tokens,
+        "domain": content.domain,
+        "skip_reading": content.skip_reading,
+        "max_tokens": content.max_tokens,
+    }
+    if content.extra_keys != NO_EXTRA_KEYS:
+        fields["extra_keys"] = encode_extra_keys(content.extra_keys)
+    return build(pb.RequestContent, "content", fields)
+
+
+def encode_header(replica: str, at: At) -> pb.MutationHeader:
+    """The message of what every mutation carries."""
+    fields = {
+        "replica": replica,
+        "epoch": at.epoch,
+        "op_id": at.op_id,
+        "more": at.more,
+        "executed_through": at.executed_through,
+    }
+    return build(pb.MutationHeader, "header", fields)
+
+
+def encode_allocate(header: pb.MutationHeader, wish: Allocate) -> pb.AllocateSlotsRequest:
+    """The message of a wish for blocks."""
+    fields: dict[str, Any] = {name: getattr(wish, name) for name in _SAME_IN_ALLOCATE}
+    if wish.content is not None:
+        fields["content"] = encode_content(wish.content)
+    if wish.appended is not None:
+        fields["appended"] = _encode_appended(wish.appended)
+    return build(pb.AllocateSlotsRequest, "request", {"header": header, **fields})
+
+
+def encode_commit(header: pb.MutationHeader, commit: Commit) -> pb.CommitBlocksRequest:
+    """The message of what became true of a request."""
+    fields: dict[str, Any] = {
+        "header": header,
+        "request_id": commit.request_id,
+        "computed_tokens": commit.computed_tokens,
+        "commit_tokens": commit.commit_tokens,
+    }
+    if commit.appended is not None:
+        fields["appended"] = _encode_appended(commit.appended)
+    return build(pb.CommitBlocksRequest, "request", fields)
+
+
+def encode_ending(ending: Ending) -> int:
+    """The number of a way to leave."""
+    return encode_enum(pb.EndKind, "END_KIND", ending)
+
+
+def _encode_appended(appended: Appended) -> pb.AppendedTokens:
+    fields = {"token_ids": appended.tokens, "num_tokens": appended.num_tokens, "hashes": appended.hashes}
+    return build(pb.AppendedTokens, "appended", fields)

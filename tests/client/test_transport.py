@@ -1,0 +1,178 @@
+"""Sessions over real connections that are cut, refused or silent."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+
+from kvplane.base.errors import FailedPrecondition, OtherWriter, StaleEpoch, Unavailable
+from kvplane.base.session import OpenRequest
+from kvplane.base.step import Part
+from kvplane.channel import open_channel
+from kvplane.retry import RetryPolicy
+from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
+from kvplane.session import Session
+from kvplane.transport import GrpcTransport
+from kvplane.unary import connect
+from kvplane_service.core.replica import Replica
+from tests.client.mini_engine import HYBRID, MiniEngine
+from tests.client.proxy import CuttingProxy
+from tests.client.stepper import Stepper
+from tests.client.worlds import GrpcWorld
+
+ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
+
+
+@pytest.fixture(scope="module")
+def served():
+    with closing(GrpcWorld("127.0.0.1:0")) as world:
+        yield world
+
+
+@pytest.fixture
+def world(served):
+    served.reset()
+    return served
+
+
+@pytest.fixture
+def proxy(world):
+    with closing(CuttingProxy(world.service.address)) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def session(world, proxy):
+    with connect(proxy.address) as client, client.session(world.replica) as session:
+        yield session
+
+
+def test_an_engine_does_not_notice_that_its_connection_is_cut(session, proxy):
+    reference = Replica(HYBRID)
+    for epoch in range(1, session.epoch + 1):
+        reference.begin_epoch(epoch)
+    step, rng = Stepper(reference, session.epoch), random.Random(3)
+
+    def ask(part):
+        session.submit(part)
+        if rng.random() < 0.1:
+            proxy.cut()
+        return session.receive().parts[0]
+
+    def expect(part):
+        answer = step(part).parts[0]
+        answer.events = []
+        return answer
+
+    expected = MiniEngine(expect, seed=3).run()
+    assert MiniEngine(ask, seed=3).run() == expected
+    assert proxy.num_connections > 3
+
+
+def test_a_service_out_of_reach_is_unavailable_until_it_is_back(world, proxy):
+    quick = RetryPolicy(attempts=2, first_delay_s=0.01)
+    with connect(proxy.address) as client, client.session(world.replica, retry=quick) as session:
+        session.apply(ASK)
+        proxy.refuse(True)
+        proxy.cut()
+        with pytest.raises(Unavailable):
+            session.apply(part_of(RunRow(0)))
+        assert session.in_flight == 1
+        proxy.refuse(False)
+        for _ in range(100):
+            try:
+                answer = session.receive()
+                break
+            except Unavailable:
+                continue
+        assert answer.parts[0].granted == [20]
+
+
+def test_a_beat_over_a_cut_connection_opens_another(world, proxy):
+    channel = open_channel(proxy.address)
+    with closing(channel):
+        with Session(GrpcTransport(channel), OpenRequest(world.replica, 1), heartbeats=False) as session:
+            before = proxy.num_connections
+            proxy.cut()
+            while proxy.num_connections == before:
+                session.beat()
+            assert session.apply(Part()).seq == 1
+
+
+@pytest.fixture
+def silent():
+    """The address of somebody who accepts connections and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def test_an_open_has_a_deadline(silent):
+    with closing(open_channel(silent)) as channel:
+        transport = GrpcTransport(channel, open_timeout_s=0.2)
+        with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+            transport.open(OpenRequest("x", 1))
+        transport.close()
+
+
+def test_a_drain_is_announced_and_ends_the_stream(world):
+    with closing(GrpcWorld("127.0.0.1:0")) as leaving:
+        policy = RetryPolicy(attempts=1, first_delay_s=0.01)
+        session = leaving.client.session(leaving.replica, retry=policy)
+        session.apply(ASK)
+        drained = threading.Thread(target=leaving.service.do, args=(leaving.service.app.drain,))
+        drained.start()
+        assert session.apply(part_of(RunRow(0))).parts[0].granted == [20]
+        session.close()
+        drained.join(20)
+        assert not drained.is_alive()
+
+
+def test_a_service_that_restarts_has_forgotten_the_engine(tmp_path):
+    listen = f"unix:{tmp_path}/kvplane.sock"
+    first = GrpcWorld(listen)
+    with connect(listen) as client:
+        session = client.session(first.replica)
+        session.apply(ASK)
+        first.close()
+        with closing(GrpcWorld(listen)):
+            with pytest.raises(StaleEpoch):
+                session.apply(part_of(RunRow(0)))
+            with client.session(first.replica) as again:
+                assert again.apply(ASK).parts[0].admit_granted == [20]
+
+
+def test_no_thread_of_a_session_is_left_behind(world):
+    with connect(world.service.address) as client:
+        before = set(threading.enumerate())
+        with client.session(world.replica) as session:
+            session.apply(Part())
+            during = set(threading.enumerate()) - before
+        assert during
+        for thread in during:
+            thread.join(20)
+            assert not thread.is_alive(), thread
+
+
+def test_no_thread_of_a_session_that_was_taken_over_is_left_behind(world):
+    with connect(world.service.address) as client:
+        before = set(threading.enumerate())
+        session = client.session(world.replica)
+        during = set(threading.enumerate()) - before
+        with client.session(world.replica), pytest.raises(OtherWriter):
+            session.apply(Part())
+        session.close()
+        for thread in during:
+            thread.join(20)
+            assert not thread.is_alive(), thread
+
+
+def test_a_channel_that_was_closed_says_so(world):
+    channel = open_channel(world.service.address)
+    transport = GrpcTransport(channel)
+    channel.close()
+    with pytest.raises(FailedPrecondition, match="channel is closed"):
+        transport.open(OpenRequest(world.replica, 1))
