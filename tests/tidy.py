@@ -25,7 +25,9 @@ MAX_FILE_LINES = 500
 
 # Files that may catch everything: the outermost shell, where an exception would otherwise vanish or kill the
 # process. Path → why. An entry that is no longer needed is a complaint.
-BROAD_EXCEPT_ALLOWED: dict[str, str] = {}
+BROAD_EXCEPT_ALLOWED: dict[str, str] = {
+    "service/kvplane_service/rpc/methods.py": "a bug in a handler is logged and ends its call with INTERNAL",
+}
 
 # Where printing is the work.
 PRINTING_ALLOWED = ("service/kvplane_service/cli/", "service/kvplane_service/cli.py", "scripts/")

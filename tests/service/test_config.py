@@ -60,7 +60,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path, source):
     flags = {"leese_ms": "1"} if source == "flag" else {}
     file = write(tmp_path, "leese_ms: 1") if source == "file" else None
     environment = {"KVPLANE_LEESE_MS": "1"} if source == "environment" else {}
-    with pytest.raises(InvalidArgument, match="(?i)leese_ms") as caught:
+    with pytest.raises(InvalidArgument, match=r"(?i)leese_ms") as caught:
         load(flags, environment, file)
     assert "lease_ms" in caught.value.remedy.lower()
 
@@ -98,7 +98,7 @@ def test_a_value_that_cannot_be_is_refused_by_name(key, value):
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: b: c", "\x00"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
-    with pytest.raises(InvalidArgument, match="kvplane.yaml"):
+    with pytest.raises(InvalidArgument, match=r"kvplane\.yaml"):
         load({}, {}, write(tmp_path, text))
 
 

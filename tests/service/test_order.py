@@ -74,7 +74,7 @@ def test_answers_of_old_steps_are_dropped(order):
         apply(order, step(seq, last=False))
         apply(order, step(seq, 1))
     apply(order, step(4, last=False))
-    with pytest.raises(SequenceError, match="past.*next is part 1 of step 4"):
+    with pytest.raises(SequenceError, match=r"past.*next is part 1 of step 4"):
         order.find(step(1), b"c")
     for kept in (step(2), step(2, 1), step(3), step(4)):
         assert order.find(kept, b"c") is not None

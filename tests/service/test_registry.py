@@ -1,0 +1,119 @@
+"""Replicas by name, and how many there may be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound, StaleEpoch
+from kvplane_service.config import Config
+from kvplane_service.registry import Registration, Registry
+from tests.service.hosts import FULL, spec_of
+
+PLAIN = Registration(spec_of())
+
+
+@pytest.fixture
+def registry():
+    return Registry(Config(max_replicas=2, max_groups=2, max_blocks=50, max_total_blocks=60), lambda: 0)
+
+
+def names(registry: Registry) -> list[str]:
+    return sorted(entry.host.name for entry in registry)
+
+
+def test_a_replica_is_found_by_its_name(registry):
+    entry = registry.register("a", PLAIN)
+    assert registry.get("a") is entry
+    assert entry.host.name == "a"
+    with pytest.raises(NotFound, match="'b'"):
+        registry.get("b")
+
+
+def test_an_equal_registration_is_the_first_one(registry):
+    assert registry.register("a", PLAIN) is registry.register("a", Registration(spec_of()))
+    assert len(registry) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (Registration(spec_of(num_blocks=22)), "num_blocks 21"),
+        (Registration(spec_of(hash_seed="x")), "hash_seed "),
+        (Registration(replace(spec_of(), groups=(FULL, FULL))), r"other groups \(1\)"),
+        (Registration(spec_of(), num_ranks=2), "num_ranks 1"),
+        (Registration(spec_of(), namespace_digest=b"x"), "namespace_digest"),
+    ],
+)
+def test_a_name_that_is_taken_by_something_else_says_in_what(registry, other, difference):
+    registry.register("a", PLAIN)
+    with pytest.raises(AlreadyExists, match=difference):
+        registry.register("a", other)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a b", "a\n", "ü", "a\x00"])
+def test_a_name_has_a_form(registry, name):
+    with pytest.raises(InvalidArgument) as caught:
+        registry.register(name, PLAIN)
+    assert caught.value.field == "replica"
+
+
+@pytest.mark.parametrize("name", ["x" * 128, "a.b/c_d-9", "0"])
+def test_names_of_the_form_are_taken(registry, name):
+    assert registry.register(name, PLAIN).host.name == name
+
+
+@pytest.mark.parametrize(
+    ("registration", "kind", "field"),
+    [
+        (Registration(spec_of(), num_ranks=0), InvalidArgument, "num_ranks"),
+        (Registration(spec_of(), num_ranks=65537), InvalidArgument, "num_ranks"),
+        (Registration(spec_of(), namespace_digest=b"x" * 65), InvalidArgument, "namespace_digest"),
+        (Registration(spec_of(num_blocks=1)), InvalidArgument, "num_blocks"),
+        (Registration(spec_of(scheduler_block_size=24)), InvalidArgument, "scheduler_block_size"),
+        (Registration(replace(spec_of(), groups=(FULL,) * 3)), LimitExceeded, "groups"),
+        (Registration(spec_of(num_blocks=51)), LimitExceeded, "num_blocks"),
+    ],
+)
+def test_a_registration_that_cannot_be_leaves_nothing(registry, registration, kind: type[KvplaneError], field):
+    with pytest.raises(kind) as caught:
+        registry.register("a", registration)
+    assert caught.value.field == field
+    assert len(registry) == 0
+
+
+def test_replicas_are_limited_in_number_and_in_blocks(registry):
+    registry.register("a", PLAIN)
+    with pytest.raises(LimitExceeded, match="61 is over the limit of 60"):
+        registry.register("b", Registration(spec_of(num_blocks=40)))
+    registry.register("b", PLAIN)
+    with pytest.raises(LimitExceeded, match="max_replicas"):
+        registry.register("c", Registration(spec_of(num_blocks=2)))
+    assert names(registry) == ["a", "b"]
+
+
+def test_a_removed_replica_makes_room(registry):
+    registry.register("a", PLAIN)
+    registry.register("b", PLAIN)
+    registry.remove("a")
+    registry.register("c", PLAIN)
+    assert names(registry) == ["b", "c"]
+    with pytest.raises(NotFound):
+        registry.remove("a")
+
+
+def test_a_replica_is_removed_in_its_epoch_only(registry):
+    registry.register("a", PLAIN)
+    with pytest.raises(StaleEpoch):
+        registry.remove("a", epoch=2)
+    registry.remove("a", epoch=1)
+    assert len(registry) == 0
+
+
+def test_pages_go_on_behind_a_name():
+    registry = Registry(Config(), lambda: 0)
+    for name in ("c", "a", "d", "b"):
+        registry.register(name, PLAIN)
+    pages = [registry.page("", 3), registry.page("c", 3), registry.page("d", 3)]
+    assert [[entry.host.name for entry in page] for page in pages] == [["a", "b", "c"], ["d"], []]

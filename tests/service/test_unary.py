@@ -1,0 +1,311 @@
+"""Unary calls: the operations of a step one at a time, by the names of requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, LimitExceeded, NotFound, OtherWriter
+from kvplane.base.step import CacheEvent, ExtraKeys, RowFlag
+from kvplane_service.config import Config
+from kvplane_service.contents import hash_tokens
+from kvplane_service.host import UnaryStep
+from kvplane_service.unary import (
+    AllocateCall,
+    AllocationStatus,
+    Appended,
+    CommitCall,
+    Content,
+    EndKind,
+    UnaryCalls,
+    unary_field,
+)
+from tests.service.hosts import HostWorld, spec_of
+
+NOW = UnaryStep()
+PROMPT = list(range(40))
+
+
+class World(HostWorld):
+    def __init__(self, config: Config | None = None, num_blocks: int = 21) -> None:
+        super().__init__(config, spec_of(num_blocks))
+        self.calls = UnaryCalls(self.host, self.config)
+
+    def content(self, tokens, **fields) -> Content:
+        hashed = hash_tokens(self.host.scheme, tokens, fields.get("extra_keys", ExtraKeys()), None)
+        return Content(len(tokens), hashed.hashes, len(hashed.hashes) // 32, hashed.tail, **fields)
+
+    def appended(self, name: str, tokens) -> Appended:
+        known = self.calls.known(name)
+        hashed = hash_tokens(self.host.scheme, tokens, known.extra_keys, known.tail)
+        return Appended(len(tokens), hashed.hashes, len(hashed.hashes) // 32, known.tail, hashed.tail)
+
+    def allocate(self, name: str, tokens=None, **fields):
+        content = None if tokens is None else self.content(tokens)
+        return self.calls.allocate(NOW, AllocateCall(name, content, **fields))
+
+    def decode(self, name: str, tokens, **fields):
+        return self.calls.allocate(NOW, AllocateCall(name, appended=self.appended(name, tokens), **fields))
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+class TestAllocating:
+    def test_a_new_request_gets_blocks_for_its_prompt(self, world):
+        answer = world.allocate("a", PROMPT)
+        assert (answer.status, answer.hit, answer.granted) == (AllocationStatus.GRANTED, 0, 40)
+        assert [len(ids) for ids in answer.new_blocks] == [3]
+        assert answer.table == answer.new_blocks
+        assert (answer.hashes.count, len(answer.hashes.last)) == (2, 32)
+        assert (answer.step.seq, answer.step.parts[0].free_blocks) == (1, 17)
+
+    def test_an_equal_prompt_hits_once_the_first_was_executed(self, world):
+        first = world.allocate("a", PROMPT)
+        second = world.allocate("b", PROMPT)
+        assert (second.hit, second.granted) == (32, 8)
+        assert second.table[0][:2] == first.table[0][:2]
+
+    def test_a_running_request_goes_on(self, world):
+        world.allocate("a", PROMPT)
+        answer = world.decode("a", range(9))
+        assert (answer.status, answer.granted, answer.hashes.count) == (AllocationStatus.GRANTED, 9, 3)
+        assert (len(answer.new_blocks[0]), len(answer.table[0])) == (1, 4)
+
+    def test_hashes_of_appended_tokens_continue_those_of_the_prompt(self, world):
+        world.allocate("a", PROMPT)
+        world.decode("a", range(40, 64))
+        assert world.allocate("b", list(range(64))).hashes.last == world.calls.commit(NOW, CommitCall("a"))[1].last
+
+    def test_computed_tokens_go_back_after_rejected_drafts(self, world):
+        world.allocate("a", PROMPT)
+        world.decode("a", [1], extra=4, lookahead=4)
+        answer = world.decode("a", [2], computed=41)
+        assert (answer.status, answer.granted) == (AllocationStatus.GRANTED, 1)
+
+    def test_nothing_to_do_is_not_a_refusal(self, world):
+        world.allocate("a", PROMPT)
+        assert world.allocate("a").status is AllocationStatus.NOTHING_TO_DO
+        assert world.decode("a", [1], cap=0).status is AllocationStatus.NOTHING_TO_DO
+        assert world.allocate("b", PROMPT, cap=0).status is AllocationStatus.NOTHING_TO_DO
+
+    def test_a_refusal_allocates_nothing_and_can_be_repeated(self, world):
+        world.allocate("a", list(range(16 * 18)))
+        free = world.host.replica.free_blocks
+        refused = world.allocate("b", list(range(1000, 1048)))
+        assert (refused.status, refused.granted, refused.new_blocks, refused.table) == (
+            AllocationStatus.REFUSED,
+            0,
+            [[]],
+            [[]],
+        )
+        assert world.host.replica.free_blocks == free
+        assert world.allocate("b").status is AllocationStatus.REFUSED
+        world.calls.free(NOW, "a", EndKind.FREE, 0)
+        assert world.allocate("b", list(range(1000, 1048))).status is AllocationStatus.GRANTED
+
+    def test_what_is_too_large_for_the_empty_pool_never_fits(self, world):
+        assert world.allocate("a", list(range(16 * 21))).status is AllocationStatus.NEVER_FITS
+
+    def test_an_expected_hit_that_is_not_there_is_stale(self, world):
+        answer = world.allocate("a", PROMPT, expected_hit=16)
+        assert (answer.status, answer.hit) == (AllocationStatus.STALE_HIT, 0)
+
+    def test_victims_make_room_for_a_running_request_in_their_order(self, world):
+        for name, start in (("a", 0), ("b", 1000), ("c", 2000)):
+            world.allocate(name, list(range(start, start + 96)))
+        answer = world.decode("a", range(5000, 5096), victims=("c", "b"))
+        assert (answer.status, answer.preempted) == (AllocationStatus.GRANTED, ["c"])
+        assert world.allocate("c").status is AllocationStatus.REFUSED  # it waits, with its tokens
+
+    def test_without_victims_a_running_request_is_refused(self, world):
+        for name, start in (("a", 0), ("b", 1000), ("c", 2000)):
+            world.allocate(name, list(range(start, start + 96)))
+        assert world.decode("a", range(5000, 5096)).status is AllocationStatus.REFUSED
+
+    def test_a_request_can_be_its_own_victim(self, world):
+        world.allocate("a", list(range(160)))
+        world.allocate("b", list(range(1000, 1160)))
+        answer = world.decode("a", range(5000, 5200), victims=("a",))
+        assert (answer.status, answer.preempted, answer.table) == (AllocationStatus.REFUSED, ["a"], [[]])
+
+    def test_delayed_keys_are_registered_by_a_commit(self, world):
+        answer = world.allocate("a", PROMPT, flags=RowFlag.DELAY_CACHING)
+        assert answer.step.parts[0].events == []
+        step, _ = world.calls.commit(NOW, CommitCall("a", commit=40))
+        assert isinstance(step.parts[0].events[0], CacheEvent)
+
+    def test_requests_of_hashes_go_on_with_hashes(self, world):
+        digests = world.content(list(range(48))).hashes
+        world.calls.allocate(NOW, AllocateCall("a", Content(40, digests[:64], 2)))
+        answer = world.calls.allocate(NOW, AllocateCall("a", appended=Appended(8, digests[64:], 1)))
+        assert (answer.granted, answer.hashes.last) == (8, digests[64:])
+
+
+class TestRefusals:
+    def test_an_unknown_request_needs_content(self, world):
+        with world.refuses(NotFound, "'a'", "request_id"):
+            world.allocate("a")
+
+    def test_a_running_request_takes_no_new_content(self, world):
+        world.allocate("a", PROMPT)
+        with world.refuses(InvalidArgument, "running", "content"):
+            world.allocate("a", PROMPT)
+
+    @pytest.mark.parametrize("name", ["", "x" * 129])
+    def test_a_name_has_a_length(self, world, name):
+        with world.refuses(InvalidArgument, field="request_id"):
+            world.allocate(name, PROMPT)
+
+    def test_known_requests_are_limited(self):
+        world = World(Config(max_requests=1))
+        world.allocate("a", PROMPT)
+        with world.refuses(LimitExceeded, "max_requests"):
+            world.allocate("b", PROMPT)
+        world.calls.free(NOW, "a", EndKind.FREE, 0)
+        world.allocate("b", PROMPT)
+
+    def test_a_held_request_is_released_first(self, world):
+        world.allocate("a", PROMPT)
+        world.calls.free(NOW, "a", EndKind.HELD, 0)
+        with world.refuses(FailedPrecondition, "held", "request_id"):
+            world.allocate("a")
+
+    @pytest.mark.parametrize(
+        ("fields", "field"),
+        [
+            ({"lookahead": 5000}, "lookahead_tokens"),
+            ({"external": 2**20}, "external_tokens"),
+            ({"reserved": 22}, "reserved_blocks"),
+            ({"expected_hit": 2**20}, "expected_hit_tokens"),
+            ({"extra": 2**31}, "extra_tokens"),
+        ],
+    )
+    def test_the_field_of_the_call_is_named(self, world, fields, field):
+        with world.refuses(InvalidArgument, field=field):
+            world.allocate("a", PROMPT, **fields)
+
+    def test_content_that_is_too_long_is_named(self, world):
+        with world.refuses(InvalidArgument, "512", "content.num_tokens"):
+            world.allocate("a", list(range(513)))
+
+    def test_an_unknown_victim_is_named(self, world):
+        world.allocate("a", PROMPT)
+        with world.refuses(NotFound, field="victims[1]"):
+            world.decode("a", [1], victims=("a", "nobody"))
+
+    def test_a_new_request_has_nothing_appended_or_computed(self, world):
+        content = world.content(PROMPT)
+        with world.refuses(InvalidArgument, field="appended"):
+            world.calls.allocate(NOW, AllocateCall("a", content, appended=Appended(3)))
+        with world.refuses(InvalidArgument, field="computed_tokens"):
+            world.calls.allocate(NOW, AllocateCall("a", content, computed=3))
+
+    def test_tokens_hashed_for_an_older_state_are_refused(self, world):
+        world.allocate("a", PROMPT)
+        early = world.appended("a", [1])
+        world.decode("a", [2])
+        with world.refuses(FailedPrecondition, "changed while"):
+            world.calls.allocate(NOW, AllocateCall("a", appended=early))
+
+    def test_a_step_without_a_request_says_nothing_about_one(self, world):
+        with world.refuses(InvalidArgument, field="request_id"):
+            world.calls.commit(NOW, CommitCall(commit=5))
+
+    def test_a_release_has_no_fence(self, world):
+        world.allocate("a", PROMPT)
+        world.calls.free(NOW, "a", EndKind.HELD, 0)
+        with world.refuses(InvalidArgument, field="fence_seq"):
+            world.calls.free(NOW, "a", EndKind.RELEASED, 1)
+
+    def test_a_fence_is_a_step_that_was_sent(self, world):
+        world.allocate("a", PROMPT)
+        with world.refuses(InvalidArgument, field="fence_seq"):
+            world.calls.free(NOW, "a", EndKind.FREE, 9)
+
+    @pytest.mark.parametrize("block", [0, 21, 2**32 - 1])
+    def test_a_block_that_is_not_ours_is_named_by_its_place(self, world, block):
+        with world.refuses(InvalidArgument, field="block_ids[1]"):
+            world.calls.evict(NOW, [1, block])
+
+
+class TestEnding:
+    def test_a_freed_request_is_forgotten_and_its_blocks_return(self, world):
+        world.allocate("a", PROMPT)
+        assert world.calls.free(NOW, "a", EndKind.FREE, 0).parts[0].free_blocks == 20
+        with world.refuses(NotFound):
+            world.calls.free(NOW, "a", EndKind.FREE, 0)
+
+    def test_a_fence_keeps_the_blocks_until_its_step_was_executed(self, world):
+        world.allocate("a", PROMPT)
+        free = [
+            world.calls.free(UnaryStep(executed_through=0), "a", EndKind.FREE, 1).parts[0].free_blocks,
+            world.calls.commit(UnaryStep(executed_through=1), CommitCall())[0].parts[0].free_blocks,
+        ]
+        assert free == [17, 20]
+
+    def test_held_blocks_stay_until_they_are_released(self, world):
+        world.allocate("a", PROMPT)
+        assert world.calls.free(NOW, "a", EndKind.HELD, 0).parts[0].free_blocks == 17
+        assert world.calls.free(NOW, "a", EndKind.RELEASED, 0).parts[0].free_blocks == 20
+
+    def test_a_preempted_request_keeps_its_tokens(self, world):
+        world.allocate("a", PROMPT)
+        world.calls.free(NOW, "a", EndKind.PREEMPTED, 0)
+        answer = world.allocate("a")
+        assert (answer.hit, answer.granted) == (32, 8)
+
+    def test_a_waiting_request_may_be_given_anew(self, world):
+        world.allocate("a", PROMPT)
+        world.calls.free(NOW, "a", EndKind.PREEMPTED, 0)
+        answer = world.allocate("a", list(range(100, 120)))
+        assert (answer.granted, answer.hashes.count) == (20, 1)
+        assert world.decode("a", [1] * 12).hashes.count == 2
+
+    def test_slots_are_used_again(self, world):
+        for name in "abc":
+            world.allocate(name, [1])
+        world.calls.free(NOW, "b", EndKind.FREE, 0)
+        world.allocate("d", [1])
+        assert world.host.replica.requests.slots() == [0, 1, 2]
+
+    def test_evicted_keys_are_not_found_again(self, world):
+        blocks = world.allocate("a", PROMPT).table[0]
+        world.calls.evict(NOW, blocks[:1])
+        assert world.allocate("b", PROMPT).hit == 0
+
+    def test_a_reset_needs_an_empty_replica(self, world):
+        world.allocate("a", PROMPT)
+        assert not world.calls.reset(NOW).parts[0].reset_done
+        world.calls.free(NOW, "a", EndKind.FREE, 0)
+        assert world.calls.reset(NOW).parts[0].reset_done
+        assert world.allocate("a", PROMPT).hit == 0
+
+
+class TestEngineLives:
+    def test_a_session_ends_what_unary_calls_began(self, world):
+        world.allocate("a", PROMPT)
+        engine = world.open()
+        with world.refuses(OtherWriter):
+            world.allocate("b", PROMPT)
+        world.host.close(engine.nonce)
+        with pytest.raises(NotFound):
+            world.calls.known("a")
+        answer = world.allocate("a", PROMPT)
+        assert (answer.hit, answer.step.seq) == (0, 1)
+        assert world.host.epoch == engine.opened.epoch + 1
+
+    def test_answers_by_op_id_are_of_one_life(self, world):
+        world.calls.ops.keep("op", b"f", b"answer")
+        world.host.close(world.open().nonce)
+        assert world.calls.ops.find("op", b"f") is None
+
+
+def test_columns_of_a_step_have_names_in_a_call():
+    assert unary_field("parts[0].cache.evicted[3]") == "block_ids[3]"
+    assert unary_field("parts[0].admit.external") == "external_tokens"
+    assert unary_field("parts[1].facts.computed[0]") == "computed_tokens"
+    assert unary_field("executed_through") == "header.executed_through"
+    assert unary_field("content.extra_keys.salt") == "content.extra_keys.salt"
+    assert unary_field("") == ""
