@@ -3,8 +3,9 @@
     IDLE --open--> LIVE --silence, broken stream--> LAPSED --message of the newest session, open--> LIVE
       ^-----close---'
 
-The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own: the
-gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the lease.
+The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own:
+the gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the
+lease.
 """
 
 from __future__ import annotations

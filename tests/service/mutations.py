@@ -50,7 +50,7 @@ def broken(draw: st.DrawFn, raw: bytes) -> bytes:
     return raw[:at] + bytes([draw(st.integers(0, 255))]) + raw[at + 1 :]
 
 
-def fields_of(message: Message) -> list[tuple[Message, FieldDescriptor]]:
+def fields_of(message: Message) -> list[tuple[Message, Any]]:
     """Every field of the message and of the messages inside that are there."""
     found = [(message, field) for field in message.DESCRIPTOR.fields]
     for field, value in message.ListFields():
@@ -64,7 +64,7 @@ def is_list(value: Any) -> bool:
     return not isinstance(value, (bool, int, float, str, bytes, Message))
 
 
-def change(draw: st.DrawFn, owner: Message, field: FieldDescriptor) -> None:
+def change(draw: st.DrawFn, owner: Message, field: Any) -> None:
     """Give a field another value, one element more or less, or none."""
     if is_list(getattr(owner, field.name)):
         change_list(draw, getattr(owner, field.name), field)

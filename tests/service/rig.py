@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import pytest
@@ -20,6 +20,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.v1.replica_pb2 import GroupSpec, ReplicaSpec
+from kvplane.v1.step_pb2 import StepError
 from kvplane_service.app import App
 from kvplane_service.config import Config
 
@@ -73,7 +74,7 @@ class Service:
 
         return asyncio.run_coroutine_threadsafe(call(), self.loop).result(WAIT_S)
 
-    def open(self, name: str = "r", epoch: int = 0, **fields: object) -> Stream:
+    def open(self, name: str = "r", epoch: int = 0, **fields: Any) -> Stream:
         """An open session."""
         stream = Stream(self.channel)
         stream.send(open={"replica": name, "epoch": epoch, "nonce": next(NONCES), **fields})
@@ -86,14 +87,14 @@ class Stream:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._requests: SimpleQueue[bytes | None] = SimpleQueue()
-        session = channel.stream_stream(
+        session: Any = channel.stream_stream(
             "/kvplane.v1.Allocation/Session", response_deserializer=pb.SessionResponse.FromString
         )
         self._call = session(iter(self._requests.get, None), timeout=WAIT_S)
         self.opened = pb.SessionOpened()
         self.seq = 0
 
-    def send(self, **kind: object) -> None:
+    def send(self, **kind: Any) -> None:
         self.send_raw(pb.SessionRequest(**kind).SerializeToString())
 
     def send_raw(self, raw: bytes) -> None:
@@ -102,14 +103,14 @@ class Stream:
     def receive(self) -> pb.SessionResponse:
         return next(self._call)
 
-    def step(self, *parts: dict[str, object], **fields: object) -> pb.SessionResponse:
+    def step(self, *parts: Any, **fields: Any) -> pb.SessionResponse:
         """Send the next step and wait for its answer."""
         self.seq += 1
-        step = {"epoch": self.opened.epoch, "seq": self.seq, "executed_through": self.seq - 1, "parts": parts or [{}]}
-        self.send(step={**step, **fields})
+        header = {"epoch": self.opened.epoch, "seq": self.seq, "executed_through": self.seq - 1}
+        self.send(step={**header, "parts": parts or [{}], **fields})
         return self.receive()
 
-    def refused(self, *parts: dict[str, object], **fields: object) -> object:
+    def refused(self, *parts: Any, **fields: Any) -> StepError:
         """Send a step that must be refused; the StepError."""
         response = self.step(*parts, **fields)
         assert response.WhichOneof("kind") == "error", response
@@ -122,7 +123,7 @@ class Stream:
             for _ in self._call:
                 continue
         except grpc.RpcError as error:
-            return error_of_rpc(error)
+            return error_of(error)
         return None
 
     def vanish(self) -> None:
@@ -169,11 +170,16 @@ def refusal(kind: type[KvplaneError], field: str | None = None) -> Iterator[list
     caught: list[KvplaneError] = []
     with pytest.raises(grpc.RpcError) as raised:
         yield caught
-    error = error_of_rpc(raised.value)
+    error = error_of(raised.value)
     assert type(error) is kind, repr(error)
     if field is not None:
         assert error.field == field
     caught.append(error)
+
+
+def error_of(error: grpc.RpcError) -> KvplaneError:
+    """The refusal that a failed call stands for."""
+    return error_of_rpc(cast(Any, error))
 
 
 def column(*values: int, size: int = 4) -> bytes:

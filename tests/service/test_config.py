@@ -52,7 +52,7 @@ def test_an_empty_file_says_nothing(tmp_path):
 
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
-        Config().lease_ms = 1  # type: ignore[misc]
+        Config().lease_ms = 1
 
 
 @pytest.mark.parametrize("source", ["flag", "file", "environment"])

@@ -81,7 +81,9 @@ class TestPublicationHold:
     @given(st.lists(st.tuples(st.lists(st.integers(-6, 6), max_size=6), st.integers(0, 3)), max_size=12))
     def test_a_mirror_of_what_is_shown_is_what_is_cached_and_executed(self, steps):
         """Each step stores (positive) and removes (negative) blocks, and lags in being executed."""
-        hold, mirror, cached, done = PublicationHold(), set(), {}, 0
+        hold, done = PublicationHold(), 0
+        mirror: set[int] = set()
+        cached: dict[int, int] = {}
         for number, (changes, lag) in enumerate(steps, 1):
             done = max(done, number - lag - 1)
             apply(hold.release(done), mirror)

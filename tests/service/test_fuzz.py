@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,7 @@ LAYERS = LayerSource(
 )
 
 # method -> valid requests, for a replica "r" at step 2 with a request "a" running and "b" waiting
-VALID = {
+VALID: dict[str, list[Message]] = {
     "RegisterReplica": [
         pb.RegisterReplicaRequest(replica="s", spec=SPEC, num_ranks=4, namespace_digest=b"n"),
         pb.RegisterReplicaRequest(

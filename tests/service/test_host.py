@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvplane.base.errors import (
@@ -34,9 +36,9 @@ def admit(slot: int = 0, tokens=PROMPT) -> Part:
     return part_of(NewsRow(slot, tokens), AdmitRow(slot))
 
 
-def shown(world) -> list:
+def shown(world) -> list[Any]:
     """Every event and notice that others have seen."""
-    seen = []
+    seen: list[Any] = []
     for batch in world.host.events.subscribe(0, lambda: None).take():
         seen.extend((event.kind, event.hashes) for event in batch.events)
         seen.extend(name for name in ("withdrawn", "restored") if getattr(batch, name))
@@ -204,12 +206,11 @@ class TestLease:
         engine.step()
         for message in (engine.step, lambda: world.host.heartbeat(engine.nonce)):
             world.pass_lease()
-            assert world.host.state is ReplicaState.LAPSED
             with world.refuses(ReplicaLapsed):
                 world.host.check_readable()
             message()
-            assert world.host.state is ReplicaState.LIVE
             world.host.check_readable()
+            assert world.host.state is ReplicaState.LIVE
 
     def test_each_message_renews_the_lease(self, world):
         engine = world.open()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 
 import grpc
@@ -57,11 +59,11 @@ class RpcServer:
             Unavailable: the address is taken or not ours.
         """
         address = self._config.listen
-        _check_unix_socket(address)
+        _check_free(address)
         try:
             port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            raise _taken(address) from None
+        except RuntimeError as error:
+            raise _not_free(address, str(error)) from None
         if not address.startswith("unix:"):
             address = f"{address.rpartition(':')[0]}:{port}"
         await self._server.start()
@@ -110,23 +112,51 @@ def _add_reflection(server: grpc.aio.Server, names: tuple[str, ...]) -> None:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
 
 
-def _check_unix_socket(address: str) -> None:
-    """Refuse a socket that somebody answers on: gRPC would remove its file and take over in silence."""
-    if not address.startswith("unix:"):
-        return
+def _check_free(address: str) -> None:
+    """Raise Unavailable, with the cause, when nobody can listen there now.
+
+    gRPC says less, and of a socket's file that somebody answers on it says nothing: it removes the file.
+    """
+    path = address.removeprefix("unix:")
+    try:
+        if path != address:
+            _check_socket_file(path)
+        else:
+            host, _, port = address.rpartition(":")
+            _check_port(host.strip("[]"), int(port))
+    except OSError as error:
+        raise _not_free(address, error.strerror or str(error)) from None
+
+
+def _check_socket_file(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
-            probe.connect(address.removeprefix("unix:"))
+            probe.connect(path)
         except (FileNotFoundError, ConnectionRefusedError):
             return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _check_port(host: str, port: int) -> None:
+    """A name may have addresses that this machine lacks (localhost without IPv6): one that is ours is enough."""
+    unusable: list[OSError] = []
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, place in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
         except OSError as error:
-            raise Unavailable(f"{address}: {error.strerror}", field="listen", remedy="choose another path") from None
-    raise _taken(address)
+            if error.errno == errno.EADDRINUSE:
+                raise
+            unusable.append(error)
+    if len(unusable) == len(places):
+        raise unusable[0]
 
 
-def _taken(address: str) -> Unavailable:
+def _not_free(address: str, cause: str) -> Unavailable:
     return Unavailable(
-        f"cannot listen on {address}: it is taken, or no address of this machine",
+        f"cannot listen on {address}: {cause}",
         field="listen",
         remedy="choose another with --listen; port 0 takes a free one",
     )

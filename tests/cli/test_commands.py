@@ -1,0 +1,89 @@
+"""The command line: quick, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+import yaml
+
+from kvplane.base.errors import (
+    AlreadyExists,
+    InternalError,
+    InvalidArgument,
+    KvplaneError,
+    LimitExceeded,
+    NotFound,
+    Unavailable,
+)
+from kvplane_service.cli import exit_code
+
+HEAVY = ("grpc", "google.protobuf", "uvloop", "yaml", "asyncio", "torch", "redis")
+HELP = f"""
+import sys
+from typer.testing import CliRunner
+from kvplane_service.cli import COMMANDS, app
+for arguments in ([], *([name] for name in COMMANDS)):
+    shown = CliRunner().invoke(app, [*arguments, "--help"], env={{"COLUMNS": "200"}})
+    assert shown.exit_code == 0, shown.output
+    assert arguments or all(name in shown.output for name in COMMANDS), shown.output
+print(*(name for name in {HEAVY!r} if name in sys.modules))
+"""
+
+
+def test_help_names_every_command_and_imports_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
+
+
+def test_version_is_that_of_the_package(kvplane):
+    code, output, _ = kvplane("version")
+    assert code == 0
+    assert output == f"kvplane {version('kvplane')}\n"
+
+
+def test_config_prints_every_value_with_its_source(tmp_path, kvplane, monkeypatch):
+    file = tmp_path / "k.yaml"
+    file.write_text("max_replicas: 7\n")
+    monkeypatch.setenv("KVPLANE_OP_WINDOW", "9")
+    code, output, _ = kvplane("config", "--config", str(file), "--set", "lease_ms=5", "--listen", "unix:s")
+    assert code == 0
+    values = yaml.safe_load(output)
+    wanted = {"max_replicas": 7, "lease_ms": 5, "op_window": 9, "listen": "unix:s"}
+    assert {key: values[key] for key in wanted} == wanted
+    assert f"max_replicas: 7  # {file}" in output
+    assert "op_window: 9  # KVPLANE_OP_WINDOW" in output
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path, kvplane, monkeypatch):
+    file = tmp_path / "k.yaml"
+    file.write_text("max_replicas: 7\n")
+    monkeypatch.setenv("KVPLANE_CONFIG", str(file))
+    assert f"max_replicas: 7  # {file}" in kvplane("config")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("config", "--set", "leese_ms=5"), "the nearest is lease_ms"),
+        (("config", "--set", "lease_ms"), "KEY=VALUE"),
+        (("config", "--set", "lease_ms=soon"), "lease_ms: 'soon' from flag"),
+        (("config", "--config", "nowhere.yaml"), "nowhere.yaml"),
+        (("serve", "--listen", "here"), "host:port"),
+    ],
+)
+def test_wrong_use_is_told_in_one_line(kvplane, arguments, message):
+    code, output, errors = kvplane(*arguments)
+    assert (code, output) == (2, "")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(InvalidArgument, 2), (NotFound, 2), (Unavailable, 3), (AlreadyExists, 1), (LimitExceeded, 1), (InternalError, 1)],
+)
+def test_exit_codes(kind: type[KvplaneError], code):
+    assert exit_code(kind("")) == code

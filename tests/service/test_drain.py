@@ -1,0 +1,116 @@
+"""Going away: unhealthy first, sessions are asked to finish, what stays is cut after the grace."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvplane.base.errors import Unavailable
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1 import events_pb2
+from kvplane_service.config import Config
+from tests.service.rig import WAIT_S, Stream, refusal, running, until
+
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture
+def service():
+    with running(Config(listen="127.0.0.1:0", drain_grace_ms=60_000)) as service:
+        service.register()
+        yield service
+
+
+def drain(service):
+    """Begin to drain; a future of its end."""
+    return asyncio.run_coroutine_threadsafe(service.app.drain(), service.loop)
+
+
+def health(service, name: str) -> int:
+    stub = health_pb2_grpc.HealthStub(service.channel)
+    return stub.Check(health_pb2.HealthCheckRequest(service=name)).status
+
+
+def test_a_session_is_asked_to_finish_and_the_service_waits_for_it(service):
+    stream = service.open()
+    done = drain(service)
+    notice = stream.receive()
+    assert notice.draining.grace_ms == 60_000
+    assert stream.step().result.seq == 1
+    assert not done.done()
+    stream.close()
+    assert stream.end() is None
+    done.result(WAIT_S)
+
+
+def test_probes_see_it_and_the_process_stays_alive_for_them(service):
+    stream = service.open()
+    done = drain(service)
+    stream.receive()
+    assert [health(service, name) for name in ("", "readiness", "kvplane.v1.Allocation")] == [NOT_SERVING] * 3
+    assert health(service, "liveness") == SERVING
+    stream.close()
+    done.result(WAIT_S)
+
+
+def test_nothing_new_begins_meanwhile_and_what_is_there_can_be_read(service):
+    stream = service.open()
+    done = drain(service)
+    stream.receive()
+    other = Stream(service.channel)
+    other.send(open={"replica": "r", "nonce": 1})
+    assert isinstance(other.end(), Unavailable)
+    with refusal(Unavailable):
+        service.register("new")
+    with refusal(Unavailable):
+        next(service.events.Subscribe(events_pb2.SubscribeRequest(replica="r")))
+    assert service.state() == "LIVE"
+    stream.close()
+    done.result(WAIT_S)
+
+
+def test_a_session_that_does_not_leave_is_cut_with_a_word():
+    with running(Config(listen="127.0.0.1:0", drain_grace_ms=50)) as service:
+        service.register()
+        stream = service.open()
+        done = drain(service)
+        error = stream.end()
+        assert isinstance(error, Unavailable)
+        assert "gone away" in error.message
+        done.result(WAIT_S)
+        assert service.app.registry.get("r").host.state.value == "lapsed"
+
+
+def test_a_client_that_is_gone_or_does_not_read_holds_nobody_up():
+    with running(Config(listen="127.0.0.1:0", drain_grace_ms=50)) as service:
+        for name in ("gone", "deaf"):
+            service.register(name)
+        service.open("gone").vanish()
+        deaf = service.open("deaf")
+        many = [{"peek": {"slot": b""}}] * 1000
+        for seq in range(1, 400):
+            step = {"epoch": deaf.opened.epoch, "seq": seq, "executed_through": seq - 1, "parts": many}
+            deaf.send(step=step)
+        drain(service).result(WAIT_S)
+
+
+def test_subscribers_are_told(service):
+    events = service.events.Subscribe(events_pb2.SubscribeRequest(replica="r"), timeout=WAIT_S)
+    log = service.app.registry.get("r").host.events
+    until(lambda: bool(service.in_loop(lambda: len(log._subscribers))))
+    done = drain(service)
+    with refusal(Unavailable) as caught:
+        next(events)
+    assert "going away" in caught[0].message
+    done.result(WAIT_S)
+
+
+def test_a_drained_service_answers_no_more(service):
+    drain(service).result(WAIT_S)
+    with pytest.raises(grpc.RpcError) as raised:
+        service.allocation.ListReplicas(pb.ListReplicasRequest())
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE

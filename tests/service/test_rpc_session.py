@@ -1,0 +1,235 @@
+"""The stream of an engine over real gRPC: what it takes, what ends it, who takes over."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound, OtherWriter, SequenceError, StaleEpoch
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.config import Config
+from tests.service.rig import Stream, column, running, until
+
+ADMIT = {
+    "news": {"slot": column(0), "num_tokens": column(40), "tokens": column(*range(40))},
+    "admit": {"slot": column(0)},
+}
+
+
+@pytest.fixture(scope="module")
+def process():
+    with running() as service:
+        yield service
+
+
+@pytest.fixture
+def service(process):
+    process.register()
+    yield process
+    process.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="r"))
+
+
+class TestSteps:
+    def test_a_step_is_answered(self, service):
+        stream = service.open()
+        answer = stream.step(ADMIT)
+        assert answer.result.seq == 1
+        assert answer.result.parts[0].admit_granted == column(40)
+        assert stream.close().WhichOneof("kind") == "closed"
+        assert stream.end() is None
+        assert service.state() == "IDLE"
+
+    def test_events_come_when_asked_for(self, service):
+        stream = service.open(with_events=True)
+        assert len(stream.step(ADMIT).result.parts[0].events) == 2
+        stream.close()
+
+    @pytest.mark.parametrize(
+        ("part", "fields", "reason", "field"),
+        [
+            ({"facts": {"slot": b"abc"}}, {}, "INVALID_ARGUMENT", "parts[0].facts.slot"),
+            ({"run": {"slot": column(0), "cap": column(1, 2)}}, {}, "INVALID_ARGUMENT", "parts[0].run.cap"),
+            ({"admit": {"slot": column(7)}}, {}, "INVALID_ARGUMENT", "parts[0].admit.slot[0]"),
+            ({"run": {"slot": column(0, 0)}}, {}, "INVALID_ARGUMENT", "parts[0].run.slot"),
+            ({"news": {"slot": column(0), "num_tokens": column(1), "tokens": column(1)}}, {}, "INVALID_ARGUMENT", None),
+            (
+                {"facts": {"slot": column(0), "appended": column(2000), "tokens": column(*[1] * 2000)}},
+                {},
+                "INVALID_ARGUMENT",
+                "parts[0].facts.appended[0]",
+            ),
+            ({"facts": {"slot": column(0), "computed": column(-2)}}, {}, "INVALID_ARGUMENT", None),
+            ({"run": {"slot": column(0), "lookahead": column(2**32 - 1)}}, {}, "INVALID_ARGUMENT", None),
+            ({"cache": {"evicted": column(41)}}, {}, "INVALID_ARGUMENT", "parts[0].cache.evicted[0]"),
+            ({"peek": {"slot": column(*[0] * 10_000)}}, {}, "LIMIT_EXCEEDED", "parts"),
+            ({}, {"seq": 9}, "SEQUENCE_ERROR", "seq"),
+            ({}, {"seq": 0}, "SEQUENCE_ERROR", "seq"),
+            ({}, {"executed_through": 9}, "INVALID_ARGUMENT", "executed_through"),
+        ],
+    )
+    def test_a_refusal_is_an_answer_changes_nothing_and_the_stream_goes_on(
+        self, service, part, fields, reason, field
+    ):
+        stream = service.open()
+        stream.step(ADMIT)
+        before = service.digest()
+        error = stream.refused(part, **fields)
+        assert (error.reason, bool(error.message)) == (reason, True)
+        if field is not None:
+            assert error.field == field
+        assert service.digest() == before
+        assert stream.step({"run": {"slot": column(0)}}).result.seq == 2
+        stream.close()
+
+    def test_a_repeated_step_is_answered_from_the_store(self, service):
+        stream = service.open()
+        first = stream.step(ADMIT)
+        before = service.digest()
+        assert stream.step(ADMIT, seq=1, executed_through=0) == first
+        assert service.digest() == before
+        stream.seq = 1
+        assert stream.refused({}, seq=1).reason == SequenceError.reason
+        stream.close()
+
+    def test_steps_are_answered_in_the_order_in_which_they_came(self, service):
+        stream = service.open()
+        for seq in range(1, 5):
+            stream.send(step={"epoch": stream.opened.epoch, "seq": seq, "parts": [{}]})
+        assert [stream.receive().result.seq for _ in range(4)] == [1, 2, 3, 4]
+        stream.send(step={"epoch": stream.opened.epoch, "seq": 5, "parts": [{}]})
+        assert stream.receive().error.reason == LimitExceeded.reason
+        stream.close()
+
+
+class TestEnds:
+    @pytest.mark.parametrize(
+        ("first", "kind", "field"),
+        [
+            ({"open": {"replica": "nobody", "nonce": 1}}, NotFound, "replica"),
+            ({"open": {"replica": "r", "nonce": 1, "epoch": 5}}, StaleEpoch, "epoch"),
+            ({"open": {"replica": "r", "nonce": 1, "stamp_table": b"abc"}}, InvalidArgument, "open.stamp_table"),
+            ({"open": {"replica": "r", "nonce": 1, "stamp_table": bytes(8)}}, InvalidArgument, "stamp_table"),
+            ({"heartbeat": {}}, InvalidArgument, "kind"),
+            ({"step": {"seq": 1}}, InvalidArgument, "kind"),
+            ({}, InvalidArgument, "kind"),
+        ],
+    )
+    def test_an_open_that_cannot_be_ends_the_stream_and_changes_nothing(self, service, first, kind, field):
+        before = service.digest()
+        stream = Stream(service.channel)
+        stream.send(**first)
+        error = stream.end()
+        assert isinstance(error, kind)
+        assert error.field == field
+        assert service.digest() == before
+        assert service.state() == "IDLE"
+
+    def test_a_stream_that_opens_nothing_is_told_so(self, service):
+        stream = Stream(service.channel)
+        stream.finish()
+        assert isinstance(stream.end(), InvalidArgument)
+
+    @pytest.mark.parametrize("message", [{"open": {"replica": "r"}}, {}])
+    def test_a_message_out_of_place_ends_the_stream(self, service, message):
+        stream = service.open()
+        stream.send(**message)
+        error = stream.end()
+        assert isinstance(error, InvalidArgument)
+        assert error.field == "kind"
+
+    def test_bytes_that_are_no_message_end_the_stream(self, service):
+        stream = service.open()
+        before = service.digest()
+        stream.send_raw(b"\xff\xff")
+        assert isinstance(stream.end(), InvalidArgument)
+        assert service.digest() == before
+        assert service.state() == "LAPSED"
+
+    def test_a_step_of_a_life_that_has_ended_ends_the_stream(self, service):
+        stream = service.open()
+        stream.send(step={"epoch": 1, "seq": 1, "parts": [{}]})
+        error = stream.end()
+        assert isinstance(error, StaleEpoch)
+        assert error.metadata == {"epoch": "2"}
+
+    def test_a_deregistered_replica_ends_its_session(self, process):
+        process.register("gone")
+        stream = process.open("gone")
+        process.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="gone"))
+        assert isinstance(stream.end(), NotFound)
+
+    def test_a_half_close_is_no_goodbye(self, service):
+        stream = service.open()
+        stream.finish()
+        assert stream.end() is None
+        assert service.state() == "LAPSED"
+
+
+class TestTakingOver:
+    def test_two_sessions_the_newer_wins_and_the_older_is_told(self, service):
+        older = service.open()
+        older.step(ADMIT)
+        newer = service.open()
+        assert isinstance(older.end(), OtherWriter)
+        assert newer.step(ADMIT).result.seq == 1
+        assert service.state() == "LIVE"
+        newer.close()
+
+    def test_the_older_is_told_in_the_middle_of_what_it_does(self, service):
+        older = service.open()
+        for seq in range(1, 200):
+            older.send(step={"epoch": older.opened.epoch, "seq": seq, "executed_through": seq - 1, "parts": [{}]})
+        newer = service.open()
+        assert isinstance(older.end(), OtherWriter)
+        assert newer.step().result.seq == 1
+        newer.close()
+
+    def test_a_client_that_vanishes_leaves_a_lapsed_replica_to_the_next(self, service):
+        stream = service.open()
+        stream.step(ADMIT)
+        stream.send(step={"epoch": stream.opened.epoch, "seq": 2, "executed_through": 1, "more": True, "parts": [{}]})
+        stream.receive()
+        stream.vanish()
+        until(lambda: service.state() == "LAPSED")
+        assert service.describe().running_requests == 1
+        resumed = service.open(epoch=stream.opened.epoch)
+        assert (resumed.opened.seq, resumed.opened.next_part) == (1, 1)
+        assert service.state() == "LIVE"
+        resumed.vanish()
+        until(lambda: service.state() == "LAPSED")
+        new = service.open()
+        assert (new.opened.epoch, new.opened.free_blocks) == (stream.opened.epoch + 1, 40)
+        new.close()
+
+    def test_a_connection_that_breaks_is_a_client_that_vanishes(self, service):
+        other = type(service)(service.app, service.address, service.loop)
+        other.open().step(ADMIT)
+        other.channel.close()
+        until(lambda: service.state() == "LAPSED")
+
+
+def test_silence_lapses_a_session_and_a_heartbeat_brings_it_back():
+    now = [0]
+    with running(Config(listen="127.0.0.1:0", lease_ms=1000), clock=lambda: now[0]) as service:
+        service.register()
+        stream = service.open()
+        now[0] += 1_000_000_001
+        assert service.state() == "LAPSED"
+        stream.send(heartbeat={})
+        until(lambda: service.state() == "LIVE")
+
+
+def test_a_message_beyond_the_limit_ends_the_stream_and_changes_nothing():
+    with running(Config(listen="127.0.0.1:0", max_message_bytes=1 << 16)) as service:
+        service.register()
+        stream = service.open()
+        before = service.digest()
+        stream.send(step={"epoch": 2, "seq": 1, "parts": [{"peek": {"slot": bytes(1 << 16)}}]})
+        assert isinstance(stream.end(), LimitExceeded)
+        assert service.digest() == before
+        until(lambda: service.state() == "LAPSED")
+
+
+def test_a_service_on_a_unix_socket(tmp_path):
+    with running(Config(listen=f"unix:{tmp_path}/s")) as service:
+        service.register()
+        assert service.open().step(ADMIT).result.seq == 1
