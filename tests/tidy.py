@@ -140,7 +140,7 @@ def shape(tree: Tree) -> Iterator[str]:
 
 def parameters(tree: Tree) -> Iterator[str]:
     for f, node in tree.functions:
-        if any(is_command(decorator) for decorator in node.decorator_list):
+        if is_command(f, node):
             continue  # the parameters of a command are the flags that its user sees
         count = len(arguments(node))
         if count > MAX_PARAMETERS:
@@ -148,10 +148,9 @@ def parameters(tree: Tree) -> Iterator[str]:
             yield complaint(f, node.lineno, f"{what}: some of them belong together in a frozen dataclass")
 
 
-def is_command(decorator: ast.expr) -> bool:
-    """True for `@app.command(...)` and `@app.callback(...)`."""
-    call = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return isinstance(call, ast.Attribute) and call.attr in ("command", "callback")
+def is_command(f: SourceFile, node: Function) -> bool:
+    """True for the function `command` of a module of the command line (see COMMANDS there)."""
+    return node.name == "command" and f.is_in("service/kvplane_service/cli")
 
 
 def annotated(tree: Tree) -> Iterator[str]:

@@ -56,14 +56,10 @@ class ModelOptions:
     def __post_init__(self) -> None:
         for name in ("tensor_parallel", "block_size", "max_model_len"):
             if getattr(self, name) < 1:
-                raise InvalidArgument(
-                    f"{getattr(self, name)} is below 1", field=name, remedy="give 1 or more"
-                )
+                raise InvalidArgument(f"{getattr(self, name)} is below 1", field=name, remedy="give 1 or more")
         if self.cache_dtype not in CACHE_DTYPES:
             known = ", ".join(CACHE_DTYPES)
-            raise InvalidArgument(
-                f"{self.cache_dtype!r} is unknown", field="cache_dtype", remedy=f"use one of {known}"
-            )
+            raise InvalidArgument(f"{self.cache_dtype!r} is unknown", field="cache_dtype", remedy=f"use one of {known}")
 
     @property
     def dtype(self) -> DType:

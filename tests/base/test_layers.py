@@ -105,6 +105,13 @@ def test_latent_rows_grow_by_tokens_only():
     assert latent.grown_to(latent.page_bytes + 1) is None
 
 
+def test_an_aligned_page_is_padded_to_whole_multiples_only():
+    aligned = SlidingWindowMLASpec(**{**HEADS, "num_kv_heads": 1}, window=64, page_alignment=576)
+    assert aligned.page_bytes == 2304
+    assert aligned.grown_to(5 * 576) == replace(aligned, padded_page_bytes=5 * 576)
+    assert aligned.grown_to(5 * 500) is None
+
+
 def test_a_state_grows_by_padding_only():
     grown = STATE.grown_to(2 * STATE.page_bytes)
     assert grown is not None

@@ -7,15 +7,16 @@ Each recorded call into the reference's manager becomes a part of a step; `step`
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
-from kvplane.base.groups import GroupSpec
+from kvplane.base.groups import GroupSpec, ReplicaSpec
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNLIMITED,
@@ -35,13 +36,10 @@ from kvplane.base.step import (
     Peek,
     RowFlag,
     Run,
-    Step,
-    StepResult,
     Watermark,
 )
-from kvplane_service.core.inspect import check, take_snapshot
-from kvplane_service.core.replica import Replica
 from tests.conformance.header import BadRecording, Record, read_records, trace_spec
+from tests.conformance.paths import InProcessPath, Path, PathPart, Seen
 
 # Per operation: input fields, output fields. "free" and "ev" are outputs of every operation.
 FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -70,8 +68,6 @@ class Request:
     tokens: list[int]
     prompt: int
     extra: ExtraKeys
-    has_hit: bool = False
-    running: bool = False
 
 
 @dataclass
@@ -104,118 +100,144 @@ class Outcome:
     outputs: Record = field(default_factory=dict)
 
 
-class Replayer:
-    """Drives one replica through one trace."""
+@dataclass
+class Pending:
+    """An operation on its way: its parts, and how to read their results."""
 
-    def __init__(self, header: Record, check_every: int = 50) -> None:
+    number: int
+    op: Record
+    parts: list[PathPart]
+    read: Callable[[list[PartResult]], Outcome]
+    owners: dict[int, Request]  # by slot, when the operation was made
+
+
+class Replayer:
+    """Drives one replica through one trace.
+
+    The driver that recorded a trace decided by the answers of look-ups and allocations; all operations up to the next
+    of these go to the path together.
+    """
+
+    ANSWERS_NEEDED = frozenset({"lookup", "alloc", "snapshot", "end"})
+
+    def __init__(self, header: Record, make_path: Callable[[ReplicaSpec], Path] = InProcessPath) -> None:
         self.spec = trace_spec(header)
-        self.replica = Replica(self.spec)
+        self.path = make_path(self.spec)
         self.requests: dict[str, Request] = {}
+        self._slots: dict[int, Request] = {}
+        self._queue: list[Pending] = []
         self._free_slots: list[int] = []
         self._next_slot = 0
-        self._seq, self._part = 1, 0
         self._copies: list[tuple[int, int, int]] = []
         self._zero: list[tuple[int, int]] = []
         self._events = EventWriter(self.spec.groups)
-        self.values = 0
-        self._check_every = check_every
-        self._ops: dict[str, Callable[[Record], Outcome]] = {
+        self.values = self.operations = 0
+        self._ops: dict[str, Callable[[Record], Sent]] = {
             "step": self._step, "new": self._new, "lookup": self._lookup, "alloc": self._alloc, "tok": self._tok,
             "cache": self._cache, "free": self._free, "preempt": self._preempt, "evict": self._evict,
             "reset": self._reset, "snapshot": self._snapshot,
         }  # fmt: skip
 
     def replay(self, number: int, op: Record) -> None:
-        """Apply one operation and compare; raises Divergence."""
-        if op["op"] == "end":
-            return
-        if op["op"] not in self._ops:
-            raise BadRecording(f"line {number}: unknown operation {op['op']!r}")
-        inputs, outputs = FIELDS[op["op"]]
-        unknown = sorted(set(op) - inputs - outputs - {"op", "free", "ev"})
-        if unknown:
-            raise BadRecording(f"line {number}: operation {op['op']!r} has an unknown field {unknown[0]!r}")
-        outcome = self._ops[op["op"]](op)
+        """Take one operation; send and compare when its answer is needed. Raises Divergence."""
+        if op["op"] != "end":
+            check_fields(number, op)
+            parts, read = self._ops[op["op"]](op)
+            self._queue.append(Pending(number, op, parts, read, dict(self._slots)))
+            self.operations += 1
+        if op["op"] in self.ANSWERS_NEEDED:
+            self._flush()
+
+    @property
+    def messages(self) -> int:
+        """Messages that carried the operations."""
+        return self.path.messages
+
+    def close(self) -> None:
+        """Let the path go."""
+        self.path.close()
+
+    def _flush(self) -> None:
+        queue, self._queue = self._queue, []
+        results = self.path.send([part for pending in queue for part in pending.parts])
+        for pending in queue:
+            count = len(pending.parts)
+            mine, results = results[:count], results[count:]
+            self._compare(pending, mine)
+
+    def _compare(self, pending: Pending, results: list[PartResult]) -> None:
+        for result in results[:1] if pending.op["op"] == "step" else results:
+            orders = result.orders
+            self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
+            self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
+        outcome = pending.read(results)
         outcome.outputs["free"] = outcome.result.free_blocks
-        outcome.outputs["ev"] = [self._event(event) for event in outcome.result.events]
-        for name in sorted(outputs | {"free", "ev"}):
+        outcome.outputs["ev"] = [self._event(event, pending.owners) for part in results for event in part.events]
+        for name in sorted(FIELDS[pending.op["op"]][1] | {"free", "ev"}):
             got = outcome.outputs.get(name)
-            if name not in op and not got:
+            if name not in pending.op and not got:
                 continue
             self.values += 1
-            if op.get(name) != got:
-                raise Divergence(number, op, name, op.get(name), got)
-        if number % self._check_every == 0:
-            check(self.replica)
+            if pending.op.get(name) != got:
+                raise Divergence(pending.number, pending.op, name, pending.op.get(name), got)
 
-    # -- operations --------------------------------------------------------------------------------------------------
-
-    def _apply(self, part: Part, last: bool = False) -> PartResult:
-        step = Step(0, self._seq, [part], self._part, last, executed_through=self._seq - 1)
-        result: StepResult = self.replica.apply(step)
-        self._part += 1
-        orders = result.parts[0].orders
-        self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
-        self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
-        return result.parts[0]
-
-    def _event(self, event: CacheEvent) -> list[Any]:
-        owner = next((one for one in self.requests.values() if one.slot == event.slot), None)
+    def _event(self, event: CacheEvent, owners: dict[int, Request]) -> list[Any]:
+        owner = owners.get(event.slot)
         return self._events.write(event, owner.tokens if owner else [], owner.extra if owner else NO_EXTRA_KEYS)
 
-    def _step(self, op: Record) -> Outcome:
-        del op
-        result = self._apply(Part(), last=True)
-        copies = [[src, dst] for _, src, dst in sorted(self._copies, key=lambda one: one[0])]
-        outputs = {"copies": copies, "zero": [block for _, block in sorted(self._zero, key=lambda one: one[0])]}
-        outputs["retained"] = [block for pair in copies for block in pair]
-        self._copies.clear()
-        self._zero.clear()
-        self._seq, self._part = self._seq + 1, 0
-        begun = self._apply(Part())
-        begun.events[:0] = result.events
-        return Outcome(begun, {name: value for name, value in outputs.items() if value})
+    # -- operations: the parts that say them, and how to read the answer -----------------------------------------------
 
-    def _new(self, op: Record) -> Outcome:
+    def _step(self, op: Record) -> Sent:
+        del op
+
+        def read(results: list[PartResult]) -> Outcome:
+            copies = [[src, dst] for _, src, dst in sorted(self._copies, key=lambda one: one[0])]
+            outputs: Record = {"copies": copies, "retained": [block for pair in copies for block in pair]}
+            outputs["zero"] = [block for _, block in sorted(self._zero, key=lambda one: one[0])]
+            self._copies.clear()
+            self._zero.clear()
+            return Outcome(results[-1], outputs)
+
+        return [PathPart(Part(), last=True), PathPart(Part())], read
+
+    def _new(self, op: Record) -> Sent:
         tokens = segment_tokens(op["segs"])
         items = tuple(Multimodal(*item) for item in op["mm"] or ())
         lora = (op["lora"], f"/l/{op['lora']}") if op["lora"] else None
         extra = ExtraKeys(lora, op["salt"] or "", items)
         slot = self._free_slots.pop() if self._free_slots else self._next_slot
         self._next_slot = max(self._next_slot, slot + 1)
-        self.requests[op["id"]] = Request(slot, tokens, len(tokens), extra)
+        self.requests[op["id"]] = self._slots[slot] = Request(slot, tokens, len(tokens), extra)
         keys = [] if extra == NO_EXTRA_KEYS else [extra]
-        result = self._apply(Part(news=News([slot], [len(tokens)], tokens, request_id=[op["id"]], extra_keys=keys)))
-        return Outcome(result, {"n": len(tokens)} | self._hashes(result))
+        news = News([slot], [len(tokens)], list(tokens), request_id=[op["id"]], extra_keys=keys)
+        count = len(tokens)
+        return _one(Part(news=news), lambda result: Outcome(result, {"n": count} | _hashes(result)))
 
-    @staticmethod
-    def _hashes(result: PartResult) -> Record:
-        last = result.last_hash[0]
-        return {"nh": result.num_hashes[0], "lasth": last[-8:].hex() if last else None}
-
-    def _lookup(self, op: Record) -> Outcome:
+    def _lookup(self, op: Record) -> Sent:
         request = self.requests[op["id"]]
-        result = self._apply(Part(peek=Peek([request.slot], with_blocks=True)))
-        blocks = result.peek_blocks.by_row().get(0, {})
-        rows = [blocks.get(group, []) for group in range(len(self.spec.groups))]
-        return Outcome(result, {"hit": result.peek_hit[0], "bnd": result.peek_junction[0], "blk": rows})
 
-    def _alloc(self, op: Record) -> Outcome:
+        def read(result: PartResult) -> Outcome:
+            blocks = result.peek_blocks.by_row().get(0, {})
+            rows = [blocks.get(group, []) for group in range(len(self.spec.groups))]
+            return Outcome(result, {"hit": result.peek_hit[0], "bnd": result.peek_junction[0], "blk": rows})
+
+        return _one(Part(peek=Peek([request.slot], with_blocks=True)), read)
+
+    def _alloc(self, op: Record) -> Sent:
         request = self.requests[op["id"]]
-        if op.get("use_hit"):
-            part = Part(admit=self._admission(op, request))
-        else:
-            part = self._running(op, request)
+        part = Part(admit=self._admission(op, request)) if op.get("use_hit") else self._running(op, request)
         part.with_tables = True
-        result = self._apply(part)
-        ok = result.admit_status == [AdmitStatus.GRANTED] if op.get("use_hit") else result.granted == [op["new"]]
-        request.running = request.running or ok
-        new, tables = result.new_blocks.by_row().get(0, {}), result.tables.by_row().get(0, {})
-        groups = range(len(self.spec.groups))
-        outputs = {"ok": ok, "tbl": [tables.get(group, []) for group in groups]}
-        if ok:
-            outputs["nb"] = [new.get(group, []) for group in groups]
-        return Outcome(result, outputs)
+
+        def read(result: PartResult) -> Outcome:
+            ok = result.admit_status == [AdmitStatus.GRANTED] if op.get("use_hit") else result.granted == [op["new"]]
+            new, tables = result.new_blocks.by_row().get(0, {}), result.tables.by_row().get(0, {})
+            groups = range(len(self.spec.groups))
+            outputs: Record = {"ok": ok, "tbl": [tables.get(group, []) for group in groups]}
+            if ok:
+                outputs["nb"] = [new.get(group, []) for group in groups]
+            return Outcome(result, outputs)
+
+        return _one(part, read)
 
     def _admission(self, op: Record, request: Request) -> Admit:
         flags = RowFlag.DELAY_CACHING * bool(op.get("delay")) | RowFlag.FULL_FIT * bool(op.get("full"))
@@ -242,46 +264,65 @@ class Replayer:
         )
         return Part(facts=Facts(slot=[request.slot], computed=[op["comp"]]), run=run)
 
-    def _tok(self, op: Record) -> Outcome:
+    def _tok(self, op: Record) -> Sent:
         request = self.requests[op["id"]]
         request.tokens.extend(op["t"])
-        result = self._apply(Part(facts=Facts(slot=[request.slot], appended=[len(op["t"])], tokens=list(op["t"]))))
-        return Outcome(result, self._hashes(result))
+        facts = Facts(slot=[request.slot], appended=[len(op["t"])], tokens=list(op["t"]))
+        return _one(Part(facts=facts), lambda result: Outcome(result, _hashes(result)))
 
-    def _cache(self, op: Record) -> Outcome:
+    def _cache(self, op: Record) -> Sent:
         slot = self.requests[op["id"]].slot
-        return Outcome(self._apply(Part(facts=Facts(slot=[slot], computed=[op["n"]], commit=[op["n"]]))))
+        return _one(Part(facts=Facts(slot=[slot], computed=[op["n"]], commit=[op["n"]])), Outcome)
 
-    def _free(self, op: Record) -> Outcome:
-        request = self.requests.pop(op["id"])
-        self._free_slots.append(request.slot)
-        return Outcome(self._apply(Part(facts=Facts(slot=[request.slot], end=[End.FREE]))))
+    def _free(self, op: Record) -> Sent:
+        slot = self.requests.pop(op["id"]).slot
+        self._free_slots.append(slot)
+        return _one(Part(facts=Facts(slot=[slot], end=[End.FREE])), Outcome)
 
-    def _preempt(self, op: Record) -> Outcome:
-        slot = self.requests[op["id"]].slot
-        self.requests[op["id"]].running = False
-        return Outcome(self._apply(Part(facts=Facts(slot=[slot], end=[End.PREEMPTED]))))
+    def _preempt(self, op: Record) -> Sent:
+        return _one(Part(facts=Facts(slot=[self.requests[op["id"]].slot], end=[End.PREEMPTED])), Outcome)
 
-    def _evict(self, op: Record) -> Outcome:
-        return Outcome(self._apply(Part(cache=Cache(evicted=list(op["ids"])))))
+    def _evict(self, op: Record) -> Sent:
+        return _one(Part(cache=Cache(evicted=list(op["ids"]))), Outcome)
 
-    def _reset(self, op: Record) -> Outcome:
+    def _reset(self, op: Record) -> Sent:
         del op
-        result = self._apply(Part(cache=Cache(reset=True)))
-        return Outcome(result, {"ok": result.reset_done})
+        return _one(Part(cache=Cache(reset=True)), lambda result: Outcome(result, {"ok": result.reset_done}))
 
-    def _snapshot(self, op: Record) -> Outcome:
-        result = self._apply(Part())
-        seen = take_snapshot(self.replica)
-        order = list(seen.free_blocks)
+    def _snapshot(self, op: Record) -> Sent:
+        return _one(Part(), lambda result: self._seen(op, result, self.path.snapshot()))
+
+    def _seen(self, op: Record, result: PartResult, seen: Seen) -> Outcome:
         outputs: Record = {
-            "freeq": order if len(order) <= 400 else None,
-            "freeq_crc": zlib.crc32(json.dumps(order).encode()),
+            "freeq": seen.free_blocks if len(seen.free_blocks) <= 400 else None,
+            "freeq_crc": zlib.crc32(json.dumps(seen.free_blocks).encode()),
             "cached_hashes": seen.distinct_keys,
-            "cached": sorted({one.block for one in seen.keys}) if self.spec.num_blocks <= 400 else None,
+            "cached": seen.keyed_blocks if self.spec.num_blocks <= 400 else None,
             "usage": round(seen.usage, 9),
         }
         return Outcome(result, {name: value for name, value in outputs.items() if name in op or value is not None})
+
+
+Sent = tuple[list[PathPart], Callable[[list[PartResult]], Outcome]]
+
+
+def _one(part: Part, read: Callable[[PartResult], Outcome]) -> Sent:
+    return [PathPart(part)], lambda results: read(results[0])
+
+
+def _hashes(result: PartResult) -> Record:
+    last = result.last_hash[0]
+    return {"nh": result.num_hashes[0], "lasth": last[-8:].hex() if last else None}
+
+
+def check_fields(number: int, op: Record) -> None:
+    """Raise BadRecording for an operation or a field that this program does not know."""
+    if op["op"] not in FIELDS:
+        raise BadRecording(f"line {number}: unknown operation {op['op']!r}")
+    inputs, outputs = FIELDS[op["op"]]
+    unknown = sorted(set(op) - inputs - outputs - {"op", "free", "ev"})
+    if unknown:
+        raise BadRecording(f"line {number}: operation {op['op']!r} has an unknown field {unknown[0]!r}")
 
 
 class EventWriter:
@@ -323,13 +364,13 @@ def segment_tokens(segments: Sequence[Sequence[int]]) -> list[int]:
     return [(seed * 1000003 + i * 7919) % 50021 for seed, length in segments for i in range(length)]
 
 
-def replay_file(path: Path) -> int:
-    """Replay one file; the number of values compared. Raises Divergence or BadRecording."""
+def replay_file(path: FilePath, make: Callable[[Record], Replayer] = Replayer) -> Replayer:
+    """Replay one file; raises Divergence or BadRecording."""
     records = read_records(path)
     header = next(records, None)
     if header is None:
         raise BadRecording(f"{path.name}: empty file")
-    replayer = Replayer(header)
+    replayer = make(header)
     ended = False
     for number, record in enumerate(records, 2):
         if "op" not in record:
@@ -338,22 +379,38 @@ def replay_file(path: Path) -> int:
         ended = record["op"] == "end"
     if not ended:
         raise BadRecording(f"{path.name}: the file ends before its `end` record")
-    return replayer.values
+    return replayer
 
 
-def main(paths: Sequence[str]) -> int:
-    """Replay the files; 0 when all are identical."""
+def replay_all(paths: Sequence[FilePath], make: Callable[[Record], Replayer]) -> int:
+    """Replay the files and print a line each; how many differ."""
     failed = 0
-    for name in paths:
-        path = Path(name)
+    for path in paths:
         try:
-            values = replay_file(path)
-            print(f"same   {path.name}: {values} values")
+            done = replay_file(path, make)
+            per_message = done.operations / done.messages
+            print(f"same   {path.name}: {done.values} values, {per_message:.2f} operations per message")
+            done.close()
         except (Divergence, BadRecording) as error:
             failed += 1
             print(f"DIFFER {path.name}: {error}")
     print(f"{len(paths) - failed} identical, {failed} not")
-    return 1 if failed else 0
+    return failed
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Replay the files on the chosen path; 0 when all are identical."""
+    parser = argparse.ArgumentParser(prog="tests.conformance.replay", description=__doc__)
+    parser.add_argument("files", nargs="+", type=FilePath)
+    parser.add_argument("--rpc", choices=["unary", "session"], help="over gRPC, to a service of its own")
+    options = parser.parse_args(arguments)
+    if options.rpc is None:
+        return 1 if replay_all(options.files, Replayer) else 0
+    from kvplane_service.cli.child import ServiceChild
+    from tests.conformance.rpc import make_replayer
+
+    with ServiceChild() as service:
+        return 1 if replay_all(options.files, make_replayer(options.rpc, service.address)) else 0
 
 
 if __name__ == "__main__":

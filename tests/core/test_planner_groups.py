@@ -8,7 +8,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, MambaMode
-from kvplane.base.layers import KVSharingLayer, Layer, RingSpec, RSWASpec
+from kvplane.base.layers import KVSharingLayer, Layer, RingSpec, RSWASpec, SlidingWindowMLASpec
 from kvplane_service.core.planner import Layout, PlanOptions, WarningCode, Worker, plan_cache
 from tests.core.planner_layers import (
     PAGE,
@@ -50,6 +50,17 @@ def test_layers_of_one_type_with_different_pages_share_one_group_and_keep_their_
 
 def test_windows_of_different_length_are_of_different_types():
     assert len(plan(named(near=(1, window(32)), far=(1, window(64)))).groups) == 2
+
+
+def test_latent_windows_of_different_rows_keep_their_own_pages():
+    rows = [SlidingWindowMLASpec(**{**SMALL, "head_size": size}, window=64) for size in (8, 16)]
+    (group,) = plan(repeated(1, *rows)).groups
+    assert [spec.page_bytes for spec in group.specs] == [PAGE, 2 * PAGE]
+
+
+def test_full_layers_that_compute_with_different_windows_share_a_group():
+    (group,) = plan(named(a=(1, full(computes_window=32)), b=(1, full(computes_window=64)))).groups
+    assert not group.one_format
 
 
 def test_layers_that_keep_everything_share_a_group_whatever_they_compute():
@@ -222,6 +233,12 @@ def test_without_hybrid_every_layer_keeps_every_token():
 def test_without_hybrid_chunks_keep_every_token_too():
     (group,) = plan(named(f=(1, full()), c=(3, chunked(64))), hybrid=False).groups
     assert group.spec == full(computes_chunk=64)
+
+
+def test_without_hybrid_latent_windows_keep_every_row():
+    latent_window = SlidingWindowMLASpec(**{**SMALL, "head_size": 8}, window=64)
+    (group,) = plan(named(t=(1, latent()), w=(1, latent_window)), hybrid=False).groups
+    assert group.spec == latent(computes_window=64)
 
 
 def test_without_hybrid_windows_alone_stay_windows():

@@ -53,9 +53,7 @@ def test_gemma_3_has_six_window_groups_a_full_one_and_blocks_of_1_31_megabytes()
 
 
 def test_blocks_are_what_the_memory_holds():
-    cache_plan = plan_cache(
-        [Worker(repeated(2, full()), 100 * 2 * PAGE + 511)], PlanOptions(max_model_len=64)
-    )
+    cache_plan = plan_cache([Worker(repeated(2, full()), 100 * 2 * PAGE + 511)], PlanOptions(max_model_len=64))
     assert (cache_plan.num_blocks, cache_plan.workers[0].size_bytes) == (100, 100 * 2 * PAGE)
 
 
@@ -269,9 +267,7 @@ def test_new_blocks_are_zeroed_for_states_and_mixed_types(layers, zeroing):
 
 def test_ranks_hold_replicas_when_a_layer_has_fewer_shards_than_ranks():
     assert plan(named(a=(2, latent(max_tp_shards=1))), tp_size=8).tp_replicas == 8
-    assert (
-        plan(named(a=(1, latent(max_tp_shards=1)), b=(1, full(max_tp_shards=2))), tp_size=8).tp_replicas == 4
-    )
+    assert plan(named(a=(1, latent(max_tp_shards=1)), b=(1, full(max_tp_shards=2))), tp_size=8).tp_replicas == 4
     assert plan(named(a=(2, full())), tp_size=8).tp_replicas == 1, "unknown is not replicated"
     assert plan(named(a=(2, latent(max_tp_shards=1))), tp_size=8, dcp_size=8).tp_replicas == 1
 

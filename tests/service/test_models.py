@@ -17,8 +17,7 @@ from tests.conformance.groups import read_cases
 from tests.conformance.reference_specs import read_spec
 
 GOLDEN = {
-    case["name"]: case["input"]
-    for case in read_cases(Path(__file__).parents[1] / "conformance" / "golden_groups.json")
+    case["name"]: case["input"] for case in read_cases(Path(__file__).parents[1] / "conformance" / "golden_groups.json")
 }
 NOT_CACHED = ModelOptions(mamba_mode=MambaMode.NONE)
 

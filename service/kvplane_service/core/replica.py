@@ -14,6 +14,7 @@ from kvplane.base.step import (
     UNCHANGED,
     AdmitStatus,
     Cache,
+    CacheEvent,
     End,
     Facts,
     News,
@@ -70,6 +71,7 @@ class Replica:
             opens = step.part + number == 0
             results.append(self._apply_part(part, contents, step.seq, opens))
         if step.last:
+            self.counters.steps += 1
             self._close_step(step.seq)
             results[-1].free_blocks = self._pool.num_free
         return StepResult(step.seq, step.part, results, self._pool.executed_through)
@@ -83,7 +85,7 @@ class Replica:
                 and its step was executed. Empty: no key survives.
 
         Returns:
-            Number of keys kept.
+            Number of keys kept. `take_events` tells which were lost.
         """
         pool = self._pool
         tentative = {one.block for keys in self.ledger.tentative.values() for one in keys}
@@ -96,11 +98,15 @@ class Replica:
         pool.free.rebuild(sorted(order, key=lambda block: pool.key[block] is not None))
         pool.begin_epoch(epoch)
         pool.stamped.clear()
-        pool.events.clear()
         self.seq = pool.step = pool.executed_through = 0
         for block in order:
             pool.key_step[block] = 0
         return pool.count_keys()
+
+    def take_events(self) -> list[CacheEvent]:
+        """The cache events of `begin_epoch`, in order, once; those of steps are in their results."""
+        events, self._pool.events = self._pool.events, []
+        return events if self.spec.events else []
 
     # -- reads -------------------------------------------------------------------------------------------------------
 

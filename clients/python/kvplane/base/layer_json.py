@@ -156,8 +156,6 @@ _PARSERS: dict[str, Callable[[object, str], object]] = {
     "str": lambda value, path: _exactly(str, value, path),
     "DType": _dtype,
     "MambaMode": lambda value, path: _member(MambaMode, value, path),
-    "tuple[tuple[int, ...], ...]": lambda value, path: _items(
-        value, lambda item, at: _items(item, _integer, at), path
-    ),
+    "tuple[tuple[int, ...], ...]": lambda value, path: _items(value, lambda item, at: _items(item, _integer, at), path),
     "tuple[DType, ...]": lambda value, path: _items(value, _dtype, path),
 }

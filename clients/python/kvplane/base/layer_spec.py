@@ -238,7 +238,7 @@ class AttentionSpec(LayerSpec):
         return self._padded_to(page_bytes)
 
     def _padded_to(self, page_bytes: int) -> LayerSpec | None:
-        return replace(self, padded_page_bytes=page_bytes)
+        return None if page_bytes % self.page_alignment else replace(self, padded_page_bytes=page_bytes)
 
     def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
         """Consecutive tensor-parallel ranks that hold identical pages."""

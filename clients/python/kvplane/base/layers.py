@@ -181,7 +181,10 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowMLASpec(SlidingWindowSpec):
-    """A sliding window over latent rows."""
+    """A sliding window over latent rows.
+
+    Never of one type with plain windows, though the reference unites them when a plain one comes first.
+    """
 
     type_name: ClassVar[str] = "sliding_window_mla"
     kind: ClassVar[GroupKind] = GroupKind.SLIDING_WINDOW_MLA

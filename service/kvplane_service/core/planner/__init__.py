@@ -8,6 +8,11 @@ formats                layers on their way to groups
 granularity, checks    block sizes in tokens; options that do not suit
 capacity, placement    blocks; bytes
 to_groups              what the allocator core needs of a plan
+
+Plans equal those of vLLM 0.33 except where it fails or places wrongly. It refuses or crashes on full layers
+that compute with different windows, on latent windows without hybrid allocation, and on buckets that are no
+pattern but must be cut. It merges latent windows of different row sizes into the first one's, gives a pipeline
+stage places for layers of other stages, and counts cross attention among what is hashed.
 """
 
 from kvplane_service.core.planner.options import Layout, PlanOptions, Worker

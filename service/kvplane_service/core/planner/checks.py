@@ -45,9 +45,7 @@ def _check_context_parallel(groups: Sequence[CacheGroup], dcp_size: int) -> None
     for group in groups:
         if group.spec.dcp_sharded and not group.spec.supports_dcp:
             name, kind = group.layer_names[0], group.kind.value
-            _refuse(
-                "dcp_size", f"{kind} layer {name!r} cannot be split by tokens", "set its dcp_sharded to false"
-            )
+            _refuse("dcp_size", f"{kind} layer {name!r} cannot be split by tokens", "set its dcp_sharded to false")
 
 
 def _refuse(field: str, message: str, remedy: str) -> None:

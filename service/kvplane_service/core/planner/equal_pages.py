@@ -81,7 +81,5 @@ def _group_width(counts: list[int]) -> int:
 
 def _padding_warning(layers: int, width: int) -> PlanWarning:
     unused = -layers % width
-    message = (
-        f"{unused} of {layers + unused} layer places stay empty: up to {unused / layers:.1%} of the memory"
-    )
+    message = f"{unused} of {layers + unused} layer places stay empty: up to {unused / layers:.1%} of the memory"
     return PlanWarning(WarningCode.PADDING_LAYERS, message, (unused, layers))

@@ -91,9 +91,7 @@ class PlanOptions:
     @property
     def limits(self) -> RequestLimits:
         """What bounds the pages of one request."""
-        return RequestLimits(
-            self.max_model_len, self.max_in_flight_tokens, self.max_encoder_tokens, self.dcp_size
-        )
+        return RequestLimits(self.max_model_len, self.max_in_flight_tokens, self.max_encoder_tokens, self.dcp_size)
 
 
 def _require_range(name: str, value: int, low: int, high: int) -> None:

@@ -25,9 +25,7 @@ def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
             memory that does not hold the longest request, options that do not suit the model.
     """
     model = whole_model(workers)
-    formats = {
-        layer.name: layer.spec.retaining(max(0, options.prefill_lookahead - 1)) for layer in model.layers
-    }
+    formats = {layer.name: layer.spec.retaining(max(0, options.prefill_lookahead - 1)) for layer in model.layers}
     grouping = group_layers(formats, hybrid=options.hybrid, layout=options.layout)
     groups, draft_warnings = _with_draft_groups(grouping.groups, model, options)
     sizes = granularity(groups, options)
@@ -66,9 +64,7 @@ def _with_draft_groups(
     return marked, (PlanWarning(WarningCode.NO_DRAFT_LAYERS, message),)
 
 
-def _num_blocks(
-    workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGroup]], options: PlanOptions
-) -> int:
+def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGroup]], options: PlanOptions) -> int:
     """Blocks that every worker can hold; a model without caches needs the null block alone."""
     if not per_worker[0]:
         return NULL_BLOCKS
@@ -90,9 +86,7 @@ def _needs_zeroing(groups: Sequence[CacheGroup], first_worker: Sequence[CacheGro
     """
     if any(group.spec.is_state for group in groups):
         return True
-    specs = (
-        own.specs[0] if own.specs else group.spec for group, own in zip(groups, first_worker, strict=True)
-    )
+    specs = (own.specs[0] if own.specs else group.spec for group, own in zip(groups, first_worker, strict=True))
     return len({spec.precision for spec in specs}) > 1
 
 

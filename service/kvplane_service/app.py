@@ -1,0 +1,90 @@
+"""The composition root: everything that a service process is made of, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+
+from kvplane_service.config import Config
+from kvplane_service.registry import Registry
+from kvplane_service.rpc.server import RpcServer
+
+_SWEEPS_PER_LEASE = 4
+
+_log = logging.getLogger(__name__)
+
+
+class App:
+    """One service process. Create it inside the running event loop."""
+
+    def __init__(self, config: Config, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self.config = config
+        self.registry = Registry(config, clock)
+        self._server = RpcServer(self.registry, config)
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Begin to serve; returns the address. Raises Unavailable when it is taken."""
+        address = await self._server.start()
+        self._sweeper = asyncio.create_task(self._sweep())
+        return address
+
+    async def drain(self) -> None:
+        """Go without losing an answer: unhealthy first, then no new sessions, then wait for the open ones."""
+        await self._server.announce_drain()
+        await asyncio.sleep(self.config.drain_delay_ms / 1000)
+        await self._server.drain(self.config.drain_grace_ms)
+        await self._end()
+
+    async def stop(self) -> None:
+        """Go at once."""
+        await self._server.stop()
+        await self._end()
+
+    async def _sweep(self) -> None:
+        """Withdraw what silent replicas have published."""
+        while True:
+            await asyncio.sleep(self.config.lease_ms / 1000 / _SWEEPS_PER_LEASE)
+            for entry in self.registry:
+                entry.host.expire()
+
+    async def _end(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+
+
+async def serve(config: Config, ready: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
+
+    Args:
+        ready: called with the address once calls are answered.
+
+    Raises:
+        Unavailable: the address is taken.
+    """
+    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    app = App(config)
+    ready(await app.start())
+    _log.info("%s: draining", (await signals.get()).name)
+    draining = asyncio.create_task(app.drain())
+    second = asyncio.create_task(signals.get())
+    await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
+    if draining.done():
+        second.cancel()
+        await draining
+        _log.info("drained")
+        return
+    _log.info("%s: stopping at once", second.result().name)
+    draining.cancel()
+    await app.stop()
+    with contextlib.suppress(asyncio.CancelledError):
+        await draining

@@ -1,0 +1,50 @@
+"""The command `kvplane`.
+
+A command is a module of this package with a function `command`; COMMANDS names it. These modules import what
+is heavy (gRPC, the service) inside the function, so that `kvplane --help` stays quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
+
+# Exit codes: 0 done, 1 failed, 2 wrong use, 3 the service (or its address) is not available.
+FAILED, WRONG_USE, UNAVAILABLE = 1, 2, 3
+
+COMMANDS = {
+    "demo": "kvplane_service.cli.demo",
+    "replay": "kvplane_service.cli.replay",
+    "serve": "kvplane_service.cli.serve",
+    "config": "kvplane_service.cli.config",
+    "version": "kvplane_service.cli.version",
+}
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=True,
+    help="Control plane of the KV cache of LLM inference engines.",
+)
+for name, module in COMMANDS.items():
+    app.command(name)(importlib.import_module(module).command)
+
+
+def exit_code(error: KvplaneError) -> int:
+    """What the process ends with for a refusal."""
+    if isinstance(error, (InvalidArgument, NotFound)):
+        return WRONG_USE
+    return UNAVAILABLE if isinstance(error, Unavailable) else FAILED
+
+
+def main() -> None:
+    """Run the command line; a refusal is told in one line."""
+    try:
+        app()
+    except KvplaneError as error:
+        sys.stderr.write(f"kvplane: {error}\n")
+        sys.exit(exit_code(error))

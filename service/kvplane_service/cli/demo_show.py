@@ -1,0 +1,200 @@
+"""The demo: a service in a child process, an engine per model in a thread of its own, and the view of them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.live import Live
+
+from kvplane.base.errors import KvplaneError
+from kvplane.unary import connect
+from kvplane_service.cli.child import ServiceChild
+from kvplane_service.cli.live import line, picture, view
+from kvplane_service.cli.watch import Look, Watcher
+from kvplane_service.replay import CostModel, EngineConfig
+from kvplane_service.replay.run import ReplayRun, RunPlan
+from kvplane_service.replay.summary import Summary
+from kvplane_service.workloads import ChatShape, TraceRequest, chat_workload
+
+INTERRUPTED = 130
+MAX_MODEL_LEN = 4096
+NUM_REQUESTS = 300
+_VIEW_INTERVAL_S = 0.25
+_LINE_INTERVAL_S = 2.0
+_PICTURE_AT = 0.6  # of the requests
+
+_ENGINE = EngineConfig(max_running=64, token_budget=2048)
+_COST = CostModel(prefill_tokens_per_second=20_000, decode_step_us=40_000)
+_SHAPE = ChatShape(max_model_len=MAX_MODEL_LEN, num_sessions=80, sessions_per_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """A model and a pool that is a little too small for its traffic, so that everything happens."""
+
+    name: str
+    pool_blocks: int
+    tensor_parallel: int = 1
+
+    def plan(self) -> RunPlan:
+        """Cache events are on: the engines count evictions too."""
+        return RunPlan(
+            model=self.name,
+            tensor_parallel=self.tensor_parallel,
+            pool_blocks=self.pool_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            engine=_ENGINE,
+            cost=_COST,
+            with_events=True,
+        )
+
+
+MODELS = (
+    DemoModel("llama-3.1-70b", 1400, tensor_parallel=4),
+    DemoModel("gpt-oss-120b", 1300),
+    DemoModel("gemma-3-27b", 6000),
+    DemoModel("jamba-v0.1", 800),
+)
+
+
+class EngineThread(threading.Thread):
+    """Drives one model to its end, or until it is told to stop."""
+
+    def __init__(self, name: str, run: ReplayRun, stop: threading.Event) -> None:
+        super().__init__(name=f"engine-{name}")
+        self.run_of_model = run
+        self.error: KvplaneError | AssertionError | None = None
+        self._stop_asked = stop
+
+    def run(self) -> None:
+        """What the thread does; a failure is kept for the main thread and stops the others."""
+        try:
+            self.run_of_model.run(lambda: not self._stop_asked.is_set())
+        except (KvplaneError, AssertionError) as error:
+            self.error = error
+            self._stop_asked.set()
+
+
+def workload(seed: int) -> Iterator[TraceRequest]:
+    """The same traffic for every model."""
+    return islice(chat_workload(Random(seed), _SHAPE), NUM_REQUESTS)
+
+
+def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
+    """Run it; returns the exit code: 0, 1 when a count disagrees or nothing was shown, 130 after Ctrl-C."""
+    console = Console()
+    try:
+        summaries = run_demo(seed, console, plain or not console.is_terminal, svg)
+    except KeyboardInterrupt:
+        print("kvplane demo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    faults = [f"{summary.model}: {fault}" for summary in summaries for fault in complaints(summary)]
+    for fault in faults:
+        print(f"kvplane demo: {fault}", file=sys.stderr)
+    print(summary_line(summaries))
+    return 1 if faults else 0
+
+
+def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list[Summary]:
+    """Start a service, run all models, end the service. Raises what went wrong in an engine."""
+    with ExitStack() as stack:
+        console.print("starting the service", highlight=False)
+        client = stack.enter_context(connect(stack.enter_context(ServiceChild()).address))
+        runs = [stack.enter_context(ReplayRun(client, model.plan(), model.name, workload(seed))) for model in MODELS]
+        threads = stack.enter_context(_running(runs))
+        watchers = [Watcher(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
+        with _lines(console) if plain else _live(console) as show:
+            _watch(threads, watchers, show, svg)
+        for thread in threads:
+            if thread.error is not None:
+                raise thread.error
+        return [run.summary("demo") for run in runs]
+
+
+@contextmanager
+def _running(runs: Sequence[ReplayRun]) -> Iterator[list[EngineThread]]:
+    """The engines' threads, running; all of them have ended when the block is left, however it is left."""
+    stop = threading.Event()
+    threads = [EngineThread(model.name, run, stop) for model, run in zip(MODELS, runs, strict=True)]
+    try:
+        for thread in threads:
+            thread.start()
+        yield threads
+    finally:
+        stop.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+Show = Callable[[list[Look], bool], None]  # what was seen, and whether it is the last time
+
+
+def _watch(threads: Sequence[EngineThread], watchers: Sequence[Watcher], show: Show, svg: Path | None) -> None:
+    """Look and show until the engines are done, and once more."""
+    is_over = False
+    while not is_over:
+        time.sleep(_VIEW_INTERVAL_S)
+        is_over = not any(thread.is_alive() for thread in threads)
+        looks = [watcher.look(time.monotonic()) for watcher in watchers]
+        show(looks, is_over)
+        done = sum(look.completed for look in looks)
+        if svg is not None and done >= _PICTURE_AT * NUM_REQUESTS * len(MODELS):
+            svg.write_text(picture(looks, "kvplane demo"), encoding="utf-8")
+            svg = None
+
+
+@contextmanager
+def _live(console: Console) -> Iterator[Show]:
+    """The panels, redrawn in place."""
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda looks, _: live.update(view(looks), refresh=True)
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Show]:
+    """A line per model now and then."""
+    due_s = 0.0
+
+    def show(looks: list[Look], is_last: bool) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s or is_last:
+            due_s = time.monotonic() + _LINE_INTERVAL_S
+            for look in looks:
+                print(line(look), flush=True)
+
+    yield show
+
+
+def complaints(summary: Summary) -> list[str]:
+    """What is wrong with the outcome for one model: counts that disagree, or a thing to be seen that was not."""
+    counts = summary.counts
+    seen = {
+        "hit": counts.hit_tokens,
+        "eviction": summary.evicted,
+        "preemption": counts.preempted,
+        "completed request": summary.completed,
+    }
+    return summary.disagreements() + [f"no {what} was seen" for what, number in seen.items() if not number]
+
+
+def summary_line(summaries: Sequence[Summary]) -> str:
+    """All models in one line; the service's numbers."""
+    parts = []
+    for summary in summaries:
+        counts = summary.counts
+        parts.append(
+            f"{summary.model}: {summary.completed:,} requests, {counts.hit_tokens:,} hit tokens "
+            f"({summary.hit_share:.0%}), {summary.evicted:,} evictions, {counts.preempted:,} preemptions, "
+            f"{counts.steps:,} steps"
+        )
+    return " | ".join(parts)

@@ -1,0 +1,213 @@
+"""The one place where configuration is read: flag > environment > file > default, into one frozen type.
+
+Keys are flat, units last. The environment variable of a key is KVPLANE_ and the key in capitals; the file is
+YAML.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import MAX_BLOCKS, MAX_GROUPS
+
+ENV_PREFIX = "KVPLANE_"
+DEFAULT_SOURCE = "default"
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Millis = Annotated[int, Field(ge=1, le=24 * 3600 * 1000)]
+Pause = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
+
+
+class Config(BaseModel):
+    """Everything that can be set. Limits are inclusive: the value itself is still accepted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    listen: str = "127.0.0.1:7070"
+    """Address: host:port (port 0 = a free one, which is printed) or unix:PATH."""
+    max_message_bytes: Annotated[int, Field(ge=1 << 16, le=2**31 - 1)] = 32 << 20
+    """Largest message that the service accepts."""
+    max_rows_per_step: Count = 4096
+    """Rows of one step, all its parts together."""
+    max_steps_in_flight: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Steps of a session that are not known to be executed; so many answers are kept for a client that asks
+    again.
+    """
+    max_replicas: Count = 1024
+    """Replicas in this process."""
+    max_groups: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = MAX_GROUPS
+    """KV cache groups of a replica."""
+    max_blocks: Annotated[int, Field(ge=2, le=MAX_BLOCKS)] = 1 << 22
+    """Blocks of a replica's pool."""
+    max_total_blocks: Annotated[int, Field(ge=2, le=2**40)] = 1 << 24
+    """Blocks of all pools together; each costs this process some 200 bytes."""
+    max_requests: Count = 65536
+    """Requests that a replica knows through unary calls."""
+    max_token_id: Annotated[int, Field(ge=0, le=2**32 - 1)] = 2**32 - 1
+    """Greatest token id that unary calls accept."""
+    lease_ms: Millis = 10_000
+    """A session that is silent for longer counts as gone."""
+    op_window: Count = 4096
+    """Answers of unary calls with an op_id that a replica keeps for repeats."""
+    events_resume: Count = 4096
+    """Event batches that a replica keeps; a subscriber that falls further behind is ended."""
+    max_subscribers: Count = 64
+    """Event subscribers of a replica."""
+    hash_inline_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 8192
+    """Longer contents of unary calls are hashed beside the event loop."""
+    drain_delay_ms: Pause = 0
+    """After SIGTERM, wait so long before refusing new sessions, until load balancers have noticed."""
+    drain_grace_ms: Pause = 20_000
+    """After SIGTERM, sessions have so long to finish."""
+    keepalive_ms: Millis = 30_000
+    """Ping a silent connection so often."""
+    keepalive_timeout_ms: Millis = 10_000
+    """A connection whose ping is not answered for so long is closed."""
+    reflection: bool = True
+    """Serve gRPC reflection (v1 and v1alpha)."""
+    uvloop: bool = True
+    """Run on uvloop in place of asyncio's own event loop."""
+    log_level: str = "INFO"
+    """DEBUG, INFO, WARNING or ERROR."""
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value.startswith("unix:"):
+            if len(value) == len("unix:"):
+                raise ValueError("unix: needs a path behind it")
+            return value
+        host, colon, port = value.rpartition(":")
+        if not (colon and host and port.isdecimal() and int(port) <= 65535):
+            raise ValueError("give host:port with a port of 0 to 65535, or unix:PATH")
+        return value
+
+    @field_validator("log_level")
+    @classmethod
+    def _level(cls, value: str) -> str:
+        if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ValueError("use DEBUG, INFO, WARNING or ERROR")
+        return value.upper()
+
+
+KEYS = tuple(Config.model_fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration and where each value came from: "flag", the variable's name, the file's path, or
+    "default".
+    """
+
+    config: Config
+    sources: Mapping[str, str]
+
+    def as_yaml(self) -> str:
+        """The configuration as a file that says the same, each line with the source of its value."""
+        lines = []
+        for key in KEYS:
+            text = yaml.safe_dump({key: getattr(self.config, key)}, width=1000).rstrip()
+            lines.append(f"{text}  # {self.sources[key]}\n")
+        return "".join(lines)
+
+
+def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Loaded:
+    """Merge the sources.
+
+    Raises:
+        InvalidArgument: an unknown key, with the nearest known one in the remedy, or a value that the key
+        cannot have.
+        NotFound: the file does not exist.
+    """
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(KEYS, DEFAULT_SOURCE)
+    for layer in (_from_file(file) if file else {}, _from_environment(environment), _from_flags(flags)):
+        for key, (value, source) in layer.items():
+            values[key] = value
+            sources[key] = source
+    try:
+        return Loaded(Config.model_validate(values), sources)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0])
+        raise InvalidArgument(
+            f"{first['input']!r} from {sources[key]}: {first['msg']}",
+            field=key,
+            remedy=f"its default is {Config.model_fields[key].default!r}",
+        ) from None
+
+
+def split_setting(text: str) -> tuple[str, str]:
+    """KEY=VALUE of a command line as its two halves; raises InvalidArgument."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise InvalidArgument(f"{text!r} has no '='", field="--set", remedy="write --set KEY=VALUE")
+    return key.strip(), value.strip()
+
+
+_Layer = dict[str, tuple[Any, str]]
+
+
+def _from_flags(flags: Mapping[str, Any]) -> _Layer:
+    for key in flags:
+        _check_key(key, "flag")
+    return {key: (value, "flag") for key, value in flags.items()}
+
+
+def _from_environment(environment: Mapping[str, str]) -> _Layer:
+    """Variables that begin with KVPLANE_ and name a key.
+
+    One that nearly names a key is refused as a slip of the pen. Others are not ours to judge: Kubernetes
+    gives every pod KVPLANE_SERVICE_HOST and the like when a Service is called kvplane.
+    """
+    layer: _Layer = {}
+    for name, value in environment.items():
+        key = name.removeprefix(ENV_PREFIX).lower()
+        if not name.startswith(ENV_PREFIX):
+            continue
+        if key in KEYS:
+            layer[key] = (value, name)
+        elif _nearest(key, 0.8):
+            raise _unknown(name, (f"{ENV_PREFIX}{key.upper()}" for key in _nearest(key, 0.8)))
+    return layer
+
+
+def _from_file(path: Path) -> _Layer:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}", field="--config", remedy="name a readable YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path} is not YAML: {error}", field="--config") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise InvalidArgument(f"{path} holds no mapping", field="--config", remedy="write lines of `key: value`")
+    for key in content:
+        _check_key(str(key), str(path))
+    return {str(key): (value, str(path)) for key, value in content.items()}
+
+
+def _check_key(key: str, source: str) -> None:
+    if key not in KEYS:
+        raise _unknown(f"{key} from {source}", _nearest(key, 0.0))
+
+
+def _nearest(key: str, cutoff: float) -> list[str]:
+    return difflib.get_close_matches(key, KEYS, n=1, cutoff=cutoff)
+
+
+def _unknown(what: str, nearest: Iterable[str]) -> InvalidArgument:
+    return InvalidArgument(
+        f"there is no key {what}",
+        field="configuration",
+        remedy=f"the nearest is {', '.join(nearest)}; `kvplane config` prints all",
+    )

@@ -1,0 +1,387 @@
+"""One replica and who may write to it.
+
+    IDLE --open--> LIVE --silence, broken stream--> LAPSED --message of the newest session, open--> LIVE
+      ^-----close---'
+
+The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own: the
+gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from kvplane.base.errors import (
+    InternalError,
+    InvalidArgument,
+    KvplaneError,
+    LimitExceeded,
+    OtherWriter,
+    ReplicaLapsed,
+    StaleEpoch,
+)
+from kvplane.base.hashing import HashScheme
+from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
+from kvplane.base.stamps import MAX_EPOCH
+from kvplane.base.step import Cache, CacheEvent, End, EventKind, Facts, Part, Step, StepResult
+from kvplane_service.config import Config
+from kvplane_service.core.replica import Replica
+from kvplane_service.events import EventLog, PublicationHold
+from kvplane_service.order import StepOrder, count_rows
+
+Clock = Callable[[], int]  # nanoseconds, never going back
+Told = Callable[[KvplaneError], None]
+
+FIRST_EPOCH = 1
+_NS_PER_MS = 1_000_000
+
+
+class ReplicaState(Enum):
+    """Who may write."""
+
+    IDLE = "idle"  # no session; unary calls may
+    LIVE = "live"  # the session
+    LAPSED = "lapsed"  # the session, which is gone or silent; its entries are withdrawn from what others see
+
+
+@dataclass(slots=True)
+class _Session:
+    """The newest session of a replica."""
+
+    nonce: int
+    with_events: bool
+    client: str
+    told: Told
+    deadline_ns: int
+    broken: bool = False  # its stream ended without a close
+
+
+@dataclass(frozen=True, slots=True)
+class UnaryStep:
+    """Where a unary mutation belongs.
+
+    Attributes:
+        epoch: engine life, 0 = the current one.
+        more: more calls belong to the same step.
+        executed_through: as in Step; None = all steps before this call's.
+    """
+
+    epoch: int = NEW_EPOCH
+    more: bool = False
+    executed_through: int | None = None
+
+
+class ReplicaHost:
+    """Guards one core Replica: writers, epochs, the order of steps, leases, publication."""
+
+    def __init__(self, name: str, replica: Replica, config: Config, clock: Clock) -> None:
+        self.name = name
+        self.replica = replica
+        self.scheme = HashScheme.of(replica.spec)
+        self.events = EventLog(config.events_resume, config.max_subscribers)
+        self.epoch = FIRST_EPOCH
+        self._config = config
+        self._clock = clock
+        self._hold = PublicationHold()
+        self._order = StepOrder(config.max_steps_in_flight)
+        self._session: _Session | None = None
+        self._resumable = False  # a session was opened in this epoch and has not closed
+        self._left = False  # ... and has closed: the engine is gone, the epoch has ended
+        self._kept_keys = 0
+        self._in_core = False
+        replica.begin_epoch(self.epoch)
+
+    # ---- what others see; touches nothing
+
+    @property
+    def state(self) -> ReplicaState:
+        """Who may write now."""
+        if self._session is None:
+            return ReplicaState.IDLE
+        return ReplicaState.LAPSED if self._is_silent(self._session) else ReplicaState.LIVE
+
+    @property
+    def seq(self) -> int:
+        """Last step applied completely."""
+        return self._order.seq
+
+    @property
+    def client(self) -> str:
+        """Name that the newest session gave, "" when there is none."""
+        return self._session.client if self._session else ""
+
+    def check_readable(self) -> None:
+        """Raise when nothing can be promised about the replica's pages."""
+        self._check_sound()
+        if self._left or self.state is ReplicaState.LAPSED:
+            raise ReplicaLapsed(
+                f"the engine of {self.name} is gone or silent",
+                field="replica",
+                remedy="compute the prefix instead",
+            )
+
+    def check_epoch(self, epoch: int) -> None:
+        """Raise StaleEpoch when this is not the current engine life."""
+        if epoch != self.epoch:
+            raise self._stale_epoch(epoch, "ask again with DescribeReplica")
+
+    # ---- the session
+
+    def open(self, request: OpenRequest, told: Told | None = None) -> Opened:
+        """Make this the newest session. `told` is called once, with the reason, when the replica is taken from it.
+
+        Raises:
+            StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
+            InvalidArgument: the nonce of the present session, or a stamp table that is not of this pool.
+        """
+        self._check_sound()
+        old = self._session
+        if old is not None and old.nonce == request.nonce:
+            raise InvalidArgument(
+                f"nonce {request.nonce} is in use",
+                field="nonce",
+                remedy="draw a new one at random for each stream",
+            )
+        if request.epoch == NEW_EPOCH:
+            self._check_stamps(request.stamp_table)
+            self._begin_epoch(request.stamp_table)
+        elif request.epoch != self.epoch or not self._resumable:
+            raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
+        self._session = _Session(
+            request.nonce, request.with_events, request.client, told or _tell_nobody, self._deadline_ns()
+        )
+        self._resumable = True
+        self.events.restore()
+        if old is not None and not old.broken:
+            old.told(OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine"))
+        return self._opened()
+
+    def step(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult:
+        """Apply a step, or repeat the stored answer when it has been applied.
+
+        `fingerprint` stands for the step's content: equal content, equal fingerprint.
+
+        Raises:
+            OtherWriter, StaleEpoch, SequenceError, LimitExceeded: it is not this step's turn.
+            KvplaneError: of the core, for the step's content.
+        """
+        session = self._renew(nonce)
+        if step.epoch != self.epoch:
+            raise self._stale_epoch(step.epoch, "end this engine life")
+        answer = self._order.find(step, fingerprint)
+        if answer is not None:
+            return answer
+        rows = self._check_step(step)
+        result = self._apply(step)
+        if not session.with_events:
+            for part in result.parts:
+                part.events = []
+        self._order.record(step, rows, fingerprint, result)
+        return result
+
+    def heartbeat(self, nonce: int) -> None:
+        """Keep the lease. Raises OtherWriter."""
+        self._renew(nonce)
+
+    def close(self, nonce: int) -> None:
+        """The engine leaves: its requests are freed, its keys wait for a new life on the same memory.
+
+        Nobody may read them meanwhile: it is not known what becomes of the pages. Raises OtherWriter.
+        """
+        self._renew(nonce)
+        self._free_all()
+        self._session = None
+        self._resumable = False
+        self._left = True
+        self.events.withdraw()
+
+    def lost(self, nonce: int) -> None:
+        """The stream of a session broke. Nothing when the session is not the newest."""
+        session = self._session
+        if session is not None and session.nonce == nonce:
+            session.broken = True
+            self.expire()
+
+    def expire(self) -> None:
+        """Withdraw the replica's entries from what others see if its session is gone or silent; call now and then."""
+        if self.state is ReplicaState.LAPSED:
+            self.events.withdraw()
+
+    # ---- unary calls
+
+    def check_unary(self, at: UnaryStep) -> None:
+        """Raise OtherWriter or StaleEpoch when a unary call may not write here."""
+        self._check_sound()
+        if self._session is not None:
+            raise OtherWriter(
+                f"{self.name} has a session ({self.state.value})",
+                field="replica",
+                remedy="close the session, or deregister the replica",
+            )
+        if at.epoch != NEW_EPOCH and (at.epoch != self.epoch or self._left):
+            raise self._stale_epoch(at.epoch, "send epoch 0")
+
+    def apply_unary(self, at: UnaryStep, parts: list[Part]) -> StepResult:
+        """Apply parts as (a piece of) a step of their own.
+
+        Raises:
+            OtherWriter, StaleEpoch: as check_unary.
+            LimitExceeded: too many rows.
+            KvplaneError: of the core, for the content.
+        """
+        self.check_unary(at)
+        order = self._order
+        step = Step(
+            epoch=self.epoch,
+            seq=order.seq + 1,
+            parts=parts,
+            part=order.next_part,
+            last=not at.more,
+            executed_through=order.seq if at.executed_through is None else at.executed_through,
+        )
+        rows = self._check_step(step)
+        result = self._apply(step)
+        order.advance(step, rows)
+        return result
+
+    def revive(self) -> None:
+        """Begin an engine life for unary calls when the last one has left."""
+        if self._left:
+            self._begin_epoch(())
+            self.events.restore()
+
+    # ---- the end
+
+    def retire(self, reason: KvplaneError) -> None:
+        """The replica is removed: tell its session and its subscribers."""
+        session, self._session = self._session, None
+        self.events.close(reason)
+        if session is not None and not session.broken:
+            session.told(reason)
+
+    # ---- inside
+
+    def _begin_epoch(self, stamp_table: tuple[int, ...]) -> None:
+        if self.epoch >= MAX_EPOCH:
+            raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
+        self._in_core = True
+        self._kept_keys = self.replica.begin_epoch(self.epoch + 1, stamp_table)
+        self._in_core = False
+        self.epoch += 1
+        self._resumable = self._left = False
+        self._order = StepOrder(self._config.max_steps_in_flight)
+        lost = self._hold.add(0, self.replica.take_events())
+        self._hold.clear()
+        if lost and not self._kept_keys:
+            lost = [CacheEvent(EventKind.CLEARED)]
+        self.events.publish(self.epoch, lost)
+
+    def _check_stamps(self, stamp_table: tuple[int, ...]) -> None:
+        num_blocks = self.replica.spec.num_blocks
+        if len(stamp_table) not in (0, num_blocks):
+            raise InvalidArgument(
+                f"{len(stamp_table)} stamps for {num_blocks} blocks",
+                field="stamp_table",
+                remedy="give one stamp per block, or none when no page is to be kept",
+            )
+
+    def _opened(self) -> Opened:
+        return Opened(
+            epoch=self.epoch,
+            seq=self._order.seq,
+            next_part=self._order.next_part,
+            max_steps_in_flight=self._config.max_steps_in_flight,
+            max_rows=self._config.max_rows_per_step,
+            lease_ms=self._config.lease_ms,
+            spec=self.replica.spec,
+            free_blocks=self.replica.free_blocks,
+            kept_keys=self._kept_keys,
+        )
+
+    def _renew(self, nonce: int) -> _Session:
+        """The newest session, its lease renewed by a message."""
+        self._check_sound()
+        session = self._session
+        if session is None or session.nonce != nonce:
+            raise OtherWriter(f"{self.name} has a newer writer", field="nonce", remedy="end this engine")
+        session.deadline_ns = self._deadline_ns()
+        session.broken = False
+        self.events.restore()
+        return session
+
+    def _check_step(self, step: Step) -> int:
+        """Rows of a step that is next in turn, after checking it against the limits."""
+        before, done = self.replica.executed_through, step.executed_through
+        if not before <= done <= self._order.seq:
+            raise InvalidArgument(
+                f"{done} is not in {before}..{self._order.seq}",
+                field="executed_through",
+                remedy="name a step that has been answered and executed; it never goes back",
+            )
+        if step.seq - done > self._config.max_steps_in_flight:
+            raise LimitExceeded(
+                f"step {step.seq} would be in flight with all from {done + 1} on",
+                field="executed_through",
+                remedy=f"wait for execution: at most {self._config.max_steps_in_flight} steps may be in flight",
+            )
+        rows = count_rows(step)
+        if self._order.rows + rows > self._config.max_rows_per_step:
+            raise LimitExceeded(
+                f"step {step.seq} has {self._order.rows + rows} rows",
+                field="parts",
+                remedy=f"send at most {self._config.max_rows_per_step} rows a step",
+            )
+        return rows
+
+    def _apply(self, step: Step) -> StepResult:
+        """Let the core apply a step and publish what may be seen.
+
+        When the core fails otherwise than by a refusal its state is unknown, so that nothing may be read from it again.
+        """
+        self._in_core = True
+        try:
+            result = self.replica.apply(step)
+        except KvplaneError:
+            self._in_core = False
+            raise
+        self._in_core = False
+        shown = self._hold.release(step.executed_through)
+        shown += self._hold.add(step.seq, (event for part in result.parts for event in part.events))
+        self.events.publish(self.epoch, shown)
+        return result
+
+    def _free_all(self) -> None:
+        """End every request in a step of its own."""
+        requests = self.replica.requests
+        held = [slot for slot in requests.slots() if requests.held[slot]]
+        free = [slot for slot in requests.slots() if not requests.held[slot]]
+        part = Part(facts=Facts(slot=free, end=[End.FREE] * len(free)), cache=Cache(released=held))
+        order = self._order
+        step = Step(self.epoch, order.seq + 1, [part], order.next_part, True, self.replica.executed_through)
+        self._apply(step)
+        order.advance(step, 0)
+
+    def _check_sound(self) -> None:
+        if self._in_core:
+            raise InternalError(f"{self.name} broke in an earlier step", remedy="deregister it and register it anew")
+
+    def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
+        return StaleEpoch(
+            f"epoch {epoch} of {self.name} cannot go on, the newest is {self.epoch}"
+            + (", which has ended" if self._left else ""),
+            field="epoch",
+            remedy=remedy,
+            metadata={"epoch": str(self.epoch)},
+        )
+
+    def _is_silent(self, session: _Session) -> bool:
+        return session.broken or self._clock() > session.deadline_ns
+
+    def _deadline_ns(self) -> int:
+        return self._clock() + self._config.lease_ms * _NS_PER_MS
+
+
+def _tell_nobody(_: KvplaneError) -> None:
+    """For sessions that find out with their next message."""

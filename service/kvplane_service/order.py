@@ -1,0 +1,84 @@
+"""The order of steps: which one comes next, and the stored answers of those that may be asked for again."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from kvplane.base.errors import SequenceError
+from kvplane.base.step import Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    seq: int
+    part: int
+    fingerprint: bytes
+    result: StepResult
+
+
+class StepOrder:
+    """Steps have numbers from 1, +1 each, and parts from 0; nothing is applied twice and nothing is left out.
+
+    Attributes:
+        seq: last step applied completely.
+        next_part: parts applied of step seq + 1.
+        rows: rows applied of step seq + 1.
+    """
+
+    def __init__(self, kept_steps: int) -> None:
+        self.seq = 0
+        self.next_part = 0
+        self.rows = 0
+        self._kept_steps = kept_steps
+        self._answers: deque[_Answer] = deque()
+
+    def find(self, step: Step, fingerprint: bytes) -> StepResult | None:
+        """The stored answer of a repeat, None for the step that comes next.
+
+        Raises SequenceError for a step from the future, one whose answer is no longer stored, or a number
+        that was used with other content.
+        """
+        if step.seq == self.seq + 1 and step.part == self.next_part:
+            return None
+        if (step.seq, step.part) > (self.seq + 1, self.next_part):
+            raise self._refusal(step, "is from the future", "send what comes before it first")
+        for answer in self._answers:
+            if (answer.seq, answer.part) == (step.seq, step.part):
+                if answer.fingerprint != fingerprint:
+                    raise self._refusal(step, "was applied with other content", "go on with the next number")
+                return answer.result
+        raise self._refusal(step, "is from the past and its answer is not stored", "go on with the next number")
+
+    def record(self, step: Step, rows: int, fingerprint: bytes, result: StepResult) -> None:
+        """Note that the step that came next has been applied, and keep its answer."""
+        self._answers.append(_Answer(step.seq, step.part, fingerprint, result))
+        self.advance(step, rows)
+
+    def advance(self, step: Step, rows: int) -> None:
+        """Note that the step that came next has been applied; its answer is not kept here."""
+        if step.last:
+            self.seq, self.next_part, self.rows = step.seq, 0, 0
+        else:
+            self.next_part, self.rows = step.part + len(step.parts), self.rows + rows
+        while self._answers and self._answers[0].seq <= self.seq - self._kept_steps:
+            self._answers.popleft()
+
+    def _refusal(self, step: Step, problem: str, remedy: str) -> SequenceError:
+        return SequenceError(
+            f"part {step.part} of step {step.seq} {problem}; next is part {self.next_part} of step {self.seq + 1}",
+            field="seq",
+            remedy=remedy,
+            metadata={"seq": str(self.seq), "next_part": str(self.next_part)},
+        )
+
+
+def count_rows(step: Step) -> int:
+    """Rows of a step's sections; a part without rows counts as one, so that the number of parts is bounded
+    too.
+    """
+    total = 0
+    for part in step.parts:
+        sections = (part.facts, part.news, part.run, part.admit, part.peek)
+        total += max(1, sum(len(section.slot) for section in sections))
+    return total

@@ -1,0 +1,165 @@
+"""The replicas of this process, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvplane.base.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound
+from kvplane.base.groups import ReplicaSpec
+from kvplane_service.config import Config
+from kvplane_service.core.replica import Replica
+from kvplane_service.host import Clock, ReplicaHost
+from kvplane_service.unary import UnaryCalls
+
+_NAME = re.compile(r"[a-zA-Z0-9._/-]{1,128}", re.ASCII)
+MAX_RANKS = 65536
+MAX_NAMESPACE_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a replica is registered with. Equal registrations of one name are one.
+
+    Attributes:
+        spec: of the pool.
+        num_ranks: workers of the engine, all with equal plans.
+        namespace_digest: of everything that makes bytes incompatible.
+    """
+
+    spec: ReplicaSpec
+    num_ranks: int = 1
+    namespace_digest: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A registered replica: its host for sessions, and unary calls onto the same host."""
+
+    registration: Registration
+    host: ReplicaHost
+    unary: UnaryCalls
+
+
+class Registry:
+    """Replicas by name, within the limits of the configuration."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def get(self, name: str) -> Entry:
+        """The replica of that name. Raises NotFound."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFound(f"there is no replica {name!r}", field="replica", remedy="register it first")
+        return entry
+
+    @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether a replica can be called so."""
+        return _NAME.fullmatch(name) is not None
+
+    def register(self, name: str, registration: Registration) -> Entry:
+        """Create a replica, or return the one that was created alike.
+
+        Raises:
+            InvalidArgument, LimitExceeded, AlreadyExists: as `find_equal`.
+        """
+        return self.find_equal(name, registration) or self.add(name, registration, Replica(registration.spec))
+
+    def find_equal(self, name: str, registration: Registration) -> Entry | None:
+        """The replica that was created alike, None when the name is free and there is room.
+
+        Raises:
+            InvalidArgument: the name, the spec or a count is not possible.
+            LimitExceeded: of replicas, groups or blocks.
+            AlreadyExists: the name is taken by another registration.
+        """
+        if not self.is_name(name):
+            raise InvalidArgument(
+                f"{name[:140]!r} is no name",
+                field="replica",
+                remedy="use 1 to 128 characters of [a-zA-Z0-9._/-]",
+            )
+        entry = self._entries.get(name)
+        if entry is None:
+            self._check(registration)
+            return None
+        if entry.registration != registration:
+            raise AlreadyExists(
+                f"{name} is registered with {_difference(entry.registration, registration)}",
+                field="replica",
+                remedy="choose another name, or deregister it first",
+            )
+        return entry
+
+    def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
+        """Enter a replica that was built outside (large pools take time). Raises as `find_equal`."""
+        entry = self.find_equal(name, registration)
+        if entry is None:
+            host = ReplicaHost(name, replica, self._config, self._clock)
+            entry = Entry(registration, host, UnaryCalls(host, self._config))
+            self._entries[name] = entry
+        return entry
+
+    def remove(self, name: str, epoch: int | None = None) -> None:
+        """Forget a replica and tell those who use it.
+
+        Raises:
+            NotFound: no such replica.
+            StaleEpoch: `epoch` is given and not the current one.
+        """
+        host = self.get(name).host
+        if epoch is not None:
+            host.check_epoch(epoch)
+        del self._entries[name]
+        host.retire(NotFound(f"{name} was deregistered", field="replica", remedy="register it again"))
+
+    def page(self, after: str, size: int) -> list[Entry]:
+        """At most `size` replicas whose names come after `after`, by name."""
+        names = sorted(name for name in self._entries if name > after)
+        return [self._entries[name] for name in names[:size]]
+
+    def _check(self, registration: Registration) -> None:
+        spec, config = registration.spec, self._config
+        spec.validate()
+        if not 1 <= registration.num_ranks <= MAX_RANKS:
+            raise InvalidArgument(f"{registration.num_ranks} ranks", field="num_ranks", remedy=f"give 1 to {MAX_RANKS}")
+        if len(registration.namespace_digest) > MAX_NAMESPACE_BYTES:
+            raise InvalidArgument(
+                f"{len(registration.namespace_digest)} bytes",
+                field="namespace_digest",
+                remedy=f"give at most {MAX_NAMESPACE_BYTES}",
+            )
+        blocks = sum(entry.registration.spec.num_blocks for entry in self) + spec.num_blocks
+        _limit(len(spec.groups), config.max_groups, "max_groups", "groups")
+        _limit(spec.num_blocks, config.max_blocks, "max_blocks", "num_blocks")
+        _limit(blocks, config.max_total_blocks, "max_total_blocks", "num_blocks")
+        _limit(len(self) + 1, config.max_replicas, "max_replicas", "replica")
+
+
+def _limit(value: int, limit: int, key: str, field: str) -> None:
+    if value > limit:
+        raise LimitExceeded(f"{value} is over the limit of {limit}", field=field, remedy=f"raise {key} of the service")
+
+
+def _difference(old: Registration, new: Registration) -> str:
+    """The first thing in which two registrations differ, as the old one has it."""
+    if old.num_ranks != new.num_ranks:
+        return f"num_ranks {old.num_ranks}"
+    if old.namespace_digest != new.namespace_digest:
+        return "another namespace_digest"
+    for name in ReplicaSpec.__dataclass_fields__:
+        value = getattr(old.spec, name)
+        if value != getattr(new.spec, name):
+            return f"other groups ({len(value)})" if name == "groups" else f"{name} {value}"
+    raise AssertionError("equal registrations differ")

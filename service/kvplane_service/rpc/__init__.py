@@ -1,0 +1,9 @@
+"""gRPC: thin adapters between messages and the host. No rule of allocation lives here.
+
+methods         bytes -> message -> servicer -> message -> bytes, refusals -> status; one wrapper for all
+session         the stream of an engine
+allocation, events, admin    servicers
+decode, encode  unary messages <-> our types (steps are in kvplane.wire)
+exact           numbers that do not fit their field are refused, not cut
+server          everything put together
+"""

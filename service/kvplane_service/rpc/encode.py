@@ -1,0 +1,170 @@
+"""Our types -> answers of unary calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvplane import wire
+from kvplane.base.step import Orders, StepResult
+from kvplane.v1 import admin_pb2, events_pb2
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.core.inspect import Snapshot
+from kvplane_service.core.replica import Replica
+from kvplane_service.events import Batch
+from kvplane_service.host import ReplicaHost, ReplicaState
+from kvplane_service.registry import Entry
+from kvplane_service.unary import Allocated, Hashes
+
+_STATES = {
+    ReplicaState.IDLE: pb.REPLICA_STATE_IDLE,
+    ReplicaState.LIVE: pb.REPLICA_STATE_LIVE,
+    ReplicaState.LAPSED: pb.REPLICA_STATE_LAPSED,
+}
+_COUNTERS = (
+    "steps",
+    "admitted",
+    "ended",
+    "preempted",
+    "refused",
+    "queried_tokens",
+    "hit_tokens",
+    "granted_tokens",
+    "withdrawn_keys",
+)
+_GROUP_COUNTERS = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_blocks", "evicted_blocks")
+
+
+def encode_mutation(step: StepResult) -> pb.MutationResult:
+    """What every mutation answers."""
+    result = step.parts[0]
+    return pb.MutationResult(
+        seq=step.seq,
+        free_blocks=result.free_blocks,
+        orders=encode_orders(result.orders),
+        events=[wire.encode_event(event) for event in result.events],
+    )
+
+
+def encode_orders(orders: Orders) -> pb.RankOrders:
+    """Orders in readable rows."""
+    stamps = zip(orders.stamp_block, orders.stamp, strict=True)
+    copies = zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True)
+    zeroes = zip(orders.zero_group, orders.zero_block, strict=True)
+    return pb.RankOrders(
+        stamps=[pb.BlockStamp(block=block, stamp=stamp) for block, stamp in stamps],
+        copies=[pb.PageCopy(group=group, src_block=src, dst_block=dst) for group, src, dst in copies],
+        zeroes=[pb.PageZero(group=group, block=block) for group, block in zeroes],
+    )
+
+
+def encode_groups(groups: Iterable[Iterable[int]]) -> list[pb.GroupBlocks]:
+    """Block ids per group."""
+    return [pb.GroupBlocks(block_ids=ids) for ids in groups]
+
+
+def encode_allocated(answer: Allocated) -> pb.AllocateSlotsResponse:
+    """The answer of an allocation."""
+    return pb.AllocateSlotsResponse(
+        status=f"ALLOCATION_STATUS_{answer.status.value}",
+        hit_tokens=answer.hit,
+        granted_tokens=answer.granted,
+        junction=answer.junction,
+        new_blocks=encode_groups(answer.new_blocks),
+        block_table=encode_groups(answer.table),
+        preempted=answer.preempted,
+        result=encode_mutation(answer.step),
+        num_hashes=answer.hashes.count,
+        last_hash=answer.hashes.last,
+    )
+
+
+def encode_committed(step: StepResult, hashes: Hashes) -> pb.CommitBlocksResponse:
+    """The answer of a commit."""
+    return pb.CommitBlocksResponse(num_hashes=hashes.count, last_hash=hashes.last, result=encode_mutation(step))
+
+
+def encode_reset(step: StepResult) -> pb.ResetPrefixCacheResponse:
+    """The answer of a reset."""
+    return pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done, result=encode_mutation(step))
+
+
+def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:
+    """State and counters of a replica."""
+    host, replica = entry.host, entry.host.replica
+    return pb.DescribeReplicaResponse(
+        replica=host.name,
+        spec=wire.encode_spec(replica.spec),
+        state=_STATES[host.state],
+        epoch=host.epoch,
+        free_blocks=replica.free_blocks,
+        running_requests=replica.num_running,
+        seq=host.seq,
+        executed_through=replica.executed_through,
+        counters=encode_counters(replica),
+        num_ranks=entry.registration.num_ranks,
+    )
+
+
+def encode_counters(replica: Replica) -> pb.ReplicaCounters:
+    """Counters since registration."""
+    groups = replica.group_counters()
+    return pb.ReplicaCounters(
+        **{name: getattr(replica.counters, name) for name in _COUNTERS},
+        evicted_keys=sum(group.evicted_blocks for group in groups),
+        groups=[pb.GroupCounters(**{name: getattr(group, name) for name in _GROUP_COUNTERS}) for group in groups],
+    )
+
+
+def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
+    """One line of the list of replicas."""
+    return pb.ReplicaSummary(
+        replica=host.name,
+        state=_STATES[host.state],
+        epoch=host.epoch,
+        num_blocks=host.replica.spec.num_blocks,
+        free_blocks=host.replica.free_blocks,
+    )
+
+
+def encode_batch(batch: Batch) -> events_pb2.SubscribeResponse:
+    """One batch of events."""
+    return events_pb2.SubscribeResponse(
+        seq=batch.seq,
+        epoch=batch.epoch,
+        events=[wire.encode_event(event) for event in batch.events],
+        gap=batch.gap,
+        withdrawn=batch.withdrawn,
+        restored=batch.restored,
+    )
+
+
+def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResponse:
+    """The allocator's state; without lists when only a summary is wanted."""
+    message = admin_pb2.SnapshotResponse(
+        digest=snapshot.digest,
+        distinct_keys=snapshot.distinct_keys,
+        usage=snapshot.usage,
+        num_free_blocks=len(snapshot.free_blocks),
+    )
+    if summary:
+        return message
+    message.free_blocks.extend(snapshot.free_blocks)
+    for one in snapshot.keys:
+        message.keys.add(
+            block=one.block,
+            group=one.key.group,
+            domain=one.key.domain,
+            hash=one.key.digest,
+            num_tokens=one.num_tokens,
+            tentative=one.tentative,
+        )
+    for request in snapshot.requests:
+        message.requests.add(
+            slot=request.slot,
+            request_id=request.request_id,
+            num_tokens=request.num_tokens,
+            computed_tokens=request.computed_tokens,
+            tables=[admin_pb2.BlockTable(block_ids=table) for table in request.tables],
+            running=request.running,
+        )
+    return message

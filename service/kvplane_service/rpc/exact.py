@@ -1,0 +1,70 @@
+"""Refuses messages in which a 32-bit field holds more than 32 bits.
+
+Protobuf parsers cut such numbers silently, so a token id of 2^32 + 5 would become 5, and a wrong hit. Our own
+client cannot send them, other encoders can.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from kvplane.base.errors import InvalidArgument
+
+# Four bytes that go on and a fifth that holds more than the four highest bits of a u32.
+_OVER_32_BITS = re.compile(rb"[\x80-\xff]{4}[\x10-\xff]")
+_VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
+_UNSIGNED = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_SINT32)
+
+
+def check_exact(descriptor: Descriptor, raw: bytes) -> None:
+    """Raise InvalidArgument naming the field when `raw`, a parsed message of this type, was cut.
+
+    One search through the bytes when nothing was.
+    """
+    if _OVER_32_BITS.search(raw):
+        for name in _cut_fields(descriptor, raw, ""):
+            raise InvalidArgument("a number needs more than 32 bits", field=name, remedy="give 0 to 4294967295")
+
+
+def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]:
+    """Names of fields that were cut. What the descriptor does not know, also by its wire type, parsers leave alone."""
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at)
+        kind = tag & 7
+        start, at = _payload(raw, at, kind)
+        field = descriptor.fields_by_number.get(tag >> 3)
+        if field is None or kind not in (_VARINT, _LEN):
+            continue
+        name = f"{where}{field.name}"
+        if field.message_type is not None and kind == _LEN:
+            yield from _cut_fields(field.message_type, raw[start:at], f"{name}.")
+        elif field.type in _UNSIGNED and _OVER_32_BITS.search(raw, start, at):
+            yield name
+
+
+def _payload(raw: bytes, at: int, kind: int) -> tuple[int, int]:
+    """Where the value of a field begins and ends."""
+    if kind == _VARINT:
+        return at, _varint(raw, at)[1]
+    if kind == _LEN:
+        size, start = _varint(raw, at)
+        return start, start + size
+    if kind in (_I64, _I32):
+        return at, at + (8 if kind == _I64 else 4)
+    raise InvalidArgument("the message holds a group", remedy="generate the client from the same contract")
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """A number and the position behind it."""
+    value = shift = 0
+    while True:
+        byte = raw[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7

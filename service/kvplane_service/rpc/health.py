@@ -1,0 +1,30 @@
+"""gRPC health, for probes and load balancers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpc_health.v1 import health, health_pb2
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+LIVENESS = "liveness"
+READINESS = "readiness"
+SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+class Health:
+    """What this process says of itself under '', each service, 'liveness' and 'readiness'."""
+
+    def __init__(self, services: Sequence[str]) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._names = ("", *services, READINESS)
+
+    async def serving(self) -> None:
+        """Everything is up."""
+        for name in (*self._names, LIVENESS):
+            await self.servicer.set(name, HealthCheckResponse.SERVING)
+
+    async def draining(self) -> None:
+        """Send nothing new here; the process is well nevertheless, so that nobody kills it while it drains."""
+        for name in self._names:
+            await self.servicer.set(name, HealthCheckResponse.NOT_SERVING)

@@ -1,0 +1,113 @@
+"""One wrapper around every method: bytes in, bytes out, refusals as rich status.
+
+Handlers are built from the service's descriptor with the bytes of the request at hand: they are the
+fingerprint of a call and show what a parser would hide. Every refusal becomes a status here and nowhere else;
+the table is `kvplane.status`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import grpc
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_status import rpc_status
+
+from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError
+from kvplane.status import encode_status
+from kvplane_service.rpc.exact import check_exact
+
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
+ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message]]
+Stream: TypeAlias = Callable[[Context], Awaitable[None]]
+
+_M = TypeVar("_M", bound=Message)
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+
+
+def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
+    """Handlers for every method of a service; the servicer has a method of each name.
+
+    A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that
+    streams answers gets the message and yields messages; one that streams both ways gets the context.
+    """
+    handlers = {method.name: _handler(method, servicer) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def parse(message_class: type[_M], raw: bytes) -> _M:
+    """The message of these bytes. Raises InvalidArgument when they are none, or hold a number that was cut."""
+    try:
+        message = message_class.FromString(raw)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"the message cannot be read as {message_class.DESCRIPTOR.full_name}: {error}",
+            remedy="generate the client from the same contract",
+        ) from None
+    check_exact(cast(Descriptor, message_class.DESCRIPTOR), raw)
+    return message
+
+
+def _handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandler[bytes, bytes]:
+    behaviour = getattr(servicer, method.name)
+    request_class = GetMessageClass(method.input_type)
+    if method.client_streaming:
+        return grpc.stream_stream_rpc_method_handler(_stream(behaviour))
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler(_server_stream(behaviour, request_class))
+    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class))
+
+
+def _unary(behaviour: Unary, request_class: type[Message]) -> Callable[[bytes, Context], Awaitable[bytes]]:
+    async def answer(raw: bytes) -> bytes:
+        answer = await behaviour(parse(request_class, raw), raw)
+        return answer if isinstance(answer, bytes) else answer.SerializeToString()
+
+    async def call(raw: bytes, context: Context) -> bytes:
+        return await _answered(answer(raw), context)
+
+    return call
+
+
+def _server_stream(
+    behaviour: ServerStream, request_class: type[Message]
+) -> Callable[[bytes, Context], Awaitable[None]]:
+    async def answers(raw: bytes, context: Context) -> None:
+        async for answer in behaviour(parse(request_class, raw)):
+            await context.write(answer.SerializeToString())
+
+    async def call(raw: bytes, context: Context) -> None:
+        await _answered(answers(raw, context), context)
+
+    return call
+
+
+def _stream(behaviour: Stream) -> Callable[[object, Context], Awaitable[None]]:
+    async def call(_: object, context: Context) -> None:
+        await _answered(behaviour(context), context)
+
+    return call
+
+
+async def _answered(work: Awaitable[_T], context: Context) -> _T:
+    """What the work returns; a refusal ends the call with its status, a bug with INTERNAL."""
+    try:
+        return await work
+    except KvplaneError as error:
+        await _abort(error, context)
+    except Exception as error:
+        _log.exception("a bug in the service")
+        name = type(error).__name__
+        await _abort(InternalError(f"{name}: a bug, the log of the service says more"), context)
+
+
+async def _abort(error: KvplaneError, context: Context) -> NoReturn:
+    await context.abort_with_status(rpc_status.to_status(encode_status(error)))
+    raise AssertionError("abort returned")

@@ -1,0 +1,132 @@
+"""The gRPC server: services, health and reflection on one address."""
+
+from __future__ import annotations
+
+import socket
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from kvplane.base.errors import Unavailable
+from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2
+from kvplane_service.config import Config
+from kvplane_service.contents import ContentHasher
+from kvplane_service.registry import Registry
+from kvplane_service.rpc import health
+from kvplane_service.rpc.admin import AdminServicer
+from kvplane_service.rpc.allocation import AllocationServicer
+from kvplane_service.rpc.events import EventsServicer
+from kvplane_service.rpc.methods import service_handler
+from kvplane_service.rpc.session import SessionStreams
+
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
+_LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops
+
+_ALLOCATION = allocation_pb2.DESCRIPTOR.services_by_name["Allocation"]
+_EVENTS = events_pb2.DESCRIPTOR.services_by_name["Events"]
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+
+
+class RpcServer:
+    """Serves a registry. Create it inside the running event loop."""
+
+    def __init__(self, registry: Registry, config: Config) -> None:
+        self._config = config
+        self._server = grpc.aio.server(options=_options(config))
+        self._streams = SessionStreams(registry)
+        self._events = EventsServicer(registry)
+        self._allocation = AllocationServicer(registry, self._streams, ContentHasher(config))
+        services = (_ALLOCATION.full_name, _EVENTS.full_name, _ADMIN.full_name)
+        self._health = health.Health(services)
+        handlers = (
+            service_handler(_ALLOCATION, self._allocation),
+            service_handler(_EVENTS, self._events),
+            service_handler(_ADMIN, AdminServicer(registry)),
+        )
+        self._server.add_generic_rpc_handlers(handlers)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        if config.reflection:
+            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
+            _add_reflection(self._server, names)
+
+    async def start(self) -> str:
+        """Begin to serve; returns the address, with the port that was chosen for port 0.
+
+        Raises:
+            Unavailable: the address is taken or not ours.
+        """
+        address = self._config.listen
+        _check_unix_socket(address)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            raise _taken(address) from None
+        if not address.startswith("unix:"):
+            address = f"{address.rpartition(':')[0]}:{port}"
+        await self._server.start()
+        await self._health.serving()
+        return address
+
+    async def announce_drain(self) -> None:
+        """Let load balancers know that this process will go."""
+        await self._health.draining()
+
+    async def drain(self, grace_ms: int) -> None:
+        """Take nothing new, let sessions finish for so long at most, then stop."""
+        self._streams.refuse_new()
+        self._allocation.refuse_new()
+        self._events.drain()
+        await self._streams.drain(grace_ms)
+        await self._server.stop(_LAST_CALLS_S)
+
+    async def stop(self) -> None:
+        """Stop at once."""
+        await self._server.stop(None)
+
+
+def _options(config: Config) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # a second process on the port is a mistake, not a share of the load
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),  # an answer that was computed must arrive
+        ("grpc.keepalive_time_ms", config.keepalive_ms),
+        ("grpc.keepalive_timeout_ms", config.keepalive_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ]
+
+
+def _add_reflection(server: grpc.aio.Server, names: tuple[str, ...]) -> None:
+    """Serve v1alpha, and v1 with the same messages, which grpcio-reflection does not know yet."""
+    servicer = reflection.aio.ReflectionServicer(names)
+    request = reflection_pb2.ServerReflectionRequest
+    response = reflection_pb2.ServerReflectionResponse
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo, request.FromString, response.SerializeToString
+    )
+    for name in (reflection.SERVICE_NAME, REFLECTION_V1):
+        methods = {"ServerReflectionInfo": handler}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
+
+
+def _check_unix_socket(address: str) -> None:
+    """Refuse a socket that somebody answers on: gRPC would remove its file and take over in silence."""
+    if not address.startswith("unix:"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.removeprefix("unix:"))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError as error:
+            raise Unavailable(f"{address}: {error.strerror}", field="listen", remedy="choose another path") from None
+    raise _taken(address)
+
+
+def _taken(address: str) -> Unavailable:
+    return Unavailable(
+        f"cannot listen on {address}: it is taken, or no address of this machine",
+        field="listen",
+        remedy="choose another with --listen; port 0 takes a free one",
+    )

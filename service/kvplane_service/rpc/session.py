@@ -1,0 +1,161 @@
+"""The stream of an engine: steps in, answers out, in order. No task and no queue per message."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import NoReturn, cast
+
+from kvplane import wire
+from kvplane.base.errors import (
+    InternalError,
+    InvalidArgument,
+    KvplaneError,
+    OtherWriter,
+    StaleEpoch,
+    Unavailable,
+)
+from kvplane.base.session import OpenRequest
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.host import ReplicaHost
+from kvplane_service.registry import Registry
+from kvplane_service.rpc.methods import Context, parse
+
+_ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
+
+
+def fingerprint(raw: bytes) -> bytes:
+    """Stands for the bytes of a message."""
+    return hashlib.sha256(raw).digest()
+
+
+class SessionStreams:
+    """The open streams of this process."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._open: set[_Stream] = set()
+        self._all_closed = asyncio.Event()
+        self._all_closed.set()
+        self._draining = False
+
+    async def serve(self, context: Context) -> None:
+        """Serve one stream to its end."""
+        first = _parse_request(await _read(context) or b"")
+        if first.WhichOneof("kind") != "open":
+            raise InvalidArgument("the first message does not open the session", field="kind", remedy="send open")
+        if self._draining:
+            raise Unavailable("the service is going away", remedy="connect elsewhere")
+        request = wire.decode_open(first.open)
+        stream = _Stream(self._registry.get(request.replica).host, request, context)
+        self._open.add(stream)
+        self._all_closed.clear()
+        try:
+            await stream.run()
+        finally:
+            self._open.discard(stream)
+            if not self._open:
+                self._all_closed.set()
+
+    def refuse_new(self) -> None:
+        """Open no further sessions."""
+        self._draining = True
+
+    async def drain(self, grace_ms: int) -> None:
+        """Ask every engine to finish and wait until all have left, for so long at most."""
+        notice = pb.SessionResponse(draining=pb.Draining(grace_ms=grace_ms)).SerializeToString()
+        await asyncio.gather(*(stream.write(notice) for stream in self._open))
+        try:
+            await asyncio.wait_for(self._all_closed.wait(), grace_ms / 1000)
+        except TimeoutError:
+            for stream in self._open:
+                stream.end(Unavailable("the service has gone away", remedy="connect elsewhere"))
+
+
+class _Stream:
+    """One open stream on one replica."""
+
+    def __init__(self, host: ReplicaHost, request: OpenRequest, context: Context) -> None:
+        self._host = host
+        self._request = request
+        self._context = context
+        self._digest_size = host.scheme.digest.size
+        self._writing = asyncio.Lock()
+        self._task = asyncio.current_task()
+        self._ended: KvplaneError | None = None
+
+    async def run(self) -> None:
+        """From the open to the end; leaves the replica lapsed unless the session was closed."""
+        opened = self._host.open(self._request, self.end)
+        try:
+            await self.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
+            await self._messages()
+        except asyncio.CancelledError:
+            self._raise_end()
+        finally:
+            self._host.lost(self._request.nonce)
+
+    async def write(self, raw: bytes) -> None:
+        """Send a message; whole, whoever sends."""
+        async with self._writing:
+            await self._context.write(raw)
+
+    async def _messages(self) -> None:
+        nonce, host = self._request.nonce, self._host
+        while True:
+            raw = await _read(self._context)
+            if raw is None:
+                return
+            message = _parse_request(raw)
+            kind = message.WhichOneof("kind")
+            if kind == "step":
+                await self.write(self._step(message, raw))
+            elif kind == "heartbeat":
+                host.heartbeat(nonce)
+            elif kind == "close":
+                host.close(nonce)
+                await self.write(pb.SessionResponse(closed=pb.SessionClosed()).SerializeToString())
+                return
+            else:
+                raise InvalidArgument(
+                    f"{kind or 'nothing'} is not expected here",
+                    field="kind",
+                    remedy="send a step, a heartbeat or a close",
+                )
+
+    def _step(self, message: pb.SessionRequest, raw: bytes) -> bytes:
+        """The answer to a step, as bytes; a refusal is an answer unless it ends the session."""
+        try:
+            step = wire.decode_step(message.step, self._digest_size)
+            result = self._host.step(self._request.nonce, step, fingerprint(raw))
+        except _ENDS_STREAM:
+            raise
+        except KvplaneError as error:
+            refusal = wire.encode_step_error(message.step.seq, message.step.part, error)
+            return pb.SessionResponse(error=refusal).SerializeToString()
+        return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()
+
+    def end(self, reason: KvplaneError) -> None:
+        """Wake the stream wherever it waits, and end it with this reason."""
+        self._ended = reason
+        if self._task is not None:
+            self._task.cancel()
+
+    def _raise_end(self) -> NoReturn:
+        """Tell the reason for which this stream was woken; a cancellation from elsewhere goes on."""
+        if self._ended is None:
+            raise asyncio.CancelledError
+        if self._task is not None:
+            self._task.uncancel()
+        raise self._ended
+
+
+def _parse_request(raw: bytes) -> pb.SessionRequest:
+    message: pb.SessionRequest = parse(pb.SessionRequest, raw)
+    return message
+
+
+async def _read(context: Context) -> bytes | None:
+    """The next message; None when the client will send no more (gRPC's EOF, which its types leave out)."""
+    raw = cast(object, await context.read())
+    return raw if isinstance(raw, bytes) else None

@@ -1,0 +1,228 @@
+"""Where a replica's groups come from: given as they are, a model of the catalogue, or a model by its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument, KvplaneError
+from kvplane.base.groups import AlignSpec, CommitRule, GroupKind, HashAlgorithm, MambaMode, ReplicaSpec
+from kvplane.base.layer_json import spec_from_dict
+from kvplane.base.layers import KVSharingLayer, Layer
+from kvplane.v1 import allocation_pb2, replica_pb2
+from kvplane.wire.spec import decode_enum
+from kvplane_service.core.planner import (
+    CacheGroup,
+    CachePlan,
+    Layout,
+    PlanOptions,
+    Worker,
+    plan_cache,
+    to_groups,
+)
+from kvplane_service.models import ModelOptions, model_layers
+
+MAX_LAYERS = 4096
+_AnyLayer: TypeAlias = Layer | KVSharingLayer
+_Source: TypeAlias = replica_pb2.ModelSource | replica_pb2.LayerSource
+
+# Fields of LayerFormat that our formats call otherwise.
+_RENAMED = {"page_size_padded": "padded_page_bytes"}
+_SAME = (
+    "block_size",
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "window",
+    "chunk",
+    "speculative_blocks",
+    "sink_tokens",
+    "page_size_padded",
+)
+_FIELDS_OF_CONTRACT = {
+    "padded_page_bytes": "page_size_padded",
+    "type": "kind",
+    "mode": "mamba_mode",
+    "shapes": "states",
+    "dtypes": "states",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A spec and what the planner says about it; no figures when groups were given."""
+
+    spec: ReplicaSpec
+    bytes_per_block: int = 0
+    max_concurrency: float = 0.0
+    warnings: tuple[str, ...] = ()
+
+
+def plan_source(request: allocation_pb2.RegisterReplicaRequest) -> Planned:
+    """The spec of a registration.
+
+    Raises:
+        InvalidArgument: naming a field below `spec`, `model` or `layers`.
+        NotFound: unknown model.
+    """
+    kind = request.WhichOneof("source")
+    if kind is None:
+        raise InvalidArgument("no groups", field="source", remedy="give exactly one of spec, model and layers")
+    try:
+        if kind == "spec":
+            return Planned(wire.decode_spec(request.spec))
+        return _plan_model(request.model) if kind == "model" else _plan_layers(request.layers)
+    except KvplaneError as error:
+        error.field = f"{kind}.{error.field}" if error.field else kind
+        raise
+
+
+def _plan_model(source: replica_pb2.ModelSource) -> Planned:
+    given = _given(source, "tensor_parallel", "cache_dtype", "block_size", "max_model_len")
+    mode = MambaMode.NONE if source.disable_caching else MambaMode.ALIGN
+    options = ModelOptions(mamba_mode=mode, **given)
+    layers = model_layers(source.model, options)
+    return _planned(source, [layers], _plan_options(source, tp_size=options.tensor_parallel))
+
+
+def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
+    if not 1 <= len(source.layers) <= MAX_LAYERS:
+        raise InvalidArgument(f"{len(source.layers)} layers", field="layers", remedy=f"give 1 to {MAX_LAYERS}")
+    layers = [_layer(layer, f"layers[{at}]") for at, layer in enumerate(source.layers)]
+    options = _plan_options(
+        source,
+        layout=Layout.BLOCK_OUTERMOST if source.block_outermost else Layout.LAYER_OUTERMOST,
+        drop_draft_block=any(isinstance(layer, Layer) and layer.is_draft for layer in layers),
+        dcp_size=source.decode_context_parallel or 1,
+    )
+    return _planned(source, _stages(source, layers), options)
+
+
+def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN401
+    """Options that both sources have."""
+    if bool(source.memory_bytes) == bool(source.num_blocks):
+        raise InvalidArgument(
+            f"memory_bytes is {source.memory_bytes}, num_blocks {source.num_blocks}",
+            field="memory_bytes",
+            remedy="give exactly one of memory_bytes and num_blocks",
+        )
+    return PlanOptions(
+        num_blocks=source.num_blocks,
+        prefix_caching=not source.disable_caching,
+        retention_interval=source.retention_interval,
+        **_given(source, "max_model_len", "max_batched_tokens", "max_concurrent_batches"),
+        **special,
+    )
+
+
+def _given(source: _Source, *names: str) -> dict[str, Any]:
+    """The fields that are set; the others have the defaults of our types."""
+    return {name: value for name in names if (value := getattr(source, name))}
+
+
+def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: PlanOptions) -> Planned:
+    plan = plan_cache([Worker(tuple(layers), source.memory_bytes) for layers in stages], options)
+    if not 0.0 <= source.watermark < 1.0:
+        raise InvalidArgument(f"{source.watermark}", field="watermark", remedy="give 0 to below 1")
+    spec = ReplicaSpec(
+        groups=to_groups(plan),
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.options.max_model_len,
+        hash_block_size=plan.hash_block_size,
+        scheduler_block_size=plan.scheduler_block_size,
+        max_in_flight_tokens=plan.options.max_in_flight_tokens,
+        hash_algorithm=_hash_algorithm(source),
+        hash_seed=source.hash_seed,
+        enable_caching=not source.disable_caching,
+        retention_interval=source.retention_interval,
+        partial_hits=plan.partial_hits,
+        watermark_blocks=int(source.watermark * plan.num_blocks),
+        commit=decode_enum(replica_pb2.CommitRule, "COMMIT_RULE", source.commit, "commit", CommitRule.SAFE),
+        align=_align(plan),
+    )
+    warnings = tuple(warning.message for warning in plan.warnings)
+    return Planned(spec, plan.bytes_per_block, plan.max_concurrency, warnings)
+
+
+def _hash_algorithm(source: _Source) -> HashAlgorithm:
+    names = replica_pb2.HashAlgorithm
+    return decode_enum(names, "HASH_ALGORITHM", source.hash_algorithm, "hash_algorithm", HashAlgorithm.KVPLANE)
+
+
+def _align(plan: CachePlan) -> AlignSpec:
+    """States are cached at block boundaries, so prefill chunks have to end there."""
+    cached = [group for group in plan.groups if _is_cached_state(group)]
+    if not cached or not plan.options.prefix_caching:
+        return AlignSpec()
+    return AlignSpec(cached[0].block_size, plan.options.max_batched_tokens, plan.partial_hits)
+
+
+def _is_cached_state(group: CacheGroup) -> bool:
+    return group.spec.is_state and group.spec.mamba_mode is MambaMode.ALIGN
+
+
+def _layer(message: replica_pb2.Layer, path: str) -> _AnyLayer:
+    if message.HasField("format") == bool(message.shares_with):
+        raise InvalidArgument(
+            "a layer has its own cache or shares one",
+            field=path,
+            remedy="give exactly one of format and shares_with",
+        )
+    if message.shares_with:
+        return KVSharingLayer(message.name, message.shares_with)
+    try:
+        return Layer(
+            message.name,
+            spec_from_dict(_format(message.format, path), f"{path}.format"),
+            message.format.is_draft,
+        )
+    except InvalidArgument as error:
+        where, _, name = error.field.rpartition(".")
+        error.field = f"{where}.{_FIELDS_OF_CONTRACT.get(name, name)}"
+        raise
+
+
+def _format(message: replica_pb2.LayerFormat, path: str) -> dict[str, object]:
+    """The fields that are given, under the names of our formats."""
+    kind = decode_enum(
+        replica_pb2.GroupKind, "GROUP_KIND", message.kind, f"{path}.format.kind", GroupKind.FULL_ATTENTION
+    )
+    data: dict[str, object] = {"type": kind.value if message.kind else ""}
+    for name in _SAME:
+        value = getattr(message, name)
+        if value:
+            data[_RENAMED.get(name, name)] = value
+    if message.states:
+        data["shapes"] = [list(state.shape) for state in message.states]
+        data["dtypes"] = [state.dtype for state in message.states]
+    if message.mamba_mode:
+        mode = decode_enum(
+            replica_pb2.MambaMode,
+            "MAMBA_MODE",
+            message.mamba_mode,
+            f"{path}.format.mamba_mode",
+            MambaMode.NONE,
+        )
+        data["mode"] = mode.value
+    return data
+
+
+def _stages(source: replica_pb2.LayerSource, layers: list[_AnyLayer]) -> list[list[_AnyLayer]]:
+    """The layers of each pipeline stage; one stage with all of them when none is given."""
+    if not source.stages:
+        return [layers]
+    by_name = {layer.name: layer for layer in layers}
+    stages = []
+    for at, stage in enumerate(source.stages):
+        unknown = [name for name in stage.layer_names if name not in by_name]
+        if unknown or not stage.layer_names:
+            raise InvalidArgument(
+                f"there is no layer {unknown[0]!r}" if unknown else "no layers",
+                field=f"stages[{at}].layer_names",
+                remedy="name layers of this source",
+            )
+        stages.append([by_name[name] for name in stage.layer_names])
+    return stages

@@ -1,0 +1,1 @@
+"""Long runs on real input, made by hand; their tables go into the notes."""

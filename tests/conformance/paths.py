@@ -1,0 +1,81 @@
+"""The ways on which a recording reaches the allocator: in process, or over gRPC in a session."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import Part, PartResult, Step
+from kvplane_service.core.inspect import check, take_snapshot
+from kvplane_service.core.replica import Replica
+
+CHECK_EVERY = 50
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """A part of the step under way; `last` ends the step."""
+
+    part: Part
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a recording knows of the allocator's state."""
+
+    free_blocks: list[int]
+    distinct_keys: int
+    keyed_blocks: list[int]
+    usage: float
+    tables: dict[int, list[list[int]]]  # by slot and group, of requests with blocks
+
+
+class Path(Protocol):
+    """Carries parts to a replica."""
+
+    messages: int
+
+    def send(self, parts: list[PathPart]) -> list[PartResult]:
+        """Apply the parts in order; one result each."""
+        ...
+
+    def snapshot(self) -> Seen:
+        """The state now."""
+        ...
+
+    def close(self) -> None:
+        """Let the replica go."""
+        ...
+
+
+class InProcessPath:
+    """Straight onto the core; proves its invariants now and then."""
+
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self.replica = Replica(spec)
+        self._seq, self._part = 1, 0
+        self.messages = 0
+
+    def send(self, parts: list[PathPart]) -> list[PartResult]:
+        """See Path."""
+        results = []
+        for one in parts:
+            step = Step(0, self._seq, [one.part], self._part, one.last, executed_through=self._seq - 1)
+            results.extend(self.replica.apply(step).parts)
+            self._seq, self._part = (self._seq + 1, 0) if one.last else (self._seq, self._part + 1)
+            self.messages += 1
+            if self.messages % CHECK_EVERY == 0:
+                check(self.replica)
+        return results
+
+    def snapshot(self) -> Seen:
+        """See Path."""
+        seen = take_snapshot(self.replica)
+        blocks = sorted({one.block for one in seen.keys})
+        tables = {one.slot: [list(table) for table in one.tables] for one in seen.requests if one.running}
+        return Seen(list(seen.free_blocks), seen.distinct_keys, blocks, seen.usage, tables)
+
+    def close(self) -> None:
+        """See Path."""
