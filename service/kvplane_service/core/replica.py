@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
@@ -59,7 +59,7 @@ class Replica:
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step and answer them."""
-        StepValidator(self.spec, self.requests, self.seq).check(step)
+        StepValidator(self.spec, self.requests, self._pool.executed_through).check(step)
         hashers = [self._hash_news(part.news) for part in step.parts]
         self.seq = max(self.seq, step.seq)
         self._pool.step = step.seq
@@ -69,7 +69,8 @@ class Replica:
             opens = step.part + number == 0
             results.append(self._apply_part(part, contents, step.seq, opens))
         if step.last:
-            self._close_step(step.seq)
+            self.ledger.close_step(step.seq)
+            self.counters.steps += 1
             results[-1].free_blocks = self._pool.num_free
         return StepResult(step.seq, step.part, results, self._pool.executed_through)
 
@@ -85,20 +86,16 @@ class Replica:
             Number of keys kept.
         """
         pool = self._pool
-        tentative = {one.block for keys in self.ledger.tentative.values() for one in keys}
         self.ledger.abandon()
         for block in range(1, pool.num_blocks):
             proven = block < len(stamp_table) and stamp_table[block] == pool.stamp[block] != 0
-            if not proven or block in tentative:
+            if not proven or pool.key_step[block] > pool.executed_through:
                 pool.drop_keys(block, RemoveReason.UNVERIFIED)
         order = list(pool.free)
         pool.free.rebuild(sorted(order, key=lambda block: pool.key[block] is not None))
         pool.begin_epoch(epoch)
-        pool.stamped.clear()
         pool.events.clear()
-        self.seq = pool.step = pool.executed_through = 0
-        for block in order:
-            pool.key_step[block] = 0
+        self.seq = 0
         return pool.count_keys()
 
     # -- reads -------------------------------------------------------------------------------------------------------
@@ -109,8 +106,7 @@ class Replica:
 
     def digests_of(self, content: News) -> list[bytes]:
         """Block hashes of a one-row News, whether it gives tokens or hashes; raises as a step with it would."""
-        probe = Step(0, self.seq + 1, [Part(news=content)])
-        StepValidator(self.spec, Requests(), self.seq).check(probe)
+        StepValidator(self.spec, Requests(), 0).check(Step(0, 1, [Part(news=content)]))
         return self._hash_news(content)[0].digests
 
     def peek_slot(self, slot: int) -> Hit:
@@ -195,8 +191,7 @@ class Replica:
         token_at = hash_at = 0
         for row, slot in enumerate(facts.slot):
             if facts.computed and facts.computed[row] != UNCHANGED:
-                requests.computed[slot] = facts.computed[row]
-                requests.wake(slot)
+                self._correct(slot, facts.computed[row])
             appended = facts.appended[row] if facts.appended else 0
             if appended:
                 requests.num_tokens[slot] += appended
@@ -217,6 +212,12 @@ class Replica:
             if facts.end and facts.end[row]:
                 self._end(slot, End(facts.end[row]), facts.fence[row] if facts.fence else 0, seq, result)
 
+    def _correct(self, slot: int, computed: int) -> None:
+        """Drafts were rejected. Only a grant can raise the count: what was not granted was not computed."""
+        requests = self.requests
+        requests.computed[slot] = min(requests.computed[slot], computed)
+        requests.wake(slot)
+
     def _append_tokens(self, slot: int, tokens: list[int]) -> None:
         content = self.requests.content[slot]
         if content.hasher is not None:
@@ -224,11 +225,11 @@ class Replica:
             content.digests.extend(split_hashes(made, self._scheme.digest.size))
 
     def _commit(self, slot: int, num_tokens: int, seq: int) -> None:
-        """Register what became true; tokens behind those in flight have been executed already."""
+        """Register what became true, never beyond what is computed; what is not in flight has been executed already."""
         requests, pool = self.requests, self._pool
-        executed = num_tokens <= requests.computed[slot] - requests.in_flight[slot]
-        pool.step = pool.executed_through if executed else seq
-        self.coordinator.register(slot, min(num_tokens, requests.num_tokens[slot]))
+        num_tokens = min(num_tokens, requests.computed[slot], requests.num_tokens[slot])
+        pool.step = pool.executed_through if self.ledger.is_executed(slot, num_tokens) else seq
+        self.coordinator.register(slot, num_tokens)
         self.ledger.note_keys(slot, pool.step)
         pool.step = seq
         requests.wake(slot)
@@ -296,9 +297,3 @@ class Replica:
         for row, slot in enumerate([*part.run.slot, *part.admit.slot]):
             for group, table in enumerate(self.coordinator.tables(slot)):
                 result.tables.add(row, group, table)
-
-    def _close_step(self, seq: int) -> None:
-        """The step is complete: both ends of its copies return when it has run (at once as the reference does)."""
-        held = self.coordinator.take_copies()
-        fence = 0 if self.spec.commit is CommitRule.REFERENCE else seq
-        self.ledger.release_later(held, fence)
