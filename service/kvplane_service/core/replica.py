@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.step import (
@@ -15,6 +16,7 @@ from kvplane.base.step import (
     AdmitStatus,
     Cache,
     End,
+    ExtraKeys,
     Facts,
     News,
     Part,
@@ -60,12 +62,12 @@ class Replica:
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step and answer them."""
         StepValidator(self.spec, self.requests, self._pool.executed_through).check(step)
-        hashers = [self._hash_news(part.news) for part in step.parts]
+        contents_of_news = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
         self.seq = max(self.seq, step.seq)
         self._pool.step = step.seq
         self.ledger.executed(step.executed_through)
         results = []
-        for number, (part, contents) in enumerate(zip(step.parts, hashers, strict=True)):
+        for number, (part, contents) in enumerate(zip(step.parts, contents_of_news, strict=True)):
             opens = step.part + number == 0
             results.append(self._apply_part(part, contents, step.seq, opens))
         if step.last:
@@ -107,7 +109,7 @@ class Replica:
     def digests_of(self, content: News) -> list[bytes]:
         """Block hashes of a one-row News, whether it gives tokens or hashes; raises as a step with it would."""
         StepValidator(self.spec, Requests(), 0).check(Step(0, 1, [Part(news=content)]))
-        return self._hash_news(content)[0].digests
+        return self._hash_news(content, "news")[0].digests
 
     def peek_slot(self, slot: int) -> Hit:
         """How long the prefix of a known request is cached, as its own admission would see it."""
@@ -252,13 +254,14 @@ class Replica:
         if cache.reset:
             result.reset_done = self._pool.reset()
 
-    def _hash_news(self, news: News) -> list[Content]:
+    def _hash_news(self, news: News, field: str) -> list[Content]:
         """Contents of the new requests; changes nothing. Raises InvalidArgument for bad extra keys."""
         contents, at = [], 0
         digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
         for row, num_tokens in enumerate(news.num_tokens):
             if news.tokens:
-                contents.append(self._hash_tokens(news, row, news.tokens[at : at + num_tokens]))
+                extra = news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS
+                contents.append(self._hash_tokens(news.tokens[at : at + num_tokens], extra, f"{field}.extra_keys[{row}]"))
                 at += num_tokens
             else:
                 count = news.num_hashes[row] if news.num_hashes else 0
@@ -266,8 +269,12 @@ class Replica:
                 at += count
         return contents
 
-    def _hash_tokens(self, news: News, row: int, tokens: list[int]) -> Content:
-        hasher = RequestHasher(self._scheme, news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS)
+    def _hash_tokens(self, tokens: list[int], extra: ExtraKeys, field: str) -> Content:
+        try:
+            hasher = RequestHasher(self._scheme, extra)
+        except InvalidArgument as error:
+            inner = error.field.removeprefix("extra_keys")
+            raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
         return Content(split_hashes(hasher.append(pack_tokens(tokens)), self._scheme.digest.size), hasher)
 
     def _news(self, news: News, contents: list[Content], result: PartResult) -> None:
