@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvplane.base.groups import CommitRule
 from kvplane_service.core.pool import NULL_BLOCK, BlockPool, Key
 from kvplane_service.core.replica import Replica
 
@@ -95,6 +96,7 @@ def check(replica: Replica) -> None:
     free = replica.coordinator.pool.free.check()
     _check_references(replica, free)
     _check_keys(replica)
+    _check_stamps(replica)
     _check_requests(replica)
 
 
@@ -134,6 +136,25 @@ def _check_keys(replica: Replica) -> None:
     for block, more in pool.more_keys.items():
         assert pool.key[block] is not None and more, f"block {block}: further keys {more} without a primary one"
     assert pool.enable_caching or not pool.index, "keys without prefix caching"
+
+
+def _check_stamps(replica: Replica) -> None:
+    """No content version stands for two pages, and each key that waits for its step is in the ledger."""
+    pool, ledger = replica.coordinator.pool, replica.ledger
+    block_of: dict[int, int] = {}
+    accounted = {(seq, one.block) for seq, keys in ledger.tentative.items() for one in keys}
+    for block in range(1, pool.num_blocks):
+        stamp = pool.stamp[block]
+        other = block_of.setdefault(stamp, block) if stamp else block
+        assert other == block, f"blocks {other} and {block} have one stamp"
+        if pool.key[block] is None:
+            continue
+        assert stamp, f"block {block} has a key and no stamp"
+        step = pool.key_step[block]
+        waits = step > pool.executed_through and replica.spec.commit is CommitRule.SAFE
+        assert not waits or (step, block) in accounted, (
+            f"block {block}: its key waits for step {step}, which does not know of it"
+        )
 
 
 def _check_requests(replica: Replica) -> None:

@@ -261,7 +261,8 @@ class Replica:
         for row, num_tokens in enumerate(news.num_tokens):
             if news.tokens:
                 extra = news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS
-                contents.append(self._hash_tokens(news.tokens[at : at + num_tokens], extra, f"{field}.extra_keys[{row}]"))
+                tokens = news.tokens[at : at + num_tokens]
+                contents.append(self._hash_tokens(tokens, extra, f"{field}.extra_keys[{row}]"))
                 at += num_tokens
             else:
                 count = news.num_hashes[row] if news.num_hashes else 0
