@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from contextlib import closing
 
 import pytest
 from kvplane_service.config import Config
 from kvplane_service.host import ReplicaState
 
+from kvplane import aio
 from kvplane.base.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -26,6 +28,7 @@ from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
 from tests.client.flaky import FlakyTransport, breaking, never
+from tests.client.loop_thread import Awaited, Blocking, LoopThread
 from tests.client.mini_engine import MiniEngine
 from tests.client.worlds import InProcessWorld
 
@@ -44,8 +47,50 @@ class Nonces:
 class Pauses(list[float]):
     """Remembers how long a session would have slept."""
 
-    def policy(self, attempts=3):
-        return RetryPolicy(attempts, first_delay_s=1.0, max_delay_s=3.0, sleep=self.append, jitter=lambda: 0.0)
+    def policy(self):
+        return RetryPolicy(3, first_delay_s=1.0, max_delay_s=3.0, sleep=self.append, jitter=lambda: 0.0)
+
+    async def pause(self, seconds):
+        self.append(seconds)
+
+
+class BlockingFace:
+    """Opens `kvplane.Session`."""
+
+    def open(self, transport, request, pauses, nonces):
+        return Session(transport, request, retry=pauses.policy(), nonces=nonces, heartbeats=False)
+
+
+class AsyncioFace:
+    """Opens `kvplane.aio.Session`, on the same blocking transport."""
+
+    def __init__(self, loop):
+        self._loop = loop
+
+    def open(self, transport, request, pauses, nonces):
+        session = aio.Session(Awaited(transport), request, retry=pauses.policy(), pause=pauses.pause, nonces=nonces)
+        return Blocking(self._loop.do(session.open, heartbeats=False), self._loop)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with closing(LoopThread()) as loop:
+        yield loop
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def face(request):
+    return BlockingFace() if request.param == "blocking" else AsyncioFace(request.getfixturevalue("loop"))
+
+
+@pytest.fixture
+def open_session(face):
+    def open_one(world, transport, pauses=None, nonce=1, **facts):
+        nonces = Nonces(nonce - 1)
+        request = OpenRequest(world.replica, nonces(), **facts)
+        return face.open(transport, request, Pauses() if pauses is None else pauses, nonces)
+
+    return open_one
 
 
 @pytest.fixture
@@ -64,16 +109,9 @@ def pauses():
 
 
 @pytest.fixture
-def session(world, transport, pauses):
+def session(world, transport, pauses, open_session):
     with open_session(world, transport, pauses) as session:
         yield session
-
-
-def open_session(world, transport, pauses=None, nonce=1, **facts):
-    nonces = Nonces(nonce - 1)
-    request = OpenRequest(world.replica, nonces(), **facts)
-    policy = (Pauses() if pauses is None else pauses).policy()
-    return Session(transport, request, retry=policy, nonces=nonces, heartbeats=False)
 
 
 ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
@@ -102,7 +140,7 @@ def test_all_steps_in_flight_survive(session, transport):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_an_engine_does_not_notice_a_bad_network(world, transport, seed):
+def test_an_engine_does_not_notice_a_bad_network(world, transport, seed, open_session):
     expected = MiniEngine(lambda part: calm.apply(part).parts[0], seed)
     with open_session(world, world.transport()) as calm:
         expected.run()
@@ -115,7 +153,7 @@ def test_an_engine_does_not_notice_a_bad_network(world, transport, seed):
         assert transport.calls.count("open") > 10
 
 
-def test_each_stream_has_a_nonce_of_its_own_and_resumes_the_epoch(world, transport):
+def test_each_stream_has_a_nonce_of_its_own_and_resumes_the_epoch(world, transport, open_session):
     with open_session(world, transport, stamp_table=(0,) * 40) as session:
         transport.breaks = breaking("receive")
         session.apply(ASK)
@@ -152,7 +190,7 @@ def test_a_step_whose_answer_is_out_of_reach_stays_in_flight(session, transport,
     assert world.host.seq == 1
 
 
-def test_an_open_waits_for_a_service_that_starts(world, transport, pauses):
+def test_an_open_waits_for_a_service_that_starts(world, transport, pauses, open_session):
     transport.breaks = breaking("open", times=2)
     with open_session(world, transport, pauses) as session:
         assert session.epoch
@@ -160,7 +198,7 @@ def test_an_open_waits_for_a_service_that_starts(world, transport, pauses):
     assert [request.nonce for request in transport.opens] == [1, 2, 3]
 
 
-def test_an_open_gives_up(world, transport):
+def test_an_open_gives_up(world, transport, open_session):
     transport.breaks = breaking("open", times=99)
     with pytest.raises(Unavailable):
         open_session(world, transport)
@@ -209,7 +247,7 @@ def test_a_replica_that_is_gone_ends_the_session(session, world):
     ends_with(session, NotFound)
 
 
-def test_a_service_that_stands_elsewhere_ends_the_session(session, world, transport):
+def test_a_service_that_stands_elsewhere_ends_the_session(session, world, transport, open_session):
     session.apply(ASK)
     with open_session(world, world.transport(), nonce=50, epoch=session.epoch) as thief:
         thief.apply(part_of(RunRow(0)))
@@ -220,7 +258,7 @@ def test_a_service_that_stands_elsewhere_ends_the_session(session, world, transp
         ends_with(session, SequenceError)
 
 
-def test_a_newer_session_is_noticed_between_steps_by_the_heartbeat(session, world):
+def test_a_newer_session_is_noticed_between_steps_by_the_heartbeat(session, world, open_session):
     with open_session(world, world.transport(), nonce=50):
         session.beat()
         ends_with(session, OtherWriter)
@@ -260,88 +298,6 @@ def test_a_beat_in_vain_is_followed_by_another(session, world, transport):
     assert session.apply(ASK).seq == 1
 
 
-class Beating:
-    """Tells when a heartbeat has arrived."""
-
-    def __init__(self, inner):
-        self._inner = inner
-        self.beat = threading.Event()
-        self.release = threading.Event()
-        self.release.set()
-        self.waiting = threading.Event()
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
-
-    def heartbeat(self):
-        self._inner.heartbeat()
-        self.beat.set()
-
-    def receive(self):
-        self.waiting.set()
-        assert self.release.wait(10)
-        return self._inner.receive()
-
-
-@pytest.fixture
-def quick():
-    """A world whose lease asks for a beat every 10 ms."""
-    return InProcessWorld(Config(lease_ms=30))
-
-
-def lease_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "kvplane-lease-small"]
-
-
-def test_a_thread_keeps_the_lease_until_the_session_closes(quick):
-    transport = Beating(quick.transport())
-    with Session(transport, OpenRequest(quick.replica, 1)):
-        assert transport.beat.wait(10)
-        (thread,) = lease_threads()
-        assert thread.daemon
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_a_session_that_the_engine_dropped_loses_its_lease(quick):
-    session = Session(quick.transport(), OpenRequest(quick.replica, 1))
-    (thread,) = lease_threads()
-    del session
-    gc.collect()
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-# ---- threads
-
-
-def test_a_second_thread_is_refused_while_a_call_is_under_way(world):
-    transport = Beating(world.transport())
-    with open_session(world, transport) as session:
-        transport.release.clear()
-        outcome = []
-        engine = threading.Thread(target=lambda: outcome.append(session.apply(ASK)))
-        engine.start()
-        assert transport.waiting.wait(10)
-        with pytest.raises(FailedPrecondition, match="another thread"):
-            session.apply(Part())
-        session.beat()
-        assert not transport.beat.is_set()
-        transport.release.set()
-        engine.join(10)
-        assert outcome[0].seq == 1
-        assert session.apply(part_of(RunRow(0))).seq == 2
-
-
-def test_a_session_may_move_from_thread_to_thread(session):
-    outcome = []
-    engine = threading.Thread(target=lambda: outcome.append(session.apply(ASK).seq))
-    engine.start()
-    engine.join(10)
-    assert outcome == [1]
-    assert session.apply(Part()).seq == 2
-
-
 # ---- what the session tells
 
 
@@ -352,7 +308,7 @@ def test_a_session_tells_what_it_stands_on(session, world):
     assert session.free_blocks == world.host.replica.free_blocks
 
 
-def test_a_step_that_cannot_be_sent_is_as_if_it_never_was(world):
+def test_a_step_that_cannot_be_sent_is_as_if_it_never_was(world, open_session):
     class Choosy:
         def __init__(self, inner):
             self._inner = inner

@@ -6,6 +6,9 @@ from contextlib import closing
 
 import pytest
 
+from kvplane import aio
+from kvplane.channel import open_aio_channel
+from tests.client.loop_thread import Blocking, LoopThread
 from tests.client.session_contract import SessionContract
 from tests.client.worlds import GrpcWorld, InProcessWorld
 
@@ -28,6 +31,12 @@ def unix_socket(tmp_path_factory):
         yield world
 
 
+@pytest.fixture(scope="module")
+def loop():
+    with closing(LoopThread()) as loop:
+        yield loop
+
+
 class TestTcp(SessionContract):
     @pytest.fixture
     def world(self, tcp):
@@ -40,3 +49,33 @@ class TestUnixSocket(SessionContract):
     def world(self, unix_socket):
         unix_socket.reset()
         return unix_socket
+
+
+class TestAsyncio(TestTcp):
+    """The asyncio transport and session, through blocking faces."""
+
+    @pytest.fixture
+    def world(self, tcp, loop):
+        tcp.reset()
+        channel = loop.make(open_aio_channel, tcp.service.address)
+        yield AioWorld(tcp, channel, loop)
+        loop.do(channel.close)
+
+    def new_session(self, world, **facts):
+        session = aio.Session(world.aio_transport(), self.request(world, **facts))
+        return Blocking(world.loop.do(session.open), world.loop)
+
+
+class AioWorld:
+    """A service behind asyncio gRPC."""
+
+    def __init__(self, served, channel, loop):
+        self.replica, self.digest = served.replica, served.digest
+        self.loop = loop
+        self._channel = channel
+
+    def aio_transport(self):
+        return self.loop.make(aio.GrpcTransport, self._channel)
+
+    def transport(self):
+        return Blocking(self.aio_transport(), self.loop)

@@ -95,12 +95,13 @@ def test_a_service_out_of_reach_is_unavailable_until_it_is_back(world, proxy):
 def test_a_beat_over_a_cut_connection_opens_another(world, proxy):
     channel = open_channel(proxy.address)
     with closing(channel):
-        with Session(GrpcTransport(channel), OpenRequest(world.replica, 1), heartbeats=False) as session:
-            before = proxy.num_connections
-            proxy.cut()
-            while proxy.num_connections == before:
-                session.beat()
-            assert session.apply(Part()).seq == 1
+        session = Session(GrpcTransport(channel), OpenRequest(world.replica, 1), heartbeats=False)
+        before = proxy.num_connections
+        proxy.cut()
+        while proxy.num_connections == before:
+            session.beat()
+        assert session.apply(Part()).seq == 1
+        session.close()
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_drain_is_announced_and_ends_the_stream(world):
         policy = RetryPolicy(attempts=1, first_delay_s=0.01)
         session = leaving.client.session(leaving.replica, retry=policy)
         session.apply(ASK)
-        drained = threading.Thread(target=leaving.service.do, args=(leaving.service.app.drain,))
+        drained = threading.Thread(target=leaving.service.drain)
         drained.start()
         assert session.apply(part_of(RunRow(0))).parts[0].granted == [20]
         session.close()

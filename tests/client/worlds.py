@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
 from kvplane.base.session import SessionTransport
 from kvplane.channel import open_channel
 from kvplane.transport import GrpcTransport
@@ -17,10 +12,8 @@ from kvplane_service.core.inspect import digest
 from kvplane_service.host import ReplicaHost
 from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
+from tests.client.loop_thread import LoopThread
 from tests.client.mini_engine import HYBRID
-
-_T = TypeVar("_T")
-LIMIT_S = 20.0  # of everything that a test waits for
 
 
 class InProcessWorld:
@@ -68,32 +61,17 @@ class ServiceThread:
     """
 
     def __init__(self, config: Config) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-        self.app = self.call(self._create, config)
-        self.address = self.do(self.app.start)
+        self._loop = LoopThread()
+        self._app = self._loop.make(App, config)
+        self.address = self._loop.do(self._app.start)
 
-    def do(self, act: Callable[[], Awaitable[_T]]) -> _T:
-        """Run a coroutine function on the service's loop."""
-
-        async def run() -> _T:
-            return await act()
-
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LIMIT_S)
-
-    def call(self, act: Callable[..., Awaitable[_T]], *args: object) -> _T:
-        """Run a coroutine function with arguments on the service's loop."""
-        return self.do(lambda: act(*args))
-
-    async def _create(self, config: Config) -> App:
-        return App(config)
+    def drain(self) -> None:
+        """As at SIGTERM; returns when all sessions have left."""
+        self._loop.do(self._app.drain)
 
     def stop(self) -> None:
         """At once, and take the loop down."""
-        self.do(self.app.stop)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(LIMIT_S)
+        self._loop.do(self._app.stop)
         self._loop.close()
 
 

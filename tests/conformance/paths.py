@@ -29,6 +29,7 @@ class Seen:
     distinct_keys: int
     keyed_blocks: list[int]
     usage: float
+    tables: dict[int, list[list[int]]]  # by slot and group, of requests with blocks
 
 
 class Path(Protocol):
@@ -73,7 +74,8 @@ class InProcessPath:
         """See Path."""
         seen = take_snapshot(self.replica)
         blocks = sorted({one.block for one in seen.keys})
-        return Seen(list(seen.free_blocks), seen.distinct_keys, blocks, seen.usage)
+        tables = {one.slot: [list(table) for table in one.tables] for one in seen.requests if one.running}
+        return Seen(list(seen.free_blocks), seen.distinct_keys, blocks, seen.usage, tables)
 
     def close(self) -> None:
         """See Path."""

@@ -24,7 +24,8 @@ _names = count(1)
 def _seen(client: Client, replica: str) -> Seen:
     snapshot = client.snapshot(replica)
     blocks = sorted({key.block for key in snapshot.keys})
-    return Seen(list(snapshot.free_blocks), snapshot.distinct_keys, blocks, snapshot.usage)
+    tables = {one.slot: [list(table.block_ids) for table in one.tables] for one in snapshot.requests if one.running}
+    return Seen(list(snapshot.free_blocks), snapshot.distinct_keys, blocks, snapshot.usage, tables)
 
 
 class SessionPath:

@@ -267,7 +267,7 @@ class Scheduler:
             self._schedule_whole(plan, rows)
         else:
             self._schedule_in_parts(plan, rows)
-        plan.results.extend(self._send([Part()], True))
+            plan.results.extend(self._send([Part()], True))
         self._after(plan)
         return plan
 
@@ -296,7 +296,7 @@ class Scheduler:
             admit=self._admit_rows(waiting, len(self.waiting)),
             budget=self._budget,
         )
-        result = self._send([part], False)[0]
+        result = self._send([part], True)[0]
         plan.results.append(result)
         self._take_run(plan, rows, result)
         self._take_admissions(plan, waiting, result)

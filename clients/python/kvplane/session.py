@@ -27,7 +27,7 @@ from kvplane.session_state import SessionState
 from kvplane.turn import Turn
 
 BEATS_PER_LEASE = 3
-_FATAL = (StaleEpoch, OtherWriter)  # refusals of a step that no later step can escape
+FATAL = (StaleEpoch, OtherWriter)  # refusals of a step that no later step can escape
 _T = TypeVar("_T")
 
 
@@ -202,7 +202,7 @@ class Session:
         if isinstance(answer, StepResult):
             return self._state.answered(answer)
         self._drain(self._state.refused())
-        if isinstance(answer, _FATAL):
+        if isinstance(answer, FATAL):
             self._turn.ended = answer
         raise answer
 

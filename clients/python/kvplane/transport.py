@@ -14,18 +14,17 @@ from queue import SimpleQueue
 
 import grpc
 
-from kvplane import wire
-from kvplane.base.errors import FailedPrecondition, InternalError, KvplaneError, LimitExceeded, Unavailable
+from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.channel import MAX_MESSAGE_BYTES
 from kvplane.status import error_of_rpc
-from kvplane.v1.allocation_pb2 import Heartbeat, SessionClose, SessionRequest, SessionResponse
+from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
+from kvplane.wire import stream as stream_messages
 
 OPEN_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 2.0
-_NO_STREAM = "no stream is open"
 
 
 class GrpcTransport:
@@ -45,16 +44,13 @@ class GrpcTransport:
 
     def open(self, request: OpenRequest) -> Opened:
         """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
-        message = SessionRequest(open=wire.encode_open(request))
+        message = stream_messages.open_message(request)
         self._drop()
         self._stream = stream = _Stream(self._stub)
         try:
             stream.send(message)
             with stream.cut_after(self._open_timeout_s):
-                response = stream.receive()
-            if response.WhichOneof("kind") != "opened":
-                raise InternalError("the service answered the open of a session by something else")
-            return wire.decode_opened(response.opened)
+                return stream_messages.opened_of(stream.receive())
         except KvplaneError:
             self._drop()
             raise
@@ -64,46 +60,37 @@ class GrpcTransport:
 
         InvalidArgument: it holds a value that cannot be sent. LimitExceeded: it is too large.
         """
-        message = SessionRequest(step=wire.encode_step(step))
-        size = message.ByteSize()
-        if size > self._max_message_bytes:
-            raise LimitExceeded(
-                f"step {step.seq} takes {size} bytes, a message at most {self._max_message_bytes}",
-                remedy="send it in several parts, or hashes in place of tokens",
-            )
+        message = stream_messages.step_message(step, self._max_message_bytes)
         if self._stream is not None:
             self._stream.send(message)
 
     def receive(self) -> StepResult | KvplaneError:
         """Wait for the next answer."""
-        if self._stream is None:
-            raise Unavailable(_NO_STREAM)
+        stream = self._require_stream()
         while True:
-            response = self._stream.receive()
-            kind = response.WhichOneof("kind")
-            if kind == "result":
-                return wire.decode_result(response.result)
-            if kind == "error":
-                return wire.decode_step_error(response.error)
-            if kind != "draining":  # which only announces the end that is to come
-                raise InternalError(f"the service sent {kind!r} in place of an answer")
+            answer = stream_messages.answer_of(stream.receive())
+            if answer is not None:
+                return answer
 
     def heartbeat(self) -> None:
         """Keep the lease; raises what ended the stream when it has ended."""
-        stream = self._stream
-        if stream is None:
-            raise Unavailable(_NO_STREAM)
+        stream = self._require_stream()
         stream.check()
-        stream.send(SessionRequest(heartbeat=Heartbeat()))
+        stream.send(stream_messages.heartbeat_message())
 
     def close(self) -> None:
         """Say goodbye, and wait a moment for the answer: then the service has freed the requests."""
         stream, self._stream = self._stream, None
         if stream is None:
             return
-        stream.send(SessionRequest(close=SessionClose()))
+        stream.send(stream_messages.close_message())
         with stream.cut_after(CLOSE_TIMEOUT_S):
             stream.exhaust()
+
+    def _require_stream(self) -> _Stream:
+        if self._stream is None:
+            raise Unavailable("no stream is open")
+        return self._stream
 
     def _drop(self) -> None:
         stream, self._stream = self._stream, None

@@ -1,0 +1,216 @@
+"""The asyncio client: `kvplane.Client`, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from kvplane import calls, wire
+from kvplane.aio.session import Session
+from kvplane.aio.transport import GrpcTransport
+from kvplane.base.errors import FailedPrecondition, Unavailable
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.session import NEW_EPOCH, OpenRequest
+from kvplane.calls import Call
+from kvplane.channel import MAX_MESSAGE_BYTES, open_aio_channel
+from kvplane.events import EventBatch
+from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
+from kvplane.retry import RetryPolicy
+from kvplane.session import draw_nonce
+from kvplane.sources import LayerSource, ModelSource
+from kvplane.status import error_of_rpc
+from kvplane.unary import TIMEOUT_S, UNARY_RETRY
+from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2_grpc
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+def connect(
+    address: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    timeout_s: float = TIMEOUT_S,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    retry: RetryPolicy = UNARY_RETRY,
+) -> Client:
+    """A client of the service at an address; call it within the running loop. See `kvplane.connect`."""
+    channel = open_aio_channel(address, credentials, max_message_bytes)
+    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
+
+
+class Client:
+    """The service behind a channel, which the client closes. What `kvplane.Client` promises holds here too.
+
+    Of `retry`, attempts and pauses count; the waiting is done by `pause`.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        retry: RetryPolicy = UNARY_RETRY,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._channel = channel
+        self._events = events_pb2_grpc.EventsStub(channel)
+        self._closed = False
+        self._timeout_s = timeout_s
+        self._max_message_bytes = max_message_bytes
+        self._retry = retry
+        self._pause_s = pause
+
+    async def close(self) -> None:
+        """Close the channel, and with it the streams that are still open."""
+        self._closed = True
+        await self._channel.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def register_replica(
+        self,
+        replica: str,
+        source: ReplicaSpec | ModelSource | LayerSource,
+        *,
+        num_ranks: int = 1,
+        namespace_digest: bytes = b"",
+    ) -> allocation_pb2.RegisterReplicaResponse:
+        """Create a replica; with the same arguments again, find it."""
+        return await self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
+
+    async def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
+        """Remove a replica; only in this epoch, when one is given."""
+        await self._do(calls.deregister_replica(replica, epoch))
+
+    async def describe_replica(self, replica: str) -> allocation_pb2.DescribeReplicaResponse:
+        """State and counters."""
+        return await self._do(calls.describe_replica(replica))
+
+    async def list_replicas(self, page_size: int = 100) -> AsyncIterator[allocation_pb2.ReplicaSummary]:
+        """All replicas by name; pages are fetched as they are needed."""
+        token = ""
+        while True:
+            page = await self._do(calls.list_replicas(page_size, token))
+            for summary in page.replicas:
+                yield summary
+            token = page.next_page_token
+            if not token:
+                return
+
+    async def session(
+        self,
+        replica: str,
+        *,
+        epoch: int = NEW_EPOCH,
+        with_events: bool = False,
+        stamp_table: Sequence[int] = (),
+        client: str = "",
+        retry: RetryPolicy | None = None,
+    ) -> Session:
+        """Open a session; see Session and OpenRequest."""
+        self._require_open()
+        request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
+        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        return await Session(transport, request, retry=retry, pause=self._pause_s).open()
+
+    async def find_cache_hit(
+        self, replica: str, what: Content | str, *, with_blocks: bool = False
+    ) -> allocation_pb2.FindCacheHitResponse:
+        """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
+        return await self._do(calls.find_cache_hit(replica, what, with_blocks))
+
+    async def allocate_slots(
+        self, replica: str, wish: Allocate, at: At = HERE
+    ) -> allocation_pb2.AllocateSlotsResponse:
+        """Give a request blocks for its next tokens."""
+        return await self._do(calls.allocate_slots(replica, wish, at))
+
+    async def commit_blocks(
+        self, replica: str, commit: Commit, at: At = HERE
+    ) -> allocation_pb2.CommitBlocksResponse:
+        """Append tokens to a request and register full blocks in the prefix cache."""
+        return await self._do(calls.commit_blocks(replica, commit, at))
+
+    async def free(
+        self, replica: str, request_id: str, ending: Ending = Ending.FREE, *, fence_seq: int = 0, at: At = HERE
+    ) -> allocation_pb2.FreeResponse:
+        """End or preempt a request; its blocks return when `fence_seq` has been executed, 0 = at once."""
+        return await self._do(calls.free(replica, request_id, ending, fence_seq, at))
+
+    async def evict_blocks(
+        self, replica: str, block_ids: Sequence[int], at: At = HERE
+    ) -> allocation_pb2.EvictBlocksResponse:
+        """Drop the keys of blocks, in order."""
+        return await self._do(calls.evict_blocks(replica, block_ids, at))
+
+    async def reset_prefix_cache(
+        self, replica: str, at: At = HERE
+    ) -> allocation_pb2.ResetPrefixCacheResponse:
+        """Drop every key; not done when a block is in use."""
+        return await self._do(calls.reset_prefix_cache(replica, at))
+
+    async def snapshot(self, replica: str, *, summary: bool = False) -> admin_pb2.SnapshotResponse:
+        """The allocator's state after a check of its invariants; only digest and counts with `summary`."""
+        return await self._do(calls.snapshot(replica, summary))
+
+    async def subscribe(self, replica: str, after_seq: int | None = None) -> AsyncIterator[EventBatch]:
+        """Batches of published events, without end; see `kvplane.Client.subscribe`."""
+        delays = self._retry.delays_s()
+        while True:
+            self._require_open()
+            stream = self._events.Subscribe(calls.subscription(replica, after_seq))
+            try:
+                async for message in stream:
+                    batch = wire.decode_batch(message)
+                    after_seq, delays = batch.seq, self._retry.delays_s()
+                    yield batch
+                failed = Unavailable("the service ended the stream")
+            except grpc.aio.AioRpcError as outcome:
+                error = error_of_rpc(outcome)
+                if not isinstance(error, Unavailable):
+                    raise error from None
+                failed = error
+            finally:
+                stream.cancel()
+            await self._pause(delays, failed)
+
+    async def _do(self, call: Call[Answer]) -> Answer:
+        self._require_open()
+        method = self._channel.unary_unary(
+            call.path,
+            request_serializer=type(call.request).SerializeToString,
+            response_deserializer=call.answer_type.FromString,
+        )
+        delays = self._retry.delays_s() if call.repeatable else iter(())
+        while True:
+            try:
+                return await method(call.request, timeout=call.timeout_s or self._timeout_s)
+            except grpc.aio.AioRpcError as outcome:
+                error = error_of_rpc(outcome)
+                if not isinstance(error, Unavailable):
+                    raise error from None
+            await self._pause(delays, error)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise FailedPrecondition("the client is closed", remedy="connect again")
+
+    async def _pause(self, delays: Iterator[float], failed: Unavailable) -> None:
+        """Wait before the next attempt; raises `failed` when there is none."""
+        delay = next(delays, None)
+        if delay is None:
+            raise failed
+        await self._pause_s(delay)

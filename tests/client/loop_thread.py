@@ -1,0 +1,78 @@
+"""An event loop in a thread of its own, and blocking faces of what lives on it."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
+LIMIT_S = 20.0  # of everything that a test waits for
+
+
+class LoopThread:
+    """Runs coroutines for other threads."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def do(self, act: Callable[..., Awaitable[_T]], *args: object, **facts: object) -> _T:
+        """Call a function on the loop and wait for what it awaits."""
+
+        async def run() -> _T:
+            return await act(*args, **facts)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LIMIT_S)
+
+    def make(self, kind: Callable[..., _T], *args: object, **facts: object) -> _T:
+        """Call a plain function on the loop."""
+
+        async def run() -> _T:
+            return kind(*args, **facts)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LIMIT_S)
+
+    def close(self) -> None:
+        """Take the loop down."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LIMIT_S)
+        self._loop.close()
+
+
+class Blocking:
+    """Something of asyncio with blocking methods; its plain attributes are passed on."""
+
+    def __init__(self, inner: Any, loop: LoopThread) -> None:
+        self._inner = inner
+        self._loop = loop
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if inspect.iscoroutinefunction(value):
+            return lambda *args, **facts: self._loop.do(value, *args, **facts)
+        return value
+
+    def __enter__(self) -> Blocking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Awaited:
+    """Something blocking, but quick, with methods that are awaited."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+
+        async def call(*args: object, **facts: object) -> Any:
+            return method(*args, **facts)
+
+        return call
