@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import threading
-from contextlib import closing
 
 import pytest
-from kvplane_service.config import Config
-from kvplane_service.host import ReplicaState
 
 from kvplane import aio
 from kvplane.base.errors import (
@@ -27,8 +22,9 @@ from kvplane.base.step import Part
 from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
+from kvplane_service.host import ReplicaState
 from tests.client.flaky import FlakyTransport, breaking, never
-from tests.client.loop_thread import Awaited, Blocking, LoopThread
+from tests.client.loop_thread import Awaited, Blocking, shared_loop
 from tests.client.mini_engine import MiniEngine
 from tests.client.worlds import InProcessWorld
 
@@ -64,23 +60,14 @@ class BlockingFace:
 class AsyncioFace:
     """Opens `kvplane.aio.Session`, on the same blocking transport."""
 
-    def __init__(self, loop):
-        self._loop = loop
-
     def open(self, transport, request, pauses, nonces):
         session = aio.Session(Awaited(transport), request, retry=pauses.policy(), pause=pauses.pause, nonces=nonces)
-        return Blocking(self._loop.do(session.open, heartbeats=False), self._loop)
+        return Blocking(shared_loop().do(session.open, heartbeats=False))
 
 
-@pytest.fixture(scope="module")
-def loop():
-    with closing(LoopThread()) as loop:
-        yield loop
-
-
-@pytest.fixture(params=["blocking", "asyncio"])
+@pytest.fixture(params=[BlockingFace(), AsyncioFace()], ids=["blocking", "asyncio"])
 def face(request):
-    return BlockingFace() if request.param == "blocking" else AsyncioFace(request.getfixturevalue("loop"))
+    return request.param
 
 
 @pytest.fixture
@@ -283,10 +270,10 @@ def test_a_beat_keeps_the_lease(session, world):
 
 def test_a_beat_opens_a_broken_stream_again(session, world, transport):
     world.host.lost(1)
-    assert world.host.state is ReplicaState.LAPSED
+    assert world.host.state.value == "lapsed"
     transport.breaks = breaking("heartbeat")
     session.beat()
-    assert world.host.state is ReplicaState.LIVE
+    assert world.host.state.value == "live"
     assert transport.calls.count("open") == 2
 
 
