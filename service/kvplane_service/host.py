@@ -35,6 +35,7 @@ Clock = Callable[[], int]  # nanoseconds, never going back
 Told = Callable[[KvplaneError], None]
 
 FIRST_EPOCH = 1
+MAX_CLIENT_CHARS = 128
 _NS_PER_MS = 1_000_000
 
 
@@ -137,6 +138,10 @@ class ReplicaHost:
             InvalidArgument: the nonce of the present session, or a stamp table that is not of this pool.
         """
         self._check_sound()
+        if len(request.client) > MAX_CLIENT_CHARS:
+            raise InvalidArgument(
+                f"{len(request.client)} characters", field="client", remedy=f"give at most {MAX_CLIENT_CHARS}"
+            )
         old = self._session
         if old is not None and old.nonce == request.nonce:
             raise InvalidArgument(

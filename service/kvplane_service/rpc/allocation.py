@@ -88,7 +88,7 @@ class AllocationServicer:
             raise InvalidArgument("nothing to look up", field="what", remedy="give content or request_id")
         if kind == "request_id":
             return _hit_of_request(host, request)
-        content = await decode.decode_content(request.content, host.scheme, self._hasher)
+        content = await decode.decode_content(request.content, host, self._hasher)
         host.check_readable()
         replica = host.replica
         digests = replica.digests_of(decode.as_probe(content))
@@ -101,7 +101,7 @@ class AllocationServicer:
         async def prepare(entry: Entry, at: UnaryStep) -> Act:
             content, appended = None, Appended()
             if request.HasField("content"):
-                content = await decode.decode_content(request.content, entry.host.scheme, self._hasher)
+                content = await decode.decode_content(request.content, entry.host, self._hasher)
             if request.HasField("appended"):
                 appended = await self._appended(entry, request.request_id, request.appended)
             call = decode.decode_allocate(request, content, appended)

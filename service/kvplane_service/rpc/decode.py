@@ -10,7 +10,7 @@ from kvplane.base.hashing import HashScheme
 from kvplane.base.step import ANY_HIT, UNCHANGED, UNLIMITED, News, RowFlag, Watermark
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.contents import ContentHasher
-from kvplane_service.host import UnaryStep
+from kvplane_service.host import ReplicaHost, UnaryStep
 from kvplane_service.requests import KnownRequest
 from kvplane_service.unary import AllocateCall, Appended, CommitCall, Content, EndKind
 
@@ -23,8 +23,9 @@ def decode_header(header: pb.MutationHeader) -> UnaryStep:
     return UnaryStep(header.epoch, header.more, through)
 
 
-async def decode_content(message: pb.RequestContent, scheme: HashScheme, hasher: ContentHasher) -> Content:
+async def decode_content(message: pb.RequestContent, host: ReplicaHost, hasher: ContentHasher) -> Content:
     """A new request's content, hashed. Raises InvalidArgument naming a field below `content`."""
+    scheme = host.scheme
     content = Content(
         num_tokens=message.num_tokens,
         hashes=_join(message.hashes, scheme, "content.hashes"),
@@ -43,6 +44,7 @@ async def decode_content(message: pb.RequestContent, scheme: HashScheme, hasher:
         return content
     if message.hashes or message.num_tokens:
         raise InvalidArgument("both tokens and hashes are given", field="content.hashes", remedy="give token_ids alone")
+    _check_length(len(message.token_ids), host)
     keys = wire.decode_extra_keys(message.extra_keys)
     hashed = await hasher.hash(scheme, message.token_ids, keys, field="content.token_ids")
     return replace(
@@ -74,6 +76,15 @@ async def decode_appended(
         raise InvalidArgument("this request came with tokens", field="appended.num_tokens", remedy="give token_ids")
     hashes = _join(message.hashes, scheme, "appended.hashes")
     return Appended(message.num_tokens, hashes, len(message.hashes))
+
+
+def _check_length(num_tokens: int, host: ReplicaHost) -> None:
+    """Before the work of hashing: nothing longer than a request can be."""
+    limit = host.replica.spec.max_model_len
+    if num_tokens > limit:
+        raise InvalidArgument(
+            f"{num_tokens} tokens", field="content.token_ids", remedy=f"max_model_len of the replica is {limit}"
+        )
 
 
 def as_probe(content: Content) -> News:

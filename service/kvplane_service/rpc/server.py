@@ -47,7 +47,8 @@ class RpcServer:
         self._server.add_generic_rpc_handlers(handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         if config.reflection:
-            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME, REFLECTION_V1)
+            # Only what has a descriptor is listed: v1 of reflection has none here, and clients ask for each.
+            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             _add_reflection(self._server, names)
 
     async def start(self) -> str:

@@ -64,12 +64,14 @@ class SessionStreams:
     async def drain(self, grace_ms: int) -> None:
         """Ask every engine to finish and wait until all have left, for so long at most."""
         notice = pb.SessionResponse(draining=pb.Draining(grace_ms=grace_ms)).SerializeToString()
-        await asyncio.gather(*(stream.write(notice) for stream in self._open))
+        # Not waited for: a stream may be broken, or its client may read nothing.
+        notices = asyncio.gather(*(stream.write(notice) for stream in self._open), return_exceptions=True)
         try:
             await asyncio.wait_for(self._all_closed.wait(), grace_ms / 1000)
         except TimeoutError:
             for stream in self._open:
                 stream.end(Unavailable("the service has gone away", remedy="connect elsewhere"))
+        notices.cancel()
 
 
 class _Stream:

@@ -1,0 +1,113 @@
+"""Where a configuration comes from, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane_service.config import KEYS, Config, load, split_setting
+
+
+def write(tmp_path, text: str):
+    path = tmp_path / "kvplane.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_the_issue_s_limits_are_the_defaults():
+    config = Config()
+    assert config.max_rows_per_step == 4096
+    assert config.max_message_bytes == 32 << 20
+    assert config.max_replicas == 1024
+    assert config.max_groups == 64
+    assert config.max_steps_in_flight == 4
+    assert config.lease_ms == 10_000
+    assert config.events_resume == 4096
+    assert config.listen == "127.0.0.1:7070"
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path):
+    file = write(tmp_path, "lease_ms: 1\nop_window: 1\nmax_replicas: 1\n")
+    environment = {"KVPLANE_LEASE_MS": "2", "KVPLANE_OP_WINDOW": "2"}
+    loaded = load({"lease_ms": "3"}, environment, file)
+    assert (loaded.config.lease_ms, loaded.config.op_window, loaded.config.max_replicas) == (3, 2, 1)
+    sources = loaded.sources
+    assert (sources["lease_ms"], sources["op_window"]) == ("flag", "KVPLANE_OP_WINDOW")
+    assert (sources["max_replicas"], sources["max_groups"]) == (str(file), "default")
+
+
+def test_what_is_printed_says_the_same_as_a_file(tmp_path):
+    loaded = load({"listen": "unix:x.sock", "reflection": "false"}, {}, None)
+    text = loaded.as_yaml()
+    assert "listen: unix:x.sock  # flag" in text
+    assert load({}, {}, write(tmp_path, text)).config == loaded.config
+    assert set(yaml.safe_load(text)) == set(KEYS)
+
+
+def test_an_empty_file_says_nothing(tmp_path):
+    assert load({}, {}, write(tmp_path, "")).config == Config()
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().lease_ms = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("source", ["flag", "file", "environment"])
+def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path, source):
+    flags = {"leese_ms": "1"} if source == "flag" else {}
+    file = write(tmp_path, "leese_ms: 1") if source == "file" else None
+    environment = {"KVPLANE_LEESE_MS": "1"} if source == "environment" else {}
+    with pytest.raises(InvalidArgument, match="(?i)leese_ms") as caught:
+        load(flags, environment, file)
+    assert "lease_ms" in caught.value.remedy.lower()
+
+
+def test_variables_that_kubernetes_makes_for_a_service_of_our_name_are_not_ours():
+    environment = {"KVPLANE_SERVICE_HOST": "10.0.0.1", "KVPLANE_PORT": "tcp://10.0.0.1:7070", "PATH": "x"}
+    assert load({}, environment, None).config == Config()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("listen", "127.0.0.1"),
+        ("listen", "127.0.0.1:70000"),
+        ("listen", "localhost:http"),
+        ("listen", ":7070"),
+        ("listen", "unix:"),
+        ("lease_ms", "0"),
+        ("lease_ms", "soon"),
+        ("lease_ms", "1.5"),
+        ("max_groups", "65"),
+        ("max_token_id", str(2**32)),
+        ("reflection", "perhaps"),
+        ("log_level", "LOUD"),
+        ("max_message_bytes", "-1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(key, value):
+    with pytest.raises(InvalidArgument) as caught:
+        load({}, {f"KVPLANE_{key.upper()}": value}, None)
+    assert caught.value.field == key
+    assert value in caught.value.message
+    assert f"KVPLANE_{key.upper()}" in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: b: c", "\x00"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
+    with pytest.raises(InvalidArgument, match="kvplane.yaml"):
+        load({}, {}, write(tmp_path, text))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(NotFound, match="nowhere"):
+        load({}, {}, tmp_path / "nowhere.yaml")
+
+
+def test_a_setting_needs_an_equals_sign():
+    assert split_setting("lease_ms = 5") == ("lease_ms", "5")
+    with pytest.raises(InvalidArgument, match="KEY=VALUE"):
+        split_setting("lease_ms")

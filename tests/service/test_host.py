@@ -1,0 +1,433 @@
+"""Who may write to a replica, when, and what a refusal leaves behind: nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import (
+    InternalError,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    OtherWriter,
+    ReplicaLapsed,
+    SequenceError,
+    StaleEpoch,
+)
+from kvplane.base.session import OpenRequest
+from kvplane.base.stamps import MAX_EPOCH
+from kvplane.base.step import AdmitStatus, Cache, End, EventKind, Part, RemoveReason, Step
+from kvplane.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
+from kvplane_service.config import Config
+from kvplane_service.host import ReplicaState, UnaryStep
+from tests.service.hosts import HostWorld, spec_of
+
+PROMPT = list(range(40))  # two full blocks and a half
+
+
+@pytest.fixture
+def world():
+    return HostWorld()
+
+
+def admit(slot: int = 0, tokens=PROMPT) -> Part:
+    return part_of(NewsRow(slot, tokens), AdmitRow(slot))
+
+
+def shown(world) -> list:
+    """Every event and notice that others have seen."""
+    seen = []
+    for batch in world.host.events.subscribe(0, lambda: None).take():
+        seen.extend((event.kind, event.hashes) for event in batch.events)
+        seen.extend(name for name in ("withdrawn", "restored") if getattr(batch, name))
+    return seen
+
+
+class TestOpening:
+    def test_a_new_life_gets_a_new_epoch_and_an_empty_replica(self, world):
+        first = world.open()
+        first.step(admit())
+        second = world.open()
+        assert second.opened.epoch == first.opened.epoch + 1
+        assert (second.opened.seq, second.opened.next_part, second.opened.free_blocks) == (0, 0, 20)
+        assert second.opened.kept_keys == 0
+
+    def test_the_answer_tells_the_limits(self):
+        config = Config(max_steps_in_flight=3, max_rows_per_step=7, lease_ms=11)
+        opened = HostWorld(config).open().opened
+        assert (opened.max_steps_in_flight, opened.max_rows, opened.lease_ms) == (3, 7, 11)
+
+    def test_a_resumed_life_goes_on_where_it_was(self, world):
+        engine = world.open()
+        engine.step(admit())
+        engine.step(part_of(RunRow(0)), last=False)
+        world.host.lost(engine.nonce)
+        again = world.open(engine.opened.epoch)
+        assert (again.opened.epoch, again.opened.seq, again.opened.next_part) == (engine.opened.epoch, 1, 1)
+        again.step(Part(), part=1)
+
+    def test_the_newer_session_wins_and_the_older_is_told(self, world):
+        older = world.open()
+        newer = world.open(older.opened.epoch)
+        assert [type(error) for error in older.told] == [OtherWriter]
+        with world.refuses(OtherWriter, "newer"):
+            older.step(admit())
+        newer.step(admit())
+        assert newer.told == []
+
+    def test_an_older_session_that_is_gone_is_not_told(self, world):
+        older = world.open()
+        world.host.lost(older.nonce)
+        world.open()
+        assert older.told == []
+
+    def test_a_broken_stream_of_an_older_session_is_nobody_s_loss(self, world):
+        older = world.open()
+        world.open()
+        world.host.lost(older.nonce)
+        assert world.host.state is ReplicaState.LIVE
+
+    @pytest.mark.parametrize("epoch", [1, 3, 99, 2**64 - 1])
+    def test_only_the_current_life_can_be_resumed(self, world, epoch):
+        assert world.open().opened.epoch == 2
+        with world.refuses(StaleEpoch, field="epoch"):
+            world.open(epoch)
+
+    def test_a_life_without_a_session_cannot_be_resumed(self, world):
+        with world.refuses(StaleEpoch):
+            world.open(world.host.epoch)
+
+    def test_a_nonce_is_used_once(self, world):
+        engine = world.open()
+        with world.refuses(InvalidArgument, "in use", "nonce"):
+            world.host.open(OpenRequest("r", engine.nonce))
+        engine.step()
+
+    def test_a_client_s_name_has_a_limit(self, world):
+        with world.refuses(InvalidArgument, field="client"):
+            world.open(client="x" * 129)
+        world.open(client="x" * 128)
+        assert world.host.client == "x" * 128
+
+    @pytest.mark.parametrize("size", [1, 20, 22])
+    def test_a_stamp_table_is_of_this_pool(self, world, size):
+        with world.refuses(InvalidArgument, field="stamp_table"):
+            world.open(stamp_table=(0,) * size)
+
+    def test_epochs_have_an_end(self, world):
+        world.host.epoch = MAX_EPOCH
+        with world.refuses(LimitExceeded, "engine lives"):
+            world.open()
+
+
+class TestSteps:
+    @pytest.fixture
+    def engine(self, world):
+        return world.open()
+
+    def test_a_repeat_is_answered_and_not_applied(self, world, engine):
+        first = engine.step(admit(), content=b"a")
+        before = world.digest
+        assert engine.step(admit(), seq=1, executed_through=0, content=b"a") is first
+        assert world.digest == before
+
+    def test_a_number_is_used_for_one_content(self, world, engine):
+        engine.step(admit(), content=b"a")
+        with world.refuses(SequenceError, "other content"):
+            engine.step(admit(1), seq=1, executed_through=0, content=b"b")
+
+    @pytest.mark.parametrize(("seq", "part"), [(0, 0), (3, 0), (2, 1), (2**64 - 1, 0)])
+    def test_a_step_out_of_turn_is_refused(self, world, engine, seq, part):
+        engine.step(admit())
+        with world.refuses(SequenceError, field="seq"):
+            engine.step(seq=seq, part=part)
+
+    def test_a_repeat_beyond_the_store_is_refused(self, world, engine):
+        for _ in range(5):
+            engine.step()
+        engine.step(seq=2)
+        with world.refuses(SequenceError, "not stored"):
+            engine.step(seq=1)
+
+    def test_a_refused_step_may_be_sent_again_corrected(self, world, engine):
+        with world.refuses(InvalidArgument, field="parts[0].admit.slot[0]"):
+            engine.step(part_of(AdmitRow(7)), content=b"a")
+        assert engine.step(admit(), content=b"b").parts[0].admit_status == [AdmitStatus.GRANTED]
+
+    @pytest.mark.parametrize("epoch", [0, 1, 3])
+    def test_a_step_of_another_life_is_refused(self, world, engine, epoch):
+        with world.refuses(StaleEpoch):
+            engine.step(epoch=epoch)
+
+    @pytest.mark.parametrize("through", [0, 3, 4, 2**64 - 1])
+    def test_executed_is_between_what_was_said_and_what_was_answered(self, world, engine, through):
+        engine.step()
+        engine.step(executed_through=1)
+        with world.refuses(InvalidArgument, field="executed_through"):
+            engine.step(executed_through=through)
+
+    def test_steps_in_flight_are_limited(self, world, engine):
+        for _ in range(4):
+            engine.step(executed_through=0)
+        with world.refuses(LimitExceeded, field="executed_through"):
+            engine.step(executed_through=0)
+        engine.step(executed_through=1)
+
+    def test_rows_of_a_step_are_limited_over_its_parts(self, world):
+        engine = HostWorld(Config(max_rows_per_step=5)).open()
+        engine.step(part_of(*(NewsRow(slot, [1]) for slot in range(3))), last=False)
+        with pytest.raises(LimitExceeded, match="6 rows"):
+            engine.step(part_of(*(PeekRow(slot) for slot in range(3))), part=1)
+        engine.step(part_of(PeekRow(0), PeekRow(1)), part=1)
+        with pytest.raises(LimitExceeded, match="6 rows"):
+            engine.step(*[Part() for _ in range(6)])
+
+    def test_ten_thousand_rows_are_too_many(self, world, engine):
+        with world.refuses(LimitExceeded, "10000 rows", "parts"):
+            engine.step(part_of(*(NewsRow(slot, [1]) for slot in range(10_000))))
+
+    def test_events_are_answered_when_asked_for(self, world, engine):
+        assert engine.step(admit()).parts[0].events == []
+        with_events = world.open(with_events=True)
+        (event,) = with_events.step(admit()).parts[0].events
+        assert event.kind is EventKind.STORED
+
+    def test_what_may_be_seen_follows_what_was_executed(self, engine):
+        assert engine.step(admit(), executed_through=0).published_through == 0
+        assert engine.step(executed_through=1).published_through == 1
+
+
+class TestLease:
+    def test_a_silent_session_lapses_and_any_message_brings_it_back(self, world):
+        engine = world.open()
+        engine.step(admit())
+        engine.step()
+        for message in (engine.step, lambda: world.host.heartbeat(engine.nonce)):
+            world.pass_lease()
+            assert world.host.state is ReplicaState.LAPSED
+            with world.refuses(ReplicaLapsed):
+                world.host.check_readable()
+            message()
+            assert world.host.state is ReplicaState.LIVE
+            world.host.check_readable()
+
+    def test_each_message_renews_the_lease(self, world):
+        engine = world.open()
+        for _ in range(3):
+            world.now_ns += world.config.lease_ms * 1_000_000
+            assert world.host.state is ReplicaState.LIVE
+            engine.step()
+
+    def test_a_refused_message_renews_it_too(self, world):
+        engine = world.open()
+        world.pass_lease()
+        with pytest.raises(SequenceError):
+            engine.step(seq=9)
+        assert world.host.state is ReplicaState.LIVE
+
+    def test_others_are_told_of_the_lapse_and_the_return_once(self, world):
+        engine = world.open()
+        world.host.expire()
+        world.pass_lease()
+        world.host.expire()
+        world.host.expire()
+        engine.step()
+        assert shown(world) == ["withdrawn", "restored"]
+
+    def test_a_broken_stream_lapses_at_once(self, world):
+        engine = world.open()
+        engine.step(admit())
+        before = world.digest
+        world.host.lost(engine.nonce)
+        assert world.host.state is ReplicaState.LAPSED
+        assert shown(world) == ["withdrawn"]
+        assert world.digest == before
+
+    def test_an_idle_replica_does_not_lapse(self, world):
+        world.pass_lease()
+        world.host.expire()
+        assert world.host.state is ReplicaState.IDLE
+        assert shown(world) == []
+
+    def test_the_next_session_takes_a_lapsed_replica_over(self, world):
+        engine = world.open()
+        engine.step(admit())
+        engine.step()
+        world.host.lost(engine.nonce)
+        new = world.open()
+        kinds = [one if isinstance(one, str) else one[0] for one in shown(world)]
+        assert kinds == [EventKind.STORED, "withdrawn", EventKind.CLEARED, "restored"]
+        assert new.opened.free_blocks == 20
+
+
+class TestPublication:
+    def test_a_step_s_keys_are_shown_once_it_was_executed(self, world):
+        engine = world.open()
+        engine.step(admit())
+        assert shown(world) == []
+        engine.step(executed_through=0)
+        assert shown(world) == []
+        engine.step(executed_through=1)
+        ((kind, hashes),) = shown(world)
+        assert (kind, len(hashes)) == (EventKind.STORED, 2)
+
+    def test_keys_of_a_step_that_failed_are_never_shown(self, world):
+        engine = world.open(with_events=True)
+        engine.step(admit())
+        answer = engine.step(Part(cache=Cache(failed_steps=[1])), executed_through=0)
+        assert [event.reason for event in answer.parts[0].events] == [RemoveReason.WITHDRAWN] * 2
+        engine.step(executed_through=2)
+        assert shown(world) == []
+
+    def test_a_dropped_key_is_removed_at_once(self, world):
+        engine = world.open()
+        blocks = engine.step(admit()).parts[0].new_blocks.ids
+        engine.step()
+        engine.step(Part(cache=Cache(evicted=blocks[:1])), executed_through=1)
+        assert [kind for kind, _ in shown(world)] == [EventKind.STORED, EventKind.REMOVED]
+
+    def test_keys_that_a_new_life_proves_stay_and_the_others_are_removed(self, world):
+        engine = world.open()
+        orders = engine.step(admit()).parts[0].orders
+        engine.step()
+        stamps = [0] * 21
+        for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
+            stamps[block] = stamp
+        stamps[orders.stamp_block[0]] = 0
+        new = world.open(stamp_table=tuple(stamps))
+        assert new.opened.kept_keys == 1
+        assert world.open(new.opened.epoch).opened.kept_keys == 1
+        (_, (_, lost)) = shown(world)
+        assert len(lost) == 1
+
+    def test_a_replica_without_events_shows_none(self):
+        world = HostWorld(spec=spec_of(events=False))
+        engine = world.open()
+        engine.step(admit())
+        engine.step()
+        world.open()
+        assert shown(world) == []
+
+
+class TestClosing:
+    def test_the_requests_are_freed(self, world):
+        engine = world.open()
+        engine.step(part_of(NewsRow(0, PROMPT), NewsRow(1, PROMPT), NewsRow(2, PROMPT), AdmitRow(0), AdmitRow(1)))
+        engine.step(part_of(FactRow(0, end=End.HELD)), executed_through=0)
+        world.host.close(engine.nonce)
+        replica = world.host.replica
+        assert (replica.free_blocks, replica.num_running, replica.requests.slots()) == (20, 0, [])
+        assert world.host.state is ReplicaState.IDLE
+        assert world.digest
+
+    def test_also_in_the_middle_of_a_step(self, world):
+        engine = world.open()
+        engine.step(admit(), last=False)
+        world.host.close(engine.nonce)
+        assert world.host.replica.free_blocks == 20
+
+    def test_the_keys_wait_for_a_life_that_can_prove_them(self, world):
+        engine = world.open()
+        orders = engine.step(admit()).parts[0].orders
+        engine.step()
+        world.host.close(engine.nonce)
+        stamps = [0] * 21
+        for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
+            stamps[block] = stamp
+        assert world.open(stamp_table=tuple(stamps)).opened.kept_keys == 2
+
+    def test_nobody_reads_them_meanwhile(self, world):
+        engine = world.open()
+        engine.step(admit())
+        engine.step()
+        world.host.close(engine.nonce)
+        with world.refuses(ReplicaLapsed):
+            world.host.check_readable()
+        assert shown(world)[-1] == "withdrawn"
+
+    def test_a_closed_session_is_over(self, world):
+        engine = world.open()
+        world.host.close(engine.nonce)
+        for act in (engine.step, lambda: world.host.heartbeat(engine.nonce), lambda: world.host.close(engine.nonce)):
+            with world.refuses(OtherWriter):
+                act()
+        with world.refuses(StaleEpoch):
+            world.open(engine.opened.epoch)
+
+    def test_unary_calls_begin_a_life_of_their_own(self, world):
+        engine = world.open()
+        engine.step(admit())
+        engine.step()
+        world.host.close(engine.nonce)
+        with world.refuses(StaleEpoch, "which has ended"):
+            world.host.check_unary(UnaryStep(epoch=engine.opened.epoch))
+        world.host.revive()
+        assert world.host.epoch == engine.opened.epoch + 1
+        hit = world.host.apply_unary(UnaryStep(), [part_of(NewsRow(0, PROMPT), PeekRow(0))])
+        assert hit.parts[0].peek_hit == [0]
+        assert shown(world)[-2:] == [(EventKind.CLEARED, ()), "restored"]
+
+    def test_a_removed_replica_tells_its_session_and_its_subscribers(self, world):
+        engine = world.open()
+        subscription = world.host.events.subscribe(None, lambda: None)
+        gone = NotFound("gone")
+        world.host.retire(gone)
+        assert engine.told == [gone]
+        with pytest.raises(NotFound):
+            subscription.take()
+
+
+class TestUnaryWriters:
+    def test_calls_are_steps_in_a_row(self, world):
+        results = [world.host.apply_unary(UnaryStep(), [Part()]) for _ in range(2)]
+        assert [(one.seq, one.part) for one in results] == [(1, 0), (2, 0)]
+        assert world.host.replica.executed_through == 1
+
+    def test_calls_can_share_a_step(self, world):
+        results = [world.host.apply_unary(UnaryStep(more=more), [Part()]) for more in (True, True, False, True)]
+        assert [(one.seq, one.part) for one in results] == [(1, 0), (1, 1), (1, 2), (2, 0)]
+
+    @pytest.mark.parametrize("lapsed", [False, True])
+    def test_a_session_keeps_them_out(self, world, lapsed):
+        engine = world.open()
+        if lapsed:
+            world.host.lost(engine.nonce)
+        with world.refuses(OtherWriter, "session"):
+            world.host.apply_unary(UnaryStep(), [Part()])
+
+    @pytest.mark.parametrize("epoch", [2, 99])
+    def test_another_life_is_refused(self, world, epoch):
+        with world.refuses(StaleEpoch, field="epoch"):
+            world.host.apply_unary(UnaryStep(epoch), [Part()])
+        world.host.apply_unary(UnaryStep(1), [Part()])
+
+    def test_limits_hold_for_them_too(self, world):
+        with world.refuses(InvalidArgument, field="executed_through"):
+            world.host.apply_unary(UnaryStep(executed_through=1), [Part()])
+        for _ in range(4):
+            world.host.apply_unary(UnaryStep(executed_through=0), [Part()])
+        with world.refuses(LimitExceeded):
+            world.host.apply_unary(UnaryStep(executed_through=0), [Part()])
+
+
+class TestBrokenCore:
+    def test_a_replica_whose_core_broke_promises_nothing_more(self, world, monkeypatch):
+        engine = world.open()
+
+        def breaks(_: Step):
+            raise AssertionError("a bug")
+
+        monkeypatch.setattr(world.host.replica, "apply", breaks)
+        with pytest.raises(AssertionError, match="a bug"):
+            engine.step()
+        monkeypatch.undo()
+        acts = (
+            engine.step,
+            world.open,
+            world.host.check_readable,
+            lambda: world.host.heartbeat(engine.nonce),
+            lambda: world.host.apply_unary(UnaryStep(), [Part()]),
+        )
+        for act in acts:
+            with pytest.raises(InternalError, match="broke"):
+                act()
