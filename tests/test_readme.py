@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
+
+from kvplane_service.cli.child import ServiceChild
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 
 def fenced_blocks(text: str, language: str) -> list[str]:
@@ -42,3 +50,43 @@ def test_the_two_commands_are_targets_and_ci_runs_the_second():
     assert {"demo", "test"} <= set(targets)
     commands = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")]
     assert commands == [test]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A service to read the README against, in place of the one on the default port."""
+    with ServiceChild() as service:
+        yield service.address
+
+
+def test_the_engine_loop_runs_as_printed(address):
+    (loop,) = fenced_blocks(README, "python")
+    assert DEFAULT_ADDRESS in loop
+    done = run_block(loop.replace(DEFAULT_ADDRESS, address))
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("turn 1: 0 of 100 prompt tokens were cached")
+    assert second.startswith("turn 2: 96 of 100 prompt tokens were cached")
+
+
+def curl(line: str, address: str) -> dict[str, object]:
+    """Do what a grpcurl line says; buf stands in for grpcurl, which has no package."""
+    words = shlex.split(line)
+    assert words[:3] == ["grpcurl", "-plaintext", "-d"], line
+    body, method = words[3], words[5]
+    command = ["scripts/buf.sh", "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-d", body]
+    done = subprocess.run(
+        [*command, f"http://{address}/{method}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer: dict[str, object] = json.loads(done.stdout)
+    return answer
+
+
+def test_the_calls_by_hand_allocate_hit_and_are_refused(address):
+    (block,) = (block for block in fenced_blocks(README, "sh") if "grpcurl" in block)
+    registered, allocated, _, found, refused = (curl(line, address) for line in block.splitlines())
+    assert registered["spec"]
+    assert allocated["status"] == "ALLOCATION_STATUS_GRANTED"
+    assert found["hitTokens"] == 16
+    assert refused["status"] == "ALLOCATION_STATUS_REFUSED"

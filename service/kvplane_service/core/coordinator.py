@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +10,7 @@ from kvplane.base.step import Orders
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER, Need
-from kvplane_service.core.pool import INSIDE, NULL_BLOCK, BlockPool
+from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
 
 
@@ -251,11 +250,6 @@ class Coordinator:
     def tables(self, slot: int) -> list[list[int]]:
         """Block table per group; fresh lists."""
         return [list(manager.table[slot]) for manager in self.managers]
-
-    def holders(self, block: int, slots: Iterable[int]) -> list[int]:
-        """The slots among `slots` whose tables hold the block."""
-        assert block != NULL_BLOCK
-        return [slot for slot in slots if any(block in manager.table[slot] for manager in self.managers)]
 
 
 @lru_cache(maxsize=4096)

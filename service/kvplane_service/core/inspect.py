@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvplane_service.core.pool import NULL_BLOCK, Key
+from kvplane.base.groups import CommitRule
+from kvplane_service.core.pool import NULL_BLOCK, BlockPool, Key
 from kvplane_service.core.replica import Replica
 
 
@@ -68,20 +70,21 @@ def take_snapshot(replica: Replica) -> Snapshot:
 
 def digest(replica: Replica) -> str:
     """SHA-256 (hex) of all that later decisions can depend on. Equal operations give equal digests."""
-    pool, requests, ledger = replica.coordinator.pool, replica.requests, replica.ledger
+    pool, ledger, managers = replica.coordinator.pool, replica.ledger, replica.coordinator.managers
     told = hashlib.sha256()
     state = (
-        (replica.seq, pool.executed_through, pool.epoch, pool.generation),
+        (replica.seq, pool.executed_through, pool.epoch, pool.generation, pool.last_counter),
         list(pool.free),
         pool.references,
-        [(one.block, one.key.domain, one.key.group, one.key.digest, one.num_tokens) for one in _keys(replica)],
+        [(one.block, one.key, one.num_tokens) for one in _keys(replica)],
+        sorted((key, blocks) for key, blocks in _index(pool) if len(blocks) > 1),
         pool.key_step,
         pool.stamp,
-        [_request_columns(replica, slot) for slot in requests.slots()],
+        [_request_columns(replica, slot) for slot in replica.requests.slots()],
+        [(manager.copies, manager.step_state()) for manager in managers],
         sorted(ledger.held.items()),
         list(ledger.waiting),
-        [(seq, [(one.block, one.slot) for one in ledger.tentative[seq]]) for seq in sorted(ledger.tentative)],
-        [(seq, [(one.slot, one.num_tokens) for one in ledger.grants[seq]]) for seq in sorted(ledger.grants)],
+        [sorted(book.items()) for book in (ledger.grants, ledger.tentative, ledger.adoptions)],
     )
     for part in state:
         told.update(repr(part).encode())
@@ -93,6 +96,7 @@ def check(replica: Replica) -> None:
     free = replica.coordinator.pool.free.check()
     _check_references(replica, free)
     _check_keys(replica)
+    _check_stamps(replica)
     _check_requests(replica)
 
 
@@ -122,19 +126,35 @@ def _check_keys(replica: Replica) -> None:
     pool = replica.coordinator.pool
     assert pool.key[NULL_BLOCK] is None, "the null block has a key"
     seen = 0
-    for domain, maps in pool.index.items():
-        for group, by_digest in enumerate(maps):
-            for value, entry in by_digest.items():
-                blocks = [entry] if isinstance(entry, int) else entry
-                assert len(set(blocks)) == len(blocks) > 0, f"key {value.hex()}: blocks {blocks}"
-                for block in blocks:
-                    assert pool.has_key(block, Key(domain, group, value)), f"key {value.hex()} is not on block {block}"
-                    seen += 1
+    for key, blocks in _index(pool):
+        assert len(set(blocks)) == len(blocks) > 0, f"key {key.digest.hex()}: blocks {blocks}"
+        for block in blocks:
+            assert pool.has_key(block, key), f"key {key.digest.hex()} is not on block {block}"
+            seen += 1
     on_blocks = sum(1 for key in pool.key if key is not None) + sum(len(more) for more in pool.more_keys.values())
     assert seen == on_blocks, f"{on_blocks} keys on blocks, {seen} in the map"
     for block, more in pool.more_keys.items():
         assert pool.key[block] is not None and more, f"block {block}: further keys {more} without a primary one"
     assert pool.enable_caching or not pool.index, "keys without prefix caching"
+
+
+def _check_stamps(replica: Replica) -> None:
+    """No content version stands for two pages, and each key that waits for its step is in the ledger."""
+    pool, ledger = replica.coordinator.pool, replica.ledger
+    block_of: dict[int, int] = {}
+    accounted = {(seq, one.block) for seq, keys in ledger.tentative.items() for one in keys}
+    for block in range(1, pool.num_blocks):
+        stamp = pool.stamp[block]
+        other = block_of.setdefault(stamp, block) if stamp else block
+        assert other == block, f"blocks {other} and {block} have one stamp"
+        if pool.key[block] is None:
+            continue
+        assert stamp, f"block {block} has a key and no stamp"
+        step = pool.key_step[block]
+        waits = step > pool.executed_through and replica.spec.commit is CommitRule.SAFE
+        assert not waits or (step, block) in accounted, (
+            f"block {block}: its key waits for step {step}, which does not know of it"
+        )
 
 
 def _check_requests(replica: Replica) -> None:
@@ -156,6 +176,14 @@ def _check_requests(replica: Replica) -> None:
     for slot in requests.slots():
         assert requests.in_flight[slot] >= 0, f"slot {slot}: {requests.in_flight[slot]} tokens in flight"
         assert requests.held[slot] == (slot in replica.ledger.held), f"slot {slot}: held flag and blocks disagree"
+
+
+def _index(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
+    """Every key of the map with its blocks, first registered first."""
+    for domain, maps in pool.index.items():
+        for group, by_digest in enumerate(maps):
+            for value, entry in by_digest.items():
+                yield Key(domain, group, value), [entry] if isinstance(entry, int) else entry
 
 
 def _keys(replica: Replica) -> list[CachedKey]:
@@ -190,6 +218,7 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
     content = requests.content[slot]
     return (
         slot,
+        requests.serial[slot],
         requests.request_id[slot],
         requests.domain[slot],
         requests.running[slot],
@@ -200,10 +229,9 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
         requests.num_tokens[slot],
         requests.computed[slot],
         requests.in_flight[slot],
+        requests.granted_step[slot],
         requests.junction[slot],
         content.digests,
         content.hasher.tail if content.hasher else None,
-        replica.coordinator.tables(slot),
-        [manager.num_cached[slot] for manager in replica.coordinator.managers],
-        [manager.partial_hit.get(slot) for manager in replica.coordinator.managers],
+        [manager.slot_state(slot) for manager in replica.coordinator.managers],
     )

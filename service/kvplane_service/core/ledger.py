@@ -10,33 +10,38 @@ and they are withdrawn when the step will not run for their request. Whoever ado
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
-from kvplane_service.core.pool import Key
+from kvplane_service.core.pool import NULL_BLOCK, Key
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Tokens given to one life of a slot by one step."""
+class Life(NamedTuple):
+    """One stay of a request in a slot, from an admission to its end or preemption."""
 
     slot: int
     serial: int
+
+
+class Grant(NamedTuple):
+    """Tokens given to one life by one step."""
+
+    life: Life
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class TentativeKey:
-    """A key that one step registered for one life of a slot."""
+    """A key that one step registered for one life."""
 
     block: int
     key: Key
-    slot: int
-    serial: int
+    life: Life
 
 
 class Ledger:
@@ -49,6 +54,7 @@ class Ledger:
         self._safe = coordinator.spec.commit is CommitRule.SAFE
         self.grants: dict[int, list[Grant]] = {}
         self.tentative: dict[int, list[TentativeKey]] = {}
+        self.adoptions: dict[int, list[tuple[int, Life]]] = {}  # (block with a key of that step, who hit it)
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
         self.held: dict[int, list[int]] = {}  # slot -> blocks of a request that ended while a transfer reads them
 
@@ -59,37 +65,56 @@ class Ledger:
         requests = self._requests
         requests.in_flight[slot] += num_tokens
         requests.granted_step[slot] = seq
-        self.grants.setdefault(seq, []).append(Grant(slot, requests.serial[slot], num_tokens))
+        self.grants.setdefault(seq, []).append(Grant(self._life(slot), num_tokens))
         self._counters.granted_tokens += num_tokens
 
-    def note_admission(self, slot: int, num_hit: int) -> None:
-        """A request was admitted with a hit."""
+    def note_admission(self, slot: int, num_hit: int, hit: Sequence[Sequence[int]]) -> None:
+        """A request was admitted with a hit; what it adopted may still be taken back."""
         self._counters.admitted += 1
         if not self._requests.skip_reading[slot]:
             self._counters.queried_tokens += self._requests.num_tokens[slot]
             self._counters.hit_tokens += num_hit
+        pool = self._blocks.pool
+        if not self._safe:
+            return
+        for block in (block for blocks in hit for block in blocks if block != NULL_BLOCK):
+            if pool.key_step[block] > pool.executed_through:
+                self.adoptions.setdefault(pool.key_step[block], []).append((block, self._life(slot)))
 
     def note_keys(self, slot: int, seq: int) -> None:
         """What was registered since the last call belongs to this request and step."""
         registered = self._blocks.pool.registered
         if registered and self._safe and seq > self._blocks.pool.executed_through:
-            serial = self._requests.serial[slot]
-            keys = self.tentative.setdefault(seq, [])
-            keys.extend(TentativeKey(block, key, slot, serial) for block, key in registered)
+            life = self._life(slot)
+            self.tentative.setdefault(seq, []).extend(TentativeKey(block, key, life) for block, key in registered)
         registered.clear()
+
+    def _life(self, slot: int) -> Life:
+        return Life(slot, self._requests.serial[slot])
+
+    def _runs(self, life: Life) -> bool:
+        return self._requests.running[life.slot] and self._requests.serial[life.slot] == life.serial
+
+    def is_executed(self, slot: int, num_tokens: int) -> bool:
+        """Whether the pages of the request's first tokens are written: none in flight, nor adopted from such a step."""
+        if num_tokens > self._requests.computed[slot] - self._requests.in_flight[slot]:
+            return False
+        life = self._life(slot)
+        return not any(adopter == life for book in self.adoptions.values() for _, adopter in book)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def executed(self, through: int) -> None:
         """All steps up to this one have finished on all ranks."""
         pool, requests = self._blocks.pool, self._requests
-        pool.executed_through = max(pool.executed_through, through)
+        through = pool.executed_through = max(pool.executed_through, through)
         for seq in [seq for seq in self.grants if seq <= through]:
-            for grant in self.grants.pop(seq):
-                if requests.serial[grant.slot] == grant.serial and requests.running[grant.slot]:
-                    requests.in_flight[grant.slot] = max(0, requests.in_flight[grant.slot] - grant.num_tokens)
-        for seq in [seq for seq in self.tentative if seq <= through]:
-            del self.tentative[seq]
+            for life, num_tokens in self.grants.pop(seq):
+                if self._runs(life):
+                    requests.in_flight[life.slot] = max(0, requests.in_flight[life.slot] - num_tokens)
+        for book in (self.tentative, self.adoptions):
+            for seq in [seq for seq in book if seq <= through]:
+                del book[seq]
         while self.waiting and self.waiting[0][0] <= through:
             pool.release(self.waiting.popleft()[1])
 
@@ -107,46 +132,43 @@ class Ledger:
         withdrawn, and whoever adopted them is preempted too.
         """
         never_runs_from = seq if self._requests.granted_step[slot] == seq else seq + 1
-        return self._preempt_all([slot], never_runs_from)
+        return self._lose([self._life(slot)], never_runs_from)
 
     def fail_step(self, seq: int) -> list[int]:
         """A step will never run: the requests that it granted tokens to are preempted, and who adopted its keys."""
-        requests = self._requests
-        lost = [
-            grant.slot
-            for grant in self.grants.get(seq, ())
-            if requests.serial[grant.slot] == grant.serial and requests.running[grant.slot]
-        ]
-        return self._preempt_all(lost, seq)
+        return self._lose([grant.life for grant in self.grants.pop(seq, ())], seq)
 
-    def _preempt_all(self, slots: Iterable[int], never_runs_from: int) -> list[int]:
-        requests = self._requests
-        queue, gone = deque(slots), list[int]()
+    def _lose(self, lives: Iterable[Life], from_step: int) -> list[int]:
+        """Steps from `from_step` on do not run for these lives: withdraw what they registered, and what was built on
+        it. Lives that still run are preempted; the others have ended, but their keys would outlive them.
+        """
+        queue, seen, preempted = deque(lives), set[Life](), list[int]()
         while queue:
-            slot = queue.popleft()
-            if not requests.running[slot]:
+            life = queue.popleft()
+            if life in seen:
                 continue
-            adopters = self._withdraw(slot, never_runs_from)
-            self._blocks.free(slot)
-            requests.stop(slot)
-            requests.serial[slot] += 1
-            self._counters.preempted += 1
-            gone.append(slot)
-            queue.extend(adopters)
-        return gone
+            seen.add(life)
+            queue.extend(self._withdraw(life, from_step))
+            if self._runs(life):
+                self._blocks.free(life.slot)
+                self._requests.stop(life.slot)
+                self._requests.serial[life.slot] += 1
+                self._counters.preempted += 1
+                preempted.append(life.slot)
+        return preempted
 
-    def _withdraw(self, slot: int, from_step: int) -> list[int]:
-        """Drop the keys that steps from `from_step` on registered for the request; who else holds their blocks."""
-        requests, pool = self._requests, self._blocks.pool
-        serial, adopters = requests.serial[slot], list[int]()
+    def _withdraw(self, life: Life, from_step: int) -> list[Life]:
+        """Drop the keys that steps from `from_step` on registered for this life; who adopted their blocks."""
+        pool, adopters = self._blocks.pool, list[Life]()
         for step in [step for step in self.tentative if step >= from_step]:
-            mine = [one for one in self.tentative[step] if one.slot == slot and one.serial == serial]
+            mine = [one for one in self.tentative[step] if one.life == life]
+            self.tentative[step] = [one for one in self.tentative[step] if one.life != life]
             for one in mine:
                 if pool.has_key(one.block, one.key):
                     pool.drop_keys(one.block, RemoveReason.WITHDRAWN)
                     self._counters.withdrawn_keys += 1
-                    others = (other for other in requests.slots() if other != slot and requests.running[other])
-                    adopters.extend(self._blocks.holders(one.block, others))
+            blocks = {one.block for one in mine}
+            adopters.extend(adopter for block, adopter in self.adoptions.get(step, ()) if block in blocks)
         return adopters
 
     def end(self, slot: int, seq: int, fence: int) -> list[int]:
@@ -158,7 +180,7 @@ class Ledger:
             self._blocks.free(slot)
         self._requests.end(slot)
         self._counters.ended += 1
-        return self._preempt_all(adopters, seq)
+        return self._lose(adopters, seq)
 
     def hold(self, slot: int, seq: int) -> list[int]:
         """End a request but keep its blocks until `release_held`."""
@@ -167,17 +189,21 @@ class Ledger:
         self._requests.stop(slot)
         self._requests.held[slot] = True
         self._counters.ended += 1
-        return self._preempt_all(adopters, seq)
+        return self._lose(adopters, seq)
 
     def release_held(self, slot: int) -> None:
         """The transfers of a held request are done."""
         self._blocks.pool.release(self.held.pop(slot))
         self._requests.end(slot)
 
-    def _forget_ungranted(self, slot: int, seq: int) -> list[int]:
+    def _forget_ungranted(self, slot: int, seq: int) -> list[Life]:
         if self._requests.granted_step[slot] == seq:
-            return self._withdraw(slot, seq)
+            return self._withdraw(self._life(slot), seq)
         return []
+
+    def close_step(self, seq: int) -> None:
+        """The step is complete: both ends of its copies return when it has run (at once as the reference does)."""
+        self.release_later(self._blocks.take_copies(), seq if self._safe else 0)
 
     def abandon(self) -> None:
         """The epoch ended: nothing that was in flight will be told executed; all blocks return."""
@@ -190,5 +216,5 @@ class Ledger:
         while self.waiting:
             self._blocks.pool.release(self.waiting.popleft()[1])
         self._blocks.pool.release(self._blocks.take_copies())
-        self.grants.clear()
-        self.tentative.clear()
+        for book in (self.grants, self.tentative, self.adoptions):
+            book.clear()

@@ -17,7 +17,7 @@ NULL_BLOCK = 0
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Key:
     """One name of a block's content: the digest of the prefix that ends in it, within a group and a domain."""
 
@@ -282,10 +282,20 @@ class BlockPool:
         assert self._counter < MAX_COUNTER or self.generation < MAX_GENERATION, "10^12 stamps in one epoch"
         self.generation = min(self.generation + 1, MAX_GENERATION)
 
+    @property
+    def last_counter(self) -> int:
+        """Counter of the last stamp."""
+        return self._counter
+
     def begin_epoch(self, epoch: int) -> None:
-        """Stamps from now on carry the epoch; the counter starts again."""
+        """Stamps from now on carry the epoch; counters and steps start again."""
+        assert epoch > self.epoch, f"epoch {epoch} after {self.epoch}: stamps would be used twice"
         self.epoch = epoch
-        self._counter = 0
+        self._counter = self.step = self.executed_through = 0
+        self.key_step = [0] * self.num_blocks
+        self._born = [0] * self.num_blocks
+        self._used = [0] * self.num_blocks
+        self.stamped.clear()
 
     def _age(self, histogram: list[int], since_step: int) -> None:
         histogram[min((self.step - since_step).bit_length(), 63)] += 1

@@ -145,14 +145,14 @@ class Program:
         return (slot for slot in order if self._requests.running[slot])
 
     def _preempt(self, slot: int) -> None:
-        """Take a request's blocks; what it was granted in this part goes back to the budget."""
-        row = self._row_of.pop(slot, None)
-        if row is not None:
+        """Take the blocks of a request and of its adopters; what this part granted them goes back to the budget."""
+        gone = self._ledger.preempt(slot, self._seq)
+        self._result.preempted.extend(gone)
+        for row in (self._row_of.pop(one) for one in gone if one in self._row_of):
             self._tokens_left += self._result.granted[row]
             self._input_left += self._result.granted[row] + self._overhead
             self._result.granted[row] = 0
             self._new[row] = None
-        self._result.preempted.extend(self._ledger.preempt(slot, self._seq))
 
     def _tell_new(self, row: int, blocks: list[list[int]] | None) -> None:
         for group, ids in enumerate(blocks or ()):
@@ -203,7 +203,7 @@ class Program:
         self._spend(wanted)
         self._ledger.note_grant(slot, wanted, self._seq)
         self._ledger.note_keys(slot, self._seq)
-        self._ledger.note_admission(slot, hit.num_tokens)
+        self._ledger.note_admission(slot, hit.num_tokens, hit.blocks)
         result.admit_granted[row] = wanted
         number = len(result.granted) + row
         self._tell_new(number, new)
@@ -222,7 +222,7 @@ class Program:
         wanted = min(wanted, room)
         if self._flag(rows, row, RowFlag.ALIGN):
             wanted = align_chunk(self._blocks, slot, start, wanted)
-        return wanted
+        return min(wanted, self._blocks.spec.max_model_len - start)
 
     def _admission(self, rows: Admit, row: int, wanted: int, hit: Hit) -> Allocation:
         watermark = Watermark(rows.watermark[row]) if rows.watermark else Watermark.AUTO

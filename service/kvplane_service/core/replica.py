@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
 from kvplane.base.step import (
@@ -16,6 +17,7 @@ from kvplane.base.step import (
     Cache,
     CacheEvent,
     End,
+    ExtraKeys,
     Facts,
     News,
     Part,
@@ -61,18 +63,18 @@ class Replica:
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step and answer them."""
-        StepValidator(self.spec, self.requests, self.seq).check(step)
-        hashers = [self._hash_news(part.news) for part in step.parts]
+        StepValidator(self.spec, self.requests, self._pool.executed_through).check(step)
+        contents_of_news = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
         self.seq = max(self.seq, step.seq)
         self._pool.step = step.seq
         self.ledger.executed(step.executed_through)
         results = []
-        for number, (part, contents) in enumerate(zip(step.parts, hashers, strict=True)):
+        for number, (part, contents) in enumerate(zip(step.parts, contents_of_news, strict=True)):
             opens = step.part + number == 0
             results.append(self._apply_part(part, contents, step.seq, opens))
         if step.last:
+            self.ledger.close_step(step.seq)
             self.counters.steps += 1
-            self._close_step(step.seq)
             results[-1].free_blocks = self._pool.num_free
         return StepResult(step.seq, step.part, results, self._pool.executed_through)
 
@@ -88,19 +90,15 @@ class Replica:
             Number of keys kept. `take_events` tells which were lost.
         """
         pool = self._pool
-        tentative = {one.block for keys in self.ledger.tentative.values() for one in keys}
         self.ledger.abandon()
         for block in range(1, pool.num_blocks):
             proven = block < len(stamp_table) and stamp_table[block] == pool.stamp[block] != 0
-            if not proven or block in tentative:
+            if not proven or pool.key_step[block] > pool.executed_through:
                 pool.drop_keys(block, RemoveReason.UNVERIFIED)
         order = list(pool.free)
         pool.free.rebuild(sorted(order, key=lambda block: pool.key[block] is not None))
         pool.begin_epoch(epoch)
-        pool.stamped.clear()
-        self.seq = pool.step = pool.executed_through = 0
-        for block in order:
-            pool.key_step[block] = 0
+        self.seq = 0
         return pool.count_keys()
 
     def take_events(self) -> list[CacheEvent]:
@@ -117,9 +115,8 @@ class Replica:
 
     def digests_of(self, content: News) -> list[bytes]:
         """Block hashes of a one-row News, whether it gives tokens or hashes; raises as a step with it would."""
-        probe = Step(0, self.seq + 1, [Part(news=content)])
-        StepValidator(self.spec, Requests(), self.seq).check(probe)
-        return self._hash_news(content)[0].digests
+        StepValidator(self.spec, Requests(), 0).check(Step(0, 1, [Part(news=content)]))
+        return self._hash_news(content, "news")[0].digests
 
     def peek_slot(self, slot: int) -> Hit:
         """How long the prefix of a known request is cached, as its own admission would see it."""
@@ -203,8 +200,7 @@ class Replica:
         token_at = hash_at = 0
         for row, slot in enumerate(facts.slot):
             if facts.computed and facts.computed[row] != UNCHANGED:
-                requests.computed[slot] = facts.computed[row]
-                requests.wake(slot)
+                self._correct(slot, facts.computed[row])
             appended = facts.appended[row] if facts.appended else 0
             if appended:
                 requests.num_tokens[slot] += appended
@@ -225,6 +221,12 @@ class Replica:
             if facts.end and facts.end[row]:
                 self._end(slot, End(facts.end[row]), facts.fence[row] if facts.fence else 0, seq, result)
 
+    def _correct(self, slot: int, computed: int) -> None:
+        """Drafts were rejected. Only a grant can raise the count: what was not granted was not computed."""
+        requests = self.requests
+        requests.computed[slot] = min(requests.computed[slot], computed)
+        requests.wake(slot)
+
     def _append_tokens(self, slot: int, tokens: list[int]) -> None:
         content = self.requests.content[slot]
         if content.hasher is not None:
@@ -232,11 +234,11 @@ class Replica:
             content.digests.extend(split_hashes(made, self._scheme.digest.size))
 
     def _commit(self, slot: int, num_tokens: int, seq: int) -> None:
-        """Register what became true; tokens behind those in flight have been executed already."""
+        """Register what became true, never beyond what is computed; what is not in flight has been executed already."""
         requests, pool = self.requests, self._pool
-        executed = num_tokens <= requests.computed[slot] - requests.in_flight[slot]
-        pool.step = pool.executed_through if executed else seq
-        self.coordinator.register(slot, min(num_tokens, requests.num_tokens[slot]))
+        num_tokens = min(num_tokens, requests.computed[slot], requests.num_tokens[slot])
+        pool.step = pool.executed_through if self.ledger.is_executed(slot, num_tokens) else seq
+        self.coordinator.register(slot, num_tokens)
         self.ledger.note_keys(slot, pool.step)
         pool.step = seq
         requests.wake(slot)
@@ -259,13 +261,15 @@ class Replica:
         if cache.reset:
             result.reset_done = self._pool.reset()
 
-    def _hash_news(self, news: News) -> list[Content]:
+    def _hash_news(self, news: News, field: str) -> list[Content]:
         """Contents of the new requests; changes nothing. Raises InvalidArgument for bad extra keys."""
         contents, at = [], 0
         digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
         for row, num_tokens in enumerate(news.num_tokens):
             if news.tokens:
-                contents.append(self._hash_tokens(news, row, news.tokens[at : at + num_tokens]))
+                extra = news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS
+                tokens = news.tokens[at : at + num_tokens]
+                contents.append(self._hash_tokens(tokens, extra, f"{field}.extra_keys[{row}]"))
                 at += num_tokens
             else:
                 count = news.num_hashes[row] if news.num_hashes else 0
@@ -273,8 +277,12 @@ class Replica:
                 at += count
         return contents
 
-    def _hash_tokens(self, news: News, row: int, tokens: list[int]) -> Content:
-        hasher = RequestHasher(self._scheme, news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS)
+    def _hash_tokens(self, tokens: list[int], extra: ExtraKeys, field: str) -> Content:
+        try:
+            hasher = RequestHasher(self._scheme, extra)
+        except InvalidArgument as error:
+            inner = error.field.removeprefix("extra_keys")
+            raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
         return Content(split_hashes(hasher.append(pack_tokens(tokens)), self._scheme.digest.size), hasher)
 
     def _news(self, news: News, contents: list[Content], result: PartResult) -> None:
@@ -304,9 +312,3 @@ class Replica:
         for row, slot in enumerate([*part.run.slot, *part.admit.slot]):
             for group, table in enumerate(self.coordinator.tables(slot)):
                 result.tables.add(row, group, table)
-
-    def _close_step(self, seq: int) -> None:
-        """The step is complete: both ends of its copies return when it has run (at once as the reference does)."""
-        held = self.coordinator.take_copies()
-        fence = 0 if self.spec.commit is CommitRule.REFERENCE else seq
-        self.ledger.release_later(held, fence)

@@ -12,7 +12,21 @@ from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_TOKENS, ReplicaSpec
-from kvplane.base.step import UNCHANGED, Admit, Cache, End, Facts, News, Part, RowFlag, Run, Step, Watermark
+from kvplane.base.step import (
+    UNCHANGED,
+    UNLIMITED,
+    Admit,
+    Cache,
+    End,
+    Facts,
+    News,
+    OnRefusal,
+    Part,
+    RowFlag,
+    Run,
+    Step,
+    Watermark,
+)
 from kvplane_service.core.requests import MAX_SLOTS, Requests
 
 MAX_LOOKAHEAD = 4096
@@ -36,25 +50,21 @@ class _Slot:
 class StepValidator:
     """Checks one step against the state; reads only."""
 
-    def __init__(self, spec: ReplicaSpec, requests: Requests, last_seq: int) -> None:
+    def __init__(self, spec: ReplicaSpec, requests: Requests, executed_through: int) -> None:
         self._spec = spec
         self._requests = requests
-        self._last_seq = last_seq
+        self._executed_through = executed_through
         self._slots: dict[int, _Slot] = {}
         self._where = ""
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument naming the field at fault."""
-        if not step.parts:
-            raise InvalidArgument("a step needs a part", field="parts", remedy="send an empty part to say nothing")
-        if not 0 <= step.executed_through < step.seq:
-            raise InvalidArgument(
-                f"step {step.executed_through} has not been answered, this is step {step.seq}",
-                field="executed_through",
-                remedy="name the last step that finished on all ranks",
-            )
+        self._require(len(step.parts) > 0, "parts", "a step has at least one part")
+        told = step.executed_through
+        self._require(0 <= told < step.seq, "executed_through", f"step {told} is not before this one, {step.seq}")
+        self._executed_through = max(self._executed_through, told)
         for number, part in enumerate(step.parts):
-            self._where = f"parts[{number}]"
+            self._where = f"parts[{number}]."
             self._check_part(part, step.seq)
 
     def _check_part(self, part: Part, seq: int) -> None:
@@ -64,6 +74,8 @@ class StepValidator:
         self._run(part.run)
         self._admit(part.admit)
         self._live(part.peek.slot, "peek.slot")
+        for name in ("tokens", "input", "overhead"):
+            self._range([getattr(part.budget, name)], 0, UNLIMITED, f"budget.{name}")
 
     # -- sections ----------------------------------------------------------------------------------------------------
 
@@ -78,20 +90,15 @@ class StepValidator:
             f"{len(facts.tokens)} ids for {sum(facts.appended)} appended tokens",
         )
         self._token_ids(facts.tokens, "facts.tokens")
-        count = sum(facts.num_hashes)
-        self._require(
-            _digest_size(facts.hashes, count) is not None,
-            "facts.hashes",
-            f"{len(facts.hashes)} bytes for {count} hashes",
-        )
+        size = self._digest_size(facts.hashes, facts.num_hashes, "facts")
         for row, slot in enumerate(facts.slot):
             known = self._known(slot, f"facts.slot[{row}]")
             self._fact_tokens(facts, row, known)
+            self._fact_hashes(facts, row, known, size)
             self._fact_end(facts, row, known, seq)
 
     def _fact_tokens(self, facts: Facts, row: int, known: _Slot) -> None:
         appended = facts.appended[row] if facts.appended else 0
-        num_hashes = facts.num_hashes[row] if facts.num_hashes else 0
         limit = min(known.max_tokens or self._spec.max_model_len, self._spec.max_model_len)
         self._require(
             0 <= appended <= limit - known.num_tokens,
@@ -99,27 +106,28 @@ class StepValidator:
             f"the request would have {known.num_tokens + appended} tokens, its limit is {limit}",
         )
         known.num_tokens += appended
-        if known.by_service:
-            self._require(
-                appended == 0 or bool(facts.tokens),
-                f"facts.tokens[{row}]",
-                "this request's tokens are hashed by the service",
-            )
-            self._require(
-                num_hashes == 0, f"facts.num_hashes[{row}]", "this request's tokens are hashed by the service"
-            )
-        else:
-            self._require(
-                not facts.tokens or appended == 0, f"facts.tokens[{row}]", "this request came with hashes; send hashes"
-            )
-            known.num_digests += num_hashes
-            self._digests_fit(known, f"facts.num_hashes[{row}]")
+        if appended and known.by_service:
+            self._require(bool(facts.tokens), f"facts.tokens[{row}]", "this request's tokens are hashed by the service")
+        elif appended:
+            self._require(not facts.tokens, f"facts.tokens[{row}]", "this request came with hashes; send hashes")
         for name in ("computed", "commit"):
             column = getattr(facts, name)
             value = column[row] if column else UNCHANGED
             self._require(
                 UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range"
             )
+
+    def _fact_hashes(self, facts: Facts, row: int, known: _Slot, size: int) -> None:
+        count = facts.num_hashes[row] if facts.num_hashes else 0
+        if count == 0:
+            return
+        field = f"facts.num_hashes[{row}]"
+        self._require(not known.by_service, field, "this request's tokens are hashed by the service")
+        same = known.digest_size in (0, size)
+        self._require(same, "facts.hashes", f"digests of {size} bytes after those of {known.digest_size}")
+        known.digest_size = size
+        known.num_digests += count
+        self._digests_fit(known, field)
 
     def _fact_end(self, facts: Facts, row: int, known: _Slot, seq: int) -> None:
         end = facts.end[row] if facts.end else End.NONE
@@ -132,7 +140,10 @@ class StepValidator:
 
     def _cache(self, cache: Cache, seq: int) -> None:
         for row, failed in enumerate(cache.failed_steps):
-            self._require(0 < failed < seq, f"cache.failed_steps[{row}]", f"step {failed} was not sent before this one")
+            field = f"cache.failed_steps[{row}]"
+            self._require(0 < failed < seq, field, f"step {failed} was not sent before this one")
+            # Its keys are published by now; tell a failure before executed_through passes it.
+            self._require(failed > self._executed_through, field, f"step {failed} is said to be executed")
         for row, block in enumerate(cache.evicted):
             self._require(
                 0 < block < self._spec.num_blocks, f"cache.evicted[{row}]", f"block {block} is not in the pool"
@@ -156,10 +167,9 @@ class StepValidator:
             )
             self._require(not news.hashes, "news.hashes", "give tokens or hashes, not both")
             self._token_ids(news.tokens, "news.tokens")
-        size = _digest_size(news.hashes, sum(news.num_hashes))
-        self._require(size is not None, "news.hashes", f"{len(news.hashes)} bytes for {sum(news.num_hashes)} hashes")
+        size = self._digest_size(news.hashes, news.num_hashes, "news")
         for row, slot in enumerate(news.slot):
-            self._new_slot(news, row, slot, by_service, size or 0)
+            self._new_slot(news, row, slot, by_service, size)
 
     def _new_slot(self, news: News, row: int, slot: int, by_service: bool, digest_size: int) -> None:
         self._require(0 <= slot < MAX_SLOTS, f"news.slot[{row}]", f"slot {slot} is not below {MAX_SLOTS}")
@@ -182,7 +192,9 @@ class StepValidator:
         self._distinct(run.slot, "run.slot")
         self._live(run.victims, "run.victims")
         self._range(run.extra, -MAX_TOKENS, MAX_TOKENS, "run.extra")
+        self._range(run.cap, 0, UNLIMITED, "run.cap")
         self._range(run.lookahead, 0, MAX_LOOKAHEAD, "run.lookahead")
+        self._range(run.in_flight, -1, MAX_TOKENS, "run.in_flight")
         self._range(run.flags, 0, int(RowFlag.ALIGN | RowFlag.DELAY_CACHING), "run.flags")
 
     def _admit(self, admit: Admit) -> None:
@@ -203,6 +215,7 @@ class StepValidator:
         self._live(admit.slot, "admit.slot")
         self._distinct(admit.slot, "admit.slot")
         self._range(admit.extra, -MAX_TOKENS, MAX_TOKENS, "admit.extra")
+        self._range(admit.cap, 0, UNLIMITED, "admit.cap")
         self._range(admit.lookahead, 0, MAX_LOOKAHEAD, "admit.lookahead")
         self._range(admit.external, 0, self._spec.max_model_len, "admit.external")
         self._range(admit.encoder_tokens, 0, MAX_TOKENS, "admit.encoder_tokens")
@@ -210,6 +223,8 @@ class StepValidator:
         self._range(admit.reserved, 0, self._spec.num_blocks, "admit.reserved")
         self._range(admit.watermark, 0, int(max(Watermark)), "admit.watermark")
         self._range(admit.flags, 0, int(sum(RowFlag)), "admit.flags")
+        self._range([admit.max_running], 0, UNLIMITED, "admit.max_running")
+        self._require(admit.on_refusal is not OnRefusal.PREEMPT, "admit.on_refusal", "an admission preempts nobody")
 
     # -- words -------------------------------------------------------------------------------------------------------
 
@@ -256,6 +271,18 @@ class StepValidator:
             f"{known.num_digests} hashes for {known.num_tokens} tokens; at most {most}",
         )
 
+    def _digest_size(self, hashes: bytes, counts: Sequence[int], section: str) -> int:
+        """Bytes per digest of a section; 0 when it gives none."""
+        self._range(counts, 0, MAX_TOKENS, f"{section}.num_hashes")
+        count = sum(counts)
+        size = len(hashes) // count if count else 0
+        self._require(
+            size * count == len(hashes) and (size in DIGEST_SIZES or count == 0),
+            f"{section}.hashes",
+            f"{len(hashes)} bytes for {count} hashes of {' or '.join(map(str, DIGEST_SIZES))} bytes",
+        )
+        return size
+
     def _column(self, column: Sequence[object], rows: int, field: str) -> None:
         self._require(len(column) in (0, rows), field, f"{len(column)} entries for {rows} rows")
 
@@ -268,12 +295,4 @@ class StepValidator:
 
     def _require(self, holds: bool, field: str, message: str) -> None:
         if not holds:
-            raise InvalidArgument(message, field=f"{self._where}.{field}")
-
-
-def _digest_size(hashes: bytes, count: int) -> int | None:
-    """Bytes per digest; 0 for no digests, None when they do not divide evenly into a known size."""
-    if count <= 0:
-        return 0 if not hashes else None
-    size = len(hashes) // count
-    return size if size in DIGEST_SIZES and size * count == len(hashes) else None
+            raise InvalidArgument(message, field=self._where + field)

@@ -348,6 +348,16 @@ class GroupManager(ABC):
         """Tokens below which nothing becomes registrable; the replica caches."""
         return (max(self.num_cached[slot], 0) + 1) * self.block_size
 
+    # -- digest ------------------------------------------------------------------------------------------------------
+
+    def slot_state(self, slot: int) -> tuple[object, ...]:
+        """All that decisions on this request depend on."""
+        return self.table[slot], self.num_cached[slot], self.partial_hit.get(slot)
+
+    def step_state(self) -> tuple[object, ...]:
+        """What decisions of the step under way depend on besides."""
+        return ()
+
     # -- small words -------------------------------------------------------------------------------------------------
 
     @property

@@ -98,6 +98,15 @@ class AlignedStateManager(GroupManager):
         """See GroupManager.new_step."""
         self._registered_this_step.clear()
 
+    def slot_state(self, slot: int) -> tuple[object, ...]:
+        """See GroupManager.slot_state."""
+        own = self.last_state[slot], self.num_retired[slot], self.has_allocated[slot]
+        return *super().slot_state(slot), *own
+
+    def step_state(self) -> tuple[object, ...]:
+        """See GroupManager.step_state."""
+        return tuple(sorted(self._registered_this_step))
+
     # -- allocation --------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:

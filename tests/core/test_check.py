@@ -1,0 +1,280 @@
+"""`check` finds every way in which the state could contradict itself: each fault is planted and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.step import End
+from kvplane_service.core import inspect
+from kvplane_service.core.pool import Key
+from tests.core.builders import Engine, digests, fake_digest, full, state
+
+
+@pytest.fixture
+def engine():
+    """Slot 0 runs with blocks 1, 2, 3; slot 1 is held with 4; blocks 5 and 6 are cached and free."""
+    engine = Engine(full(), num_blocks=12)
+    engine.admit(0, "aaaabbbbc")
+    engine.admit(1, "zzz")
+    engine.end(1, how=End.HELD)
+    engine.serve(2, "ccccdddd")
+    assert engine.keyed() == [1, 2, 5, 6]
+    return engine
+
+
+def lost_reference(engine):
+    engine.pool.references[1] -= 1
+    return "block 1: 0 references, 1 holders"
+
+
+def wrong_count(engine):
+    engine.pool.references[3] += 1
+    return "block 3: 2 references, 1 holders"
+
+
+def reference_of_a_free_block(engine):
+    engine.pool.references[6] = 1
+    return "block 6: 1 references, 0 holders"
+
+
+def double_free(engine):
+    engine.pool.free.append([3])
+    return "block 3: 1 holders, free: True"
+
+
+def block_in_two_free_places(engine):
+    free = engine.pool.free
+    free.append([6])
+    return "free list: block 6 does not point back|free list: block 6 twice"
+
+
+def lost_block(engine):
+    engine.pool.free.remove(8)
+    return "block 8: 0 holders, free: False"
+
+
+def null_block_freed(engine):
+    engine.pool.free.append([0])
+    return "the null block is free"
+
+
+def null_block_keyed(engine):
+    engine.pool.key[0] = Key("", 0, fake_digest(1))
+    return "the null block has a key"
+
+
+def wrong_free_count(engine):
+    engine.pool.free.count += 1
+    return "free list: 7 blocks, count says 8"
+
+
+def broken_backward_link(engine):
+    free = engine.pool.free
+    free._previous[9] = 7
+    return "free list: block 9 does not point back to 8"
+
+
+def broken_last_link(engine):
+    free = engine.pool.free
+    free._previous[free._sentinel] = 9
+    return "sentinel does not point to the last block"
+
+
+def ring_in_the_list(engine):
+    free = engine.pool.free
+    free._next[8] = 7
+    return "free list: block 7 twice"
+
+
+def key_without_map_entry(engine):
+    engine.pool.key[3] = Key("", 0, fake_digest(1))
+    return "5 keys on blocks, 4 in the map"
+
+
+def map_entry_without_key(engine):
+    engine.pool.key[2] = None
+    return "is not on block 2"
+
+
+def map_entry_to_another_block(engine):
+    first, second = digests(engine.spec, "aaaabbbb")
+    engine.pool.index[""][0][first], engine.pool.index[""][0][second] = 2, 1
+    return "is not on block"
+
+
+def block_twice_under_a_key(engine):
+    (first, _) = digests(engine.spec, "aaaabbbb")
+    engine.pool.index[""][0][first] = [1, 1]
+    return r"blocks \[1, 1\]"
+
+
+def empty_map_entry(engine):
+    engine.pool.index[""][0][fake_digest(1)] = []
+    return r"blocks \[\]"
+
+
+def further_key_without_a_primary(engine):
+    engine.pool.register(1, Key("", 0, fake_digest(1)), 2)
+    engine.pool.register(3, Key("", 0, fake_digest(2)), 2)
+    engine.pool.more_keys[3] = engine.pool.more_keys.pop(1)
+    engine.pool.index[""][0][fake_digest(1)] = 3
+    primary = engine.pool.key[3]
+    engine.pool.key[3] = None
+    del engine.pool.index[""][0][primary.digest]
+    return "block 3: further keys .* without a primary one"
+
+
+def tentative_key_that_nobody_accounts_for(engine):
+    engine.pool.key_step[1] = 99
+    return "block 1: its key waits for step 99, which does not know of it"
+
+
+def two_blocks_with_one_stamp(engine):
+    engine.pool.stamp[1] = engine.pool.stamp[2]
+    return "blocks 1 and 2 have one stamp"
+
+
+def keyed_block_without_a_stamp(engine):
+    engine.pool.stamp[1] = 0
+    return "block 1 has a key and no stamp"
+
+
+def wrong_number_running(engine):
+    engine.replica.requests.num_running += 1
+    return "1 run, the count says 2"
+
+
+def waiting_request_with_blocks(engine):
+    engine.add(3, "eeee")
+    engine.replica.requests.running[0] = False
+    engine.replica.requests.num_running = 0
+    return "slot 0 holds blocks of group 0, not running"
+
+
+def held_flag_without_blocks(engine):
+    engine.replica.requests.held[0] = True
+    return "slot 0: held flag and blocks disagree"
+
+
+def held_blocks_without_a_flag(engine):
+    engine.replica.requests.held[1] = False
+    return "slot 1: held flag and blocks disagree"
+
+
+def negative_in_flight(engine):
+    engine.replica.requests.in_flight[0] = -1
+    return "slot 0: -1 tokens in flight"
+
+
+def block_outside_the_pool(engine):
+    engine.replica.coordinator.managers[0].table[0].append(12)
+    return "slot 0: a block outside the pool"
+
+
+def caching_beyond_the_table(engine):
+    engine.replica.coordinator.managers[0].num_cached[0] = 4
+    return "slot 0: caches beyond its table"
+
+
+def partial_hit_that_moved(engine):
+    engine.replica.coordinator.managers[0].partial_hit[0] = (1, 3)
+    return "slot 0: shared block 3 left its table"
+
+
+FAULTS = [
+    lost_reference, wrong_count, reference_of_a_free_block, double_free, block_in_two_free_places, lost_block,
+    null_block_freed, null_block_keyed, wrong_free_count, broken_backward_link, broken_last_link, ring_in_the_list,
+    key_without_map_entry, map_entry_without_key, map_entry_to_another_block, block_twice_under_a_key, empty_map_entry,
+    further_key_without_a_primary, tentative_key_that_nobody_accounts_for, two_blocks_with_one_stamp,
+    keyed_block_without_a_stamp, wrong_number_running, waiting_request_with_blocks, held_flag_without_blocks,
+    held_blocks_without_a_flag, negative_in_flight, block_outside_the_pool, caching_beyond_the_table,
+    partial_hit_that_moved,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
+def test_a_planted_fault_is_named(engine, plant):
+    inspect.check(engine.replica)
+    expected = plant(engine)
+    with pytest.raises(AssertionError, match=expected):
+        inspect.check(engine.replica)
+
+
+def test_keys_where_nothing_is_cached_are_a_fault():
+    engine = Engine(full(), enable_caching=False)
+    engine.admit(0, "aaaa")
+    engine.pool.register(1, Key("", 0, fake_digest(1)), 4)
+    with pytest.raises(AssertionError, match="keys without prefix caching"):
+        inspect.check(engine.replica)
+
+
+def test_a_snapshot_proves_before_it_tells(engine):
+    engine.pool.references[1] += 1
+    with pytest.raises(AssertionError, match="block 1"):
+        inspect.take_snapshot(engine.replica)
+
+
+def test_a_snapshot_shows_the_allocator():
+    engine = Engine(full(), num_blocks=12)
+    engine.admit(0, "aaaabbbbc")
+    engine.admit(1, "zzz")
+    engine.end(1, how=End.HELD)
+    engine.executed = 3
+    engine.serve(2, "ccccdddd")
+    seen = inspect.take_snapshot(engine.replica)
+    first, second = digests(engine.spec, "aaaabbbb")
+    assert seen.free_blocks == (7, 8, 9, 10, 11, 6, 5)
+    assert seen.distinct_keys == 4
+    assert [(one.block, one.num_tokens, one.tentative) for one in seen.keys] == [
+        (1, 4, False), (2, 8, False), (5, 4, True), (6, 8, True)
+    ]  # fmt: skip
+    assert [one.key for one in seen.keys[:2]] == [Key("", 0, first), Key("", 0, second)]
+    running, held = seen.requests
+    assert (running.slot, running.num_tokens, running.computed_tokens, running.tables) == (0, 9, 9, ((1, 2, 3),))
+    assert (held.slot, held.running, held.tables) == (1, False, ((),))
+
+
+def change_by_one(engine):
+    """Each way of differing that later decisions can depend on, and no other way sees."""
+    pool, requests, ledger = engine.pool, engine.replica.requests, engine.replica.ledger
+    manager = engine.replica.coordinator.managers[0]
+    key = pool.key[1]
+    yield lambda: pool.free.rebuild(reversed(list(pool.free)))
+    yield lambda: pool.restamp(3)
+    yield lambda: setattr(pool, "executed_through", 5)
+    yield lambda: pool.register(3, key, 4)
+    yield lambda: (pool.unregister(1), pool.register(1, key, 4))  # now behind block 3 under the same key
+    yield lambda: requests.junction.__setitem__(0, 4)
+    yield lambda: requests.granted_step.__setitem__(0, 7)
+    yield lambda: requests.serial.__setitem__(0, 7)
+    yield lambda: manager.num_cached.__setitem__(0, 0)
+    yield lambda: manager.last_state.__setitem__(0, 1)
+    yield lambda: manager.num_retired.__setitem__(0, 1)
+    yield lambda: manager.has_allocated.__setitem__(0, False)
+    yield lambda: manager.copies.append((1, 3))
+    yield lambda: ledger.adoptions.setdefault(9, []).append((1, (0, 1)))
+    yield lambda: ledger.waiting.append((9, []))
+    yield lambda: requests.content[0].digests.append(b"x")
+
+
+def test_the_digest_sees_every_difference_that_can_matter():
+    engine = Engine(state(), full(), num_blocks=30)
+    engine.admit(0, "aaaabbbb")
+    seen = [engine.digest]
+    assert engine.digest == seen[0], "looking changes nothing"
+    for change in change_by_one(engine):
+        change()
+        seen.append(engine.digest)
+    assert len(set(seen)) == len(seen) == 17
+
+
+def test_equal_operations_give_equal_digests():
+    def played():
+        engine = Engine(full(), num_blocks=9)
+        engine.serve(0, "aaaabbbbc")
+        engine.admit(1, "aaaabbbbdd")
+        engine.run(1, text="d")
+        engine.preempt(1)
+        return engine.digest
+
+    assert played() == played()

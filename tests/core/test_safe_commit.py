@@ -1,0 +1,418 @@
+"""A key is true for others only when the step that wrote the page has been executed (commit=safe).
+
+    step sent -> answered -> executed          `executed_through` = all steps up to it are executed
+                 |-- tentative --|
+
+Until then its own replica may build on it, and if the step does not run, the key goes and so does what was built on it.
+The reference registers a key for good when it grants the tokens (vLLM #57580); `commit=reference` keeps that.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.step import Cache, End, EventKind, Facts, OnRefusal, Part, Peek, RemoveReason, RowFlag, Run, Step
+from tests.core.builders import (
+    DEFERRED,
+    GRANTED,
+    REFERENCE,
+    SAFE,
+    Engine,
+    admit_row,
+    full,
+    removed,
+    run_rows,
+    state,
+    tokens,
+    window,
+)
+
+PROMPT = "aaaabbbbc"  # two full blocks and one token
+
+
+def in_flight_engine(*groups, **changes):
+    """Nothing is executed until a test says so."""
+    engine = Engine(*(groups or (full(),)), **changes)
+    engine.executed = 0
+    return engine
+
+
+def reasons(result):
+    return [event.reason for event in result.events if event.kind is EventKind.REMOVED]
+
+
+# -- who sees what, when -----------------------------------------------------------------------------------------------
+
+
+def test_others_see_a_key_once_its_step_is_executed():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    assert engine.outside(PROMPT) == 0
+    engine.executed = 1
+    engine.idle()
+    assert engine.outside(PROMPT) == 8
+
+
+def test_requests_of_the_same_replica_build_on_tentative_keys():
+    engine = in_flight_engine()
+    first = engine.admit(0, PROMPT)
+    second = engine.admit(1, PROMPT)
+    assert second.hit == 8
+    assert second.table[0][:2] == first.table[0][:2]
+
+
+def test_they_may_do_so_within_one_step():
+    engine = in_flight_engine()
+    engine.add(0, PROMPT)
+    engine.add(1, PROMPT)
+    (result,) = engine.step(Part(admit=admit_row(0, 1)))
+    assert result.admit_hit == [0, 8]
+
+
+def test_a_state_is_adopted_only_when_executed():
+    """Attention pages are written token by token, a state page only at the end of its step."""
+    engine = in_flight_engine(state(), full(), num_blocks=40)
+    engine.admit(0, PROMPT, cap=8)
+    assert engine.admit(1, PROMPT).status is DEFERRED
+    engine.executed = 1
+    assert engine.admit(1).status is GRANTED
+    assert engine.computed(1) == 9
+
+
+def test_a_deferred_row_stops_the_section_or_is_passed_over():
+    engine = in_flight_engine(state(), full(), num_blocks=40)
+    engine.admit(0, PROMPT, cap=8)
+    engine.add(1, PROMPT)
+    engine.add(2, "zzzzyyyyx")
+    (stopped,) = engine.step(Part(admit=admit_row(1, 2, on_refusal=OnRefusal.STOP)))
+    assert stopped.admit_status == [DEFERRED, 0]
+    (passed,) = engine.step(Part(admit=admit_row(1, 2, on_refusal=OnRefusal.SKIP)))
+    assert passed.admit_status == [DEFERRED, GRANTED]
+
+
+def test_the_answer_says_up_to_which_step_keys_may_be_shown():
+    engine = in_flight_engine()
+    engine.idle()
+    engine.idle()
+    assert engine.replica.apply(Step(0, 3, [Part()], executed_through=1)).published_through == 1
+
+
+# -- preempted in the step that granted it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rule", "hit"), [(REFERENCE, 144), (SAFE, 128)])
+def test_a_request_preempted_in_the_step_that_granted_it_leaves_no_keys_behind(rule, hit):
+    """The case of vLLM #57580, in blocks of 16: nine blocks, the ninth granted and taken back in one step.
+
+    The request of low priority is granted tokens 128..149 and then preempted in the same step for one of higher
+    priority, so the ninth page is never written. Readmitted, it must not find it.
+    """
+    engine = Engine(full(16), num_blocks=12, commit=rule)
+    text = "".join(chr(97 + index // 16) for index in range(150))
+    assert engine.admit(0, text, cap=128).granted == 128
+    assert engine.admit(1, "z" * 30, cap=16).granted == 16
+    (result,) = engine.step(Part(run=Run([0, 1], victims=[0], on_refusal=OnRefusal.PREEMPT)))
+    assert (result.granted, result.preempted) == ([0, 14], [0])
+    engine.end(1)
+    assert engine.admit(0).hit == hit
+
+
+def test_withdrawn_keys_are_told_as_such():
+    engine = in_flight_engine()
+    engine.add(0, PROMPT)
+    admitted, gone = engine.step(Part(admit=admit_row(0)), Part(facts=Facts([0], end=[End.PREEMPTED])))
+    table = admitted.tables.ids
+    assert removed(gone.events) == table[:2]
+    assert set(reasons(gone)) == {RemoveReason.WITHDRAWN}
+    assert engine.replica.counters.withdrawn_keys == 2
+    assert engine.keyed() == []
+
+
+def test_preemption_in_a_later_step_keeps_the_keys_of_the_steps_that_run():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    engine.preempt(0)
+    assert engine.admit(0).hit == 8
+
+
+def test_a_request_freed_in_the_step_that_granted_it_leaves_no_keys_either():
+    engine = in_flight_engine()
+    engine.add(0, PROMPT)
+    engine.step(Part(admit=admit_row(0)), Part(facts=Facts([0], end=[End.FREE])))
+    assert engine.keyed() == []
+
+
+def test_adopters_are_preempted_with_the_key():
+    engine = in_flight_engine()
+    engine.add(0, PROMPT)
+    engine.add(1, PROMPT + "ddd")
+    engine.add(2, PROMPT + "dddeeee")
+    engine.add(3, "zzzz")
+    granted, gone = engine.step(Part(admit=admit_row(0, 1, 2, 3)), Part(facts=Facts([0], end=[End.PREEMPTED])))
+    assert granted.admit_hit == [0, 8, 12, 0]
+    assert gone.preempted == [1, 2], "the request itself is not told what it said"
+    assert engine.keyed() == granted.tables.by_row()[3][0], "what the bystander wrote stays"
+
+
+def test_an_adopter_preempted_by_the_run_section_gives_its_budget_back():
+    """Slot 1 built on what slot 0 got in this step; the run section grants slot 1, then takes slot 0 and with it 1."""
+    engine = in_flight_engine(num_blocks=9)
+    engine.admit(0, "aaa")
+    engine.admit(2, "zzzz")
+    adopt = Part(facts=Facts([0], appended=[2], tokens=tokens("ab")), run=run_rows(0))
+    admit = Part(news=engine.news(1, "aaaabbbbccccd"), admit=admit_row(1))
+    rows = Run([1, 2], victims=[0], on_refusal=OnRefusal.PREEMPT)
+    scarce = Part(facts=Facts([1, 2], appended=[1, 9], tokens=tokens("e" + "y" * 9)), run=rows)
+    _, admitted, result = engine.step(adopt, admit, scarce)
+    assert admitted.admit_hit == [4]
+    assert result.preempted == [0, 1]
+    assert result.granted == [0, 9]
+    assert 0 not in result.new_blocks.row, "blocks of a row that was taken back are not told"
+
+
+# -- failed steps ------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_preempts_whom_it_granted_and_withdraws_its_keys():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    result = engine.cache(failed_steps=[1])
+    assert result.preempted == [0]
+    assert engine.keyed() == []
+    assert engine.num_free == 100
+    assert engine.admit(0).hit == 0, "its tokens stay, it can be admitted again"
+
+
+def test_keys_of_the_steps_before_the_failed_one_stay():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT, cap=4)
+    engine.run(0)
+    assert engine.keyed() == [1, 2]
+    assert engine.cache(failed_steps=[2]).preempted == [0]
+    assert engine.keyed() == [1]
+    engine.executed = 1
+    assert engine.admit(0).hit == 4
+
+
+def test_steps_behind_the_failed_one_lose_what_they_built_on_it():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    engine.admit(1, PROMPT + "dddeeee")
+    engine.admit(2, "zzzzy")
+    assert engine.cache(failed_steps=[1]).preempted == [0, 1]
+    assert engine.keyed() == engine.table(2)[:1]
+
+
+@pytest.mark.parametrize("how", [End.FREE, End.PREEMPTED, End.HELD])
+def test_a_request_that_left_before_its_step_failed_leaves_no_keys(how):
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    engine.end(0, how=how)
+    assert engine.cache(failed_steps=[1]).preempted == []
+    assert engine.keyed() == []
+
+
+def test_nor_does_an_adopter_that_left():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    engine.admit(1, PROMPT + "dddeeee")
+    engine.end(1)
+    assert engine.cache(failed_steps=[1]).preempted == [0]
+    engine.executed = 3
+    engine.idle()
+    assert engine.outside(PROMPT + "dddeeee") == 0
+
+
+def test_an_adopter_is_found_when_the_block_has_left_its_window():
+    """Window 4: once slot 1 has 16 tokens it no longer holds the block that it adopted, but its pages come from it."""
+    engine = in_flight_engine(window(4))
+    engine.admit(0, "aaaab")
+    engine.admit(1, "aaaabbbbccccdddde", cap=8)
+    engine.executed = 0
+    engine.run(1, in_flight=0)
+    adopted = engine.table(0)[0]
+    assert adopted not in engine.table(1)
+    assert engine.cache(failed_steps=[1]).preempted == [0, 1]
+
+
+def test_an_adopter_is_found_when_it_copied_the_block():
+    """A hit inside a block is copied at once: slot 1 does not hold the block that its copy came from."""
+    engine = in_flight_engine(full(2), full(4, lookup_class=1), partial_hits=True)
+    engine.admit(0, "aaaabbc")
+    adopter = engine.admit(1, "aaaabbdd")
+    assert adopter.hit == 6
+    assert engine.table(0, 1)[1] != engine.table(1, 1)[1]
+    assert engine.cache(failed_steps=[1]).preempted == [0, 1]
+
+
+def test_a_failure_is_told_before_its_step_counts_as_executed():
+    """A synchronous engine whose step 1 failed says executed_through 0 with it; then the count may pass the failure."""
+    engine = Engine(full())
+    engine.admit(0, PROMPT)
+    engine.executed = 0
+    engine.cache(failed_steps=[1])
+    engine.executed = 2
+    engine.admit(0)
+    engine.executed = 3
+    engine.idle()
+    assert engine.outside(PROMPT) == 8
+
+
+def test_what_a_fact_commits_after_the_failure_is_not_lost():
+    """External tokens arrived, so their keys do not depend on the step that had been sent for the rest."""
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT, external=8, flags=RowFlag.DELAY_CACHING)
+    assert engine.keyed() == []
+    engine.fact(0, commit=8)
+    assert engine.outside(PROMPT) == 8, "nothing of tokens 0..7 is in flight"
+    engine.cache(failed_steps=[1])
+    assert engine.outside(PROMPT) == 8
+
+
+def test_but_a_commit_on_top_of_a_tentative_hit_waits_for_that_step():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    engine.admit(1, "aaaabbbbccccd", external=4, flags=RowFlag.DELAY_CACHING)
+    engine.fact(1, commit=12)
+    assert engine.outside("aaaabbbbccccd") == 0
+    assert engine.cache(failed_steps=[1]).preempted == [0, 1]
+    assert engine.keyed() == []
+
+
+def test_a_commit_never_goes_beyond_what_was_granted():
+    engine = Engine(full())
+    engine.admit(0, "aaaabbbbcccc", cap=4, lookahead=8)
+    assert len(engine.table(0)) == 3
+    engine.fact(0, commit=12)
+    assert engine.keyed() == engine.table(0)[:1]
+
+
+def test_a_fact_cannot_claim_tokens_that_were_not_granted():
+    engine = Engine(full())
+    engine.add(0, "aaaabbbbcccc")
+    engine.fact(0, computed=8)
+    assert engine.admit(0, cap=4).granted == 4
+    engine.fact(0, computed=11)
+    assert engine.computed(0) == 4
+
+
+# -- blocks whose return waits -----------------------------------------------------------------------------------------
+
+
+def test_a_fence_holds_freed_blocks_until_its_step_is_executed():
+    engine = in_flight_engine(num_blocks=6)
+    engine.admit(0, PROMPT)
+    engine.run(0, text="c")
+    engine.end(0, fence=2)
+    assert engine.num_free == 2
+    assert engine.admit(1, "zzzzyyyyx").status is not GRANTED
+    engine.executed = 2
+    assert engine.admit(1).status is GRANTED
+
+
+def test_fenced_blocks_return_last_group_first_tail_first_and_in_the_order_of_their_ends():
+    engine = in_flight_engine(full(), full(), num_blocks=13, enable_caching=False)
+    engine.admit(0, "aaaabbbb")
+    engine.admit(1, "ccccdddd")
+    assert [engine.table(0, 0), engine.table(0, 1)] == [[1, 2], [3, 4]]
+    assert [engine.table(1, 0), engine.table(1, 1)] == [[5, 6], [7, 8]]
+    engine.end(1, fence=2)
+    engine.end(0, fence=2)
+    engine.executed = 2
+    engine.idle()
+    assert engine.free_order[:8] == [4, 3, 2, 1, 8, 7, 6, 5], "each return goes to the front as one"
+
+
+def test_a_later_fence_in_front_holds_back_what_is_behind():
+    engine = in_flight_engine(enable_caching=False)
+    engine.admit(0, "aaaa")
+    engine.admit(1, "bbbb")
+    engine.end(0, fence=3)
+    engine.end(1, fence=1)
+    engine.executed = 2
+    engine.idle()
+    assert engine.num_free == 98
+    engine.executed = 3
+    engine.idle()
+    assert engine.num_free == 100
+
+
+def test_a_fence_that_has_passed_frees_at_once():
+    engine = Engine(full())
+    engine.admit(0, PROMPT)
+    engine.end(0, fence=1)
+    assert engine.num_free == 100
+
+
+def test_a_fenced_block_can_still_be_hit():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT)
+    engine.end(0, fence=1)
+    assert engine.admit(1, PROMPT).hit == 8
+    engine.executed = 1
+    engine.idle()
+    assert engine.table(1)[0] not in engine.free_order
+
+
+def test_a_held_request_keeps_its_blocks_until_it_is_released():
+    """It ended, but a transfer still reads its pages."""
+    engine = Engine(full())
+    engine.admit(0, PROMPT)
+    engine.end(0, how=End.HELD)
+    assert engine.num_free == 97
+    assert engine.replica.num_running == 0
+    engine.cache(released=[0])
+    assert engine.num_free == 100
+    assert engine.admit(0, PROMPT).hit == 8, "the slot is free for the next request"
+
+
+def test_a_held_request_takes_no_part():
+    engine = Engine(full())
+    engine.admit(0, PROMPT)
+    engine.end(0, how=End.HELD)
+    (result,) = engine.step(Part(run=run_rows(0), admit=admit_row(0), peek=Peek([0])))
+    assert (result.granted, result.admit_status, result.peek_hit) == ([0], [0], [8])
+
+
+@pytest.mark.parametrize("rule", [SAFE, REFERENCE])
+def test_both_ends_of_a_copy_stay_until_it_has_run(rule):
+    """The reference gives them back when it hands the copy out; a step in flight may still be about to read them."""
+    engine = in_flight_engine(full(2), full(4, lookup_class=1), partial_hits=True, commit=rule)
+    engine.admit(0, "aaaabbc")
+    source = engine.table(0, 1)[1]
+    engine.end(0)
+    copy = engine.admit(1, "aaaabbdd")
+    orders = copy.result.orders
+    target = engine.table(1, 1)[1]
+    assert list(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True)) == [(1, source, target)]
+    engine.end(1)
+    kept = {source, target} - set(engine.free_order)
+    assert kept == ({source, target} if rule is SAFE else set())
+    engine.executed = 3
+    engine.idle()
+    assert {source, target} <= set(engine.free_order)
+
+
+def test_tokens_in_flight_are_counted_from_what_is_executed():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT, cap=4)
+    engine.run(0, cap=4)
+    in_flight = engine.replica.requests.in_flight
+    assert in_flight[0] == 8
+    engine.executed = 1
+    engine.idle()
+    assert in_flight[0] == 4
+    engine.executed = 3
+    engine.idle()
+    assert in_flight[0] == 0
+
+
+def test_everything_that_waits_is_part_of_the_digest():
+    """Two replicas that differ only in what they wait for will decide differently later."""
+    ends = []
+    for fence in (0, 2):
+        engine = in_flight_engine()
+        engine.admit(0, PROMPT)
+        engine.step(Part(facts=Facts([0], end=[End.FREE], fence=[fence])), Part(cache=Cache()))
+        ends.append(engine.digest)
+    assert ends[0] != ends[1]
