@@ -8,7 +8,7 @@ import pytest
 
 from tests.client.worlds import GrpcWorld
 
-LOOP = '''\
+LOOP = """\
 import kvplane
 from kvplane import AdmitRow, BlockTables, End, FactRow, ModelSource, NewsRow, RunRow, part_of
 
@@ -32,7 +32,7 @@ with kvplane.connect("127.0.0.1:7070") as client:
                     print(f"slot {slot}: {hit} of {len(prompt)} tokens were cached, blocks {tables[slot]}")
                 rows = [FactRow(slot, tokens=[forward(tables[slot])]), RunRow(slot)]
             session.apply(part_of(FactRow(slot, end=End.FREE)))
-'''
+"""
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 class AsyncSessionTransport(Protocol):
     """SessionTransport, awaited; the contract is the same."""
 
+    draining: bool
+
     async def open(self, request: OpenRequest) -> Opened:
         """Open a stream, in place of the one before if there was one."""
         ...
@@ -115,6 +117,11 @@ class Session:
     def next_seq(self) -> int:
         """Number of the step that the next part belongs to."""
         return self._state.next_seq
+
+    @property
+    def draining(self) -> bool:
+        """The service will go: finish what runs, close, and open a session elsewhere."""
+        return self._transport.draining
 
     @property
     def ended(self) -> KvplaneError | None:

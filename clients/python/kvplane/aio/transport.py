@@ -36,11 +36,13 @@ class GrpcTransport:
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._call: _Call | None = None
+        self.draining = False
 
     async def open(self, request: OpenRequest) -> Opened:
         """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
         message = stream_messages.open_message(request)
         self.cut()
+        self.draining = False
         try:
             self._call = self._stub.Session()
             async with asyncio.timeout(self._open_timeout_s):
@@ -68,6 +70,7 @@ class GrpcTransport:
             answer = stream_messages.answer_of(await self._read())
             if answer is not None:
                 return answer
+            self.draining = True
 
     async def heartbeat(self) -> None:
         """Keep the lease; raises what ended the stream when it has ended."""
