@@ -137,15 +137,11 @@ class Client:
         """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
         return await self._do(calls.find_cache_hit(replica, what, with_blocks))
 
-    async def allocate_slots(
-        self, replica: str, wish: Allocate, at: At = HERE
-    ) -> allocation_pb2.AllocateSlotsResponse:
+    async def allocate_slots(self, replica: str, wish: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
         """Give a request blocks for its next tokens."""
         return await self._do(calls.allocate_slots(replica, wish, at))
 
-    async def commit_blocks(
-        self, replica: str, commit: Commit, at: At = HERE
-    ) -> allocation_pb2.CommitBlocksResponse:
+    async def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
         """Append tokens to a request and register full blocks in the prefix cache."""
         return await self._do(calls.commit_blocks(replica, commit, at))
 
@@ -161,9 +157,7 @@ class Client:
         """Drop the keys of blocks, in order."""
         return await self._do(calls.evict_blocks(replica, block_ids, at))
 
-    async def reset_prefix_cache(
-        self, replica: str, at: At = HERE
-    ) -> allocation_pb2.ResetPrefixCacheResponse:
+    async def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
         """Drop every key; not done when a block is in use."""
         return await self._do(calls.reset_prefix_cache(replica, at))
 
