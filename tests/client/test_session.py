@@ -9,6 +9,7 @@ import pytest
 from kvplane import aio
 from kvplane.base.errors import (
     FailedPrecondition,
+    InternalError,
     InvalidArgument,
     KvplaneError,
     NotFound,
@@ -18,7 +19,7 @@ from kvplane.base.errors import (
     Unavailable,
 )
 from kvplane.base.session import OpenRequest
-from kvplane.base.step import Part
+from kvplane.base.step import Part, PartResult, StepResult
 from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
@@ -249,6 +250,53 @@ def test_a_newer_session_is_noticed_between_steps_by_the_heartbeat(session, worl
     with open_session(world, world.transport(), nonce=50):
         session.beat()
         ends_with(session, OtherWriter)
+
+
+class Scripted:
+    """A transport that gives the answers of a script."""
+
+    draining = False
+
+    def __init__(self, inner, answers):
+        self._inner = inner
+        self._answers = iter(answers)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def send(self, step):
+        del step
+
+    def receive(self):
+        return next(self._answers)
+
+
+@pytest.mark.parametrize("refusal", [StaleEpoch("old"), OtherWriter("gone")])
+def test_a_refusal_that_no_later_step_can_escape_ends_the_session(world, open_session, refusal):
+    with open_session(world, Scripted(world.transport(), [refusal])) as session:
+        with pytest.raises(type(refusal)):
+            session.apply(Part())
+        assert session.ended is refusal
+        ends_with(session, type(refusal))
+
+
+def test_a_step_that_is_applied_behind_a_refused_one_ends_the_session(world, open_session):
+    answers = [InvalidArgument("no"), StepResult(2, 0, [PartResult()])]
+    with open_session(world, Scripted(world.transport(), answers)) as session:
+        session.submit(Part())
+        session.submit(Part(), executed_through=0)
+        with pytest.raises(InternalError, match="step 2 was applied"):
+            session.receive()
+        ends_with(session, InternalError)
+
+
+def test_the_answer_of_another_step_is_told(world, open_session):
+    transport = Scripted(world.transport(), [StepResult(7, 0, [PartResult()])])
+    with (
+        open_session(world, transport) as session,
+        pytest.raises(InternalError, match="answered by step 7"),
+    ):
+        session.apply(Part())
 
 
 def test_after_close_nothing_goes(session, transport):
