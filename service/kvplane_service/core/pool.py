@@ -72,7 +72,7 @@ class BlockPool:
         self.reserved: list[int] = []  # blocks held for the life of the pool (sinks)
         self.evicted_keys = [0] * num_groups
         self.residency = Residency.empty()
-        self._born = [0] * num_blocks
+        self._born = [0] * num_blocks  # step that handed the block out, 0 = none did in this epoch
         self._used = [0] * num_blocks
 
     # -- blocks ------------------------------------------------------------------------------------------------------
@@ -90,7 +90,8 @@ class BlockPool:
             if self.key[block] is not None:
                 self._evict(block)
             references[block] = 1
-            self._age(self.residency.lifetime, self._born[block])
+            if self._born[block]:
+                self._age(self.residency.lifetime, self._born[block])
             self._born[block] = self._used[block] = self.step
             self.restamp(block)
         return blocks
@@ -294,6 +295,7 @@ class BlockPool:
         self._counter = self.step = self.executed_through = 0
         self.key_step = [0] * self.num_blocks
         self._born = [0] * self.num_blocks
+        self.residency = Residency.empty()
         self._used = [0] * self.num_blocks
         self.stamped.clear()
 

@@ -31,7 +31,7 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.pool import INSIDE
+from kvplane_service.core.pool import INSIDE, Residency
 from kvplane_service.core.program import Program
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.setup import check_spec
@@ -154,6 +154,11 @@ class Replica:
             )
             for manager in self.coordinator.managers
         ]
+
+    @property
+    def residency(self) -> Residency:
+        """How long blocks live; reads only."""
+        return self._pool.residency
 
     def common_prefix_blocks(self) -> list[int]:
         """Per group, leading blocks that every running request shares (for cascade attention)."""

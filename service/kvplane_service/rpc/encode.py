@@ -9,6 +9,7 @@ from kvplane.base.step import Orders, StepResult
 from kvplane.v1 import admin_pb2, events_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.inspect import Snapshot
+from kvplane_service.core.pool import Residency
 from kvplane_service.core.replica import Replica
 from kvplane_service.events import Batch
 from kvplane_service.host import ReplicaHost, ReplicaState
@@ -102,7 +103,22 @@ def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:
         executed_through=replica.executed_through,
         counters=encode_counters(replica),
         num_ranks=entry.registration.num_ranks,
+        common_prefix_blocks=replica.common_prefix_blocks(),
+        residency=encode_residency(replica.residency),
     )
+
+
+def encode_residency(residency: Residency) -> pb.Residency:
+    """Histograms of block lives, without their empty tails."""
+    return pb.Residency(
+        lifetime=_without_tail(residency.lifetime),
+        idle_before_evict=_without_tail(residency.idle_before_evict),
+        reuse_gap=_without_tail(residency.reuse_gap),
+    )
+
+
+def _without_tail(histogram: list[int]) -> list[int]:
+    return histogram[: max((index + 1 for index, count in enumerate(histogram) if count), default=0)]
 
 
 def encode_counters(replica: Replica) -> pb.ReplicaCounters:

@@ -140,6 +140,16 @@ class ReplicaCounters(_message.Message):
     groups: _containers.RepeatedCompositeFieldContainer[GroupCounters]
     def __init__(self, steps: _Optional[int] = ..., admitted: _Optional[int] = ..., ended: _Optional[int] = ..., preempted: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., withdrawn_keys: _Optional[int] = ..., evicted_keys: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupCounters, _Mapping]]] = ...) -> None: ...
 
+class Residency(_message.Message):
+    __slots__ = ("lifetime", "idle_before_evict", "reuse_gap")
+    LIFETIME_FIELD_NUMBER: _ClassVar[int]
+    IDLE_BEFORE_EVICT_FIELD_NUMBER: _ClassVar[int]
+    REUSE_GAP_FIELD_NUMBER: _ClassVar[int]
+    lifetime: _containers.RepeatedScalarFieldContainer[int]
+    idle_before_evict: _containers.RepeatedScalarFieldContainer[int]
+    reuse_gap: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, lifetime: _Optional[_Iterable[int]] = ..., idle_before_evict: _Optional[_Iterable[int]] = ..., reuse_gap: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class DescribeReplicaRequest(_message.Message):
     __slots__ = ("replica",)
     REPLICA_FIELD_NUMBER: _ClassVar[int]
@@ -147,7 +157,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -158,6 +168,8 @@ class DescribeReplicaResponse(_message.Message):
     EXECUTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    COMMON_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -168,7 +180,9 @@ class DescribeReplicaResponse(_message.Message):
     executed_through: int
     counters: ReplicaCounters
     num_ranks: int
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ...) -> None: ...
+    common_prefix_blocks: _containers.RepeatedScalarFieldContainer[int]
+    residency: Residency
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ...) -> None: ...
 
 class ListReplicasRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
