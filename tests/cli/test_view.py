@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -46,8 +47,11 @@ LOOK = Look(
 
 
 def counted(counts: ServiceCounts) -> Tally:
-    columns = {name: getattr(counts, name) for name in ServiceCounts.__slots__}
-    return Tally(2, **{name: list(value) if isinstance(value, tuple) else value for name, value in columns.items()})
+    tally = Tally(num_groups=2)
+    for name in ServiceCounts.__slots__:
+        value = getattr(counts, name)
+        setattr(tally, name, list(value) if isinstance(value, tuple) else value)
+    return tally
 
 
 def summary(**changes) -> Summary:
@@ -70,9 +74,9 @@ def summary(**changes) -> Summary:
 
 
 def drawn(renderable, width=120, height=40) -> str:
-    console = Console(file=StringIO(), width=width, height=height, force_terminal=True, color_system=None)
-    console.print(renderable)
-    return console.file.getvalue()
+    page = StringIO()
+    Console(file=page, width=width, height=height, force_terminal=True, color_system=None).print(renderable)
+    return page.getvalue()
 
 
 # ---- both counts
@@ -86,7 +90,8 @@ def test_equal_counts_do_not_disagree():
 def test_a_planted_difference_in_any_counter_is_told(name):
     value = getattr(COUNTS, name)
     other = (value[0], value[1] + 1) if isinstance(value, tuple) else value + 1
-    (complaint,) = summary(counts=replace(COUNTS, **{name: other})).disagreements()
+    changed: dict[str, Any] = {name: other}
+    (complaint,) = summary(counts=replace(COUNTS, **changed)).disagreements()
     assert complaint.startswith(f"{name}: the service counts {other}")
 
 
