@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import threading
 from contextlib import closing
 
 import pytest
-from kvplane_service.config import Config
-from kvplane_service.host import ReplicaState
 
 from kvplane import aio
 from kvplane.base.errors import (
@@ -27,6 +23,7 @@ from kvplane.base.step import Part
 from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
+from kvplane_service.host import ReplicaState
 from tests.client.flaky import FlakyTransport, breaking, never
 from tests.client.loop_thread import Awaited, Blocking, LoopThread
 from tests.client.mini_engine import MiniEngine

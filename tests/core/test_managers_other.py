@@ -138,7 +138,7 @@ def test_encoder_blocks_count_in_the_full_sequence_check():
 
 def test_sink_blocks_are_held_for_the_life_of_the_pool():
     engine = Engine(sinks(8), num_blocks=10)
-    assert engine.replica.coordinator.managers[0].sink_blocks == [1, 2]
+    assert engine.pool.reserved == [1, 2]
     assert engine.num_free == 7
     assert engine.admit(0, "aaaabbbbc").table == [[3, 4, 5]], "they are in nobody's table"
     engine.end(0)

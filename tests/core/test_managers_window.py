@@ -177,11 +177,10 @@ def test_dropping_the_last_block_needs_one_more_and_gives_one_less(cached, found
 
 def test_a_hit_ends_at_a_boundary_that_all_groups_share():
     """Hits are multiples of 8 tokens here, blocks have 4."""
-    aligned = {"scheduler_block_size": 8}
-    assert find_in(window(8), "xxx.", **aligned) == "xx"
-    assert find_in(window(8), ".xx.", **aligned) == "", "a run of two that ends at 12 is of no use"
-    assert find_in(window(4), ".x.x", **aligned) == "000x"
-    assert find_in(window(4), ".xx.", **aligned) == "0x"
+    assert find_in(window(8), "xxx.", scheduler_block_size=8) == "xx"
+    assert find_in(window(8), ".xx.", scheduler_block_size=8) == "", "a run of two that ends at 12 is of no use"
+    assert find_in(window(4), ".x.x", scheduler_block_size=8) == "000x"
+    assert find_in(window(4), ".xx.", scheduler_block_size=8) == "0x"
 
 
 def test_the_cap_of_the_hit_comes_first():
