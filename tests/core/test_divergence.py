@@ -26,7 +26,7 @@ def letters(count):
     ],
 )
 def test_1000_tokens_and_a_divergence_at_991(changes, hit):
-    """Full attention and a window of 256, blocks of 16. The replay boundary is 992, and 991 lies in the block before it,
+    """Full attention, a window of 256, blocks of 16. The replay boundary is 992, and 991 lies in the block before it,
     so 976 tokens are shared in whole blocks. That is where the second window ends, if it is kept.
     """
     engine = Engine(full(16), window(256, 16), num_blocks=400, **changes)
