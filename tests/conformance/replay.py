@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from kvplane.base.groups import GroupSpec, ReplicaSpec
+from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNLIMITED,
@@ -135,7 +135,7 @@ class Replayer:
         self._next_slot = 0
         self._copies: list[tuple[int, int, int]] = []
         self._zero: list[tuple[int, int]] = []
-        self._events = EventWriter(self.spec.groups)
+        self._events = EventWriter(self.spec)
         self.values = self.operations = 0
         self._ops: dict[str, Callable[[Record], Sent]] = {
             "step": self._step, "new": self._new, "lookup": self._lookup, "alloc": self._alloc, "tok": self._tok,
@@ -356,8 +356,9 @@ def check_fields(number: int, op: Record) -> None:
 class EventWriter:
     """Writes cache events in the words of the recordings."""
 
-    def __init__(self, groups: Sequence[GroupSpec]) -> None:
-        self._groups = groups
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._groups = spec.groups
+        self._lookahead = spec.hash_lookahead_tokens
 
     def write(self, event: CacheEvent, tokens: Sequence[int], extra: ExtraKeys) -> list[Any]:
         """The event of a request with these tokens and keys."""
@@ -368,11 +369,14 @@ class EventWriter:
             return ["R", event.group, hashes]
         span = list(tokens[event.start : event.end])
         group = self._groups[event.group]
-        keys = [event_keys(extra, start, start + event.block_size) for start in event.block_starts]
+        covered = event.block_size + self._lookahead
+        keys = [event_keys(extra, start, start + covered) for start in event.block_starts]
+        # The reference counts R-SWA as full attention: its window bounds memory, not what is cached.
+        retained = group.kind is GroupKind.R_SWA
+        kind, window = (GroupKind.FULL_ATTENTION, 0) if retained else (group.kind, group.window)
         return [
             "S", event.group, event.block_size, event.parent[-8:].hex() if event.parent else None, hashes, len(span),
-            zlib.crc32(json.dumps(span).encode()), keys if any(keys) else None, group.kind.value,
-            group.window or None, "GPU",
+            zlib.crc32(json.dumps(span).encode()), keys if any(keys) else None, kind.value, window or None, "GPU",
         ]  # fmt: skip
 
 

@@ -342,7 +342,15 @@ def _uncached(draft: Draft) -> None:
 
 
 def _hash_lookahead(draft: Draft) -> None:
-    draft.args["num_hash_lookahead_tokens"] = draft.random.randint(1, 3)
+    """Hashes that cover tokens behind their block; draft groups then drop nothing.
+
+    More than one such token only where full attention is asked first: without it the reference looks for hashes
+    that do not exist yet (IndexError).
+    """
+    bounded = any(group["spec"]["type"] in ("FullAttentionSpec", "MLAAttentionSpec") for group in draft.groups)
+    draft.args["num_hash_lookahead_tokens"] = draft.random.randint(1, 3) if bounded else 1
+    for group in draft.groups:
+        group["is_eagle_group"] = draft.random.random() < 0.3
 
 
 SPARSE = ("SlidingWindowSpec", "SlidingWindowMLASpec", "MambaSpec")
