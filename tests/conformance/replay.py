@@ -217,7 +217,7 @@ class Replayer:
         news.extra_keys = [] if extra == NO_EXTRA_KEYS else [extra]
         news.skip_reading = [int(op.get("skip", False))]
         count = len(tokens)
-        return _one(Part(news=news), lambda result: Outcome(result, {"n": count} | _hashes(result)))
+        return _one(Part(news=news, with_hashes=True), lambda result: Outcome(result, {"n": count} | _hashes(result)))
 
     def _lookup(self, op: Record) -> Sent:
         request = self.requests[op["id"]]
@@ -284,7 +284,8 @@ class Replayer:
         request = self.requests[op["id"]]
         request.tokens.extend(op["t"])
         facts = Facts(slot=[request.slot], appended=[len(op["t"])], tokens=list(op["t"]))
-        return _one(Part(facts=facts), lambda result: Outcome(result, _hashes(result)))
+        part = Part(facts=facts, with_hashes=True)
+        return _one(part, lambda result: Outcome(result, _hashes(result)))
 
     def _cache(self, op: Record) -> Sent:
         request = self.requests[op["id"]]

@@ -236,7 +236,7 @@ class Scheduler:
             at += count
             self.input_parts.extend(self._send([Part(facts=one)], False))
         if news.slot:
-            self.input_parts.extend(self._send([Part(news=news)], False))
+            self.input_parts.extend(self._send([Part(news=news, with_hashes=True)], False))
 
     def _take_facts(self) -> Facts:
         facts, self._facts = self._facts, Facts()

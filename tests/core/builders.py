@@ -206,7 +206,7 @@ class Engine:
 
     def add(self, slot: int, text: str, **columns: Any) -> PartResult:
         """A new request that waits."""
-        return self.step(Part(news=self.news(slot, text, **columns)))[0]
+        return self.step(Part(news=self.news(slot, text, **columns), with_hashes=True))[0]
 
     def admit(self, slot: int, text: str | None = None, **columns: Any) -> Admission:
         """Admit a waiting request, or a new one when its text is given."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.step import ExtraKeys, Facts, Multimodal, News, Part, Peek
-from tests.core.builders import Engine, digests, full, run_rows
+from tests.core.builders import Engine, digests, full, run_rows, tokens
 
 LONG = "aaaabbbbccccd"
 
@@ -172,7 +172,8 @@ def test_an_engine_that_hashes_sends_each_hash_when_its_block_is_full():
     made = digests(engine.spec, "aaaabbbb")
     engine.step(Part(news=News([0], [7], num_hashes=[1], hashes=made[0])))
     engine.admit(0)
-    (result,) = engine.step(Part(facts=Facts([0], appended=[1], num_hashes=[1], hashes=made[1]), run=run_rows(0)))
+    grown = Facts([0], appended=[1], num_hashes=[1], hashes=made[1])
+    (result,) = engine.step(Part(facts=grown, run=run_rows(0), with_hashes=True))
     assert (result.num_hashes, result.last_hash) == ([2], [made[1]])
     assert engine.would_hit("aaaabbbbc").num_tokens == 8
 
@@ -183,7 +184,9 @@ def test_the_answer_tells_the_hashes_that_the_service_made():
     result = engine.add(0, "aaaabbb")
     assert (result.num_hashes, result.last_hash) == ([1], [made[0]])
     engine.admit(0)
-    assert engine.run(0, text="b").result.last_hash == [made[1]]
+    grown = Facts([0], appended=[1], tokens=tokens("b"))
+    assert engine.step(Part(facts=grown, with_hashes=True))[0].last_hash == [made[1]]
+    assert engine.step(Part(facts=Facts([0], appended=[1], tokens=tokens("c"))))[0].last_hash == [], "only when asked"
     assert engine.add(1, "zz").last_hash == [b""]
 
 

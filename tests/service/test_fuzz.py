@@ -134,7 +134,7 @@ STEP = pb.SessionRequest(
     step={
         "epoch": 2,
         "seq": 2,
-        "executed_through": 1,
+        "executed_through": 0,
         "parts": [
             {
                 "facts": {

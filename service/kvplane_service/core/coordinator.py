@@ -15,17 +15,16 @@ from kvplane_service.core.requests import Requests
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
-    """One request's wish for blocks.
+class Admission:
+    """A waiting request's wish for its first blocks.
 
     Attributes:
         slot: the request.
         num_new: tokens to be computed.
-        hit: adopted prefix of a request that is being admitted; None for a running one.
+        hit: the prefix that it adopts.
         num_external: tokens behind the hit that come from outside.
         lookahead: more slots for drafts to come.
         num_encoder: encoder tokens.
-        in_flight: tokens whose step has not been executed; what they attend to stays.
         delay_caching: register no keys now.
         full_fit: the whole sequence must fit.
         leave_free: blocks that must remain after the allocation, beside the watermark.
@@ -34,15 +33,33 @@ class Allocation:
 
     slot: int
     num_new: int
-    hit: Hit | None = None
+    hit: Hit
     num_external: int = 0
     lookahead: int = 0
     num_encoder: int = 0
-    in_flight: int = 0
     delay_caching: bool = False
     full_fit: bool = False
     leave_free: int = 0
     watermark: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """A running request's wish for blocks.
+
+    Attributes:
+        slot: the request.
+        num_new: tokens to be computed.
+        lookahead: more slots for drafts to come.
+        in_flight: tokens whose step has not been executed; what they attend to stays.
+        delay_caching: register no keys now.
+    """
+
+    slot: int
+    num_new: int
+    lookahead: int = 0
+    in_flight: int = 0
+    delay_caching: bool = False
 
 
 class Coordinator:
@@ -76,9 +93,16 @@ class Coordinator:
             for number, group in enumerate(spec.groups)
         )
         self.lookup = PrefixLookup(spec, self.managers)
-        self._nothing: tuple[list[int], ...] = tuple([] for _ in self.managers)
+        self._drops = any(manager.drops for manager in self.managers)
+        self._cache_unit = self._find_cache_unit()
         self._emitted = [0] * len(self.managers)
         self._unfinalized = max(0, spec.prefill_lookahead - 1)
+
+    def _find_cache_unit(self) -> int:
+        """Tokens in whose multiples keys become registrable; 1 when groups have boundaries of their own."""
+        if len(self.managers) == 1 or self.spec.partial_hits or self._drops:
+            return 1
+        return self.spec.scheduler_block_size
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 
@@ -94,49 +118,66 @@ class Coordinator:
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
-    def allocate(self, wish: Allocation) -> list[list[int]] | None:
-        """Give the request its blocks: the new ones per group, or None when there are too few.
+    def admit(self, wish: Admission) -> list[list[int]] | None:
+        """Let a request adopt its hit and give it its first blocks: the new ones per group, or None: too few.
 
-        A refusal allocates nothing; blocks that left the window are released all the same, as in vLLM, since they are
-        needed by nobody.
+        A refusal allocates nothing.
         """
         slot, spec = wish.slot, self.spec
-        local = self.requests.computed[slot] + (wish.hit.num_tokens if wish.hit else 0)
+        local = wish.hit.num_tokens
         total = min(local + wish.num_external, spec.max_model_len)
         if wish.full_fit and not self._whole_sequence_fits(wish, local, total):
             return None
         num_main = total + wish.num_new
         num_slots = min(num_main + wish.lookahead, spec.max_model_len)
-        processed = max(0, total - wish.in_flight)
-        for manager in self.managers:
-            manager.release_skipped(slot, processed)
         need = Need(slot, num_slots, num_main, total, local, wish.num_encoder)
         if self._count(need, wish.hit) + wish.watermark > self.pool.num_free - wish.leave_free:
-            self.requests.wake(slot)
             return None
         self._adopt(wish, local, total)
         new = [manager.allocate(slot, num_slots, num_main, wish.num_encoder) for manager in self.managers]
         if not wish.delay_caching:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
+        self._find_quiet_zone(slot, total, num_main)
+        return new
+
+    def extend(self, wish: Extension) -> list[list[int]] | None:
+        """Give a running request blocks for more tokens: the new ones per group, or None when there are too few.
+
+        A refusal allocates nothing; blocks that left the window are released all the same, as in vLLM, since they are
+        needed by nobody.
+        """
+        slot, managers, requests = wish.slot, self.managers, self.requests
+        computed = requests.computed[slot]
+        num_main = computed + wish.num_new
+        num_slots = min(num_main + wish.lookahead, self.spec.max_model_len)
+        processed = max(0, computed - wish.in_flight)
+        need = 0
+        for manager in managers:
+            manager.release_skipped(slot, processed)
+            need += manager.blocks_to_extend(slot, num_slots, num_main)
+        if need > self.pool.num_free:
+            requests.wake(slot)
+            return None
+        new = [manager.allocate(slot, num_slots, num_main, 0) for manager in managers]
+        if not wish.delay_caching:
+            self.register(slot, min(num_main, requests.num_tokens[slot]))
         self._find_quiet_zone(slot, processed, num_main)
         return new
 
-    def _whole_sequence_fits(self, wish: Allocation, local: int, total: int) -> bool:
+    def _whole_sequence_fits(self, wish: Admission, local: int, total: int) -> bool:
         num_tokens = min(self.requests.num_tokens[wish.slot], self.spec.max_model_len)
         need = Need(wish.slot, num_tokens, num_tokens, total, local, wish.num_encoder, capped=True)
         return self._count(need, wish.hit) + wish.watermark <= self.pool.num_free
 
-    def _count(self, need: Need, hit: Hit | None) -> int:
-        blocks = hit.blocks if hit else self._nothing
-        return sum(manager.blocks_needed(need, blocks[manager.group]) for manager in self.managers)
+    def _count(self, need: Need, hit: Hit) -> int:
+        return sum(manager.blocks_needed(need, hit.blocks[manager.group]) for manager in self.managers)
 
-    def _adopt(self, wish: Allocation, local: int, total: int) -> None:
+    def _adopt(self, wish: Admission, local: int, total: int) -> None:
         """First every group's hit, then every group's external blocks: none may evict another's hit (vLLM #33775)."""
-        hit = wish.hit.blocks if wish.hit else self._nothing
-        if wish.hit is None or not (any(hit) or wish.num_external):
+        if not (any(wish.hit.blocks) or wish.num_external):
             return
         for manager in self.managers:
-            manager.adopt(wish.slot, hit[manager.group], local, total)
+            manager.adopt(wish.slot, wish.hit.blocks[manager.group], local, total)
         if wish.num_external:
             for manager in self.managers:
                 manager.allocate_external(wish.slot, local, total)
@@ -151,18 +192,13 @@ class Coordinator:
         if num_main < requests.num_prompt[slot]:
             requests.wake(slot)
             return
-        requests.slots_until[slot] = min(manager.quiet_slots(slot) for manager in self.managers)
-        requests.window_until[slot] = min(manager.quiet_window(slot, processed) for manager in self.managers)
-        requests.cache_until[slot] = self._quiet_cache(slot)
-
-    def _quiet_cache(self, slot: int) -> int:
-        if not self.spec.enable_caching:
-            return FOREVER
-        until = min(manager.quiet_cache(slot) for manager in self.managers)
-        if len(self.managers) == 1 or self.spec.partial_hits or any(manager.drops for manager in self.managers):
-            return until
-        unit = self.spec.scheduler_block_size
-        return -(-until // unit) * unit
+        quiet = cache = FOREVER
+        for manager in self.managers:
+            quiet = min(quiet, manager.quiet_slots(slot), manager.quiet_window(slot, processed))
+            cache = min(cache, manager.quiet_cache(slot))
+        if self.spec.enable_caching:
+            quiet = min(quiet, -(-cache // self._cache_unit) * self._cache_unit - 1)
+        requests.quiet_until[slot] = quiet
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 
@@ -173,7 +209,7 @@ class Coordinator:
         boundaries = _replay_boundaries(
             self.requests.num_prompt[slot],
             self.spec.scheduler_block_size,
-            any(manager.drops for manager in self.managers),
+            self._drops,
             self.spec.keep_divergence_boundary,
         )
         for manager in self.managers:

@@ -224,7 +224,7 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
         requests.running[slot],
         requests.held[slot],
         requests.skip_reading[slot],
-        requests.max_tokens[slot],
+        requests.limit[slot],
         requests.num_prompt[slot],
         requests.num_tokens[slot],
         requests.computed[slot],

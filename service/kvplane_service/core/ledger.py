@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule
@@ -28,11 +28,17 @@ class Life(NamedTuple):
     serial: int
 
 
-class Grant(NamedTuple):
-    """Tokens given to one life by one step."""
+@dataclass(slots=True)
+class Grants:
+    """Tokens given by one step, in columns: one entry per life and part."""
 
-    life: Life
-    num_tokens: int
+    slot: list[int] = field(default_factory=list)
+    serial: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+
+    def lives(self) -> list[Life]:
+        """Who was given tokens."""
+        return [Life(slot, serial) for slot, serial in zip(self.slot, self.serial, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class Ledger:
         self._requests = coordinator.requests
         self._counters = counters
         self._safe = coordinator.spec.commit is CommitRule.SAFE
-        self.grants: dict[int, list[Grant]] = {}
+        self.grants: dict[int, Grants] = {}
         self.tentative: dict[int, list[TentativeKey]] = {}
         self.adoptions: dict[int, list[tuple[int, Life]]] = {}  # (block with a key of that step, who hit it)
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
@@ -60,13 +66,18 @@ class Ledger:
 
     # -- notes -------------------------------------------------------------------------------------------------------
 
-    def note_grant(self, slot: int, num_tokens: int, seq: int) -> None:
-        """A request may compute tokens in this step."""
+    def note_grants(self, slots: Sequence[int], num_tokens: Sequence[int], seq: int) -> None:
+        """These requests may compute so many tokens each in this step."""
         requests = self._requests
-        requests.in_flight[slot] += num_tokens
-        requests.granted_step[slot] = seq
-        self.grants.setdefault(seq, []).append(Grant(self._life(slot), num_tokens))
-        self._counters.granted_tokens += num_tokens
+        in_flight, granted_step, serial = requests.in_flight, requests.granted_step, requests.serial
+        for slot, count in zip(slots, num_tokens, strict=True):
+            in_flight[slot] += count
+            granted_step[slot] = seq
+        grants = self.grants.setdefault(seq, Grants())
+        grants.slot.extend(slots)
+        grants.serial.extend([serial[slot] for slot in slots])
+        grants.num_tokens.extend(num_tokens)
+        self._counters.granted_tokens += sum(num_tokens)
 
     def note_admission(self, slot: int, num_hit: int, hit: Sequence[Sequence[int]]) -> None:
         """A request was admitted with a hit; what it adopted may still be taken back."""
@@ -107,11 +118,13 @@ class Ledger:
     def executed(self, through: int) -> None:
         """All steps up to this one have finished on all ranks."""
         pool, requests = self._blocks.pool, self._requests
+        in_flight, serial, running = requests.in_flight, requests.serial, requests.running
         through = pool.executed_through = max(pool.executed_through, through)
         for seq in [seq for seq in self.grants if seq <= through]:
-            for life, num_tokens in self.grants.pop(seq):
-                if self._runs(life):
-                    requests.in_flight[life.slot] = max(0, requests.in_flight[life.slot] - num_tokens)
+            grants = self.grants.pop(seq)
+            for slot, life, count in zip(grants.slot, grants.serial, grants.num_tokens, strict=True):
+                if serial[slot] == life and running[slot]:
+                    in_flight[slot] = max(0, in_flight[slot] - count)
         for book in (self.tentative, self.adoptions):
             for seq in [seq for seq in book if seq <= through]:
                 del book[seq]
@@ -136,7 +149,7 @@ class Ledger:
 
     def fail_step(self, seq: int) -> list[int]:
         """A step will never run: the requests that it granted tokens to are preempted, and who adopted its keys."""
-        return self._lose([grant.life for grant in self.grants.pop(seq, ())], seq)
+        return self._lose(self.grants.pop(seq, Grants()).lives(), seq)
 
     def _lose(self, lives: Iterable[Life], from_step: int) -> list[int]:
         """Steps from `from_step` on do not run for these lives: withdraw what they registered, and what was built on

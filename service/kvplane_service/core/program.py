@@ -21,7 +21,7 @@ from kvplane.base.step import (
     Run,
     Watermark,
 )
-from kvplane_service.core.coordinator import Allocation, Coordinator
+from kvplane_service.core.coordinator import Admission, Coordinator, Extension
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.requests import Requests
@@ -48,7 +48,7 @@ class Program:
         self._result = result
         self._seq = seq
         self._row_of: dict[int, int] = {}  # slot -> run row granted in this part
-        self._new: list[list[list[int]] | None] = []  # per run row
+        self._new: dict[int, list[list[int]]] = {}  # by run row
 
     def _has_budget(self) -> bool:
         return self._tokens_left > 0 and self._input_left > self._overhead
@@ -61,71 +61,63 @@ class Program:
 
     def run(self, rows: Run) -> None:
         """Give each running request its tokens in row order, preempting victims when blocks run out."""
-        count = len(rows.slot)
-        granted = self._result.granted = [0] * count
-        self._new = [None] * count
+        requests = self._requests
+        running, computed, quiet_until = requests.running, requests.computed, requests.quiet_until
+        granted = self._result.granted = [0] * len(rows.slot)
         victims = self._victims(rows)
+        plain = not (rows.extra or rows.cap or rows.flags)
         for row, slot in enumerate(rows.slot):
             if not self._has_budget():
                 break
-            if not self._requests.running[slot]:
+            if not running[slot]:
                 continue
-            wanted = self._wanted(rows, row, slot)
+            wanted = requests.num_tokens[slot] - computed[slot]
+            if not plain:
+                wanted = self._limited(rows, row, slot, wanted)
+            wanted = min(wanted, self._tokens_left, self._input_left - self._overhead)
+            if rows.flags and rows.flags[row] & RowFlag.ALIGN:
+                wanted = align_chunk(self._blocks, slot, computed[slot], wanted)
             if wanted <= 0:
                 continue
-            if not (
-                self._is_quiet(rows, row, slot, wanted) or self._allocate_running(rows, row, slot, wanted, victims)
-            ):
+            slots = computed[slot] + wanted + (rows.lookahead[row] if rows.lookahead else 0)
+            if slots > quiet_until[slot] and not self._extend(rows, row, wanted, victims):
                 if rows.on_refusal is OnRefusal.STOP:
                     break
                 continue
             granted[row] = wanted
             self._row_of[slot] = row
             self._spend(wanted)
-            self._requests.computed[slot] += wanted
-            self._ledger.note_grant(slot, wanted, self._seq)
-        for row, blocks in enumerate(self._new):
+            computed[slot] += wanted
+        self._note_grants(rows.slot, granted)
+        for row, blocks in sorted(self._new.items()):
             self._tell_new(row, blocks)
 
-    def _wanted(self, rows: Run, row: int, slot: int) -> int:
-        requests = self._requests
-        extra = rows.extra[row] if rows.extra else 0
-        wanted = requests.num_tokens[slot] + extra - requests.computed[slot]
-        if rows.cap:
-            wanted = min(wanted, rows.cap[row])
-        wanted = min(wanted, self._tokens_left, self._input_left - self._overhead)
-        if rows.flags and rows.flags[row] & RowFlag.ALIGN:
-            wanted = align_chunk(self._blocks, slot, requests.computed[slot], wanted)
-        return min(wanted, self._blocks.spec.max_model_len - requests.computed[slot])
+    def _limited(self, rows: Run, row: int, slot: int, wanted: int) -> int:
+        """What the row asks for beside its known tokens, up to its cap and the longest request."""
+        wanted += rows.extra[row] if rows.extra else 0
+        wanted = min(wanted, self._blocks.spec.max_model_len - self._requests.computed[slot])
+        return min(wanted, rows.cap[row]) if rows.cap else wanted
 
-    def _is_quiet(self, rows: Run, row: int, slot: int, wanted: int) -> bool:
-        """Whether no manager has anything to do: no block starts, leaves the window, or becomes full."""
-        requests = self._requests
-        computed = requests.computed[slot]
-        after = computed + wanted
-        lookahead = rows.lookahead[row] if rows.lookahead else 0
-        return (
-            after + lookahead <= requests.slots_until[slot]
-            and computed - self._in_flight(rows, row, slot) < requests.window_until[slot]
-            and min(after, requests.num_tokens[slot]) < requests.cache_until[slot]
-        )
+    def _note_grants(self, slots: list[int], granted: list[int]) -> None:
+        if 0 in granted:
+            slots = [slot for slot, count in zip(slots, granted, strict=True) if count]
+            granted = [count for count in granted if count]
+        if slots:
+            self._ledger.note_grants(slots, granted, self._seq)
 
-    def _in_flight(self, rows: Run, row: int, slot: int) -> int:
-        if rows.in_flight and rows.in_flight[row] >= 0:
-            return rows.in_flight[row]
-        return self._requests.in_flight[slot]
-
-    def _allocate_running(self, rows: Run, row: int, slot: int, wanted: int, victims: Iterator[int]) -> bool:
-        flags = rows.flags[row] if rows.flags else 0
-        wish = Allocation(
+    def _extend(self, rows: Run, row: int, wanted: int, victims: Iterator[int]) -> bool:
+        """Ask the managers for the row's blocks, preempting until they are there; False when the row gets none."""
+        slot = rows.slot[row]
+        in_flight = rows.in_flight[row] if rows.in_flight else -1
+        wish = Extension(
             slot,
             wanted,
-            lookahead=rows.lookahead[row] if rows.lookahead else 0,
-            in_flight=self._in_flight(rows, row, slot),
-            delay_caching=bool(flags & RowFlag.DELAY_CACHING),
+            rows.lookahead[row] if rows.lookahead else 0,
+            in_flight if in_flight >= 0 else self._requests.in_flight[slot],
+            bool(rows.flags and rows.flags[row] & RowFlag.DELAY_CACHING),
         )
         while True:
-            new = self._blocks.allocate(wish)
+            new = self._blocks.extend(wish)
             if new is not None:
                 self._ledger.note_keys(slot, self._seq)
                 self._new[row] = new
@@ -146,16 +138,18 @@ class Program:
 
     def _preempt(self, slot: int) -> None:
         """Take the blocks of a request and of its adopters; what this part granted them goes back to the budget."""
+        if slot in self._row_of:  # its grant is noted at the end of the section, and it will not run
+            self._requests.granted_step[slot] = self._seq
         gone = self._ledger.preempt(slot, self._seq)
         self._result.preempted.extend(gone)
         for row in (self._row_of.pop(one) for one in gone if one in self._row_of):
             self._tokens_left += self._result.granted[row]
             self._input_left += self._result.granted[row] + self._overhead
             self._result.granted[row] = 0
-            self._new[row] = None
+            self._new.pop(row, None)
 
-    def _tell_new(self, row: int, blocks: list[list[int]] | None) -> None:
-        for group, ids in enumerate(blocks or ()):
+    def _tell_new(self, row: int, blocks: list[list[int]]) -> None:
+        for group, ids in enumerate(blocks):
             if ids:
                 self._result.new_blocks.add(row, group, ids)
 
@@ -195,13 +189,13 @@ class Program:
             return AdmitStatus.NO_ROOM
         if not self._blocks.hit_is_ready(hit):
             return AdmitStatus.DEFERRED
-        new = self._blocks.allocate(self._admission(rows, row, wanted, hit))
+        new = self._blocks.admit(self._admission(rows, row, wanted, hit))
         if new is None:
             return self._refusal(rows, row, slot)
         requests.start(slot)
         requests.computed[slot] = hit.num_tokens + external + wanted
         self._spend(wanted)
-        self._ledger.note_grant(slot, wanted, self._seq)
+        self._ledger.note_grants([slot], [wanted], self._seq)
         self._ledger.note_keys(slot, self._seq)
         self._ledger.note_admission(slot, hit.num_tokens, hit.blocks)
         result.admit_granted[row] = wanted
@@ -224,11 +218,11 @@ class Program:
             wanted = align_chunk(self._blocks, slot, start, wanted)
         return min(wanted, self._blocks.spec.max_model_len - start)
 
-    def _admission(self, rows: Admit, row: int, wanted: int, hit: Hit) -> Allocation:
+    def _admission(self, rows: Admit, row: int, wanted: int, hit: Hit) -> Admission:
         watermark = Watermark(rows.watermark[row]) if rows.watermark else Watermark.AUTO
         runs = self._requests.num_running > 0
         leaves = watermark is Watermark.ALWAYS or (watermark is Watermark.AUTO and runs)
-        return Allocation(
+        return Admission(
             rows.slot[row],
             wanted,
             hit,

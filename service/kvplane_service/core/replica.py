@@ -6,6 +6,7 @@ apply(step):  validate -> executed_through -> for each part: facts -> cache -> n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, ReplicaSpec
@@ -179,9 +180,12 @@ class Replica:
 
     def _apply_part(self, part: Part, contents: list[Content], seq: int, opens: bool) -> PartResult:
         result = PartResult()
-        self._facts(part.facts, seq, result)
+        self._facts(part, seq, result)
         self._cache(part.cache, result)
-        self._news(part.news, contents, result)
+        self._news(part.news, contents)
+        if part.with_hashes:
+            for content in contents:
+                _tell_hashes(content.digests, result)
         if opens:
             self.coordinator.new_step()
         program = Program(self.coordinator, self.ledger, part.budget, result, seq)
@@ -200,29 +204,33 @@ class Replica:
         result.free_blocks = self._pool.num_free
         return result
 
-    def _facts(self, facts: Facts, seq: int, result: PartResult) -> None:
-        requests = self.requests
-        token_at = hash_at = 0
+    def _facts(self, part: Part, seq: int, result: PartResult) -> None:
+        facts = part.facts
+        if facts.computed or facts.tokens or facts.commit or facts.end or part.with_hashes:
+            self._facts_by_row(part, seq, result)
+            return
+        num_tokens = self.requests.num_tokens
+        for slot, count in zip(facts.slot, facts.appended, strict=False):
+            num_tokens[slot] += count
+        for row, digests in _given_hashes(facts).items():
+            self.requests.content[facts.slot[row]].digests.extend(digests)
+
+    def _facts_by_row(self, part: Part, seq: int, result: PartResult) -> None:
+        facts, requests = part.facts, self.requests
+        given, token_at = _given_hashes(facts), 0
         for row, slot in enumerate(facts.slot):
             if facts.computed and facts.computed[row] != UNCHANGED:
                 self._correct(slot, facts.computed[row])
             appended = facts.appended[row] if facts.appended else 0
-            if appended:
-                requests.num_tokens[slot] += appended
-                if facts.tokens:
-                    self._append_tokens(slot, facts.tokens[token_at : token_at + appended])
-                token_at += appended
-            num_hashes = facts.num_hashes[row] if facts.num_hashes else 0
-            if num_hashes:
-                size = len(facts.hashes) // sum(facts.num_hashes)
-                stop = hash_at + num_hashes * size
-                requests.content[slot].digests.extend(split_hashes(facts.hashes[hash_at:stop], size))
-                hash_at = stop
+            requests.num_tokens[slot] += appended
+            if facts.tokens and appended:
+                self._append_tokens(slot, facts.tokens[token_at : token_at + appended])
+            token_at += appended
+            requests.content[slot].digests.extend(given.get(row, ()))
             if facts.commit and facts.commit[row] != UNCHANGED:
                 self._commit(slot, facts.commit[row], seq)
-            digests = requests.content[slot].digests
-            result.num_hashes.append(len(digests))
-            result.last_hash.append(digests[-1] if digests else b"")
+            if part.with_hashes:
+                _tell_hashes(requests.content[slot].digests, result)
             if facts.end and facts.end[row]:
                 self._end(slot, End(facts.end[row]), facts.fence[row] if facts.fence else 0, seq, result)
 
@@ -290,18 +298,15 @@ class Replica:
             raise InvalidArgument(error.message, field=field + inner, remedy=error.remedy) from None
         return Content(split_hashes(hasher.append(pack_tokens(tokens)), self._scheme.digest.size), hasher)
 
-    def _news(self, news: News, contents: list[Content], result: PartResult) -> None:
-        requests = self.requests
+    def _news(self, news: News, contents: list[Content]) -> None:
+        requests, longest = self.requests, self.spec.max_model_len
         for row, slot in enumerate(news.slot):
-            content = contents[row]
-            requests.add(slot, news.num_tokens[row], content)
+            limit = news.max_tokens[row] if news.max_tokens else 0
+            requests.add(slot, news.num_tokens[row], min(limit or longest, longest), contents[row])
             self.coordinator.grow(slot)
             requests.request_id[slot] = news.request_id[row] if news.request_id else ""
             requests.domain[slot] = news.domain[row] if news.domain else ""
             requests.skip_reading[slot] = bool(news.skip_reading and news.skip_reading[row])
-            requests.max_tokens[slot] = news.max_tokens[row] if news.max_tokens else 0
-            result.num_hashes.append(len(content.digests))
-            result.last_hash.append(content.digests[-1] if content.digests else b"")
 
     def _peek(self, peek: Peek, result: PartResult) -> None:
         for row, slot in enumerate(peek.slot):
@@ -317,3 +322,16 @@ class Replica:
         for row, slot in enumerate([*part.run.slot, *part.admit.slot]):
             for group, table in enumerate(self.coordinator.tables(slot)):
                 result.tables.add(row, group, table)
+
+
+def _given_hashes(facts: Facts) -> dict[int, list[bytes]]:
+    """Digests by row, of the rows that bring some."""
+    if not facts.hashes:
+        return {}
+    digests = iter(split_hashes(facts.hashes, len(facts.hashes) // sum(facts.num_hashes)))
+    return {row: list(islice(digests, count)) for row, count in enumerate(facts.num_hashes) if count}
+
+
+def _tell_hashes(digests: list[bytes], result: PartResult) -> None:
+    result.num_hashes.append(len(digests))
+    result.last_hash.append(digests[-1] if digests else b"")

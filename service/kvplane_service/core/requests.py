@@ -26,8 +26,8 @@ class Content:
 class Requests:
     """One entry per slot and column; a slot is live from its news row until it ends.
 
-    `slots_until`, `window_until` and `cache_until` bound the quiet zone of a running request: as long as computed
-    tokens and slots stay below them no manager has anything to do, and a step only adds numbers.
+    `quiet_until` bounds the quiet zone of a running request: as long as its slots end there or before, no block starts,
+    leaves a window, or becomes full; no manager has anything to do, and a step only adds numbers.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,8 @@ class Requests:
         self.request_id: list[str] = []
         self.domain: list[str] = []
         self.skip_reading: list[bool] = []
-        self.max_tokens: list[int] = []
+        self.by_service: list[bool] = []  # the service hashes its tokens
+        self.limit: list[int] = []  # most tokens it may reach
         self.num_prompt: list[int] = []
         self.num_tokens: list[int] = []
         self.computed: list[int] = []
@@ -46,9 +47,7 @@ class Requests:
         self.junction: list[int] = []
         self.granted_step: list[int] = []  # last step that granted tokens
         self.content: list[Content] = []
-        self.slots_until: list[int] = []
-        self.window_until: list[int] = []
-        self.cache_until: list[int] = []
+        self.quiet_until: list[int] = []
         self.num_running = 0
 
     def is_live(self, slot: int) -> bool:
@@ -60,7 +59,7 @@ class Requests:
         missing = slot + 1 - len(self.live)
         if missing <= 0:
             return
-        for flags in (self.live, self.running, self.held, self.skip_reading):
+        for flags in (self.live, self.running, self.held, self.skip_reading, self.by_service):
             flags.extend([False] * missing)
         for numbers in self._numbers():
             numbers.extend([0] * missing)
@@ -71,19 +70,17 @@ class Requests:
     def _numbers(self) -> tuple[list[int], ...]:
         return (
             self.serial,
-            self.max_tokens,
+            self.limit,
             self.num_prompt,
             self.num_tokens,
             self.computed,
             self.in_flight,
             self.junction,
             self.granted_step,
-            self.slots_until,
-            self.window_until,
-            self.cache_until,
+            self.quiet_until,
         )
 
-    def add(self, slot: int, num_tokens: int, content: Content) -> None:
+    def add(self, slot: int, num_tokens: int, limit: int, content: Content) -> None:
         """Begin a life of the slot."""
         self.grow(slot)
         assert not self.live[slot], f"slot {slot} is taken"
@@ -91,9 +88,10 @@ class Requests:
         self.running[slot] = self.held[slot] = self.skip_reading[slot] = False
         self.serial[slot] += 1
         self.request_id[slot] = self.domain[slot] = ""
-        self.max_tokens[slot] = 0
+        self.limit[slot] = limit
         self.num_prompt[slot] = self.num_tokens[slot] = num_tokens
         self.content[slot] = content
+        self.by_service[slot] = content.hasher is not None
         self.junction[slot] = 0
         self.stop(slot)
 
@@ -113,7 +111,7 @@ class Requests:
 
     def wake(self, slot: int) -> None:
         """Forget the quiet zone: the next row asks every manager."""
-        self.slots_until[slot] = self.window_until[slot] = self.cache_until[slot] = QUIET_NEVER
+        self.quiet_until[slot] = QUIET_NEVER
 
     def end(self, slot: int) -> None:
         """End the life of the slot."""

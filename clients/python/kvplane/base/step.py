@@ -226,6 +226,7 @@ class Part:
     admit: Admit = field(default_factory=Admit)
     peek: Peek = field(default_factory=Peek)
     budget: Budget = Budget()
+    with_hashes: bool = False  # answer with the hashes known of facts and news rows, for checks
     with_tables: bool = False  # answer with whole block tables of all run and admit rows, for debugging
 
 
@@ -339,7 +340,7 @@ class PartResult:
     peek_hit: list[int] = field(default_factory=list)
     peek_junction: list[int] = field(default_factory=list)
     peek_blocks: Blocks = field(default_factory=Blocks)
-    num_hashes: list[int] = field(default_factory=list)  # hashes known per facts row, then per news row
+    num_hashes: list[int] = field(default_factory=list)  # with_hashes: known per facts row, then per news row
     last_hash: list[bytes] = field(default_factory=list)  # the last of them, b"" when none; same rows
     reset_done: bool = False
     orders: Orders = field(default_factory=Orders)

@@ -194,7 +194,7 @@ class Budget(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., input: _Optional[int] = ..., overhead: _Optional[int] = ...) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables")
+    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes")
     FACTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +203,7 @@ class Part(_message.Message):
     PEEK_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
+    WITH_HASHES_FIELD_NUMBER: _ClassVar[int]
     facts: Facts
     cache: Cache
     news: News
@@ -211,7 +212,8 @@ class Part(_message.Message):
     peek: Peek
     budget: Budget
     with_tables: bool
-    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ...) -> None: ...
+    with_hashes: bool
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts")

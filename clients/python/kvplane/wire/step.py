@@ -159,6 +159,8 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
         fields["budget"] = budget
     if part.with_tables:
         fields["with_tables"] = True
+    if part.with_hashes:
+        fields["with_hashes"] = True
     return fields
 
 
@@ -249,7 +251,7 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
         fields["peek"] = Peek(with_blocks=message.peek.with_blocks, **columns)
     if message.HasField("budget"):
         fields["budget"] = _decode_budget(message.budget)
-    return Part(with_tables=message.with_tables, **fields)
+    return Part(with_tables=message.with_tables, with_hashes=message.with_hashes, **fields)
 
 
 def _decode_facts(message: pb.Facts, digest_size: int, where: str) -> Facts:

@@ -155,6 +155,11 @@ class GroupManager(ABC):
         new += int(self._ends_inside_block(hit, need.local_computed))
         return new + self.pool.count_evictable(hit[max(0, skipped - has) :])
 
+    def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
+        """Blocks that a running request would take to have `num_slots` slots, `num_main` of them not lookahead."""
+        del num_main
+        return max(-(-num_slots // self.block_size) - len(self.table[slot]), 0)
+
     def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
         """Take over hit blocks, nulls for what is skipped; note a block that must be copied before it is written."""
         table = self.table[slot]

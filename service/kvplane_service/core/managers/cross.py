@@ -18,6 +18,10 @@ class CrossAttentionManager(GroupManager):
         encoder = replace(need, num_slots=need.num_encoder, num_main=need.num_encoder, total_computed=0)
         return super().blocks_needed(encoder, ())
 
+    def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
+        """None: the encoder's output does not grow."""
+        return 0
+
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
         """See GroupManager.blocks_alone."""
         return self._blocks_for(num_encoder)

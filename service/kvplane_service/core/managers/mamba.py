@@ -29,6 +29,11 @@ class UncachedStateManager(GroupManager):
         extra = self.block_size * self.spec.speculative_blocks
         return super().blocks_needed(replace(need, num_slots=need.num_slots + extra), hit)
 
+    def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
+        """See GroupManager.blocks_to_extend."""
+        extra = self.block_size * self.spec.speculative_blocks
+        return super().blocks_to_extend(slot, num_slots + extra, num_main)
+
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
         """See GroupManager.blocks_alone."""
         return super().blocks_alone(num_tokens, num_encoder) + self.spec.speculative_blocks
@@ -111,13 +116,18 @@ class AlignedStateManager(GroupManager):
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """One state, a copy target, and the draft states the first time; lookahead needs no state."""
-        required = self._blocks_for(need.num_main) + self.spec.speculative_blocks
-        new = required - len(hit) - len(self.table[need.slot])
         partial = self._ends_inside_block(hit, need.local_computed) or need.slot in self.partial_hit
+        return self._new_states(need.slot, need.num_main, len(hit), partial) + self.pool.count_evictable(hit)
+
+    def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
+        """See GroupManager.blocks_to_extend."""
+        return self._new_states(slot, num_main, 0, slot in self.partial_hit)
+
+    def _new_states(self, slot: int, num_main: int, num_hit: int, partial: bool) -> int:
+        new = self._blocks_for(num_main) + self.spec.speculative_blocks - num_hit - len(self.table[slot])
         if partial:
             new = max(new, 0) + 1
-        new = min(new, self._most_new_blocks(need.slot, partial))
-        return max(new, 0) + self.pool.count_evictable(hit)
+        return max(min(new, self._most_new_blocks(slot, partial)), 0)
 
     def _most_new_blocks(self, slot: int, partial: bool) -> int:
         drafts = 0 if self.has_allocated[slot] else self.spec.speculative_blocks

@@ -16,6 +16,10 @@ class RingManager(GroupManager):
         """One, once."""
         return 0 if self.table[need.slot] else 1
 
+    def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
+        """One, once."""
+        return 0 if self.table[slot] else 1
+
     def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
         """Nothing to adopt."""
         assert not hit, "a ring is never looked up"
