@@ -1,8 +1,13 @@
-"""An event loop in a thread of its own, and blocking faces of what lives on it."""
+"""An event loop in a thread of its own, and blocking faces of what lives on it.
+
+All of gRPC's asyncio in a process should live on one loop: on several it works, but floods the log with errors of
+its poller. So tests share one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
@@ -36,19 +41,29 @@ class LoopThread:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LIMIT_S)
 
-    def close(self) -> None:
-        """Take the loop down."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(LIMIT_S)
-        self._loop.close()
+
+@functools.cache
+def shared_loop() -> LoopThread:
+    """The loop of this process; it stays until the end."""
+    return LoopThread()
+
+
+def on_shared_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Turn an asynchronous test into one that pytest runs as any other."""
+
+    @functools.wraps(test)
+    def run(*args: object, **fixtures: object) -> None:
+        shared_loop().do(test, *args, **fixtures)
+
+    return run
 
 
 class Blocking:
     """Something of asyncio with blocking methods; its plain attributes are passed on."""
 
-    def __init__(self, inner: Any, loop: LoopThread) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._loop = loop
+        self._loop = shared_loop()
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._inner, name)

@@ -80,6 +80,7 @@ class SessionContract:
         assert opened.max_steps_in_flight >= 2
         assert opened.max_rows > 0
         assert opened.lease_ms > 0
+        assert not transport.draining
 
     def test_each_engine_life_has_an_epoch_of_its_own(self, world):
         epochs = []

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import threading
 from contextlib import closing
 
 import pytest
-from kvplane_service.config import Config
-from kvplane_service.host import ReplicaState
 
 from kvplane import aio
 from kvplane.base.errors import (
     FailedPrecondition,
+    InternalError,
     InvalidArgument,
     KvplaneError,
     NotFound,
@@ -23,12 +20,13 @@ from kvplane.base.errors import (
     Unavailable,
 )
 from kvplane.base.session import OpenRequest
-from kvplane.base.step import Part
+from kvplane.base.step import Part, PartResult, StepResult
 from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
+from kvplane_service.host import ReplicaState
 from tests.client.flaky import FlakyTransport, breaking, never
-from tests.client.loop_thread import Awaited, Blocking, LoopThread
+from tests.client.loop_thread import Awaited, Blocking, shared_loop
 from tests.client.mini_engine import MiniEngine
 from tests.client.worlds import InProcessWorld
 
@@ -64,23 +62,14 @@ class BlockingFace:
 class AsyncioFace:
     """Opens `kvplane.aio.Session`, on the same blocking transport."""
 
-    def __init__(self, loop):
-        self._loop = loop
-
     def open(self, transport, request, pauses, nonces):
         session = aio.Session(Awaited(transport), request, retry=pauses.policy(), pause=pauses.pause, nonces=nonces)
-        return Blocking(self._loop.do(session.open, heartbeats=False), self._loop)
+        return Blocking(shared_loop().do(session.open, heartbeats=False))
 
 
-@pytest.fixture(scope="module")
-def loop():
-    with closing(LoopThread()) as loop:
-        yield loop
-
-
-@pytest.fixture(params=["blocking", "asyncio"])
+@pytest.fixture(params=[BlockingFace(), AsyncioFace()], ids=["blocking", "asyncio"])
 def face(request):
-    return BlockingFace() if request.param == "blocking" else AsyncioFace(request.getfixturevalue("loop"))
+    return request.param
 
 
 @pytest.fixture
@@ -264,6 +253,53 @@ def test_a_newer_session_is_noticed_between_steps_by_the_heartbeat(session, worl
         ends_with(session, OtherWriter)
 
 
+class Scripted:
+    """A transport that gives the answers of a script."""
+
+    draining = False
+
+    def __init__(self, inner, answers):
+        self._inner = inner
+        self._answers = iter(answers)
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def send(self, step):
+        del step
+
+    def receive(self):
+        return next(self._answers)
+
+
+@pytest.mark.parametrize("refusal", [StaleEpoch("old"), OtherWriter("gone")])
+def test_a_refusal_that_no_later_step_can_escape_ends_the_session(world, open_session, refusal):
+    with open_session(world, Scripted(world.transport(), [refusal])) as session:
+        with pytest.raises(type(refusal)):
+            session.apply(Part())
+        assert session.ended is refusal
+        ends_with(session, type(refusal))
+
+
+def test_a_step_that_is_applied_behind_a_refused_one_ends_the_session(world, open_session):
+    answers = [InvalidArgument("no"), StepResult(2, 0, [PartResult()])]
+    with open_session(world, Scripted(world.transport(), answers)) as session:
+        session.submit(Part())
+        session.submit(Part(), executed_through=0)
+        with pytest.raises(InternalError, match="step 2 was applied"):
+            session.receive()
+        ends_with(session, InternalError)
+
+
+def test_the_answer_of_another_step_is_told(world, open_session):
+    transport = Scripted(world.transport(), [StepResult(7, 0, [PartResult()])])
+    with (
+        open_session(world, transport) as session,
+        pytest.raises(InternalError, match="answered by step 7"),
+    ):
+        session.apply(Part())
+
+
 def test_after_close_nothing_goes(session, transport):
     session.close()
     ends_with(session, FailedPrecondition)
@@ -283,10 +319,10 @@ def test_a_beat_keeps_the_lease(session, world):
 
 def test_a_beat_opens_a_broken_stream_again(session, world, transport):
     world.host.lost(1)
-    assert world.host.state is ReplicaState.LAPSED
+    assert world.host.state.value == "lapsed"
     transport.breaks = breaking("heartbeat")
     session.beat()
-    assert world.host.state is ReplicaState.LIVE
+    assert world.host.state.value == "live"
     assert transport.calls.count("open") == 2
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvplane import aio
 from kvplane.channel import open_aio_channel
-from tests.client.loop_thread import Blocking, LoopThread
+from tests.client.loop_thread import Blocking, shared_loop
 from tests.client.session_contract import SessionContract
 from tests.client.worlds import GrpcWorld, InProcessWorld
 
@@ -31,12 +31,6 @@ def unix_socket(tmp_path_factory):
         yield world
 
 
-@pytest.fixture(scope="module")
-def loop():
-    with closing(LoopThread()) as loop:
-        yield loop
-
-
 class TestTcp(SessionContract):
     @pytest.fixture
     def world(self, tcp):
@@ -55,27 +49,26 @@ class TestAsyncio(TestTcp):
     """The asyncio transport and session, through blocking faces."""
 
     @pytest.fixture
-    def world(self, tcp, loop):
+    def world(self, tcp):
         tcp.reset()
-        channel = loop.make(open_aio_channel, tcp.service.address)
-        yield AioWorld(tcp, channel, loop)
-        loop.do(channel.close)
+        channel = shared_loop().make(open_aio_channel, tcp.service.address)
+        yield AioWorld(tcp, channel)
+        shared_loop().do(channel.close)
 
     def new_session(self, world, **facts):
         session = aio.Session(world.aio_transport(), self.request(world, **facts))
-        return Blocking(world.loop.do(session.open), world.loop)
+        return Blocking(shared_loop().do(session.open))
 
 
 class AioWorld:
     """A service behind asyncio gRPC."""
 
-    def __init__(self, served, channel, loop):
+    def __init__(self, served, channel):
         self.replica, self.digest = served.replica, served.digest
-        self.loop = loop
         self._channel = channel
 
     def aio_transport(self):
-        return self.loop.make(aio.GrpcTransport, self._channel)
+        return shared_loop().make(aio.GrpcTransport, self._channel)
 
     def transport(self):
-        return Blocking(self.aio_transport(), self.loop)
+        return Blocking(self.aio_transport())

@@ -13,8 +13,8 @@ from kvplane.session_state import SessionState
 SPEC = ReplicaSpec((GroupSpec(GroupKind.FULL_ATTENTION, 16),), 10, 1024, 16, 16, 1024)
 
 
-def opened(epoch=3, seq=0, next_part=0, free_blocks=9):
-    return Opened(epoch, seq, next_part, 4, 4096, 10_000, SPEC, free_blocks, 0)
+def opened(epoch=3, seq=0, next_part=0, free_blocks=9, max_rows=4096):
+    return Opened(epoch, seq, next_part, 4, max_rows, 10_000, SPEC, free_blocks, 0)
 
 
 def answer(step, free_blocks=5):
@@ -60,6 +60,14 @@ def test_more_parts_of_one_step_are_one_step_in_flight(state):
     for _ in range(9):
         register(state, last=False)
     assert state.in_flight == 1
+
+
+def test_parts_in_flight_have_a_limit_too():
+    state = SessionState(opened(max_rows=3))
+    for _ in range(3):
+        register(state, last=False)
+    with pytest.raises(LimitExceeded, match="3 messages"):
+        register(state, last=False)
 
 
 def test_by_default_all_earlier_steps_have_been_executed(state):

@@ -118,10 +118,12 @@ class Slow(Awaited):
 
     def __init__(self, inner):
         super().__init__(inner)
+        self.waiting = asyncio.Event()
         self.answered = asyncio.Event()
         self.beat = asyncio.Event()
 
     async def receive(self):
+        self.waiting.set()
         await self.answered.wait()
         return self._inner.receive()
 
@@ -154,8 +156,7 @@ async def test_a_second_task_is_refused_while_a_call_is_under_way(world):
     transport = Slow(world.transport())
     async with await aio.Session(transport, OpenRequest(world.replica, 1)).open() as session:
         engine = asyncio.create_task(session.apply(ASK))
-        while session.in_flight == 0:
-            await asyncio.sleep(0)
+        await asyncio.wait_for(transport.waiting.wait(), LIMIT_S)
         with pytest.raises(FailedPrecondition, match="another task"):
             await session.apply(Part())
         await session.beat()

@@ -119,14 +119,17 @@ def test_an_open_has_a_deadline(silent):
         transport.close()
 
 
-def test_a_drain_is_announced_and_ends_the_stream(world):
-    with closing(GrpcWorld("127.0.0.1:0")) as leaving:
-        policy = RetryPolicy(attempts=1, first_delay_s=0.01)
-        session = leaving.client.session(leaving.replica, retry=policy)
+def test_a_drain_is_announced_and_waits_for_the_engine(tmp_path):
+    with closing(GrpcWorld(f"unix:{tmp_path}/kvplane.sock")) as leaving:
+        session = leaving.client.session(leaving.replica)
         session.apply(ASK)
+        assert not session.draining
         drained = threading.Thread(target=leaving.service.drain)
         drained.start()
+        while not session.draining:
+            session.apply(Part())
         assert session.apply(part_of(RunRow(0))).parts[0].granted == [20]
+        assert drained.is_alive()
         session.close()
         drained.join(20)
         assert not drained.is_alive()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import grpc
 import pytest
@@ -24,6 +26,7 @@ from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import FullAttentionSpec, KVSharingLayer, Layer, MambaSpec, SlidingWindowSpec
 from kvplane.base.step import EventKind, ExtraKeys
+from kvplane.channel import open_channel
 from kvplane.requests import Allocate, Appended, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, part_of
@@ -90,11 +93,12 @@ def test_an_unknown_model(client):
 
 
 def test_a_model_by_its_layers(client, extra_replica):
-    shape = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": DType.BFLOAT16}
+    full = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16)
+    window = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16, window=128)
     state = MambaSpec(block_size=16, shapes=((8, 16),), dtypes=(DType.FLOAT32,), mode=MambaMode.ALIGN)
     layers = (
-        Layer("full", FullAttentionSpec(**shape)),
-        Layer("window", SlidingWindowSpec(**shape, window=128)),
+        Layer("full", full),
+        Layer("window", window),
         Layer("state", state),
         KVSharingLayer("shared", shares_with="full"),
     )
@@ -310,7 +314,7 @@ def recording(attempts, pauses):
 
 
 def test_what_can_be_repeated_is_tried_again(tmp_path):
-    pauses = []
+    pauses: list[float] = []
     with connect(f"unix:{tmp_path}/nobody", retry=recording(3, pauses)) as client:
         with pytest.raises(Unavailable):
             client.describe_replica("x")
@@ -323,21 +327,9 @@ def test_what_can_be_repeated_is_tried_again(tmp_path):
 
 
 def test_a_mutation_that_is_tried_again_is_done_once(world, name):
-    class Losing(grpc.UnaryUnaryClientInterceptor):
-        """Loses the first answer on its way back."""
+    class Lost(grpc.RpcError):
+        """The answer was on its way back when the connection broke."""
 
-        def __init__(self):
-            self.calls = 0
-
-        def intercept_unary_unary(self, continuation, details, request):
-            self.calls += 1
-            call = continuation(details, request)
-            if self.calls == 1:
-                assert call.result()
-                return Lost()
-            return call
-
-    class Lost(grpc.RpcError, grpc.Call, grpc.Future):
         def code(self):
             return grpc.StatusCode.UNAVAILABLE
 
@@ -347,15 +339,32 @@ def test_a_mutation_that_is_tried_again_is_done_once(world, name):
         def trailing_metadata(self):
             return ()
 
-        def result(self, timeout=None):
-            raise self
+    class Losing:
+        """A channel that loses the first answer."""
 
-    Lost.__abstractmethods__ = frozenset()
-    losing = Losing()
-    channel = grpc.intercept_channel(grpc.insecure_channel(world.service.address), losing)
-    with closing(Client(channel, retry=recording(1, []))) as client:
+        def __init__(self, channel):
+            self._channel = channel
+            self.answers = []
+
+        def __getattr__(self, attribute):
+            return getattr(self._channel, attribute)
+
+        def unary_unary(self, *args, **facts):
+            method = self._channel.unary_unary(*args, **facts)
+
+            def call(request, timeout):
+                self.answers.append(method(request, timeout=timeout))
+                if len(self.answers) == 1:
+                    raise Lost
+                return self.answers[-1]
+
+            return call
+
+    losing: Any = Losing(open_channel(world.service.address))
+    with closing(Client(losing, retry=recording(1, []))) as client:
         answer = client.allocate_slots(name, Allocate("a", PROMPT))
-        assert (losing.calls, answer.status, answer.result.seq) == (2, pb.ALLOCATION_STATUS_GRANTED, 1)
+    assert losing.answers == [answer, answer]
+    assert (answer.status, answer.result.seq) == (pb.ALLOCATION_STATUS_GRANTED, 1)
 
 
 def test_a_service_that_hears_but_does_not_answer_is_too_late(deaf):
@@ -371,8 +380,6 @@ def deaf():
     class Deaf(grpc.GenericRpcHandler):
         def service(self, handler_call_details):
             return grpc.unary_unary_rpc_method_handler(lambda request, context: busy.wait(10) or b"")
-
-    from concurrent.futures import ThreadPoolExecutor
 
     server = grpc.server(ThreadPoolExecutor(1))
     server.add_generic_rpc_handlers((Deaf(),))

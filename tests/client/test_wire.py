@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,7 +43,9 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
+from kvplane.events import EventBatch
 from kvplane.v1 import allocation_pb2, replica_pb2, step_pb2
+from kvplane.wire import columns
 
 DIGEST = 32
 
@@ -334,6 +338,11 @@ def test_the_answer_to_an_open_comes_back_as_it_was(opened):
     assert wire.decode_opened(over_the_wire(wire.encode_opened(opened))) == opened
 
 
+@given(st.builds(EventBatch, u64, u64, st.lists(events, max_size=2).map(tuple), st.booleans()))
+def test_a_batch_of_events_comes_back_as_it_was(batch):
+    assert wire.decode_batch(over_the_wire(wire.encode_batch(batch))) == batch
+
+
 def every_error():
     found = [KvplaneError]
     for cls in found:
@@ -365,6 +374,14 @@ def test_columns_are_little_endian_on_the_wire():
     message = wire.encode_step(step)
     assert message.parts[0].run.slot == bytes([1, 0, 0, 0, 2, 1, 0, 0])
     assert message.parts[0].run.extra == bytes([255, 255, 255, 255, 2, 0, 0, 0])
+
+
+def test_columns_are_little_endian_on_big_endian_hosts_too(monkeypatch):
+    """On this host, swapping turns the bytes of a little-endian one into those of the other kind."""
+    monkeypatch.setattr(columns, "_SWAP", sys.byteorder == "little")
+    assert columns.pack([1, 258], columns.U32, "", "") == bytes([0, 0, 0, 1, 0, 0, 1, 2])
+    assert columns.unpack(bytes([0, 0, 0, 1, 0, 0, 1, 2]), columns.U32, "", "") == [1, 258]
+    assert columns.pack([-2], columns.I32, "", "") == bytes([254, 255, 255, 255])
 
 
 def test_defaults_take_no_bytes():

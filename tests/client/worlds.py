@@ -12,7 +12,7 @@ from kvplane_service.core.inspect import digest
 from kvplane_service.host import ReplicaHost
 from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
-from tests.client.loop_thread import LoopThread
+from tests.client.loop_thread import shared_loop
 from tests.client.mini_engine import HYBRID
 
 
@@ -54,14 +54,14 @@ class InProcessWorld:
 
 
 class ServiceThread:
-    """A whole service on a loop in a thread of its own.
+    """A whole service, on the shared loop.
 
     Attributes:
         address: where it listens.
     """
 
     def __init__(self, config: Config) -> None:
-        self._loop = LoopThread()
+        self._loop = shared_loop()
         self._app = self._loop.make(App, config)
         self.address = self._loop.do(self._app.start)
 
@@ -70,9 +70,8 @@ class ServiceThread:
         self._loop.do(self._app.drain)
 
     def stop(self) -> None:
-        """At once, and take the loop down."""
+        """At once."""
         self._loop.do(self._app.stop)
-        self._loop.close()
 
 
 class GrpcWorld:

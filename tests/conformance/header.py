@@ -31,6 +31,9 @@ _MANAGERS = {
     "ChunkedLocalAttentionManager": GroupKind.CHUNKED_LOCAL,
     "MambaManager": GroupKind.MAMBA,
     "FullAttentionManager": GroupKind.FULL_ATTENTION,
+    "RSWAManager": GroupKind.R_SWA,
+    "CircularBufferManager": GroupKind.RING,
+    "CrossAttentionManager": GroupKind.CROSS,
 }
 _MLA = {"MLAAttentionSpec": GroupKind.MLA, "SlidingWindowMLASpec": GroupKind.SLIDING_WINDOW_MLA}
 _GROUP_FIELDS = {
@@ -52,6 +55,7 @@ _STEP_FIELDS = _COMMON_FIELDS | {
 _MANAGER_ARGS = {
     "max_model_len", "scheduler_block_size", "hash_block_size", "max_in_flight_tokens", "enable_caching", "use_eagle",
     "dcp_world_size", "watermark", "num_prefill_lookahead", "log_stats", "enable_kv_cache_events",
+    "num_hash_lookahead_tokens",
 }  # fmt: skip
 
 
@@ -88,6 +92,7 @@ def trace_spec(header: Record) -> ReplicaSpec:
         partial_hits=header["partial_hash_hits"],
         watermark_blocks=int(args["watermark"] * header["num_blocks"]),
         commit=CommitRule.REFERENCE,
+        hash_lookahead_tokens=args.get("num_hash_lookahead_tokens", 0),
         prefill_lookahead=args["num_prefill_lookahead"],
         events=args["enable_kv_cache_events"],
     )
@@ -132,7 +137,7 @@ def _group(group: Record, lookup_class: int) -> GroupSpec:
     return GroupSpec(
         kind=kind,
         block_size=group["block_size"],
-        window=group["sliding_window"] or 0,
+        window=_window(kind, group),
         chunk=group.get("attention_chunk_size") or 0,
         mamba_mode=MambaMode(group["mamba_cache_mode"] or "none"),
         speculative_blocks=group["num_speculative_blocks"] or 0,
@@ -141,7 +146,16 @@ def _group(group: Record, lookup_class: int) -> GroupSpec:
         admission_cap_blocks=group["max_admission_blocks_per_request"] or 0,
         zero_new_blocks=group["records_new_block_ids"],
         lookup_class=lookup_class,
+        extra_retained_tokens=group["spec"].get("extra_retained_tokens", 0),
     )
+
+
+def _window(kind: GroupKind, group: Record) -> int:
+    """Full attention may name a window too (hybrid allocation off): a property of its kernel, not of its blocks."""
+    if kind is GroupKind.R_SWA:
+        return int(group["spec"]["rswa_window"])
+    windowed = kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
+    return int(group["sliding_window"]) if windowed else 0
 
 
 def _algorithm(header: Record) -> HashAlgorithm:

@@ -53,8 +53,9 @@ class Path(Protocol):
 class InProcessPath:
     """Straight onto the core; proves its invariants now and then."""
 
-    def __init__(self, spec: ReplicaSpec) -> None:
+    def __init__(self, spec: ReplicaSpec, check_every: int = CHECK_EVERY) -> None:
         self.replica = Replica(spec)
+        self._check_every = check_every
         self._seq, self._part = 1, 0
         self.messages = 0
 
@@ -66,7 +67,7 @@ class InProcessPath:
             results.extend(self.replica.apply(step).parts)
             self._seq, self._part = (self._seq + 1, 0) if one.last else (self._seq, self._part + 1)
             self.messages += 1
-            if self.messages % CHECK_EVERY == 0:
+            if self.messages % self._check_every == 0:
                 check(self.replica)
         return results
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
-from kvplane.base.groups import GroupSpec, ReplicaSpec
+from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNLIMITED,
@@ -44,16 +44,19 @@ from tests.conformance.paths import InProcessPath, Path, PathPart, Seen
 # Per operation: input fields, output fields. "free" and "ev" are outputs of every operation.
 FIELDS: dict[str, tuple[set[str], set[str]]] = {
     "step": (set(), {"copies", "retained", "zero"}),
-    "new": ({"id", "segs", "salt", "lora", "mm"}, {"n", "nh", "lasth"}),
+    "new": ({"id", "segs", "salt", "lora", "mm", "skip"}, {"n", "nh", "lasth"}),
     "lookup": ({"id"}, {"hit", "bnd", "blk"}),
     "alloc": (
-        {"id", "comp", "new", "st", "use_hit", "hit", "look", "ext", "delay", "full", "reserved", "has_sched", "infl"},
+        {"id", "comp", "new", "st", "use_hit", "hit", "look", "ext", "delay", "full", "reserved", "has_sched", "infl"}
+        | {"enc"},
         {"ok", "nb", "tbl"},
     ),
     "tok": ({"id", "t"}, {"nh", "lasth"}),
     "cache": ({"id", "n"}, set()),
     "free": ({"id"}, set()),
     "preempt": ({"id"}, set()),
+    "hold": ({"id"}, set()),
+    "release": ({"id"}, set()),
     "evict": ({"ids"}, set()),
     "reset": (set(), {"ok"}),
     "snapshot": (set(), {"freeq", "freeq_crc", "cached_hashes", "cached", "usage"}),
@@ -68,6 +71,7 @@ class Request:
     tokens: list[int]
     prompt: int
     extra: ExtraKeys
+    computed: int = 0  # as the replica counts
 
 
 @dataclass
@@ -126,16 +130,17 @@ class Replayer:
         self.requests: dict[str, Request] = {}
         self._slots: dict[int, Request] = {}
         self._queue: list[Pending] = []
+        self._held: dict[str, int] = {}
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._copies: list[tuple[int, int, int]] = []
         self._zero: list[tuple[int, int]] = []
-        self._events = EventWriter(self.spec.groups)
+        self._events = EventWriter(self.spec)
         self.values = self.operations = 0
         self._ops: dict[str, Callable[[Record], Sent]] = {
             "step": self._step, "new": self._new, "lookup": self._lookup, "alloc": self._alloc, "tok": self._tok,
-            "cache": self._cache, "free": self._free, "preempt": self._preempt, "evict": self._evict,
-            "reset": self._reset, "snapshot": self._snapshot,
+            "cache": self._cache, "free": self._free, "preempt": self._preempt, "hold": self._hold,
+            "release": self._release, "evict": self._evict, "reset": self._reset, "snapshot": self._snapshot,
         }  # fmt: skip
 
     def replay(self, number: int, op: Record) -> None:
@@ -208,8 +213,9 @@ class Replayer:
         slot = self._free_slots.pop() if self._free_slots else self._next_slot
         self._next_slot = max(self._next_slot, slot + 1)
         self.requests[op["id"]] = self._slots[slot] = Request(slot, tokens, len(tokens), extra)
-        keys = [] if extra == NO_EXTRA_KEYS else [extra]
-        news = News([slot], [len(tokens)], list(tokens), request_id=[op["id"]], extra_keys=keys)
+        news = News([slot], [len(tokens)], list(tokens), request_id=[op["id"]])
+        news.extra_keys = [] if extra == NO_EXTRA_KEYS else [extra]
+        news.skip_reading = [int(op.get("skip", False))]
         count = len(tokens)
         return _one(Part(news=news), lambda result: Outcome(result, {"n": count} | _hashes(result)))
 
@@ -235,6 +241,8 @@ class Replayer:
             outputs: Record = {"ok": ok, "tbl": [tables.get(group, []) for group in groups]}
             if ok:
                 outputs["nb"] = [new.get(group, []) for group in groups]
+                hit = op["hit"] if op.get("use_hit") else 0
+                request.computed = op["comp"] + hit + op.get("ext", 0) + op["new"]
             return Outcome(result, outputs)
 
         return _one(part, read)
@@ -248,6 +256,7 @@ class Replayer:
             cap=[UNLIMITED],
             lookahead=[op.get("look", 0)],
             external=[op.get("ext", 0)],
+            encoder_tokens=[op.get("enc", 0)],
             expected_hit=[op["hit"]],
             reserved=[op.get("reserved", 0)],
             watermark=[Watermark.ALWAYS if op.get("has_sched", True) else Watermark.NEVER],
@@ -255,13 +264,20 @@ class Replayer:
         )
 
     def _running(self, op: Record, request: Request) -> Part:
+        """A run row; computed tokens are told only where drafts were rejected, so that the quiet path is taken too."""
+        admission_only = sorted({"hit", "ext", "full", "reserved", "enc"} & set(op))
+        if admission_only:
+            raise BadRecording(f"operation {op}: a running request has no {admission_only[0]!r}")
         run = Run(
             slot=[request.slot],
             extra=[op["comp"] + op["new"] - len(request.tokens)],
             lookahead=[op.get("look", 0)],
             in_flight=[op.get("infl", 0)],
+            flags=[int(RowFlag.DELAY_CACHING * bool(op.get("delay")))],
             on_refusal=OnRefusal.STOP,
         )
+        if op["comp"] == request.computed:
+            return Part(run=run)
         return Part(facts=Facts(slot=[request.slot], computed=[op["comp"]]), run=run)
 
     def _tok(self, op: Record) -> Sent:
@@ -271,8 +287,9 @@ class Replayer:
         return _one(Part(facts=facts), lambda result: Outcome(result, _hashes(result)))
 
     def _cache(self, op: Record) -> Sent:
-        slot = self.requests[op["id"]].slot
-        return _one(Part(facts=Facts(slot=[slot], computed=[op["n"]], commit=[op["n"]])), Outcome)
+        request = self.requests[op["id"]]
+        request.computed = op["n"]
+        return _one(Part(facts=Facts(slot=[request.slot], computed=[op["n"]], commit=[op["n"]])), Outcome)
 
     def _free(self, op: Record) -> Sent:
         slot = self.requests.pop(op["id"]).slot
@@ -280,7 +297,18 @@ class Replayer:
         return _one(Part(facts=Facts(slot=[slot], end=[End.FREE])), Outcome)
 
     def _preempt(self, op: Record) -> Sent:
-        return _one(Part(facts=Facts(slot=[self.requests[op["id"]].slot], end=[End.PREEMPTED])), Outcome)
+        request = self.requests[op["id"]]
+        request.computed = 0
+        return _one(Part(facts=Facts(slot=[request.slot], end=[End.PREEMPTED])), Outcome)
+
+    def _hold(self, op: Record) -> Sent:
+        slot = self._held[op["id"]] = self.requests.pop(op["id"]).slot
+        return _one(Part(facts=Facts(slot=[slot], end=[End.HELD])), Outcome)
+
+    def _release(self, op: Record) -> Sent:
+        slot = self._held.pop(op["id"])
+        self._free_slots.append(slot)
+        return _one(Part(cache=Cache(released=[slot])), Outcome)
 
     def _evict(self, op: Record) -> Sent:
         return _one(Part(cache=Cache(evicted=list(op["ids"]))), Outcome)
@@ -328,8 +356,9 @@ def check_fields(number: int, op: Record) -> None:
 class EventWriter:
     """Writes cache events in the words of the recordings."""
 
-    def __init__(self, groups: Sequence[GroupSpec]) -> None:
-        self._groups = groups
+    def __init__(self, spec: ReplicaSpec) -> None:
+        self._groups = spec.groups
+        self._lookahead = spec.hash_lookahead_tokens
 
     def write(self, event: CacheEvent, tokens: Sequence[int], extra: ExtraKeys) -> list[Any]:
         """The event of a request with these tokens and keys."""
@@ -340,11 +369,14 @@ class EventWriter:
             return ["R", event.group, hashes]
         span = list(tokens[event.start : event.end])
         group = self._groups[event.group]
-        keys = [event_keys(extra, start, start + event.block_size) for start in event.block_starts]
+        covered = event.block_size + self._lookahead
+        keys = [event_keys(extra, start, start + covered) for start in event.block_starts]
+        # The reference counts R-SWA as full attention: its window bounds memory, not what is cached.
+        retained = group.kind is GroupKind.R_SWA
+        kind, window = (GroupKind.FULL_ATTENTION, 0) if retained else (group.kind, group.window)
         return [
             "S", event.group, event.block_size, event.parent[-8:].hex() if event.parent else None, hashes, len(span),
-            zlib.crc32(json.dumps(span).encode()), keys if any(keys) else None, group.kind.value,
-            group.window or None, "GPU",
+            zlib.crc32(json.dumps(span).encode()), keys if any(keys) else None, kind.value, window or None, "GPU",
         ]  # fmt: skip
 
 

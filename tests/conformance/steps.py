@@ -38,7 +38,7 @@ class StepReplayer:
         self.values = self.steps = 0
         self._free_blocks = self.spec.num_blocks - 1
         self._scheduler = Scheduler(header, self._send, whole)
-        self._events = EventWriter(self.spec.groups)
+        self._events = EventWriter(self.spec)
         self._plans: dict[int, Plan] = {}
         self._tokens: dict[int, tuple[list[int], ExtraKeys]] = {}
         self._line = 0

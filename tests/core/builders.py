@@ -34,6 +34,8 @@ from kvplane.base.step import (
 )
 from kvplane_service.core import inspect
 from kvplane_service.core.lookup import Hit
+from kvplane_service.core.managers.base import Query
+from kvplane_service.core.pool import INSIDE, Key
 from kvplane_service.core.replica import Replica
 
 GRANTED, REFUSED, DEFERRED = AdmitStatus.GRANTED, AdmitStatus.REFUSED, AdmitStatus.DEFERRED
@@ -61,6 +63,23 @@ def state(block_size: int = BLOCK, **changes: Any) -> GroupSpec:
     """Recurrent state that is cached at block boundaries (mode "align")."""
     aligned = {"mamba_mode": MambaMode.ALIGN, "lookup_class": 3}
     return GroupSpec(GroupKind.MAMBA, block_size, **{**aligned, **changes})
+
+
+def ring(block_size: int = BLOCK, **changes: Any) -> GroupSpec:
+    return GroupSpec(GroupKind.RING, block_size, **{"lookup_class": 4, **changes})
+
+
+def cross(block_size: int = BLOCK, **changes: Any) -> GroupSpec:
+    return GroupSpec(GroupKind.CROSS, block_size, **{"lookup_class": 5, **changes})
+
+
+def prompt_and_window(tokens: int, block_size: int = BLOCK, **changes: Any) -> GroupSpec:
+    """R-SWA: the prompt and the last `tokens` tokens stay."""
+    return GroupSpec(GroupKind.R_SWA, block_size, window=tokens, **{"lookup_class": 6, **changes})
+
+
+def sinks(num_tokens: int, block_size: int = BLOCK, **changes: Any) -> GroupSpec:
+    return GroupSpec(GroupKind.SINK_FULL, block_size, sink_tokens=num_tokens, **{"lookup_class": 7, **changes})
 
 
 def replica_spec(*groups: GroupSpec, num_blocks: int = 101, **changes: Any) -> ReplicaSpec:
@@ -94,6 +113,28 @@ def digests(spec: ReplicaSpec, text: str, extra: ExtraKeys | None = None) -> lis
 def fake_digest(number: int) -> bytes:
     """A digest for tests that need keys but no content."""
     return number.to_bytes(32, "big")
+
+
+def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drop_last: bool = False, **changes: Any) -> str:
+    """What one group's look-up finds, drawn: "x" a cached block, "." none, "0" a null block.
+
+    Args:
+        group: the only group that has a say.
+        cached: which blocks of the prefix are in the pool.
+        max_tokens: longest hit asked for; 0 = all that are drawn.
+        drop_last: the last matched block is dropped, as for draft layers.
+    """
+    spec = replica_spec(group, full(lookup_class=10), num_blocks=len(cached) + 1, **changes)
+    manager = Replica(spec).coordinator.managers[0]
+    size, per_block = group.block_size, group.block_size // spec.hash_block_size
+    made = [fake_digest(number) for number in range(len(cached) * per_block)]
+    for index, mark in enumerate(cached):
+        if mark == "x":
+            (block,) = manager.pool.take(1)
+            manager.pool.register(block, Key("", 0, made[(index + 1) * per_block - 1]), (index + 1) * size)
+    (row,), length = manager.find(Query(made, "", (0,), max_tokens or len(cached) * size, drop_last, INSIDE))
+    assert length <= len(row) * size < length + size
+    return "".join("0" if block == 0 else "x" for block in row)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

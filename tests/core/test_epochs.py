@@ -175,7 +175,7 @@ def test_exactly_the_proven_and_executed_keys_survive(intact, executed):
     """Four requests of two blocks each, in steps 1, 3, 5, 7 (and their ends in between)."""
     engine = Engine(full(), num_blocks=13)
     engine.executed = 0
-    written = {}
+    written: dict[int, int] = {}
     for slot, text in enumerate(["aaaabbbb", "ccccdddd", "eeeeffff", "gggghhhh"]):
         done = engine.admit(slot, text)
         written |= dict.fromkeys(done.table[0], engine.seq)

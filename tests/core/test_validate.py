@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import MAX_BLOCKS, MAX_TOKENS, GroupKind, GroupSpec, HashAlgorithm, MambaMode, ReplicaSpec
+from kvplane.base.groups import MAX_BLOCKS, MAX_TOKENS, HashAlgorithm, MambaMode, ReplicaSpec
 from kvplane.base.step import (
     UNLIMITED,
     Admit,
@@ -28,7 +28,21 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import MAX_SLOTS
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.validate import MAX_LOOKAHEAD
-from tests.core.builders import BLOCK, Engine, admit_row, chunked, full, replica_spec, run_rows, state, tokens, window
+from tests.core.builders import (
+    BLOCK,
+    Engine,
+    admit_row,
+    chunked,
+    cross,
+    full,
+    replica_spec,
+    ring,
+    run_rows,
+    sinks,
+    state,
+    tokens,
+    window,
+)
 
 MOST = 64  # max_model_len of the engine below
 TOKENS, HASHES, HELD, WAITING, FREE_SLOT = range(5)
@@ -270,25 +284,13 @@ def test_content_asked_about_from_outside_is_checked_alike(engine):
 # -- specs -------------------------------------------------------------------------------------------------------------
 
 
-def ring(block_size=BLOCK):
-    return GroupSpec(GroupKind.RING, block_size, lookup_class=8)
-
-
-def cross(block_size=BLOCK):
-    return GroupSpec(GroupKind.CROSS, block_size, lookup_class=9)
-
-
-def sinks(**fields):
-    return GroupSpec(GroupKind.SINK_FULL, **{"block_size": BLOCK, "sink_tokens": 8, **fields})
-
-
 SPECS: dict[str, Any] = {  # field -> specs that are refused for it
     # one field alone
     "groups": [([full()] * 65, {})],
     "num_blocks": [
         ([full()], {"num_blocks": 1}),
         ([full()], {"num_blocks": MAX_BLOCKS + 1}),
-        ([sinks(sink_tokens=36)], {"num_blocks": 10}),
+        ([sinks(36)], {"num_blocks": 10}),
     ],
     "max_model_len": [([full()], {"max_model_len": 0}), ([full()], {"max_model_len": MAX_TOKENS + 1})],
     "max_in_flight_tokens": [([full()], {"max_in_flight_tokens": 0})],
@@ -303,7 +305,7 @@ SPECS: dict[str, Any] = {  # field -> specs that are refused for it
     ],
     "groups[0].window": [([window(0)], {}), ([full(window=4)], {})],
     "groups[0].chunk": [([chunked(0)], {}), ([full(chunk=4)], {})],
-    "groups[0].sink_tokens": [([sinks(sink_tokens=0)], {}), ([sinks(sink_tokens=6)], {}), ([full(sink_tokens=4)], {})],
+    "groups[0].sink_tokens": [([sinks(0)], {}), ([sinks(6)], {}), ([full(sink_tokens=4)], {})],
     "groups[0].speculative_blocks": [([state(speculative_blocks=-1), full()], {})],
     "groups[0].admission_cap_blocks": [([full(admission_cap_blocks=-1)], {})],
     "groups[0].extra_retained_tokens": [([window(4, extra_retained_tokens=-1)], {})],
@@ -352,7 +354,7 @@ def test_a_replica_has_a_group():
         ([full(), ring(3)], {"hash_block_size": 4, "scheduler_block_size": 4}),  # scratch needs no common multiple
         ([full(), cross(6)], {"enable_caching": False, "hash_block_size": 4, "scheduler_block_size": 4}),
         ([full(), state(64, mamba_mode=MambaMode.NONE)], {"enable_caching": False, "scheduler_block_size": 4}),
-        ([sinks(sink_tokens=32)], {"num_blocks": 10}),
+        ([sinks(32)], {"num_blocks": 10}),
         ([full(drops_last_block=True)], {"prefill_lookahead": 4}),
         ([window(8), full()], {"retention_interval": 8}),
         ([full()], {"retention_interval": 0}),

@@ -81,9 +81,7 @@ from kvplane.rows import (
     RunRow,
     part_of,
 )
-from kvplane.session import (
-    Session,
-)
+from kvplane.session import Session, draw_nonce
 from kvplane.sources import (
     LayerSource,
     ModelSource,
@@ -169,5 +167,6 @@ __all__ = [
     "Watermark",
     "aio",
     "connect",
+    "draw_nonce",
     "part_of",
 ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TypeAlias
 
 from kvplane.base.step import (
     ANY_HIT,
@@ -34,10 +33,16 @@ AS_COUNTED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class FactRow:
-    """What happened to one request; see `Facts`. Appended tokens come as ids, or as a count with hashes."""
+class Row:
+    """A row of some section, about the request in a slot."""
 
     slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class FactRow(Row):
+    """What happened to one request; see `Facts`. Appended tokens come as ids, or as a count with hashes."""
+
     tokens: Sequence[int] = ()
     num_tokens: int = 0
     hashes: Sequence[bytes] = ()
@@ -48,10 +53,9 @@ class FactRow:
 
 
 @dataclass(frozen=True, slots=True)
-class NewsRow:
+class NewsRow(Row):
     """One new request; see `News`. Its prompt is given as token ids, or as a count with hashes."""
 
-    slot: int
     tokens: Sequence[int] = ()
     num_tokens: int = 0
     hashes: Sequence[bytes] = ()
@@ -63,10 +67,9 @@ class NewsRow:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRow:
+class RunRow(Row):
     """One running request; see `Run`."""
 
-    slot: int
     extra: int = 0
     cap: int = UNLIMITED
     lookahead: int = 0
@@ -75,10 +78,9 @@ class RunRow:
 
 
 @dataclass(frozen=True, slots=True)
-class AdmitRow:
+class AdmitRow(Row):
     """One waiting request; see `Admit`."""
 
-    slot: int
     extra: int = 0
     cap: int = UNLIMITED
     lookahead: int = 0
@@ -91,13 +93,10 @@ class AdmitRow:
 
 
 @dataclass(frozen=True, slots=True)
-class PeekRow:
+class PeekRow(Row):
     """One look-up; see `Peek`."""
 
-    slot: int
 
-
-Row: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow
 _CONTENT = {"tokens", "num_tokens", "hashes"}
 
 

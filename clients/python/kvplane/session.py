@@ -109,6 +109,11 @@ class Session:
         return self._state.in_flight
 
     @property
+    def draining(self) -> bool:
+        """The service will go: finish what runs, close, and open a session elsewhere."""
+        return self._transport.draining
+
+    @property
     def ended(self) -> KvplaneError | None:
         """Why the session is over; None while it is not."""
         return self._turn.ended

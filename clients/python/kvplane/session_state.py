@@ -59,7 +59,7 @@ class SessionState:
         said.
 
         Raises:
-            LimitExceeded: as many steps are in flight as may be.
+            LimitExceeded: as many steps or parts of steps are in flight as may be.
             InvalidArgument: no parts, or an executed_through that cannot be.
         """
         seq, part = self._next
@@ -68,6 +68,11 @@ class SessionState:
         if part == 0 and self.in_flight >= self._max_steps:
             raise LimitExceeded(
                 f"{self.in_flight} steps are in flight, as many as may be", remedy="receive an answer first"
+            )
+        if len(self._unanswered) >= self.max_rows:
+            raise LimitExceeded(
+                f"{len(self._unanswered)} messages are in flight, as many as a step may have rows",
+                remedy="receive an answer first",
             )
         step = Step(self.epoch, seq, list(parts), part, last, self._executed(seq, part, executed_through))
         self._unanswered.append(step)

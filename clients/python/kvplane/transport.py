@@ -41,11 +41,13 @@ class GrpcTransport:
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
+        self.draining = False
 
     def open(self, request: OpenRequest) -> Opened:
         """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
         message = stream_messages.open_message(request)
         self._drop()
+        self.draining = False
         self._stream = stream = _Stream(self._stub)
         try:
             stream.send(message)
@@ -71,6 +73,7 @@ class GrpcTransport:
             answer = stream_messages.answer_of(stream.receive())
             if answer is not None:
                 return answer
+            self.draining = True
 
     def heartbeat(self) -> None:
         """Keep the lease; raises what ended the stream when it has ended."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,10 +14,11 @@ from random import Random
 from rich.console import Console
 from rich.live import Live
 
-from kvplane.base.errors import KvplaneError
 from kvplane.unary import connect
 from kvplane_service.cli.child import ServiceChild
-from kvplane_service.cli.live import line, picture, view
+from kvplane_service.cli.engines import Engines, running
+from kvplane_service.cli.live import View, line, picture
+from kvplane_service.cli.pace import Pace
 from kvplane_service.cli.watch import Look, Watcher
 from kvplane_service.replay import CostModel, EngineConfig
 from kvplane_service.replay.run import ReplayRun, RunPlan
@@ -29,6 +29,7 @@ INTERRUPTED = 130
 MAX_MODEL_LEN = 4096
 NUM_REQUESTS = 300
 _VIEW_INTERVAL_S = 0.25
+_VIEW_SPEED = 4.0  # virtual seconds per second, for who watches; without a terminal it goes as fast as it can
 _LINE_INTERVAL_S = 2.0
 _PICTURE_AT = 0.6  # of the requests
 
@@ -66,24 +67,6 @@ MODELS = (
 )
 
 
-class EngineThread(threading.Thread):
-    """Drives one model to its end, or until it is told to stop."""
-
-    def __init__(self, name: str, run: ReplayRun, stop: threading.Event) -> None:
-        super().__init__(name=f"engine-{name}")
-        self.run_of_model = run
-        self.error: KvplaneError | AssertionError | None = None
-        self._stop_asked = stop
-
-    def run(self) -> None:
-        """What the thread does; a failure is kept for the main thread and stops the others."""
-        try:
-            self.run_of_model.run(lambda: not self._stop_asked.is_set())
-        except (KvplaneError, AssertionError) as error:
-            self.error = error
-            self._stop_asked.set()
-
-
 def workload(seed: int) -> Iterator[TraceRequest]:
     """The same traffic for every model."""
     return islice(chat_workload(Random(seed), _SHAPE), NUM_REQUESTS)
@@ -110,45 +93,27 @@ def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list
         console.print("starting the service", highlight=False)
         client = stack.enter_context(connect(stack.enter_context(ServiceChild()).address))
         runs = [stack.enter_context(ReplayRun(client, model.plan(), model.name, workload(seed))) for model in MODELS]
-        threads = stack.enter_context(_running(runs))
         watchers = [Watcher(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
-        with _lines(console) if plain else _live(console) as show:
-            _watch(threads, watchers, show, svg)
-        for thread in threads:
-            if thread.error is not None:
-                raise thread.error
+        pace = Pace(0.0 if plain else _VIEW_SPEED)
+        with (
+            running(runs, lambda run: pace.hold(run.fleet.clock_ns)) as engines,
+            _lines(console) if plain else _live(console) as show,
+        ):
+            _watch(engines, watchers, show, svg)
         return [run.summary("demo") for run in runs]
-
-
-@contextmanager
-def _running(runs: Sequence[ReplayRun]) -> Iterator[list[EngineThread]]:
-    """The engines' threads, running; all of them have ended when the block is left, however it is left."""
-    stop = threading.Event()
-    threads = [EngineThread(model.name, run, stop) for model, run in zip(MODELS, runs, strict=True)]
-    try:
-        for thread in threads:
-            thread.start()
-        yield threads
-    finally:
-        stop.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
 
 
 Show = Callable[[list[Look], bool], None]  # what was seen, and whether it is the last time
 
 
-def _watch(threads: Sequence[EngineThread], watchers: Sequence[Watcher], show: Show, svg: Path | None) -> None:
+def _watch(engines: Engines, watchers: Sequence[Watcher], show: Show, svg: Path | None) -> None:
     """Look and show until the engines are done, and once more."""
     is_over = False
     while not is_over:
-        time.sleep(_VIEW_INTERVAL_S)
-        is_over = not any(thread.is_alive() for thread in threads)
+        is_over = engines.wait(_VIEW_INTERVAL_S)
         looks = [watcher.look(time.monotonic()) for watcher in watchers]
         show(looks, is_over)
-        done = sum(look.completed for look in looks)
-        if svg is not None and done >= _PICTURE_AT * NUM_REQUESTS * len(MODELS):
+        if svg is not None and sum(look.completed for look in looks) >= _PICTURE_AT * NUM_REQUESTS * len(MODELS):
             svg.write_text(picture(looks, "kvplane demo"), encoding="utf-8")
             svg = None
 
@@ -157,7 +122,7 @@ def _watch(threads: Sequence[EngineThread], watchers: Sequence[Watcher], show: S
 def _live(console: Console) -> Iterator[Show]:
     """The panels, redrawn in place."""
     with Live(console=console, auto_refresh=False) as live:
-        yield lambda looks, _: live.update(view(looks), refresh=True)
+        yield lambda looks, _: live.update(View(looks), refresh=True)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from kvplane_service.replay import Fleet
 from kvplane_service.replay.cost import NS_PER_SECOND
 from kvplane_service.workloads import TraceFile
 
-_BAR_INTERVAL_S = 0.2
 _LINE_INTERVAL_S = 5.0
 
 
@@ -36,22 +35,22 @@ class Extent:
 
 
 @contextmanager
-def watch(console: Console, fleet: Fleet, extent: Extent) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each step; it draws when it is time to."""
+def progress_of(console: Console, fleet: Fleet, extent: Extent) -> Iterator[Callable[[], None]]:
+    """Yields what draws the progress as it is now; call it as often as you like."""
     if console.is_terminal:
         with _bar(console) as bar:
             task = bar.add_task("replay", total=1.0)
-
-            def draw() -> None:
-                bar.update(task, completed=extent.share_done(fleet), description=status_line(fleet))
-
-            yield _every(_BAR_INTERVAL_S, draw)
-            draw()
+            yield lambda: bar.update(task, completed=extent.share_done(fleet), description=status_line(fleet))
     else:
-        yield _every(
-            _LINE_INTERVAL_S,
-            lambda: console.print(f"{extent.share_done(fleet):4.0%} {status_line(fleet)}", highlight=False),
-        )
+        due_s = time.monotonic()
+
+        def maybe_line() -> None:
+            nonlocal due_s
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + _LINE_INTERVAL_S
+                console.print(f"{extent.share_done(fleet):4.0%} {status_line(fleet)}", highlight=False, soft_wrap=True)
+
+        yield maybe_line
 
 
 def status_line(fleet: Fleet) -> str:
@@ -66,17 +65,3 @@ def status_line(fleet: Fleet) -> str:
 def _bar(console: Console) -> Progress:
     columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True, refresh_per_second=5)
-
-
-def _every(interval_s: float, act: Callable[[], None]) -> Callable[[], None]:
-    """`act`, but not more often than once in `interval_s`."""
-    due_s = time.monotonic() + interval_s
-
-    def maybe() -> None:
-        nonlocal due_s
-        now_s = time.monotonic()
-        if now_s >= due_s:
-            due_s = now_s + interval_s
-            act()
-
-    return maybe

@@ -15,13 +15,15 @@ from rich.console import Console
 from kvplane.unary import connect
 from kvplane_service.cli import report
 from kvplane_service.cli.child import ServiceChild
+from kvplane_service.cli.engines import running
 from kvplane_service.cli.pace import Pace
-from kvplane_service.cli.progress import Extent, watch
+from kvplane_service.cli.progress import Extent, progress_of
 from kvplane_service.replay.run import ReplayRun, RunPlan
 from kvplane_service.replay.summary import Summary
 from kvplane_service.workloads import TraceFile
 
 INTERRUPTED = 130
+_VIEW_INTERVAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +66,12 @@ def run_replay(options: ReplayOptions, console: Console) -> Summary:
         name = f"replay-{secrets.token_hex(4)}"
         run = stack.enter_context(ReplayRun(client, options.plan, name, islice(trace, options.limit)))
         pace = Pace(options.speed)
-        with watch(console, run.fleet, Extent(trace, options.limit)) as show:
-
-            def after_step() -> bool:
-                pace.hold(run.fleet.clock_ns)
+        with (
+            progress_of(console, run.fleet, Extent(trace, options.limit)) as show,
+            running([run], lambda run: pace.hold(run.fleet.clock_ns)) as engines,
+        ):
+            while not engines.wait(_VIEW_INTERVAL_S):
                 show()
-                return True
-
-            run.run(after_step)
         return run.summary(options.file.name)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import GroupSpec, ReplicaSpec
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
-from kvplane_service.cli.report import group_name
 from kvplane_service.replay.cost import NS_PER_SECOND
 from kvplane_service.replay.run import ReplayRun, counts_of
 from kvplane_service.replay.summary import ServiceCounts
@@ -20,7 +19,7 @@ class Pool:
     """What one KV cache group, or several equal ones together, take of the replica's pool.
 
     Attributes:
-        name: how many, kind, window, block size.
+        name: how many, kind, and how far they see.
         held_blocks: held by requests.
         cached_blocks: carrying a key, held or free.
     """
@@ -57,6 +56,11 @@ class Look:
     def evicted(self) -> int:
         """Keys lost to other requests, all groups."""
         return sum(self.counts.evicted_blocks)
+
+    @property
+    def held_share(self) -> float:
+        """Of the pool, 0 to 1."""
+        return 1 - self.free_blocks / (self.num_blocks - 1)
 
     @property
     def hit_share(self) -> float:
@@ -98,10 +102,15 @@ class Watcher:
 
 def _pools(told: DescribeReplicaResponse, spec: ReplicaSpec) -> tuple[Pool, ...]:
     """One per distinct kind of group: equal groups hold nearly equal numbers and would only repeat each other."""
-    names = [group_name(group) for group in spec.groups]
+    names = [_short_name(group) for group in spec.groups]
     pools = []
     for name in dict.fromkeys(names):
         mine = [group for group, other in zip(told.counters.groups, names, strict=True) if other == name]
         held, cached = sum(group.used_blocks for group in mine), sum(group.cached_blocks for group in mine)
-        pools.append(Pool(name if len(mine) == 1 else f"{len(mine)} {name}", held, cached))
+        pools.append(Pool(name if len(mine) == 1 else f"{len(mine)} x {name}", held, cached))
     return tuple(pools)
+
+
+def _short_name(group: GroupSpec) -> str:
+    """Like "full" or "sliding_window 1024"."""
+    return f"{group.kind.value.removesuffix('_attention')} {group.window or group.chunk or ''}".rstrip()

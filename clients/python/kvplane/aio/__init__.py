@@ -1,8 +1,8 @@
 """kvplane for asyncio programs: the same sessions and calls, awaited.
 
-    async with kvplane.aio.connect("127.0.0.1:7070") as client:
-        async with await client.session("replica") as session:
-            answer = await session.apply(part)
+async with kvplane.aio.connect("127.0.0.1:7070") as client:
+    async with await client.session("replica") as session:
+        answer = await session.apply(part)
 """
 
 from kvplane.aio.client import Client, connect

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TypeVar
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -61,6 +62,7 @@ class Client:
     ) -> None:
         self._channel = channel
         self._events = events_pb2_grpc.EventsStub(channel)
+        self._transports: WeakSet[GrpcTransport] = WeakSet()
         self._closed = False
         self._timeout_s = timeout_s
         self._max_message_bytes = max_message_bytes
@@ -70,6 +72,8 @@ class Client:
     async def close(self) -> None:
         """Close the channel, and with it the streams that are still open."""
         self._closed = True
+        for transport in self._transports:  # the channel would leave them open
+            transport.cut()
         await self._channel.close()
 
     async def __aenter__(self) -> Client:
@@ -124,6 +128,7 @@ class Client:
         self._require_open()
         request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
         transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        self._transports.add(transport)
         return await Session(transport, request, retry=retry, pause=self._pause_s).open()
 
     async def find_cache_hit(
@@ -132,15 +137,11 @@ class Client:
         """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
         return await self._do(calls.find_cache_hit(replica, what, with_blocks))
 
-    async def allocate_slots(
-        self, replica: str, wish: Allocate, at: At = HERE
-    ) -> allocation_pb2.AllocateSlotsResponse:
+    async def allocate_slots(self, replica: str, wish: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
         """Give a request blocks for its next tokens."""
         return await self._do(calls.allocate_slots(replica, wish, at))
 
-    async def commit_blocks(
-        self, replica: str, commit: Commit, at: At = HERE
-    ) -> allocation_pb2.CommitBlocksResponse:
+    async def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
         """Append tokens to a request and register full blocks in the prefix cache."""
         return await self._do(calls.commit_blocks(replica, commit, at))
 
@@ -156,9 +157,7 @@ class Client:
         """Drop the keys of blocks, in order."""
         return await self._do(calls.evict_blocks(replica, block_ids, at))
 
-    async def reset_prefix_cache(
-        self, replica: str, at: At = HERE
-    ) -> allocation_pb2.ResetPrefixCacheResponse:
+    async def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
         """Drop every key; not done when a block is in use."""
         return await self._do(calls.reset_prefix_cache(replica, at))
 

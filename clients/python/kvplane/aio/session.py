@@ -25,6 +25,8 @@ _T = TypeVar("_T")
 class AsyncSessionTransport(Protocol):
     """SessionTransport, awaited; the contract is the same."""
 
+    draining: bool
+
     async def open(self, request: OpenRequest) -> Opened:
         """Open a stream, in place of the one before if there was one."""
         ...
@@ -77,9 +79,7 @@ class Session:
     async def open(self, *, heartbeats: bool = True) -> Session:
         """Open the session and return it; `heartbeats` keeps the lease by a task."""
         nonces = chain((self._request.nonce,), iter(self._nonces, None))
-        opened = await self._retrying(
-            lambda: self._transport.open(replace(self._request, nonce=next(nonces))), None
-        )
+        opened = await self._retrying(lambda: self._transport.open(replace(self._request, nonce=next(nonces))), None)
         self._state = SessionState(opened)
         if heartbeats:
             interval_s = self._state.lease_ms / 1000 / BEATS_PER_LEASE
@@ -115,6 +115,11 @@ class Session:
     def next_seq(self) -> int:
         """Number of the step that the next part belongs to."""
         return self._state.next_seq
+
+    @property
+    def draining(self) -> bool:
+        """The service will go: finish what runs, close, and open a session elsewhere."""
+        return self._transport.draining
 
     @property
     def ended(self) -> KvplaneError | None:
@@ -217,9 +222,7 @@ class Session:
             for _ in range(followers):
                 answer = await self._transport.receive()
                 if isinstance(answer, StepResult):
-                    self._ended = InternalError(
-                        f"step {answer.seq} was applied though one before it was refused"
-                    )
+                    self._ended = InternalError(f"step {answer.seq} was applied though one before it was refused")
                     raise self._ended
         except Unavailable:
             return  # with the stream they are gone; the next call finds it broken

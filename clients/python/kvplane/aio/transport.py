@@ -36,23 +36,25 @@ class GrpcTransport:
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._call: _Call | None = None
+        self.draining = False
 
     async def open(self, request: OpenRequest) -> Opened:
         """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
         message = stream_messages.open_message(request)
-        self._drop()
+        self.cut()
+        self.draining = False
         try:
             self._call = self._stub.Session()
             async with asyncio.timeout(self._open_timeout_s):
                 await self._write(message)
                 return stream_messages.opened_of(await self._read())
         except TimeoutError:
-            self._drop()
+            self.cut()
             raise Unavailable(f"no answer within {self._open_timeout_s} s") from None
         except grpc.aio.UsageError as error:
             raise FailedPrecondition("the channel is closed", remedy="connect again") from error
         except KvplaneError:
-            self._drop()
+            self.cut()
             raise
 
     async def send(self, step: Step) -> None:
@@ -68,6 +70,7 @@ class GrpcTransport:
             answer = stream_messages.answer_of(await self._read())
             if answer is not None:
                 return answer
+            self.draining = True
 
     async def heartbeat(self) -> None:
         """Keep the lease; raises what ended the stream when it has ended."""
@@ -87,7 +90,7 @@ class GrpcTransport:
         except (KvplaneError, TimeoutError):
             return  # the end of the stream, or nobody to say goodbye to
         finally:
-            self._drop()
+            self.cut()
 
     async def _write(self, message: SessionRequest) -> None:
         """Send; a stream that has ended is for `_read` to tell."""
@@ -107,13 +110,14 @@ class GrpcTransport:
         except grpc.aio.AioRpcError as outcome:
             raise error_of_rpc(outcome) from None
         except asyncio.CancelledError:
-            self._drop()
+            self.cut()
             raise
         if not isinstance(response, SessionResponse):  # grpc.aio.EOF
             raise Unavailable("the service ended the stream")
         return response
 
-    def _drop(self) -> None:
+    def cut(self) -> None:
+        """End the stream now, without a goodbye."""
         call, self._call = self._call, None
         if call is not None:
             call.cancel()

@@ -66,7 +66,12 @@ class SessionTransport(Protocol):
     A step that is refused is an answer like any other. What is raised is about the stream: Unavailable when it is
     broken (open it again), another KvplaneError when the service has ended the session (StaleEpoch, OtherWriter,
     NotFound, InvalidArgument for a message that cannot be read).
+
+    Attributes:
+        draining: the service has announced that it will go; known once an answer behind the notice was received.
     """
+
+    draining: bool
 
     def open(self, request: OpenRequest) -> Opened:
         """Open a stream, in place of the one before if there was one."""

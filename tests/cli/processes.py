@@ -1,0 +1,66 @@
+"""The command line as processes: how they end, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+KVPLANE = [sys.executable, "-c", "from kvplane_service.cli import main; main()"]
+LIMIT_S = 110.0
+
+
+def run_kvplane(*arguments: str | int | Path) -> subprocess.CompletedProcess[str]:
+    """The command, to its end."""
+    command = [*KVPLANE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+@contextmanager
+def running(*arguments: str | int | Path) -> Iterator[subprocess.Popen[str]]:
+    """The command, under way; killed when the test leaves it running."""
+    command = [*KVPLANE, *map(str, arguments)]
+    # A group of its own, so that a signal of the test reaches it alone, as Ctrl-C in its own terminal would.
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def interrupt(process: subprocess.Popen[str]) -> int:
+    """Ctrl-C: the whole foreground group gets it; returns the exit code."""
+    os.killpg(process.pid, signal.SIGINT)
+    return process.wait(LIMIT_S)
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started and that have not ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(child) for child in (task / "children").read_text(encoding="ascii").split()]
+    return found
+
+
+class Watched:
+    """A process that need not be a child of ours, named so that its number cannot be taken by another."""
+
+    def __init__(self, pid: int) -> None:
+        self._file = os.pidfd_open(pid)
+
+    def wait_for_end(self) -> bool:
+        """Whether it ends within the limit."""
+        ready, _, _ = select.select([self._file], [], [], LIMIT_S)
+        os.close(self._file)
+        return bool(ready)

@@ -1,0 +1,138 @@
+"""`kvplane replay` as its user meets it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.cli.processes import Watched, children, interrupt, run_kvplane, running
+
+OWN_BLOCKS = 3
+
+
+def mooncake_line(number: int, shared: int, output: int = 20) -> str:
+    """A request whose first `shared` blocks of 512 tokens are everybody's."""
+    ids = [*range(shared), *(1000 + OWN_BLOCKS * number + at for at in range(OWN_BLOCKS))]
+    record = {
+        "timestamp": 50 * number,
+        "input_length": 512 * len(ids) - 100,
+        "output_length": output,
+        "hash_ids": ids,
+    }
+    return json.dumps(record) + "\n"
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """Forty requests with four shared blocks."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(mooncake_line(number, 4) for number in range(40)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def long_trace(tmp_path) -> Path:
+    """A replay that takes minutes unless it is interrupted."""
+    path = tmp_path / "long.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as out:
+        out.writelines(mooncake_line(number, 4, output=2000) for number in range(20_000))
+    return path
+
+
+def test_json_tells_both_counts_and_they_agree(trace):
+    done = run_kvplane("replay", trace, "--json", "--events", "--pool-blocks", 800, "--max-model-len", 4000)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["disagreements"] == []
+    assert (told["requests"], told["completed"], told["refused"]) == (40, 40, {})
+    for name in ("steps", "hit_tokens", "allocated_blocks", "evicted_blocks", "preempted"):
+        assert told["service"][name] == told["engine"][name]
+    assert told["service"]["hit_tokens"] >= 39 * 4 * 512 * 0.5
+    assert sum(told["service"]["evicted_blocks"]) > 0
+    assert told["generated_tokens"] == 40 * 20
+
+
+def test_two_runs_tell_the_same(trace):
+    sizes = ("--pool-blocks", 4000, "--max-model-len", 4000, "--replicas", 2)
+    first, second = (
+        json.loads(run_kvplane("replay", trace, "--json", "--model", "gemma-3-27b", *sizes).stdout) for _ in range(2)
+    )
+    for told in (first, second):
+        assert told.pop("wall_s") > 0
+        assert told.pop("steps_per_s") > 0
+    assert first == second
+    assert first["replicas"] == 2
+
+
+def test_the_table_names_who_was_refused(trace):
+    done = run_kvplane("replay", trace, "--limit", 5, "--max-model-len", 3000)
+    assert done.returncode == 0, done.stderr
+    assert "refused: longer than max_model_len" in done.stdout
+    assert "refused line-1: longer than max_model_len (3504 tokens" in done.stdout
+    assert "preemptions" in done.stdout
+
+
+def test_a_malformed_line_is_named_and_what_was_read_is_counted(trace):
+    with trace.open("a", encoding="utf-8") as out:
+        out.write('{"timestamp": 9000, "input_length": "many", "output_length": 1, "hash_ids": []}\n')
+        out.write(mooncake_line(900, 4))
+    done = run_kvplane("replay", trace, "--json")
+    told = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert (told["requests"], told["completed"]) == (40, 40)
+    assert "line 41" in told["fault"]
+    assert "input_length" in done.stderr
+
+
+def test_a_truncated_file_is_named_and_what_was_read_is_counted(tmp_path):
+    path = tmp_path / "cut.jsonl.gz"
+    whole = gzip.compress("".join(mooncake_line(number, 4) for number in range(300)).encode())
+    path.write_bytes(whole[: len(whole) * 3 // 4])
+    done = run_kvplane("replay", path, "--json", "--max-output", 1)
+    told = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert "cut off" in done.stderr
+    assert 100 < told["completed"] == told["requests"] < 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no-such-file.jsonl"], "no-such-file.jsonl"),
+        (["TRACE", "--model", "llama-9"], "llama-9"),
+        (["TRACE", "--max-model-len", "131072", "--pool-blocks", "5000000"], "max_blocks"),
+        (["TRACE", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
+        (["TRACE", "--replicas", "0"], "replicas"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_an_exit_code(trace, arguments, said):
+    done = run_kvplane("replay", *[str(trace) if word == "TRACE" else word for word in arguments])
+    assert done.returncode in (1, 2, 3)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_leaves_no_child(long_trace):
+    with running("replay", long_trace) as process:
+        assert process.stderr is not None
+        assert "completed" in process.stderr.readline()
+        (child,) = children(process.pid)
+        service = Watched(child)
+        assert interrupt(process) == 130
+        assert service.wait_for_end()
+        assert "interrupted" in process.stderr.read()
+
+
+def test_a_killed_parent_leaves_no_child(long_trace):
+    with running("replay", long_trace) as process:
+        assert process.stderr is not None
+        assert "completed" in process.stderr.readline()
+        (child,) = children(process.pid)
+        service = Watched(child)
+        os.kill(process.pid, signal.SIGKILL)
+        assert service.wait_for_end()

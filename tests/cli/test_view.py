@@ -1,0 +1,192 @@
+"""What replay and demo show, without running them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import StringIO
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kvplane_service.cli import live, report
+from kvplane_service.cli.demo_show import complaints, summary_line
+from kvplane_service.cli.pace import Pace
+from kvplane_service.cli.watch import Look, Pool
+from kvplane_service.replay import CostModel, Tally
+from kvplane_service.replay.engine import TOO_LONG, Refusal
+from kvplane_service.replay.summary import ServiceCounts, Summary
+from tests.service.replaying import SPECS
+
+COUNTS = ServiceCounts(
+    steps=10,
+    admitted=3,
+    ended=3,
+    preempted=1,
+    refused=2,
+    queried_tokens=400,
+    hit_tokens=100,
+    granted_tokens=310,
+    allocated_blocks=(20, 21),
+    hit_blocks=(4, 5),
+    evicted_blocks=(6, 7),
+)
+LOOK = Look(
+    model="gpt-oss-120b",
+    pools=(Pool("sliding_window 128", 50, 40), Pool("full", 300, 290)),
+    free_blocks=649,
+    num_blocks=1000,
+    counts=COUNTS,
+    hit_shares=(0.0, 0.5, 1.0),
+    steps_per_s=12.0,
+    completed=3,
+    running=2,
+    waiting=1,
+    virtual_s=9.0,
+)
+
+
+def counted(counts: ServiceCounts) -> Tally:
+    tally = Tally(num_groups=2)
+    for name in ServiceCounts.__slots__:
+        value = getattr(counts, name)
+        setattr(tally, name, list(value) if isinstance(value, tuple) else value)
+    return tally
+
+
+def summary(**changes) -> Summary:
+    whole = Summary(
+        workload="made",
+        model="gpt-oss-120b",
+        spec=SPECS["sliding"],
+        num_replicas=1,
+        cost=CostModel(),
+        requests=4,
+        completed=3,
+        refusals=[Refusal("r9", TOO_LONG, "5000 tokens")],
+        counts=COUNTS,
+        tally=counted(COUNTS),
+        counts_evictions=True,
+        virtual_ns=9_000_000_000,
+        wall_s=2.0,
+    )
+    return replace(whole, **changes)
+
+
+def drawn(renderable, width=120, height=40) -> str:
+    page = StringIO()
+    Console(file=page, width=width, height=height, force_terminal=True, color_system=None).print(renderable)
+    return page.getvalue()
+
+
+# ---- both counts
+
+
+def test_equal_counts_do_not_disagree():
+    assert summary().disagreements() == []
+
+
+@pytest.mark.parametrize("name", ServiceCounts.__slots__)
+def test_a_planted_difference_in_any_counter_is_told(name):
+    value = getattr(COUNTS, name)
+    other = (value[0], value[1] + 1) if isinstance(value, tuple) else value + 1
+    changed: dict[str, Any] = {name: other}
+    (complaint,) = summary(counts=replace(COUNTS, **changed)).disagreements()
+    assert complaint.startswith(f"{name}: the service counts {other}")
+
+
+def test_evictions_are_compared_only_when_the_engine_could_count_them():
+    blind = counted(replace(COUNTS, evicted_blocks=(0, 0)))
+    assert summary(tally=blind, counts_evictions=False).disagreements() == []
+    assert len(summary(tally=blind, counts_evictions=True).disagreements()) == 1
+
+
+def test_a_request_that_got_lost_is_told():
+    assert summary(requests=5).disagreements() == ["3 completed and 1 refused are not 5 requests"]
+
+
+def test_counts_of_replicas_add_up():
+    twice = COUNTS + COUNTS
+    assert (twice.steps, twice.hit_blocks) == (20, (8, 10))
+    assert summary(counts=twice, tally=counted(twice)).disagreements() == []
+
+
+# ---- the outcome as text
+
+
+def test_the_table_holds_the_services_numbers():
+    text = drawn(report.table(summary()))
+    assert "sliding_window(64)/16, full_attention/16" in text
+    assert "100 (25.0%)" in text
+    assert "6 7" in text
+    assert f"refused: {TOO_LONG}" in text
+
+
+def test_only_some_of_many_refusals_are_named():
+    many = [Refusal(f"r{number}", TOO_LONG, "5000 tokens") for number in range(9)]
+    lines = report.refusal_lines(summary(refusals=many, requests=12))
+    assert lines[0] == f"refused r0: {TOO_LONG} (5000 tokens)"
+    assert lines[-1] == "refused 4 more; --json names them all"
+    assert report.refusal_lines(summary(refusals=[], requests=3)) == []
+
+
+def test_the_demo_wants_to_have_shown_everything():
+    assert complaints(summary()) == []
+    nothing = replace(COUNTS, preempted=0)
+    assert complaints(summary(counts=nothing, tally=counted(nothing))) == ["no preemption was seen"]
+    assert "1 preemptions" in summary_line([summary()])
+
+
+# ---- the live view
+
+
+def test_panels_lie_side_by_side_below_one_another_or_become_rows():
+    four = [LOOK] * 4
+    wide, tall, small = drawn(live.View(four)), drawn(live.View(four), 70, 60), drawn(live.View(four), 70, 24)
+    assert wide.count("╭") == tall.count("╭") == 4
+    assert small.count("╭") == 0
+    assert len(small.splitlines()) == 5 < len(wide.splitlines()) < len(tall.splitlines())
+
+
+def test_a_panel_tells_pools_hits_and_losses():
+    text = drawn(live.panel(LOOK))
+    for told in ("of 999 blocks", "sliding_window 128", "290", "100 25%", "evicted 13", "preempted 1", "12 steps/s"):
+        assert told in text
+
+
+def test_a_line_tells_the_same_without_a_terminal():
+    line = live.line(LOOK)
+    for told in ("gpt-oss-120b", "3 done", "pool  35% held", "hit  25%", "13 evicted 1 preempted", "12 steps/s"):
+        assert told in line
+
+
+def test_sparks_rise_with_the_share_and_keep_the_latest():
+    assert live.spark([0.0, 0.5, 1.0]) == "▁▅█"
+    assert live.spark([0.0] * 50 + [1.0], cells=3) == "▁▁█"
+
+
+def test_a_bar_fills_with_the_share():
+    assert [live.bar(share, 4).plain for share in (0.0, 0.5, 1.0, 1.5)] == ["░░░░", "██░░", "████", "████"]
+
+
+def test_the_picture_loads_nothing_from_elsewhere():
+    assert "url(" not in live.picture([LOOK] * 2, "kvplane").replace("url(#", "")
+
+
+# ---- pace
+
+
+def test_pace_holds_virtual_time_to_its_speed():
+    slept: list[float] = []
+    pace = Pace(4.0, now_s=lambda: 100.0, sleep=slept.append)
+    pace.hold(8_000_000_000)
+    assert slept == [2.0]
+
+
+def test_pace_never_waits_when_behind_or_without_a_speed():
+    slept: list[float] = []
+    clock = iter([0.0, 50.0])
+    Pace(4.0, now_s=lambda: next(clock), sleep=slept.append).hold(8_000_000_000)
+    assert slept == [0.0]
+    Pace(0.0, now_s=lambda: 0.0, sleep=slept.append).hold(10**18)
+    assert slept == [0.0]

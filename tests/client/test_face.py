@@ -1,0 +1,49 @@
+"""What `import kvplane` gives and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import kvplane
+import kvplane.face
+
+HEAVY = ("torch", "typer", "redis", "pydantic", "rich", "yaml", "opentelemetry", "grpc_status", "kvplane_service")
+
+
+def loaded_after(code):
+    """The modules that a fresh interpreter has loaded when it has run the code."""
+    script = f"{code}\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_every_public_name_is_there():
+    for name in kvplane.face.__all__:
+        assert getattr(kvplane, name) is getattr(kvplane.face, name)
+
+
+def test_no_public_name_hides_a_module():
+    namespace: dict[str, object] = {}
+    exec("from kvplane import *", namespace)
+    assert set(kvplane.face.__all__) <= set(namespace)
+
+
+def test_what_is_not_there_is_named():
+    with pytest.raises(AttributeError, match="nothing"):
+        getattr(kvplane, "nothing")  # noqa: B009
+    with pytest.raises(AttributeError, match="_private"):
+        getattr(kvplane, "_private")  # noqa: B009
+
+
+def test_the_types_cost_no_grpc():
+    loaded = loaded_after("import kvplane, kvplane.base.step, kvplane.base.hashing")
+    assert not loaded & {"grpc", "google.protobuf", "asyncio", "kvplane.face", *HEAVY}
+
+
+def test_the_client_needs_its_three_dependencies_alone():
+    loaded = loaded_after("import kvplane\nkvplane.connect, kvplane.aio")
+    assert {"grpc", "google.protobuf"} <= loaded
+    assert not loaded & set(HEAVY)

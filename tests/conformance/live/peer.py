@@ -1,0 +1,54 @@
+"""The reference as a process of its own, spoken to in JSON lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.conformance.live.environment import PYTHON, set_up, variables
+
+Record = dict[str, Any]
+
+
+class ReferenceFailed(Exception):
+    """The reference raised; the text says what. The driver asked for something that no scheduler asks for."""
+
+
+class Peer:
+    """Carries headers and operations to the reference and brings its answers back."""
+
+    def __init__(self) -> None:
+        set_up()
+        script = str(Path(__file__).with_name("reference.py"))
+        self._process = subprocess.Popen(
+            [str(PYTHON), script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables(), text=True
+        )
+        self._read()
+
+    def ask(self, record: Record) -> Record:
+        """The record with its outputs; raises ReferenceFailed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(record) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Record:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ReferenceFailed(f"the process ended with {self._process.wait()}")
+        answer: Record = json.loads(line)
+        if "error" in answer:
+            raise ReferenceFailed(answer["error"])
+        return answer
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=10)

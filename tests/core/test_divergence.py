@@ -1,0 +1,62 @@
+"""A prompt that parts from a cached one inside its last block (vLLM #57610), and the policy that keeps its hit.
+
+Retention 0 keeps the window before the replay boundary and nothing else, so a prompt that differs just below it finds
+no window at all. `keep_divergence_boundary` keeps the window one block lower as well.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.groups import DENSE_RETENTION
+from tests.core.builders import Engine, full, window
+
+
+def letters(count):
+    """Distinct blocks of 16."""
+    return "".join(chr(0x4E00 + index // 16) for index in range(count))
+
+
+@pytest.mark.parametrize(
+    ("changes", "hit"),
+    [
+        ({"retention_interval": 0}, 0),
+        ({"retention_interval": 0, "keep_divergence_boundary": True}, 976),
+        ({"retention_interval": DENSE_RETENTION}, 976),
+    ],
+)
+def test_1000_tokens_and_a_divergence_at_991(changes, hit):
+    """Full attention, a window of 256, blocks of 16. The replay boundary is 992, and 991 lies in the block before it,
+    so 976 tokens are shared in whole blocks. That is where the second window ends, if it is kept.
+    """
+    engine = Engine(full(16), window(256, 16), num_blocks=400, **changes)
+    prompt = letters(1000)
+    engine.serve(0, prompt)
+    parted = prompt[:991] + "z" * 9
+    assert engine.would_hit(parted).num_tokens == hit
+
+
+def test_a_repeat_of_the_prompt_hits_as_before():
+    for keep in (False, True):
+        engine = Engine(full(16), window(256, 16), num_blocks=400, retention_interval=0, keep_divergence_boundary=keep)
+        engine.serve(0, letters(1000))
+        assert engine.would_hit(letters(1000)).num_tokens == 992
+
+
+def test_it_costs_one_more_block():
+    kept = {}
+    for keep in (False, True):
+        engine = Engine(window(8), full(), retention_interval=0, keep_divergence_boundary=keep)
+        engine.admit(0, "a" * 20)
+        table = engine.table(0)
+        kept[keep] = [index for index, block in enumerate(table) if engine.pool.key[block] is not None]
+    assert kept == {False: [2, 3], True: [1, 2, 3]}
+
+
+def test_the_requests_after_the_first_divergence_hit_by_the_junction():
+    """The one that parted learnt of the junction at 976 and kept it."""
+    engine = Engine(full(16), window(256, 16), num_blocks=400, retention_interval=0)
+    prompt = letters(1000)
+    engine.serve(0, prompt)
+    assert engine.serve(1, prompt[:991] + "y" * 9).junction == 976
+    assert engine.would_hit(prompt[:991] + "z" * 9).num_tokens == 976

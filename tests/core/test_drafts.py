@@ -1,0 +1,128 @@
+"""Draft layers (EAGLE, MTP): the drafter recomputes the last matched block, so its groups drop it from a hit.
+
+Its state at the last position of a block depends on the token that follows, which the hash of the block does not cover.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane_service.core.coordinator import Coordinator
+from kvplane_service.core.requests import Requests
+from tests.core.builders import Engine, find_in, full, replica_spec, state, window
+
+TEXT = "aaaabbbbccccdddd"
+
+
+def kept(engine, slot, group=0):
+    keys = engine.pool.key
+    return "".join("0" if not block else ".x"[keys[block] is not None] for block in engine.table(slot, group))
+
+
+# -- dropping ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_matched_block_is_dropped():
+    engine = Engine(full(drops_last_block=True))
+    engine.serve(0, TEXT)
+    assert engine.would_hit(TEXT + "e").num_tokens == 12
+    assert engine.would_hit(TEXT).num_tokens == 8, "of the 12 that could be hit"
+    assert engine.would_hit("aaaab").num_tokens == 0
+
+
+def test_one_block_is_dropped_once_however_many_groups_drop():
+    engine = Engine(full(drops_last_block=True), window(8, drops_last_block=True))
+    engine.serve(0, TEXT + "eeee")
+    assert engine.would_hit(TEXT + "eeeef").num_tokens == 16
+
+
+def test_groups_without_draft_layers_drop_nothing_of_their_own():
+    """The window holds the draft layers. Full attention has 16 tokens; the window looks one block past the candidate
+    and drops it, so that both agree on 12 or, if that further block is there, on more.
+    """
+    engine = Engine(full(), window(8, drops_last_block=True))
+    engine.serve(0, TEXT)
+    assert engine.would_hit(TEXT + "e").num_tokens == 12
+    longer = Engine(full(), window(8, drops_last_block=True))
+    longer.serve(0, TEXT + "eeee")
+    assert longer.would_hit(TEXT + "e").num_tokens == 12, "hashes end at 16, there is nothing further to look at"
+    assert longer.would_hit(TEXT + "eeee").num_tokens == 16, "the fifth block was looked at and dropped"
+
+
+def test_a_drop_repeats_only_when_another_group_has_shortened_the_candidate():
+    """The far window loses its third block: 16 is shortened to 8 by it, and the near window checks 8 anew."""
+    engine = Engine(full(), window(8, drops_last_block=True), window(12, lookup_class=4))
+    tables = engine.serve(0, TEXT + "eeee").table
+    assert engine.would_hit(TEXT + "eeee").num_tokens == 16
+    engine.cache(evicted=[tables[2][2]])
+    assert engine.would_hit(TEXT + "eeee").num_tokens == 8
+
+
+def test_a_group_of_the_same_format_drops_with_it():
+    """Groups of one format are looked up jointly; that only one of them holds draft layers changes nothing."""
+    engine = Engine(window(8, is_draft=True, drops_last_block=True), full(), window(8))
+    assert [manager.drops for manager in engine.replica.coordinator.managers] == [True, False, True]
+
+
+def test_states_are_not_dropped():
+    """Draft models have no recurrent layers: dropping would only lose the state."""
+    assert find_in(state(), "xxxx", drop_last=True) == "000x"
+    engine = Engine(state(), full(drops_last_block=True))
+    engine.admit(0, TEXT, cap=8)
+    engine.run(0, cap=4)
+    engine.run(0, cap=4)
+    assert engine.would_hit(TEXT + "e").num_tokens == 12
+
+
+# -- what is kept for it -----------------------------------------------------------------------------------------------
+
+
+def test_a_window_keeps_one_block_more_and_one_block_further():
+    """A hit at 16 looks at the block 16..19 too and drops it: 3 blocks instead of 2, up to and with that one."""
+    spec = replica_spec(window(8, drops_last_block=True), full(), retention_interval=0)
+    manager = Coordinator(spec, Requests()).managers[0]
+    assert manager.reachable_blocks(0, 7, [16]) == [False, False, True, True, True, False, False]
+    plain = Coordinator(replica_spec(window(8), full(), retention_interval=0), Requests()).managers[0]
+    assert plain.reachable_blocks(0, 7, [16]) == [False, False, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("length", "expected"), [(20, ".xxxx"), (21, "..xxx."), (22, "..xxx.")])
+def test_the_replay_boundaries_are_those_that_a_repeat_can_reach(length, expected):
+    """A repeat of 20 tokens matches 19, so 16, and drops to 12; a longer prompt matches 20 and drops to 16. With 21
+    both are 16. Each takes a window of two blocks and the block behind it.
+    """
+    engine = Engine(window(8, drops_last_block=True), full(), retention_interval=0)
+    engine.admit(0, "a" * length)
+    assert kept(engine, 0) == expected
+
+
+@pytest.mark.parametrize("length", range(9, 33))
+def test_a_repeat_and_a_longer_prompt_lose_one_block_whatever_the_length(length):
+    """A repeat may look at its own last block, past the tokens that it can hit, and drops that one."""
+    engine = Engine(window(8, drops_last_block=True), full(drops_last_block=True), retention_interval=0)
+    engine.serve(0, "a" * length)
+    assert engine.would_hit("a" * length).num_tokens == length // 4 * 4 - 4
+    assert engine.would_hit("a" * length + "b").num_tokens == length // 4 * 4 - 4
+
+
+def test_a_dropping_group_registers_one_block_past_the_common_boundary():
+    """Hits are multiples of 16. The window with draft layers must find the block behind 32 to drop it."""
+    plain, dropping = [Engine(window(4, 4, drops_last_block=drops), full(16)) for drops in (False, True)]
+    for engine in (plain, dropping):
+        engine.admit(0, "a" * 38)
+    assert kept(plain, 0) == "...x...x.."
+    assert kept(dropping, 0) == "...xx..xx."
+    assert dropping.would_hit("a" * 36 + "b").num_tokens == 32
+
+
+# -- drafters of several modules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lookahead", "cached"), [(0, [1, 2]), (1, [1, 2]), (2, [1]), (3, [1])])
+def test_tokens_that_the_drafter_will_compute_again_are_not_final(lookahead, cached):
+    """A drafter of L modules prefills the last L - 1 tokens again with the next chunk, so their block waits."""
+    engine = Engine(full(drops_last_block=True), prefill_lookahead=lookahead)
+    engine.admit(0, "aaaabbbbcccc", cap=8)
+    assert engine.keyed() == cached
+    engine.run(0, cap=lookahead or 1)
+    assert engine.keyed() == [1, 2]

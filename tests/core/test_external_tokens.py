@@ -1,0 +1,148 @@
+"""Tokens that come from outside (another node, a slower tier): they get blocks here, behind the local hit.
+
+|<- local hit ->|<- external ->|<- computed here ->|
+"""
+
+from __future__ import annotations
+
+from kvplane.base.step import RowFlag
+from tests.core.builders import GRANTED, NO_ROOM, REFUSED, STALE_HIT, Engine, full, state, window
+
+DELAY = RowFlag.DELAY_CACHING
+PROMPT = "aaaabbbbccccd"
+
+
+def test_external_tokens_get_blocks_and_only_the_rest_is_computed():
+    engine = Engine(full())
+    admitted = engine.admit(0, PROMPT, external=8)
+    assert (admitted.hit, admitted.granted) == (0, 5)
+    assert len(admitted.table[0]) == 4
+    assert admitted.new == [admitted.table[0][2:]], "blocks for external tokens are in the table, not news to compute"
+    assert engine.computed(0) == 13
+
+
+def test_they_stand_behind_the_local_hit():
+    engine = Engine(full())
+    local = engine.serve(0, "aaaab").table[0]
+    admitted = engine.admit(1, PROMPT, external=4)
+    assert (admitted.hit, admitted.granted) == (4, 5)
+    assert admitted.table[0][0] == local[0]
+
+
+def test_what_was_loaded_is_cached_for_others():
+    engine = Engine(full())
+    engine.serve(0, PROMPT, external=8)
+    assert engine.would_hit(PROMPT).num_tokens == 12
+
+
+def test_an_admission_whose_hit_has_changed_is_told_so():
+    """The engine asked the outside for what lies behind a hit of 4; by now the hit is another."""
+    engine = Engine(full())
+    stale = engine.admit(0, PROMPT, external=4, expected_hit=4)
+    assert (stale.status, stale.hit, stale.table) == (STALE_HIT, 0, [[]])
+    assert engine.admit(0, external=4, expected_hit=0).status is GRANTED
+
+
+def test_more_external_tokens_than_the_request_has_left_is_stale_too():
+    engine = Engine(full())
+    engine.serve(0, "aaaabbbbc")
+    assert engine.admit(1, PROMPT, external=8).status is STALE_HIT
+
+
+# -- delayed caching ---------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_tokens_on_their_way_wait_for_a_commit():
+    engine = Engine(full())
+    engine.admit(0, PROMPT, external=8, flags=DELAY)
+    assert engine.keyed() == []
+    engine.fact(0, commit=8)
+    assert engine.keyed() == engine.table(0)[:2]
+    engine.fact(0, commit=12)
+    assert engine.keyed() == engine.table(0)[:3]
+
+
+def test_a_request_may_wait_for_its_tokens_without_computing_any():
+    """All but the last token comes from outside, and this step computes nothing: the blocks are there already."""
+    engine = Engine(full())
+    admitted = engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
+    assert (admitted.status, admitted.granted, len(admitted.table[0])) == (GRANTED, 0, 3)
+    engine.fact(0, commit=12)
+    assert engine.run(0).granted == [1]
+
+
+def test_without_external_tokens_nothing_to_compute_is_no_room():
+    engine = Engine(full())
+    assert engine.admit(0, PROMPT, cap=0).status is NO_ROOM
+    assert engine.admit(0, cap=0, flags=DELAY).status is NO_ROOM
+
+
+def test_a_load_that_failed_is_computed_after_all():
+    """The engine sets the count back to what is good; the blocks stay, their keys were never registered."""
+    engine = Engine(full())
+    engine.admit(0, PROMPT, external=8, cap=1, flags=DELAY)
+    engine.fact(0, computed=4, commit=4)
+    assert engine.keyed() == engine.table(0)[:1]
+    assert engine.run(0).granted == [9]
+    assert engine.keyed() == engine.table(0)[:3]
+
+
+def test_keys_of_a_failed_load_that_were_registered_are_dropped():
+    engine = Engine(full())
+    engine.admit(0, PROMPT, external=8)
+    bad = engine.table(0)[1]
+    engine.cache(evicted=[bad])
+    assert engine.would_hit(PROMPT).num_tokens == 4
+
+
+# -- windows and states ------------------------------------------------------------------------------------------------
+
+
+def test_external_tokens_outside_the_window_need_no_blocks():
+    engine = Engine(window(4), full())
+    admitted = engine.admit(0, "a" * 21, external=16)
+    assert [block != 0 for block in admitted.table[0]] == [False, False, False, True, True, True]
+    assert len(admitted.table[1]) == 6
+    assert engine.num_free == 100 - 3 - 6
+
+
+def test_a_hit_that_lies_outside_the_window_by_then_is_not_adopted():
+    """8 tokens are hit and 12 more come from outside: the window reaches back to 17, so no local block is needed."""
+    engine = Engine(window(4), full())
+    local = engine.serve(0, "a" * 9).table[0]
+    admitted = engine.admit(1, "a" * 21, external=12)
+    assert admitted.hit == 8
+    assert not set(local) & set(admitted.table[0])
+
+
+def test_a_state_from_outside_gets_one_block():
+    engine = Engine(state(), full())
+    admitted = engine.admit(0, "a" * 21, external=16, cap=4)
+    assert [block != 0 for block in admitted.table[0]] == [False] * 3 + [True, True]
+
+
+# -- two phases --------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_for_external_tokens_never_come_from_another_groups_hit():
+    """Every group adopts its hit before any group allocates. Here the second group's hit would be the next victim when
+    the first allocates (vLLM #33775).
+    """
+    engine = Engine(full(), full(lookup_class=1), num_blocks=9)
+    assert engine.serve(0, "aaaabbbb").table == [[1, 2], [3, 4]]
+    assert engine.serve(1, "zzzzyyyy").table == [[5, 6], [7, 8]]
+    assert engine.free_order == [2, 1, 4, 3, 6, 5, 8, 7]
+    admitted = engine.admit(2, "aaaabbbbccccd", external=4)
+    assert admitted.hit == 8
+    assert admitted.table == [[1, 2, 6, 8], [3, 4, 5, 7]]
+
+
+# -- headroom ----------------------------------------------------------------------------------------------------------
+
+
+def test_reserved_blocks_stay_for_others():
+    """Such as sequences whose external tokens are still under way and will need blocks to go on."""
+    engine = Engine(full(), num_blocks=9)
+    assert engine.admit(0, PROMPT, reserved=5).status is REFUSED
+    assert engine.admit(0, reserved=4).status is GRANTED
+    assert engine.num_free == 4

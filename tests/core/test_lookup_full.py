@@ -1,0 +1,224 @@
+"""How long a prefix is cached: full attention, where every block of the prefix must be there."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.step import ExtraKeys, Facts, Multimodal, News, Part, Peek
+from tests.core.builders import Engine, digests, full, run_rows
+
+LONG = "aaaabbbbccccd"
+
+
+def test_nothing_is_cached_at_first():
+    assert Engine(full()).would_hit(LONG).num_tokens == 0
+
+
+def test_only_full_blocks_hit():
+    engine = Engine(full())
+    engine.serve(0, "aaaabbbbcc")
+    assert engine.would_hit("aaaabbbbccccd").num_tokens == 8
+
+
+def test_a_repeat_recomputes_its_last_token_and_so_its_last_block():
+    """Every token may be cached, but the last one is computed for its logits; a hit of 8 would leave none."""
+    engine = Engine(full())
+    engine.serve(0, "aaaabbbb")
+    assert engine.would_hit("aaaabbbb").num_tokens == 4
+    assert engine.would_hit("aaaabbbbx").num_tokens == 8
+
+
+def test_a_hit_ends_at_the_first_block_that_differs():
+    engine = Engine(full())
+    engine.serve(0, LONG)
+    assert engine.would_hit("aaaabbbXccccd").num_tokens == 4
+    assert engine.would_hit("Xaaabbbbccccd").num_tokens == 0
+
+
+def test_a_block_counts_only_behind_its_own_prefix():
+    """Keys are chained: equal tokens at another place, or after other tokens, are other content."""
+    engine = Engine(full())
+    engine.serve(0, "aaaabbbb")
+    assert engine.would_hit("bbbbx").num_tokens == 0
+    assert engine.would_hit("ccccbbbbx").num_tokens == 0
+
+
+def test_a_hole_ends_the_hit():
+    engine = Engine(full())
+    table = engine.serve(0, LONG).table[0]
+    engine.cache(evicted=[table[1]])
+    assert engine.would_hit(LONG).num_tokens == 4
+
+
+def test_decoding_fills_blocks_and_caches_them_when_full():
+    engine = Engine(full())
+    engine.admit(0, "aaaabb")
+    assert engine.keyed() == [1]
+    engine.run(0, text="b")
+    assert engine.keyed() == [1]
+    engine.run(0, text="b")
+    assert engine.keyed() == [1, 2]
+    assert engine.table(0) == [1, 2]
+    engine.run(0, text="c")
+    assert engine.table(0) == [1, 2, 3]
+    assert engine.would_hit("aaaabbbbccccd").num_tokens == 8
+
+
+def test_a_prefill_in_chunks_caches_chunk_by_chunk():
+    engine = Engine(full())
+    engine.admit(0, LONG, cap=6)
+    assert engine.keyed() == [1]
+    engine.run(0, cap=6)
+    assert engine.keyed() == [1, 2, 3]
+
+
+def test_the_answer_lists_adopted_and_new_blocks():
+    engine = Engine(full())
+    engine.serve(0, "aaaabbbbc")
+    again = engine.admit(1, "aaaabbbbdd")
+    assert again.hit == 8
+    assert again.granted == 2
+    assert again.table == [[1, 2, 3]]
+    assert again.new == [[3]], "freed without a key, so it was next to go"
+
+
+def test_hits_are_shared_between_running_requests_by_references():
+    engine = Engine(full())
+    engine.admit(0, LONG)
+    engine.admit(1, LONG)
+    engine.admit(2, LONG)
+    assert [engine.pool.references[block] for block in engine.table(2)] == [3, 3, 3, 1]
+    assert engine.num_free == 100 - 3 - 3
+
+
+def test_a_request_that_skips_reading_still_writes():
+    """As with prompt log probabilities, which need every prompt token to be computed."""
+    engine = Engine(full())
+    engine.serve(0, LONG)
+    assert engine.admit(1, LONG, news={"skip_reading": 1}).hit == 0
+    engine.end(1)
+    engine.cache(evicted=[1, 2, 3])
+    assert engine.would_hit(LONG).num_tokens == 12, "by the blocks of the second"
+
+
+def test_without_prefix_caching_nothing_is_looked_up_or_kept():
+    engine = Engine(full(), enable_caching=False)
+    first = engine.serve(0, LONG)
+    assert engine.keyed() == []
+    assert first.result.events == []
+    assert engine.admit(1, LONG).hit == 0
+    assert engine.outside(LONG) == 0
+
+
+def test_a_lookup_reserves_and_touches_nothing():
+    engine = Engine(full(), num_blocks=6)
+    engine.serve(0, "aaaabbbbc")
+    engine.add(1, "aaaabbbbc")
+    before = engine.free_order
+    (result,) = engine.step(Part(peek=Peek([1, 1], with_blocks=True)))
+    assert result.peek_hit == [8, 8]
+    assert result.peek_blocks.by_row()[1] == {0: [1, 2]}
+    assert engine.free_order == before
+    engine.serve(2, "zzzzyyyyxxxxw")
+    assert engine.admit(1).hit < 8, "what was promised to nobody may be gone"
+
+
+def test_peeking_without_blocks_tells_lengths_only():
+    engine = Engine(full())
+    engine.serve(0, LONG)
+    engine.add(1, LONG)
+    (result,) = engine.step(Part(peek=Peek([1])))
+    assert result.peek_hit == [12]
+    assert result.peek_blocks.ids == []
+
+
+# -- what makes content ------------------------------------------------------------------------------------------------
+
+SALTED = ExtraKeys(salt="s")
+ADAPTED = ExtraKeys(lora=("adapter", "/adapter"))
+PICTURED = ExtraKeys(multimodal=(Multimodal("picture", 5, 2),))
+
+
+@pytest.mark.parametrize(("extra", "hit"), [(SALTED, 0), (ADAPTED, 0), (PICTURED, 4)])
+def test_what_else_makes_the_bytes_keeps_requests_apart(extra, hit):
+    """A salt and an adapter change every block, a picture only from the block that it first touches."""
+    engine = Engine(full())
+    engine.serve(0, LONG)
+    assert engine.would_hit(LONG, extra_keys=extra).num_tokens == hit
+    engine.serve(1, LONG, news={"extra_keys": extra})
+    assert engine.would_hit(LONG, extra_keys=extra).num_tokens == 12
+
+
+def test_domains_share_nothing():
+    engine = Engine(full())
+    engine.serve(0, LONG, news={"domain": "blue"})
+    assert engine.would_hit(LONG).num_tokens == 0
+    assert engine.would_hit(LONG, domain="green").num_tokens == 0
+    assert engine.would_hit(LONG, domain="blue").num_tokens == 12
+    assert engine.outside(LONG, domain="blue") == 12
+
+
+def test_hashes_of_the_engine_serve_as_well_as_its_tokens():
+    """An engine that hashes by the same scheme may send hashes; requests of both kinds share pages."""
+    engine = Engine(full())
+    engine.serve(0, LONG)
+    made = digests(engine.spec, LONG)
+    engine.step(Part(news=News([1], [13], num_hashes=[3], hashes=b"".join(made))))
+    assert engine.admit(1).hit == 12
+
+
+def test_an_engine_that_hashes_sends_each_hash_when_its_block_is_full():
+    engine = Engine(full())
+    made = digests(engine.spec, "aaaabbbb")
+    engine.step(Part(news=News([0], [7], num_hashes=[1], hashes=made[0])))
+    engine.admit(0)
+    (result,) = engine.step(Part(facts=Facts([0], appended=[1], num_hashes=[1], hashes=made[1]), run=run_rows(0)))
+    assert (result.num_hashes, result.last_hash) == ([2], [made[1]])
+    assert engine.would_hit("aaaabbbbc").num_tokens == 8
+
+
+def test_the_answer_tells_the_hashes_that_the_service_made():
+    engine = Engine(full())
+    made = digests(engine.spec, "aaaabbbb")
+    result = engine.add(0, "aaaabbb")
+    assert (result.num_hashes, result.last_hash) == ([1], [made[0]])
+    engine.admit(0)
+    assert engine.run(0, text="b").result.last_hash == [made[1]]
+    assert engine.add(1, "zz").last_hash == [b""]
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def test_hits_are_counted_in_tokens_at_admission():
+    engine = Engine(full())
+    engine.serve(0, LONG)
+    engine.would_hit(LONG)
+    engine.serve(1, LONG)
+    engine.serve(2, LONG, news={"skip_reading": 1})
+    counters = engine.replica.counters
+    assert (counters.queried_tokens, counters.hit_tokens) == (26, 12), "peeks and skipped look-ups do not count"
+    assert (counters.admitted, counters.ended, counters.granted_tokens) == (3, 3 + 1, 13 + 1 + 13)
+
+
+def test_blocks_are_counted_per_group():
+    engine = Engine(full(), num_blocks=5)
+    engine.serve(0, "aaaabbbb")
+    engine.admit(1, "aaaabbbbc")
+    (group,) = engine.replica.group_counters()
+    assert (group.used_blocks, group.cached_blocks, group.allocated_blocks, group.hit_blocks) == (3, 2, 3, 2)
+    engine.end(1)
+    engine.serve(2, "zzzzyyyyxxxx")
+    assert engine.replica.group_counters()[0].evicted_blocks == 1
+
+
+def test_blocks_that_all_running_requests_share_can_be_asked_for():
+    """For cascade attention, which computes a common prefix once."""
+    engine = Engine(full())
+    assert engine.replica.common_prefix_blocks() == [0]
+    engine.admit(0, "aaaabbbbccccd")
+    assert engine.replica.common_prefix_blocks() == [4], "one request shares all with itself"
+    engine.admit(1, "aaaabbbbeeeef")
+    assert engine.replica.common_prefix_blocks() == [2]
+    engine.admit(2, "zzzz")
+    assert engine.replica.common_prefix_blocks() == [0]

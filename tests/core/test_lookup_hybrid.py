@@ -1,0 +1,146 @@
+"""How long a prefix is cached when several groups with different rules must agree.
+
+Each group accepts a candidate length or shortens it; the hit is what all of them accept.
+"""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from kvplane_service.core.lookup import PrefixLookup
+from tests.core.builders import Engine, chunked, full, ring, state, window
+
+A16 = "aaaabbbbccccdddd"
+
+
+def keyed_of(engine, group):
+    """Blocks with a key of the group, ascending."""
+    return [block for block in engine.keyed() if engine.pool.key[block].group == group]
+
+
+def test_the_hit_is_the_length_that_every_group_has():
+    """Full attention has 12 tokens; the window of 8 needs two blocks in a row, and one of them is gone."""
+    engine = Engine(full(), window(8))
+    tables = engine.serve(0, A16).table
+    assert engine.would_hit(A16).num_tokens == 12
+    engine.cache(evicted=[tables[1][2]])
+    assert engine.would_hit(A16).num_tokens == 8
+    engine.cache(evicted=[tables[0][1]])
+    assert engine.would_hit(A16).num_tokens == 4, "a run that begins at block 0 counts though it is short"
+
+
+def test_the_window_gets_nulls_in_front_and_full_attention_all_its_blocks():
+    engine = Engine(full(), window(8))
+    tables = engine.serve(0, A16).table
+    hit = engine.would_hit(A16)
+    assert hit.blocks == (tables[0][:3], [0, *tables[1][1:3]])
+
+
+def test_full_attention_is_truncated_to_the_common_hit():
+    engine = Engine(full(), window(8))
+    tables = engine.serve(0, A16).table
+    engine.cache(evicted=[tables[1][2], tables[1][1]])
+    hit = engine.would_hit(A16)
+    assert hit.num_tokens == 4
+    assert hit.blocks == (tables[0][:1], tables[1][:1])
+
+
+def test_a_longer_hit_of_one_group_is_told_as_the_junction():
+    """Full attention knows 12 tokens of this prefix: where another request parted, or a group lost its blocks. Groups
+    that keep few blocks keep the ones at the junction once they pass it.
+    """
+    engine = Engine(full(), window(8))
+    tables = engine.serve(0, A16).table
+    assert engine.would_hit(A16).junction == 0
+    engine.cache(evicted=[tables[1][2]])
+    assert engine.would_hit(A16).junction == 12
+    assert engine.admit(0, A16).junction == 12
+
+
+GROUPS = {"full": full(), "near": window(8), "far": window(12, lookup_class=4), "chunk": chunked(8), "state": state()}
+MIXES = [
+    names
+    for count, kinds in [(2, ("full", "near")), (3, ("full", "near", "far")), (4, ("full", "near", "chunk", "state"))]
+    for names in permutations(kinds, count)
+]
+
+
+@pytest.mark.parametrize("names", MIXES, ids=" ".join)
+def test_groups_in_any_order_agree_on_one_length(names):
+    engine = Engine(*(GROUPS[name] for name in names))
+    engine.admit(0, A16 + "e", cap=8)
+    engine.run(0, cap=4)
+    engine.run(0, cap=5)
+    near = engine.table(0, names.index("near"))
+    engine.end(0)
+    assert engine.would_hit(A16 + "e").num_tokens == (12 if "state" in names else 16)
+    engine.cache(evicted=[near[2]])
+    assert engine.would_hit(A16 + "e").num_tokens == 8
+
+
+def test_without_full_attention_the_others_agree_by_themselves():
+    engine = Engine(window(8), window(12, lookup_class=4))
+    far = engine.serve(0, A16 + "e").table[1]
+    assert engine.would_hit(A16 + "e").num_tokens == 16
+    engine.cache(evicted=[far[3]])
+    assert engine.would_hit(A16 + "e").num_tokens == 12
+    engine.cache(evicted=[far[1]])
+    assert engine.would_hit(A16 + "e").num_tokens == 4
+
+
+def test_groups_of_one_format_are_looked_up_jointly():
+    """Both windows have one class: a block counts only if both have it, and it takes one search, not two."""
+    engine = Engine(window(8), full(), window(8))
+    tables = engine.serve(0, A16 + "e").table
+    lookup = PrefixLookup(engine.spec, engine.replica.coordinator.managers)
+    assert [one.groups for one in lookup.classes] == [(1,), (0, 2)], "full attention is asked first"
+    engine.cache(evicted=[tables[2][3]])
+    assert engine.would_hit(A16 + "e").num_tokens == 12
+    assert engine.would_hit(A16 + "e").blocks[0] == [0, *tables[0][1:3]]
+
+
+def test_hits_are_multiples_of_the_largest_block():
+    """Blocks of 4 and 8: the block of 4 behind the last block of 8 cannot be used."""
+    engine = Engine(full(4), full(8, lookup_class=1))
+    engine.serve(0, A16[:12])
+    assert engine.would_hit(A16).num_tokens == 8
+
+
+def test_and_of_the_least_common_multiple_when_none_divides_the_other():
+    engine = Engine(full(4), full(6, lookup_class=1), hash_block_size=2, scheduler_block_size=12)
+    engine.serve(0, "a" * 30)
+    assert engine.would_hit("a" * 40).num_tokens == 24
+
+
+def test_what_lies_beyond_the_last_common_boundary_is_not_cached_at_all():
+    """It could never be part of a hit."""
+    engine = Engine(full(4), full(8, lookup_class=1))
+    engine.serve(0, A16[:12])
+    assert len(keyed_of(engine, 0)) == 2
+    assert len(keyed_of(engine, 1)) == 1
+
+
+def test_each_group_has_keys_of_its_own():
+    engine = Engine(full(), full(lookup_class=1))
+    tables = engine.serve(0, A16).table
+    assert not set(tables[0]) & set(tables[1])
+    assert (keyed_of(engine, 0), keyed_of(engine, 1)) == (tables[0], tables[1])
+
+
+def test_a_group_that_is_never_cached_has_no_say():
+    engine = Engine(full(), ring())
+    engine.serve(0, A16)
+    assert engine.would_hit(A16).num_tokens == 12
+
+
+def test_a_hit_of_the_request_itself_is_never_evicted_for_another_of_its_groups():
+    """The pool is so short that the new blocks come from what is cached; the hit is taken off the list first."""
+    engine = Engine(full(), full(lookup_class=1), num_blocks=9)
+    tables = engine.serve(0, "aaaabbbb").table
+    engine.serve(1, "zzzz")
+    again = engine.admit(2, "aaaabbbbcccc")
+    assert again.hit == 8
+    assert [table[:2] for table in again.table] == tables
+    assert not set(again.new[0] + again.new[1]) & {*tables[0], *tables[1]}
