@@ -23,6 +23,7 @@ from kvplane.base.errors import (
     ReplicaLapsed,
     StaleEpoch,
 )
+from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
@@ -75,10 +76,18 @@ class UnaryStep:
     executed_through: int | None = None
 
 
+def new_replica(spec: ReplicaSpec) -> Replica:
+    """A replica in its first epoch. A large pool takes a while, and needs nothing of the event loop."""
+    replica = Replica(spec)
+    replica.begin_epoch(FIRST_EPOCH)
+    return replica
+
+
 class ReplicaHost:
     """Guards one core Replica: writers, epochs, the order of steps, leases, publication."""
 
     def __init__(self, name: str, replica: Replica, config: Config, clock: Clock) -> None:
+        """`replica` is fresh from `new_replica`."""
         self.name = name
         self.replica = replica
         self.scheme = HashScheme.of(replica.spec)
@@ -93,7 +102,6 @@ class ReplicaHost:
         self._left = False  # ... and has closed: the engine is gone, the epoch has ended
         self._kept_keys = 0
         self._in_core = False
-        replica.begin_epoch(self.epoch)
 
     # ---- what others see; touches nothing
 
@@ -253,7 +261,7 @@ class ReplicaHost:
         return result
 
     def revive(self) -> None:
-        """Begin an engine life for unary calls when the last one has left."""
+        """Begin an engine life for unary calls when the last one has left, whatever becomes of the call."""
         if self._left:
             self._begin_epoch(())
             self.events.restore()

@@ -10,7 +10,7 @@ from kvplane.base.errors import AlreadyExists, InvalidArgument, LimitExceeded, N
 from kvplane.base.groups import ReplicaSpec
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
-from kvplane_service.host import Clock, ReplicaHost
+from kvplane_service.host import Clock, ReplicaHost, new_replica
 from kvplane_service.unary import UnaryCalls
 
 _NAME = re.compile(r"[a-zA-Z0-9._/-]{1,128}", re.ASCII)
@@ -74,7 +74,7 @@ class Registry:
         Raises:
             InvalidArgument, LimitExceeded, AlreadyExists: as `find_equal`.
         """
-        return self.find_equal(name, registration) or self.add(name, registration, Replica(registration.spec))
+        return self.find_equal(name, registration) or self.add(name, registration, new_replica(registration.spec))
 
     def find_equal(self, name: str, registration: Registration) -> Entry | None:
         """The replica that was created alike, None when the name is free and there is room.
@@ -103,7 +103,7 @@ class Registry:
         return entry
 
     def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
-        """Enter a replica that was built outside (large pools take time). Raises as `find_equal`."""
+        """Enter a new replica that was built elsewhere, since large pools take time. Raises as `find_equal`."""
         entry = self.find_equal(name, registration)
         if entry is None:
             host = ReplicaHost(name, replica, self._config, self._clock)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from kvplane.base.errors import Unavailable
+from kvplane.base.errors import OtherWriter, Unavailable
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.v1.replica_pb2 import ModelSource
@@ -71,6 +71,29 @@ def test_it_serves_on_a_free_port_and_drains_on_sigterm(loop):
     assert code == 0
     assert "SIGTERM: draining" in logged
     assert logged.rstrip().endswith("drained")
+
+
+def test_clients_that_break_off_leave_no_noise():
+    """In the middle of a step, of a stream, of a call; also a program that kills itself."""
+    client = "import grpc, os, sys; from tests.cli.test_serve import session; "
+    client += "session(grpc.insecure_channel(sys.argv[1])); os.kill(os.getpid(), 9)"
+    with serving() as (process, address):
+        with grpc.insecure_channel(address) as channel:
+            stream = session(channel)
+            for seq in range(1, 100):
+                header = {"epoch": stream.opened.epoch, "seq": seq, "executed_through": seq - 1}
+                stream.send(step={**header, "parts": [{}]})
+            AllocationStub(channel).ListReplicas.future(pb.ListReplicasRequest())
+        subprocess.run([sys.executable, "-c", client, address], check=False, timeout=WAIT_S)
+        with grpc.insecure_channel(address) as channel:
+            session(channel).vanish()
+            older = session(channel)
+            session(channel)
+            assert isinstance(older.end(), OtherWriter)
+        process.send_signal(signal.SIGTERM)
+        code, logged = end(process)
+    assert code == 0
+    assert [line for line in logged.splitlines() if " INFO " not in line] == []
 
 
 def test_a_second_signal_stops_at_once():

@@ -14,8 +14,7 @@ from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, digest
-from kvplane_service.core.replica import Replica
-from kvplane_service.host import ReplicaHost
+from kvplane_service.host import ReplicaHost, new_replica
 
 BLOCK = 16
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK)
@@ -44,7 +43,7 @@ class HostWorld:
     def __init__(self, config: Config | None = None, spec: ReplicaSpec | None = None) -> None:
         self.now_ns = 0
         self.config = config or Config()
-        self.host = ReplicaHost("r", Replica(spec or spec_of()), self.config, lambda: self.now_ns)
+        self.host = ReplicaHost("r", new_replica(spec or spec_of()), self.config, lambda: self.now_ns)
 
     @property
     def digest(self) -> str:

@@ -12,7 +12,7 @@ from kvplane.base.errors import Unavailable
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1 import events_pb2
 from kvplane_service.config import Config
-from tests.service.rig import WAIT_S, Stream, refusal, running, until
+from tests.service.rig import WAIT_S, Stream, column, refusal, running, until
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -91,10 +91,13 @@ def test_a_client_that_is_gone_or_does_not_read_holds_nobody_up():
             service.register(name)
         service.open("gone").vanish()
         deaf = service.open("deaf")
-        many = [{"peek": {"slot": b""}}] * 1000
-        for seq in range(1, 400):
-            step = {"epoch": deaf.opened.epoch, "seq": seq, "executed_through": seq - 1, "parts": many}
-            deaf.send(step=step)
+        news = {"slot": column(0), "num_tokens": column(400), "tokens": column(*range(400))}
+        deaf.step({"news": news, "admit": {"slot": column(0)}})
+        deaf.step()
+        many = {"peek": {"slot": column(*[0] * 500), "with_blocks": True}}  # an answer of 60 kB
+        for seq in range(3, 80):
+            header = {"epoch": deaf.opened.epoch, "seq": seq, "executed_through": seq - 1}
+            deaf.send(step={**header, "parts": [many]})
         drain(service).result(WAIT_S)
 
 

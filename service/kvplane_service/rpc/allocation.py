@@ -13,8 +13,7 @@ from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.contents import ContentHasher
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.replica import Replica
-from kvplane_service.host import ReplicaHost, UnaryStep
+from kvplane_service.host import ReplicaHost, UnaryStep, new_replica
 from kvplane_service.registry import Entry, Registration, Registry
 from kvplane_service.rpc import decode, encode
 from kvplane_service.rpc.methods import Context
@@ -51,7 +50,7 @@ class AllocationServicer:
         registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
-            replica = await asyncio.to_thread(Replica, planned.spec)
+            replica = await asyncio.to_thread(new_replica, planned.spec)
             entry = self._registry.add(request.replica, registration, replica)
         return _registered(planned, entry)
 
@@ -100,6 +99,8 @@ class AllocationServicer:
 
         async def prepare(entry: Entry, at: UnaryStep) -> Act:
             content, appended = None, Appended()
+            if request.HasField("content") and request.HasField("appended"):
+                raise InvalidArgument("a new request has none", field="appended", remedy="put all tokens into content")
             if request.HasField("content"):
                 content = await decode.decode_content(request.content, entry.host, self._hasher)
             if request.HasField("appended"):
