@@ -47,7 +47,15 @@ class Cell:
     def command(self, limit: int | None) -> list[str]:
         """The replay."""
         return [
-            *(sys.executable, "-c", "from kvplane_service.cli import main; main()", "replay", str(self.file), "--json"),
+            *(
+                sys.executable,
+                "-c",
+                "from kvplane_service.cli import main; main()",
+                "replay",
+                str(self.file),
+                "--json",
+                "--events",
+            ),
             *("--model", self.model, "--tensor-parallel", str(MODELS[self.model])),
             *("--pool-blocks", str(self.pool_blocks), "--max-model-len", str(MAX_MODEL_LEN)),
             *(("--limit", str(limit)) if limit else ()),

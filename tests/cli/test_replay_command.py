@@ -136,3 +136,22 @@ def test_a_killed_parent_leaves_no_child(long_trace):
         service = Watched(child)
         os.kill(process.pid, signal.SIGKILL)
         assert service.wait_for_end()
+
+
+@pytest.mark.parametrize(
+    ("file", "arguments"),
+    [
+        ("mooncake_conversation_first_half.jsonl.gz", ("--model", "gpt-oss-120b")),
+        ("mooncake_synthetic_first_half.jsonl.gz", ("--model", "gemma-3-27b", "--replicas", 2)),
+        # Its sessions hardly overlap, so every token is a step of its own: fewer of them, for the sake of time.
+        ("weka_claude_code_share.jsonl.zst", ("--model", "jamba-v0.1", "--max-output", 40)),
+    ],
+)
+def test_the_first_three_hundred_requests_of_real_traces(workloads, file, arguments):
+    done = run_kvplane("replay", workloads / file, "--limit", 300, "--json", "--events", *arguments)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["requests"] == 300 == told["completed"] + sum(told["refused"].values())
+    assert set(told["refused"]) <= {"longer than max_model_len"}
+    assert told["completed"] > 200
+    assert told["service"]["hit_tokens"] > 0

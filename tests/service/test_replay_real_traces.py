@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane_service.core.inspect import check
 from kvplane_service.replay import EngineConfig
 from kvplane_service.workloads import TraceFile
-from tests.service.replaying import SPECS, begin, spec_of
+from tests.service.replaying import begin, spec_of
 
 CONVERSATION = "mooncake_conversation_first_half.jsonl.gz"
 SYNTHETIC = "mooncake_synthetic_first_half.jsonl.gz"
-WEKA = "weka_claude_code_share.jsonl.zst"
 BUDGET = 8192
 
 # One request at a time, and no generated tokens beyond the first: what the traces' own figures assume.
 ALONE = EngineConfig(max_running=1, token_budget=BUDGET, max_output=1)
 
 
-def replay(folder, file, spec, config, limit=None):
+def replay(folder, file, spec, config):
     with TraceFile(folder / file) as trace:
-        outcome = begin(islice(trace, limit), spec, config)
+        outcome = begin(trace, spec, config)
         while outcome.fleet.run_step():
             for session in outcome.sessions:
                 session.parts.clear()
@@ -73,22 +70,3 @@ def test_with_less_room_the_hits_are_those_of_lru(workloads, file, prompt_blocks
     outcome = replay(workloads, file, blocks_of_512(capacity + 1), ALONE)
     (hits,) = outcome.engine.tally.hit_blocks
     assert 100 * hits / prompt_blocks == pytest.approx(hit_percent, abs=1.0)
-
-
-@pytest.mark.parametrize(("file", "name"), [(CONVERSATION, "sliding"), (SYNTHETIC, "mamba"), (WEKA, "full")])
-def test_the_first_three_hundred_requests_end(workloads, file, name):
-    spec = spec_of(
-        *SPECS[name].groups,
-        hash_block_size=SPECS[name].hash_block_size,
-        scheduler_block_size=SPECS[name].scheduler_block_size,
-        align=SPECS[name].align,
-        num_blocks=40_000,
-        max_model_len=131_072,
-        max_in_flight_tokens=BUDGET,
-    )
-    outcome = replay(workloads, file, spec, EngineConfig(token_budget=BUDGET), limit=300)
-    counters, groups = outcome.replica.counters, outcome.replica.group_counters()
-    assert outcome.fleet.progress.read == 300
-    assert outcome.engine.completed > 250
-    assert outcome.engine.tally.hit_tokens == counters.hit_tokens > 0
-    assert outcome.engine.tally.evicted_blocks == [group.evicted_blocks for group in groups]

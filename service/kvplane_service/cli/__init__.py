@@ -13,8 +13,8 @@ import typer
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
 
-# Exit codes: 0 done, 1 failed, 2 wrong use, 3 the service (or its address) is not available.
-FAILED, WRONG_USE, UNAVAILABLE = 1, 2, 3
+# Exit codes: 0 done, 1 failed, 2 wrong use, 3 the service (or its address) is not available, 130 after Ctrl-C.
+FAILED, WRONG_USE, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 130
 
 COMMANDS = {
     "demo": "kvplane_service.cli.demo",

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from kvplane.unary import connect
+from kvplane_service.cli import FAILED, INTERRUPTED
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.engines import Engines, running
 from kvplane_service.cli.live import View, line, picture
@@ -25,7 +26,6 @@ from kvplane_service.replay.run import ReplayRun, RunPlan
 from kvplane_service.replay.summary import Summary
 from kvplane_service.workloads import ChatShape, TraceRequest, chat_workload
 
-INTERRUPTED = 130
 MAX_MODEL_LEN = 4096
 NUM_REQUESTS = 300
 _VIEW_INTERVAL_S = 0.25
@@ -84,7 +84,7 @@ def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
     for fault in faults:
         print(f"kvplane demo: {fault}", file=sys.stderr)
     print(summary_line(summaries))
-    return 1 if faults else 0
+    return FAILED if faults else 0
 
 
 def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list[Summary]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvplane.unary import connect
-from kvplane_service.cli import report
+from kvplane_service.cli import FAILED, INTERRUPTED, report
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.engines import running
 from kvplane_service.cli.pace import Pace
@@ -22,7 +22,6 @@ from kvplane_service.replay.run import ReplayRun, RunPlan
 from kvplane_service.replay.summary import Summary
 from kvplane_service.workloads import TraceFile
 
-INTERRUPTED = 130
 _VIEW_INTERVAL_S = 0.2
 
 
@@ -54,7 +53,7 @@ def show_replay(options: ReplayOptions, as_json: bool) -> int:
     faults = [fault for fault in (summary.fault, *summary.disagreements()) if fault]
     for fault in faults:
         print(f"kvplane replay: {fault}", file=sys.stderr)
-    return 1 if faults else 0
+    return FAILED if faults else 0
 
 
 def run_replay(options: ReplayOptions, console: Console) -> Summary:
