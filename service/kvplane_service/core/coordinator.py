@@ -118,7 +118,7 @@ class Coordinator:
         new = [manager.allocate(slot, num_slots, num_main, wish.num_encoder) for manager in self.managers]
         if not wish.delay_caching:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
-        self._find_quiet_zone(slot, processed, num_main)
+        self._find_quiet_zone(wish, processed, num_main)
         return new
 
     def _whole_sequence_fits(self, wish: Allocation, local: int, total: int) -> bool:
@@ -145,10 +145,13 @@ class Coordinator:
         """Most blocks that a request of so many tokens holds at once; above the pool's size it can never run."""
         return sum(manager.blocks_alone(num_tokens, num_encoder) for manager in self.managers)
 
-    def _find_quiet_zone(self, slot: int, processed: int, num_main: int) -> None:
-        """Remember until where this request needs no manager; prefill stays outside, its boundaries matter."""
-        requests = self.requests
-        if num_main < requests.num_prompt[slot]:
+    def _find_quiet_zone(self, wish: Allocation, processed: int, num_main: int) -> None:
+        """Remember until where this request needs no manager.
+
+        Prefill stays outside, its boundaries matter; so does an admission, which released nothing yet of what it adopts.
+        """
+        requests, slot = self.requests, wish.slot
+        if wish.hit is not None or num_main < requests.num_prompt[slot]:
             requests.wake(slot)
             return
         requests.slots_until[slot] = min(manager.quiet_slots(slot) for manager in self.managers)
