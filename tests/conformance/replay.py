@@ -288,9 +288,8 @@ class Replayer:
         return _one(part, lambda result: Outcome(result, _hashes(result)))
 
     def _cache(self, op: Record) -> Sent:
-        request = self.requests[op["id"]]
-        request.computed = op["n"]
-        return _one(Part(facts=Facts(slot=[request.slot], computed=[op["n"]], commit=[op["n"]])), Outcome)
+        """Rejected drafts show in the next `comp`: here they cannot be told from tokens in flight."""
+        return _one(Part(facts=Facts(slot=[self.requests[op["id"]].slot], commit=[op["n"]])), Outcome)
 
     def _free(self, op: Record) -> Sent:
         slot = self.requests.pop(op["id"]).slot

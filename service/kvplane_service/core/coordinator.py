@@ -137,7 +137,7 @@ class Coordinator:
         new = [manager.allocate(slot, num_slots, num_main, wish.num_encoder) for manager in self.managers]
         if not wish.delay_caching:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
-        self._find_quiet_zone(slot, total, num_main)
+        self.requests.wake(slot)  # what the hit brought beyond a window is released at the next call
         return new
 
     def extend(self, wish: Extension) -> list[list[int]] | None:

@@ -267,8 +267,9 @@ class Replica:
     def _cache(self, cache: Cache, result: PartResult) -> None:
         for failed in cache.failed_steps:
             result.preempted.extend(self.ledger.fail_step(failed))
-        for block in cache.evicted:
-            self._pool.drop_keys(block, RemoveReason.DROPPED)
+        dropped = [self._pool.drop_keys(block, RemoveReason.DROPPED) for block in cache.evicted]
+        if any(dropped):
+            self.requests.wake_all()  # whoever holds one may register it again
         for slot in cache.released:
             self.ledger.release_held(slot)
         if cache.reset:

@@ -113,6 +113,11 @@ class Requests:
         """Forget the quiet zone: the next row asks every manager."""
         self.quiet_until[slot] = QUIET_NEVER
 
+    def wake_all(self) -> None:
+        """Forget every quiet zone."""
+        for slot in self.slots():
+            self.wake(slot)
+
     def end(self, slot: int) -> None:
         """End the life of the slot."""
         self.stop(slot)

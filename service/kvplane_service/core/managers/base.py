@@ -313,6 +313,10 @@ class GroupManager(ABC):
                 )
             )
 
+    def key(self, slot: int, num_hashes: int) -> Key:
+        """The name of the request's prefix of so many hash blocks in this group."""
+        return Key(self.requests.domain[slot], self.group, self.requests.content[slot].digests[num_hashes - 1])
+
     def promote(self, block: int, num_tokens: int) -> None:
         """A block that already has a key can only be growing: its shorter key goes."""
         if self.pool.key[block] is not None:

@@ -60,16 +60,36 @@ class FullAttentionManager(GroupManager):
             self._register_prompt_tail(slot, num_tokens)
 
     def _register_prompt_tail(self, slot: int, num_tokens: int) -> None:
+        boundary, block = self._prompt_tail(slot)
+        if block != NULL_BLOCK and boundary <= num_tokens:
+            register_inside_block(self, slot, block, boundary)
+
+    def _prompt_tail(self, slot: int) -> tuple[int, int]:
+        """Last hash boundary of the prompt that is known, and the block that it lies inside of; null when in none."""
         size = self.hash_size
-        # A repeat of the prompt matches at most prompt - 1 tokens; a draft group reads all of it before it drops a
-        # unit.
-        limit = self.requests.num_prompt[slot] - (0 if self.drops else 1)
-        boundary = min(limit // size, len(self.requests.content[slot].digests)) * size
+        boundary = min(self._prompt_limit(slot) // size, len(self.requests.content[slot].digests)) * size
         index = boundary // self.block_size
-        if boundary == 0 or boundary > num_tokens or boundary % self.block_size == 0 or index >= len(self.table[slot]):
-            return
-        if self.table[slot][index] != NULL_BLOCK:
-            register_inside_block(self, slot, self.table[slot][index], boundary)
+        inside = boundary % self.block_size != 0 and index < len(self.table[slot])
+        return boundary, self.table[slot][index] if inside else NULL_BLOCK
+
+    def _prompt_limit(self, slot: int) -> int:
+        """A repeat of the prompt matches at most prompt - 1 tokens; a draft group reads all before it drops a unit."""
+        return self.requests.num_prompt[slot] - (0 if self.drops else 1)
+
+    def quiet_cache(self, slot: int) -> int:
+        """See GroupManager.quiet_cache; never as long as the prompt's last hash boundary may still be registered."""
+        return 0 if self._awaits_prompt_tail(slot) else super().quiet_cache(slot)
+
+    def _awaits_prompt_tail(self, slot: int) -> bool:
+        if self.block_size == self.hash_size:
+            return False
+        digests = self.requests.content[slot].digests
+        if len(digests) < self._prompt_limit(slot) // self.hash_size:
+            return True  # hashes that look ahead come later
+        boundary, block = self._prompt_tail(slot)
+        if block == NULL_BLOCK:
+            return False
+        return not self.pool.has_key(block, self.key(slot, boundary // self.hash_size))
 
 
 def register_inside_block(manager: GroupManager, slot: int, block: int, num_tokens: int) -> Key:
@@ -77,7 +97,7 @@ def register_inside_block(manager: GroupManager, slot: int, block: int, num_toke
     pool, size = manager.pool, manager.hash_size
     digests = manager.requests.content[slot].digests
     count = num_tokens // size
-    key = Key(manager.requests.domain[slot], manager.group, digests[count - 1])
+    key = manager.key(slot, count)
     if pool.has_key(block, key):
         return key
     if pool.key[block] is not None and pool.key_tokens[block] < num_tokens:
