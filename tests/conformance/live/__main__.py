@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.conformance.live.kinds import KINDS
 from tests.conformance.live.peer import Peer
 from tests.conformance.live.recorded import compare_recording
-from tests.conformance.live.session import Tally, run_seed
+from tests.conformance.live.session import HEADING, Tally, run_seed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,14 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.recorded:
             return _recorded(peer, options.recorded)
         total = Tally()
+        print(f"{'kind':18}{HEADING}")
         for kind in options.kind or list(KINDS):
             tally = Tally()
             for seed in range(options.seed_base, options.seed_base + options.seeds):
                 tally.add(run_seed(peer, kind, seed, options.operations))
-            print(f"{kind:18} {tally}", flush=True)
+            print(f"{kind:18}{tally}", flush=True)
             total.add(tally)
-    print(f"{'all':18} {total}")
-    return 1 if total.differences or total.failures else 0
+    print(f"{'all':18}{total}")
+    return 0 if total.sound else 1
 
 
 def _recorded(peer: Peer, paths: Sequence[Path]) -> int:

@@ -80,6 +80,7 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         self.held: set[str] = set()
+        self._free = 0
         self._peer = peer
         self._max_len = header["manager_args"]["max_model_len"]
         self._unit = header["manager_args"]["scheduler_block_size"]
@@ -109,6 +110,7 @@ class Driver:
     def _do(self, op: str, **inputs: Any) -> Record:
         record = self._peer.ask({"op": op} | inputs)
         self.records.append(record)
+        self._free = record["free"]
         line = len(self.records) + 1
         try:
             self.replayer.replay(line, record)
@@ -183,12 +185,20 @@ class Driver:
             self._launch(request, new, 0)
 
     def _external(self, one: intents.Admit, request: Request, hit: int) -> tuple[int, bool]:
-        """Tokens from outside, whole scheduler blocks behind a hit of whole blocks, and whether they are waited for."""
+        """Tokens from outside behind a hit of whole blocks, and whether they are waited for.
+
+        They are whole scheduler blocks, or all that a request misses (a prefill done elsewhere), which is waited for.
+        """
         if hit % self._unit:
             return 0, False
+        if self._states and self._free < self._blocks_at_most(request.tokens):
+            return 0, False  # the reference under-counts the states of external tokens, and then crashes
         most = request.tokens - hit - (0 if one.load else 1)
-        external = min(one.external, most) // self._unit * self._unit
+        external = most if one.load and one.external >= most else min(one.external, most) // self._unit * self._unit
         return external, one.load and external > 0
+
+    def _blocks_at_most(self, num_tokens: int) -> int:
+        return sum(-(-num_tokens // group["block_size"]) + 4 for group in self.header["groups"])
 
     def _loaded(self, one: intents.Loaded) -> None:
         request = self.requests.get(one.name)

@@ -39,6 +39,7 @@ class Generator:
         self._count = 0
         self._texts = [random.randrange(50021) for _ in range(random.randint(1, 4))]
         self._crowd = random.choice((2, 3, 4, 6, 10))
+        self._longest = random.choice((1.0, 1.0, 0.5)) * self._max_len
         self._encoder: dict[str, int] = {}
 
     def intents(self) -> Iterator[Intent]:
@@ -65,7 +66,7 @@ class Generator:
     def _new(self) -> Add:
         self._count += 1
         name = f"r{self._count}"
-        length = self._length(self._max_len - 1)
+        length = self._length(max(1, int(self._longest) - 1))
         text = self._random.choice(self._texts)
         shared = length if self._chance(0.4) else self._length(length)
         segments = ((text, shared),) if shared == length else ((text, shared), (40000 + self._count, length - shared))
@@ -118,8 +119,10 @@ class Generator:
             if self._chance(0.5):
                 yield Loaded(request.name, self._random.choice((0, 0, 0, 0, self._random.randint(1, self._max_len))))
         for request in self._driver.with_status("WAITING", "PREEMPTED"):
-            if self._chance(0.7):
+            if self._chance(0.8):
                 yield self._admit(request)
+                if request.status in ("WAITING", "PREEMPTED") and self._chance(0.8):
+                    return  # refused: so will the next be
 
     def _admit(self, request: Request) -> Admit:
         brings = self._chance(self._habits.external)
@@ -158,7 +161,7 @@ class Generator:
 
     def _disturbances(self) -> Iterator[Intent]:
         for request in list(self._driver.requests.values()):
-            if self._chance(0.08 if request.tokens > request.prompt else 0.02):
+            if self._chance(0.15 if request.tokens > request.prompt else 0.03):
                 yield Finish(request.name, hold=self._chance(self._habits.hold))
         for request in list(self._driver.running):
             if self._chance(0.03):

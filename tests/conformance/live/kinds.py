@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -166,7 +167,7 @@ def _chunked(random: Random) -> Draft:
 def _mamba_align(random: Random) -> Draft:
     size = base_size(random) * random.choice((1, 2, 4))
     one = state(random, size)
-    groups = [one if random.random() < 0.7 else state(random, size) for _ in range(random.randint(1, 4))]
+    groups = [deepcopy(one) if random.random() < 0.7 else state(random, size) for _ in range(random.randint(1, 4))]
     groups += [full(random, size) for _ in range(random.choice((0, 1, 1, 2)))]
     random.shuffle(groups)
     return Draft(random, groups)
@@ -190,10 +191,8 @@ def _mamba_partial(random: Random) -> Draft:
 def _mamba_spec(random: Random) -> Draft:
     draft = random.choice((_mamba_align, _mamba_partial))(random)
     drafts = random.randint(1, 3)
-    for group in draft.groups:
-        if group["spec"]["type"] == "MambaSpec":
-            group["spec"]["num_speculative_blocks"] = drafts
-    draft.habit(drafts=drafts, lookahead=random.choice((0, drafts)))
+    _propose(draft, drafts)
+    draft.habit(lookahead=random.choice((0, drafts)))
     if random.random() < 0.4:
         _drops(draft)
     return draft
@@ -224,8 +223,9 @@ def _cross(random: Random) -> Draft:
 
 def _ring(random: Random) -> Draft:
     draft = _hybrid(random)
-    at = random.randint(0, len(draft.groups))
-    draft.groups[at:at] = [ring(random, base_size(random)) for _ in range(random.randint(1, 2))]
+    for _ in range(random.randint(1, 2)):
+        size = random.choice(draft.groups)["spec"]["block_size"]
+        draft.groups.insert(random.randint(0, len(draft.groups)), ring(random, size))
     return draft
 
 
@@ -240,7 +240,7 @@ def _hybrid(random: Random) -> Draft:
     if random.random() < 0.35:
         kinds.append(state(random, random.choice((sizes[-1], math.lcm(*sizes)))))
     count = random.randint(max(2, len(kinds)), 8)
-    groups = kinds + [dict(random.choice(kinds)) for _ in range(count - len(kinds))]
+    groups = kinds + [deepcopy(random.choice(kinds)) for _ in range(count - len(kinds))]
     random.shuffle(groups)
     return Draft(random, groups, finer_hashes=random.random() < 0.3)
 
@@ -255,10 +255,17 @@ def _hybrid_without_chunks(random: Random) -> Draft:
 
 def _eagle(random: Random) -> Draft:
     draft = random.choice((_single(full), _single(sliding), _hybrid_without_chunks, _hybrid_without_chunks))(random)
-    drafts = random.randint(1, 4)
-    draft.habit(drafts=drafts, lookahead=drafts)
+    _propose(draft, random.randint(1, 4))
     _drops(draft)
     return draft
+
+
+def _propose(draft: Draft, drafts: int) -> None:
+    """So many drafts per step, and a state beside the running one for each."""
+    draft.habit(drafts=drafts, lookahead=drafts)
+    for group in draft.groups:
+        if group["spec"]["type"] == "MambaSpec":
+            group["spec"]["num_speculative_blocks"] = drafts
 
 
 def _drops(draft: Draft) -> None:
@@ -272,11 +279,13 @@ def _mtp(random: Random) -> Draft:
     """A drafter of several modules looks ahead during prefill."""
     draft = _eagle(random)
     ahead = random.randint(2, 4)
+    if math.lcm(*(group["spec"]["block_size"] for group in draft.groups)) < ahead:
+        return _mtp(random)  # what a look-up drops must hold all drafts
     draft.args["num_prefill_lookahead"] = ahead
     for group in draft.groups:
         if "sliding_window" in group["spec"]:
             group["spec"]["extra_retained_tokens"] = ahead - 1
-    draft.habit(drafts=ahead, lookahead=ahead)
+    _propose(draft, ahead)
     return draft
 
 
@@ -398,6 +407,8 @@ def draw_header(kind: str, seed: int) -> tuple[Record, Habits]:
     length = draft.max_model_len or max(scheduler * random.randint(3, 8), random.randint(100, 320))
     if draft.random.random() < 0.3 and kind not in ("retention-n", "retention-0", "retention-dense"):
         draft.retention = None
+    if random.random() < 0.2:
+        _mix_precision(draft)
     header = {
         "name": f"{kind}-s{seed}",
         "kind": kind,
@@ -423,6 +434,13 @@ def draw_header(kind: str, seed: int) -> tuple[Record, Habits]:
         "groups": draft.groups,
     }
     return header, draft.habits
+
+
+def _mix_precision(draft: Draft) -> None:
+    """Groups of several precisions: new blocks must be zeroed, and equal kinds are no longer looked up jointly."""
+    for group in draft.groups:
+        if "dtype" in group["spec"]:
+            group["spec"]["dtype"] = draft.random.choice(("bfloat16", "float16"))
 
 
 def _span(spec: Record, dcp: int) -> int:

@@ -10,8 +10,10 @@ import json
 import logging
 import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -284,7 +286,8 @@ def main() -> None:
         try:
             reference, record = answer(reference, json.loads(line))
         except Exception as error:  # the outermost shell: the other side decides what it means
-            record = {"error": f"{type(error).__name__}: {error}"}
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            record = {"error": f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno}: {at.line})"}
         print(json.dumps(record), file=answers, flush=True)
 
 

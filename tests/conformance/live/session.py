@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from kvplane.base.errors import InvalidArgument
 from tests.conformance.live.driver import Driver
 from tests.conformance.live.generator import Generator
 from tests.conformance.live.intents import Intent, Look
@@ -23,31 +24,67 @@ Record = dict[str, Any]
 
 @dataclass
 class Tally:
-    """What was done. `failures`: seeds in which the reference raised, so the driver is at fault."""
+    """What was done.
+
+    Attributes:
+        hits: admissions with a cached prefix.
+        refusals: allocations for which there were too few blocks.
+        removals: keys that left the cache.
+        copies: blocks copied before they are written.
+        failures: seeds in which the reference raised: the driver is at fault.
+        refused: seeds whose configuration one of the two refuses: the draw is at fault.
+    """
 
     seeds: int = 0
     operations: int = 0
     values: int = 0
+    hits: int = 0
+    refusals: int = 0
+    removals: int = 0
+    copies: int = 0
     differences: int = 0
     failures: int = 0
+    refused: int = 0
+
+    @property
+    def sound(self) -> bool:
+        """Whether every seed ran and nothing differed."""
+        return not (self.differences or self.failures or self.refused)
 
     def add(self, other: Tally) -> None:
         """Sum."""
-        self.seeds += other.seeds
-        self.operations += other.operations
-        self.values += other.values
-        self.differences += other.differences
-        self.failures += other.failures
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+    def count(self, record: Record) -> None:
+        """Take note of an operation and its answer."""
+        self.operations += 1
+        self.copies += len(record.get("copies", ()))
+        self.removals += sum(event[0] == "R" for event in record.get("ev", ()))
+        if record["op"] == "alloc":
+            self.refusals += not record["ok"]
+            self.hits += record["ok"] and record.get("hit", 0) > 0
 
     def __str__(self) -> str:
-        text = f"{self.seeds:5} seeds {self.operations:8} operations {self.values:9} values {self.differences:3} differences"
-        return text + (f" {self.failures} failures of the reference" if self.failures else "")
+        text = (
+            f"{self.seeds:6}{self.operations:11}{self.values:9}{self.hits:7}{self.refusals:9}{self.removals:9}"
+            f"{self.copies:7}{self.differences:12}"
+        )
+        text += f"  {self.failures} failures of the reference" if self.failures else ""
+        return text + (f"  {self.refused} refused" if self.refused else "")
+
+
+HEADING = " seeds operations   values   hits refusals removals copies differences"
 
 
 def run_seed(peer: Peer, kind: str, seed: int, operations: int) -> Tally:
     """Draw a configuration and drive both with it."""
     header, habits = draw_header(kind, seed)
-    driver = Driver(peer.ask(header), peer)
+    try:
+        driver = Driver(peer.ask(header), peer)
+    except (InvalidArgument, ReferenceFailed) as error:
+        print(f"REFUSED {kind} seed {seed}: {type(error).__name__}: {error}", flush=True)
+        return Tally(seeds=1, refused=1)
     done: list[Intent] = []
     tally = Tally(seeds=1)
     try:
@@ -64,7 +101,9 @@ def run_seed(peer: Peer, kind: str, seed: int, operations: int) -> Tally:
     except ReferenceFailed as error:
         tally.failures = 1
         print(f"FAILED {kind} seed {seed}: {error} at {done[-1]}", flush=True)
-    tally.operations, tally.values = len(driver.records), driver.replayer.values
+    tally.values = driver.replayer.values
+    for record in driver.records:
+        tally.count(record)
     return tally
 
 
