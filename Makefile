@@ -2,7 +2,7 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types contracts proto proto-check proto-baseline pytest bench replay-all clean
+.PHONY: help demo test check format lint types contracts proto proto-check proto-baseline pytest bench bench-peer replay-all clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -55,6 +55,9 @@ proto-baseline:  ## accept the present contract as the one that later changes ma
 
 bench: $(DEV)  ## figures in process: ns per block operation, µs per decode step
 	@$(PYTHON) -m tests.bench
+
+bench-peer: $(DEV)  ## a step and an admission beside vLLM 0.33.0, in one run; writes tests/bench/results (PEER="--quick")
+	@$(PYTHON) -m tests.bench.peer $(PEER)
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all

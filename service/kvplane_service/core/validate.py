@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import add, gt, itemgetter
+from operator import add, gt
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import MAX_TOKENS, ReplicaSpec
@@ -33,6 +33,19 @@ from kvplane_service.core.requests import MAX_SLOTS, Requests
 MAX_LOOKAHEAD = 4096
 MAX_TOKEN_ID = (1 << 32) - 1
 DIGEST_SIZES = (16, 32)
+_NEWS_COLUMNS = ("num_tokens", "num_hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
+_ADMIT_COLUMNS = (
+    "extra",
+    "cap",
+    "lookahead",
+    "external",
+    "expected_hit",
+    "encoder_tokens",
+    "reserved",
+    "watermark",
+    "flags",
+)
+_EMPTY = Part()  # sections that say nothing need no look
 
 
 @dataclass(slots=True)
@@ -57,6 +70,7 @@ class StepValidator:
         self._executed_through = executed_through
         self._slots: dict[int, _Slot] = {}
         self._num_parts = 0
+        self._plain: Sequence[int] = ()  # slots of facts that only grew
         self._ended = False  # some slot ends in this step
         self._where = ""
 
@@ -72,34 +86,35 @@ class StepValidator:
             self._check_part(part, step.seq)
 
     def _check_part(self, part: Part, seq: int) -> None:
-        self._facts(part.facts, seq)
-        self._cache(part.cache, seq)
-        self._news(part.news)
-        self._run(part.run)
-        self._admit(part.admit)
+        if part.facts != _EMPTY.facts:
+            self._facts(part.facts, seq)
+        if part.cache != _EMPTY.cache:
+            self._cache(part.cache, seq)
+        if part.news != _EMPTY.news:
+            self._news(part.news)
+        if part.run != _EMPTY.run:
+            self._run(part.run)
+        if part.admit != _EMPTY.admit:
+            self._admit(part.admit)
         self._live(part.peek.slot, "peek.slot")
-        for name in ("tokens", "input", "overhead"):
-            self._range([getattr(part.budget, name)], 0, UNLIMITED, f"budget.{name}")
+        if part.budget != _EMPTY.budget:
+            for name in ("tokens", "input", "overhead"):
+                self._range([getattr(part.budget, name)], 0, UNLIMITED, f"budget.{name}")
 
     # -- sections ----------------------------------------------------------------------------------------------------
 
     def _facts(self, facts: Facts, seq: int) -> None:
-        rows = len(facts.slot)
-        columns = ("computed", "appended", "num_hashes", "commit", "end", "fence")
-        for name in columns:
-            self._column(getattr(facts, name), rows, f"facts.{name}")
-        self._require(
-            not facts.tokens or len(facts.tokens) == sum(facts.appended),
-            "facts.tokens",
-            f"{len(facts.tokens)} ids for {sum(facts.appended)} appended tokens",
-        )
-        self._token_ids(facts.tokens, "facts.tokens")
+        self._columns(facts, ("computed", "appended", "num_hashes", "commit", "end", "fence"), "facts")
+        if facts.tokens:
+            self._require(
+                len(facts.tokens) == sum(facts.appended),
+                "facts.tokens",
+                f"{len(facts.tokens)} ids for {sum(facts.appended)} appended tokens",
+            )
+            self._token_ids(facts.tokens, "facts.tokens")
         size = self._digest_size(facts.hashes, facts.num_hashes, "facts")
-        if self._is_plain_growth(facts):
-            for row in (row for row, count in enumerate(facts.num_hashes) if count):
-                known = self._look(facts.slot[row])
-                known.num_tokens += facts.appended[row]
-                self._fact_hashes(facts, row, known, size)
+        if self._is_plain_growth(facts, size):
+            self._plain = facts.slot
             return
         for row, slot in enumerate(facts.slot):
             known = self._known(slot, f"facts.slot[{row}]")
@@ -107,25 +122,42 @@ class StepValidator:
             self._fact_hashes(facts, row, known, size)
             self._fact_end(facts, row, known, seq)
 
-    def _is_plain_growth(self, facts: Facts) -> bool:
-        """Whether the rows only say that distinct requests of engines that hash grew within their limits, as most rows
-        of most steps do. Judged by whole columns, and only for a step of one part: no later row then needs to know.
+    def _is_plain_growth(self, facts: Facts, size: int) -> bool:
+        """Whether the rows only say that distinct running requests of an engine that hashes grew within their limits,
+        as most rows of most steps do. Judged by whole columns, and only for a step of one part: no later row then needs
+        to know.
         """
         said = (facts.tokens, facts.computed, facts.commit, facts.end, facts.fence)
-        if any(said) or self._num_parts > 1 or len(facts.slot) < 2 or not facts.appended:
+        if any(said) or self._num_parts > 1 or not facts.appended or not self._are_running(facts.slot):
             return False
         requests = self._requests
-        if min(facts.slot) < 0 or max(facts.slot) >= len(requests.live) or len(set(facts.slot)) < len(facts.slot):
-            return False
-        pick = itemgetter(*facts.slot)
-        grown = map(add, pick(requests.num_tokens), facts.appended)
+        tokens = list(map(add, map(requests.num_tokens.__getitem__, facts.slot), facts.appended))
         return (
             min(facts.appended) >= 0
-            and all(pick(requests.live))
-            and not any(pick(requests.held))
-            and not any(pick(requests.by_service))
-            and not any(map(gt, grown, pick(requests.limit)))
+            and not any(map(requests.by_service.__getitem__, facts.slot))
+            and not any(map(gt, tokens, map(requests.limit.__getitem__, facts.slot)))
+            and self._are_due(facts, tokens, size)
         )
+
+    def _are_running(self, slots: Sequence[int]) -> bool:
+        """Whether these are distinct slots of requests that run, and so are live and not held."""
+        running = self._requests.running
+        return (
+            min(slots, default=0) >= 0
+            and max(slots, default=0) < len(running)
+            and all(map(running.__getitem__, slots))
+            and len(set(slots)) == len(slots)
+        )
+
+    def _are_due(self, facts: Facts, tokens: Sequence[int], size: int) -> bool:
+        """Whether every given hash is one of a full block, and like the ones before it."""
+        unit = self._spec.hash_block_size
+        for row, count in enumerate(facts.num_hashes):
+            if count:
+                digests = self._requests.content[facts.slot[row]].digests
+                if len(digests) + count > tokens[row] // unit or (digests and len(digests[0]) != size):
+                    return False
+        return True
 
     def _fact_tokens(self, facts: Facts, row: int, known: _Slot) -> None:
         appended = facts.appended[row] if facts.appended else 0
@@ -186,10 +218,8 @@ class StepValidator:
             self._ended = True
 
     def _news(self, news: News) -> None:
-        rows = len(news.slot)
-        for name in ("num_tokens", "num_hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens"):
-            self._column(getattr(news, name), rows, f"news.{name}")
-        self._require(len(news.num_tokens) == rows, "news.num_tokens", "every new request needs a length")
+        self._columns(news, _NEWS_COLUMNS, "news")
+        self._require(len(news.num_tokens) == len(news.slot), "news.num_tokens", "every new request needs a length")
         by_service = bool(news.tokens)
         if by_service:
             self._require(
@@ -217,11 +247,10 @@ class StepValidator:
         self._slots[slot] = known
 
     def _run(self, run: Run) -> None:
-        rows = len(run.slot)
-        for name in ("extra", "cap", "lookahead", "in_flight", "flags"):
-            self._column(getattr(run, name), rows, f"run.{name}")
-        self._live(run.slot, "run.slot")
-        self._distinct(run.slot, "run.slot")
+        self._columns(run, ("extra", "cap", "lookahead", "in_flight", "flags"), "run")
+        if run.slot != self._plain:
+            self._live(run.slot, "run.slot")
+            self._distinct(run.slot, "run.slot")
         self._live(run.victims, "run.victims")
         self._range(run.extra, -MAX_TOKENS, MAX_TOKENS, "run.extra")
         self._range(run.cap, 0, UNLIMITED, "run.cap")
@@ -230,20 +259,7 @@ class StepValidator:
         self._range(run.flags, 0, int(RowFlag.ALIGN | RowFlag.DELAY_CACHING), "run.flags")
 
     def _admit(self, admit: Admit) -> None:
-        rows = len(admit.slot)
-        names = (
-            "extra",
-            "cap",
-            "lookahead",
-            "external",
-            "expected_hit",
-            "encoder_tokens",
-            "reserved",
-            "watermark",
-            "flags",
-        )
-        for name in names:
-            self._column(getattr(admit, name), rows, f"admit.{name}")
+        self._columns(admit, _ADMIT_COLUMNS, "admit")
         self._live(admit.slot, "admit.slot")
         self._distinct(admit.slot, "admit.slot")
         self._range(admit.extra, -MAX_TOKENS, MAX_TOKENS, "admit.extra")
@@ -286,8 +302,8 @@ class StepValidator:
 
     def _live(self, slots: Sequence[int], field: str) -> None:
         overlay, requests = self._slots, self._requests
-        within = len(slots) > 1 and not self._ended and min(slots) >= 0 and max(slots) < len(requests.live)
-        if within and all(itemgetter(*slots)(requests.live)):
+        within = not self._ended and min(slots, default=0) >= 0 and max(slots, default=0) < len(requests.live)
+        if within and all(map(requests.live.__getitem__, slots)):
             return
         for row, slot in enumerate(slots):
             if not (overlay[slot].live if slot in overlay else requests.is_live(slot)):
@@ -308,6 +324,8 @@ class StepValidator:
 
     def _digest_size(self, hashes: bytes, counts: Sequence[int], section: str) -> int:
         """Bytes per digest of a section; 0 when it gives none."""
+        if not hashes and not counts:
+            return 0
         self._range(counts, 0, MAX_TOKENS, f"{section}.num_hashes")
         count = sum(counts)
         size = len(hashes) // count if count else 0
@@ -318,8 +336,13 @@ class StepValidator:
         )
         return size
 
-    def _column(self, column: Sequence[object], rows: int, field: str) -> None:
-        self._require(len(column) in (0, rows), field, f"{len(column)} entries for {rows} rows")
+    def _columns(self, section: Facts | News | Run | Admit, names: Sequence[str], where: str) -> None:
+        """One entry per row, or none at all."""
+        rows = len(section.slot)
+        for name in names:
+            column = getattr(section, name)
+            if column and len(column) != rows:
+                self._require(False, f"{where}.{name}", f"{len(column)} entries for {rows} rows")
 
     def _range(self, column: Sequence[int], low: int, high: int, field: str) -> None:
         if column and not (low <= min(column) and max(column) <= high):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.conformance.live.environment import PYTHON, set_up, variables
+from tests.conformance.live.environment import PYTHON, ROOT, set_up, variables
 
 Record = dict[str, Any]
 
@@ -20,11 +19,12 @@ class ReferenceFailed(Exception):
 class Peer:
     """Carries headers and operations to the reference and brings its answers back."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.conformance.live.reference") -> None:
+        """`module` answers in the reference's environment, as `reference.serve` does."""
         set_up()
-        script = str(Path(__file__).with_name("reference.py"))
+        command = [str(PYTHON), "-m", module]
         self._process = subprocess.Popen(
-            [str(PYTHON), script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables(), text=True
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables(), text=True
         )
         self._read()
 

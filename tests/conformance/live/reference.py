@@ -266,25 +266,30 @@ def _extra(keys: Sequence[Any] | None) -> list[Any] | None:
     return [None if one is None else [list(key) if isinstance(key, tuple) else key for key in one] for one in keys]
 
 
-def answer(reference: Reference | None, record: Record) -> tuple[Reference | None, Record]:
-    """Carry out one line."""
-    if "op" not in record:
-        reference = Reference(record)
-        return reference, reference.describe(record)
-    assert reference is not None, "the first line is a header"
-    return reference, reference.carry_out(record)
+class Answers:
+    """A header gives a new manager, and any other record an operation on it."""
+
+    def __init__(self) -> None:
+        self._reference: Reference | None = None
+
+    def answer(self, record: Record) -> Record:
+        """Carry out one line."""
+        if "op" not in record:
+            self._reference = Reference(record)
+            return self._reference.describe(record)
+        assert self._reference is not None, "the first line is a header"
+        return self._reference.carry_out(record)
 
 
-def main() -> None:
+def serve(answer: Callable[[Record], Record]) -> None:
     """Answer each line of standard input; what the reference raises is an answer too."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints goes to standard error
     logging.disable(logging.CRITICAL)
-    reference: Reference | None = None
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         try:
-            reference, record = answer(reference, json.loads(line))
+            record = answer(json.loads(line))
         except Exception as error:  # the outermost shell: the other side decides what it means
             at = traceback.extract_tb(error.__traceback__)[-1]
             record = {"error": f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno}: {at.line})"}
@@ -292,4 +297,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Answers().answer)

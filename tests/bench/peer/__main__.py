@@ -1,0 +1,55 @@
+"""Measures us beside the reference and writes tests/bench/results/peer.md and peer.json.
+
+    make bench-peer                     all cases, 3 process starts of 7 rounds
+    make bench-peer PEER="--quick"      a look: fewer cases and rounds, nothing is written
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from tests.bench.peer import report
+from tests.bench.peer.models import MODELS
+from tests.bench.peer.plan import Plan
+
+RESULTS = Path(__file__).parents[1] / "results"
+NAMES = tuple(model.name for model in MODELS)
+QUICK: dict[str, Any] = {"requests": (8, 64, 256), "prompts": (6144,), "rounds": 3, "admissions": 2}
+
+
+def main() -> None:
+    """Parse, start so many processes one after the other, report."""
+    parser = argparse.ArgumentParser(prog="make bench-peer", description=__doc__.partition("\n")[0])
+    parser.add_argument("--starts", type=int, default=3, help="process starts (3)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds of each case in a start (7)")
+    parser.add_argument("--model", action="append", choices=NAMES, help="one model (all); may be repeated")
+    parser.add_argument("--no-reference", action="store_true", help="our side alone, without ratios")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; prints, writes nothing")
+    given = parser.parse_args()
+    plan = Plan(models=tuple(given.model or NAMES), reference=not given.no_reference)
+    if given.quick:
+        plan = replace(plan, **QUICK)
+    if given.rounds:
+        plan = replace(plan, rounds=given.rounds)
+    starts = [_start(plan) for _ in range(1 if given.quick else given.starts)]
+    found = report.Report.of(plan, starts)
+    if not given.quick:
+        found.write(RESULTS)
+    print(found.text())
+
+
+def _start(plan: Plan) -> report.Found:
+    command = [sys.executable, "-m", "tests.bench.peer.start"]
+    done = subprocess.run(command, input=json.dumps(asdict(plan)), stdout=subprocess.PIPE, text=True, check=True)
+    found: report.Found = json.loads(done.stdout)
+    return found
+
+
+if __name__ == "__main__":
+    main()

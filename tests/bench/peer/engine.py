@@ -1,0 +1,172 @@
+"""Our side: an engine on a Session, timed where it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+from kvplane.base.groups import HashAlgorithm
+from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
+from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Run
+from kvplane.session import Session
+from kvplane.tables import BlockTables
+from tests.bench.peer.work import SETUP_BATCH, Shape, prompt, sampled
+
+
+@dataclass(slots=True)
+class Request:
+    """What an engine keeps of a request."""
+
+    slot: int
+    tokens: list[int]
+    hasher: RequestHasher
+    computed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AheadStep:
+    """A step that was sent one step ahead, in ns.
+
+    Attributes:
+        blocked: what the engine's thread spent on it, before and after the GPU's work on the step before.
+        waited: of that, in `receive`.
+    """
+
+    blocked: int
+    waited: int
+
+
+@dataclass(slots=True)
+class Engine:
+    """As much of an engine as a session needs: its requests, their tokens and block tables."""
+
+    session: Session
+    shape: Shape
+    tables: BlockTables = field(init=False)
+    running: list[Request] = field(init=False, default_factory=list)
+    steps: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.tables = BlockTables(self.shape.num_groups)
+
+    # -- decode ------------------------------------------------------------------------------------------------------
+
+    def admit(self, num_requests: int) -> None:
+        """Prefill so many requests."""
+        scheme = HashScheme.named(self.shape.unit)
+        lengths = self.shape.decode_prompts(num_requests)
+        waiting = [
+            Request(index, prompt(index, length), RequestHasher(scheme)) for index, length in enumerate(lengths)
+        ]
+        for first in range(0, num_requests, SETUP_BATCH):
+            batch = waiting[first : first + SETUP_BATCH]
+            self._admission(batch)
+            self._finish_prompts(batch)
+        self.running = waiting
+
+    def decode(self) -> int:
+        """One step: a token joins each request, and each gets its slot; nanoseconds."""
+        tokens = self._sample()
+        begin = perf_counter_ns()
+        slots = self._slots()
+        part = Part(facts=self._append(slots, tokens), run=Run(slots))
+        self._take(part, self.session.apply(part).parts[0])
+        return perf_counter_ns() - begin
+
+    def decode_ahead(self, num_steps: int, gpu_s: float) -> list[AheadStep]:
+        """So many steps, each sent while the GPU works on the one before; this thread sleeps in the GPU's place.
+
+        What the step on the GPU samples is not known when the next one is sent: its rows ask for one token more than is
+        known, and bring the tokens of the step before it.
+        """
+        self.decode()  # the GPU begins with this one
+        spent = [self._step_ahead(gpu_s, first=index == 0) for index in range(num_steps + 1)]
+        self.session.apply(Part(facts=self._append(self._slots(), self._sample())))
+        return spent[1:]
+
+    def _step_ahead(self, gpu_s: float, first: bool) -> AheadStep:
+        tokens = [] if first else self._sample()
+        before = self.session.next_seq - 2  # its results are here; the step behind it is on the GPU
+        begin = perf_counter_ns()
+        slots = self._slots()
+        facts = Facts() if first else self._append(slots, tokens)
+        part = Part(facts=facts, run=Run(slots, extra=[1] * len(slots)))
+        self.session.submit(part, executed_through=before)
+        submitted = perf_counter_ns()
+        time.sleep(gpu_s)
+        resumed = perf_counter_ns()
+        result = self.session.receive().parts[0]
+        received = perf_counter_ns()
+        self._take(part, result)
+        return AheadStep(submitted - begin + perf_counter_ns() - resumed, received - resumed)
+
+    def _slots(self) -> list[int]:
+        return [request.slot for request in self.running]
+
+    def _sample(self) -> list[int]:
+        self.steps += 1
+        return sampled(self.steps, len(self.running))
+
+    def _append(self, slots: list[int], tokens: Sequence[int]) -> Facts:
+        """A token joins each request; the hash of each block that it fills."""
+        unit = self.shape.unit
+        counts, hashes = [0] * len(slots), []
+        for row, request in enumerate(self.running):
+            known = request.tokens
+            known.append(tokens[row])
+            if len(known) % unit == 0:
+                unseen = known[request.hasher.num_tokens :]
+                hashes.append(request.hasher.append(pack_tokens(unseen)))
+                counts[row] = 1
+        return Facts(slot=slots, appended=[1] * len(slots), num_hashes=counts, hashes=b"".join(hashes))
+
+    def _take(self, part: Part, result: PartResult) -> None:
+        """Note what was granted: here every row gets its one token."""
+        self.tables.update(part, result)
+        for request, granted in zip(self.running, result.granted, strict=True):
+            assert granted == 1
+            request.computed += granted
+
+    # -- admission ---------------------------------------------------------------------------------------------------
+
+    def measure_admission(self, seed: int, num_tokens: int, algorithm: HashAlgorithm) -> tuple[int, int]:
+        """Hash a prompt, send it, take its hit and its tables; then finish and free it. Nanoseconds, and the hit."""
+        tokens = prompt(seed, num_tokens)
+        scheme = HashScheme.named(self.shape.unit, algorithm)
+        begin = perf_counter_ns()
+        request = Request(0, tokens, RequestHasher(scheme))
+        (hit,) = self._admission([request])
+        took = perf_counter_ns() - begin
+        self._finish_prompts([request])
+        self._apply(Part(facts=Facts(slot=[request.slot], end=[End.FREE])))
+        return took, hit
+
+    def _admission(self, requests: list[Request]) -> list[int]:
+        """Hashes, one step, tables; the hits."""
+        lengths = [len(request.tokens) for request in requests]
+        hashes = [request.hasher.append(pack_tokens(request.tokens)) for request in requests]
+        slots = [request.slot for request in requests]
+        news = News(
+            slot=slots,
+            num_tokens=lengths,
+            num_hashes=[length // self.shape.unit for length in lengths],
+            hashes=b"".join(hashes),
+        )
+        flags = [int(RowFlag.ALIGN)] * len(slots) if self.shape.has_states else []
+        result = self._apply(Part(news=news, admit=Admit(slot=slots, flags=flags)))
+        assert set(result.admit_status) == {AdmitStatus.GRANTED}
+        for request, hit, granted in zip(requests, result.admit_hit, result.admit_granted, strict=True):
+            request.computed = hit + granted
+        return result.admit_hit
+
+    def _finish_prompts(self, requests: list[Request]) -> None:
+        left = [request for request in requests if request.computed < len(request.tokens)]
+        if left:
+            self._apply(Part(run=Run([request.slot for request in left])))
+
+    def _apply(self, part: Part) -> PartResult:
+        result = self.session.apply(part).parts[0]
+        self.tables.update(part, result)
+        return result

@@ -1,0 +1,231 @@
+"""From rounds to cells, and from cells to a table and a JSON file."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.peer.plan import (
+    AHEAD,
+    CBOR_HASH,
+    DECODE,
+    DEFAULT_HASH,
+    HASHES,
+    HIT,
+    MISS,
+    PLACES,
+    REFERENCE,
+    TCP,
+    UNIX,
+    WAIT,
+    Case,
+    Plan,
+    Round,
+)
+
+Found = dict[str, Any]  # of one process start, as `start.measure` gives it
+
+INTERVALS = f"""\
+**Decode** ({REFERENCE}): `new_step_starts`; then for each request `append_output_token_ids` with the sampled token (it
+hashes the block that the token fills), `allocate_slots(request, 1)`, and the count of computed tokens raised by one.
+Not in it, in its favour: block ids taken from the returned objects, copies and zeroing fetched, all other scheduling.
+
+**Decode** (ours): for each request the token appended to the engine's list, and the block it fills hashed with
+`kvplane.base.hashing`; the columns of the `Part` built; `Session.apply`: encoded, sent, waited for, decoded; new block
+ids put into the engine's `BlockTables`, the grant of each request checked and counted.
+
+**Ahead** (ours): a step is submitted while the GPU works on the one before; the thread sleeps in the GPU's place. The
+interval is what the engine's thread spends: tokens, hashes, columns, `submit`; and after the sleep `receive`, tables
+and grants. `waiting` is `receive` alone. {REFERENCE}'s manager runs on that thread in any case, so its decode time is
+what this compares with.
+
+**Admission** ({REFERENCE}): the prompt hashed, `get_computed_blocks`, `allocate_slots` for the whole prompt behind the
+hit (models with states: up to the last block boundary). The `Request` is built before. **Ours**: a `RequestHasher`
+made and the prompt hashed, `Part` built, `Session.apply`, the whole table put into `BlockTables`. Between intervals, on
+all sides, the rest of the prompt is computed and the request freed; the pool holds three such prompts and is full of
+cached blocks, so that a miss evicts. A full hit is the prompt that was just freed.
+
+Both: prefix caching on, events off, statistics of {REFERENCE} off, retention interval 0, the garbage collector frozen
+after the set-up; ours with `commit=safe`. After each case the sides must agree in free blocks (decode) and hits
+(admission). A round of one side is the median of its intervals; a cell is the median of all rounds (first to third
+quartile), and behind it the ratio to {REFERENCE}'s cell. In a decode step of N = 1 or 8 requests (of Jamba, whose
+blocks have 80 tokens, also of 32 and 64) the median step starts and fills fewer blocks than its share, on all sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A side of a case over all rounds of all process starts, in microseconds.
+
+    Attributes:
+        ratio: of medians, to the reference; None without one.
+        start_ratios: the same in each process start.
+    """
+
+    case: Case
+    side: str
+    rounds: int
+    median: float
+    quartiles: tuple[float, float]
+    extremes: tuple[float, float]
+    mean: float
+    ratio: float | None
+    start_ratios: tuple[float, ...]
+
+
+def cells_of(starts: Sequence[Found]) -> list[Cell]:
+    """All cells, in the order in which they were first measured."""
+    by_start = [_by_cell(found) for found in starts]
+    return [_cell(case, side, by_start) for case, side in by_start[0]]
+
+
+def _by_cell(found: Found) -> dict[tuple[Case, str], list[Round]]:
+    cells: dict[tuple[Case, str], list[Round]] = {}
+    for record in found["rounds"]:
+        one = Round(Case(**record["case"]), record["side"], record["median_us"], record["mean_us"])
+        cells.setdefault((one.case, one.side), []).append(one)
+    return cells
+
+
+def _cell(case: Case, side: str, starts: Sequence[dict[tuple[Case, str], list[Round]]]) -> Cell:
+    rounds = [one for start in starts for one in start[case, side]]
+    medians = sorted(one.median_us for one in rounds)
+    low, _, high = statistics.quantiles(medians, n=4, method="inclusive") if len(medians) > 1 else medians * 3
+    against = (_base(case), REFERENCE)
+    ratios = tuple(_median(start[case, side]) / _median(start[against]) for start in starts if against in start)
+    base = [one for start in starts for one in start.get(against, ())]
+    return Cell(
+        case=case,
+        side=side,
+        rounds=len(rounds),
+        median=statistics.median(medians),
+        quartiles=(low, high),
+        extremes=(medians[0], medians[-1]),
+        mean=statistics.fmean(one.mean_us for one in rounds),
+        ratio=statistics.median(medians) / _median(base) if base else None,
+        start_ratios=ratios,
+    )
+
+
+def _base(case: Case) -> Case:
+    """The case of the reference that this one compares with."""
+    return Case(case.model, DECODE, case.size) if case.kind in (AHEAD, WAIT) else case
+
+
+def _median(rounds: Sequence[Round]) -> float:
+    return statistics.median(one.median_us for one in rounds)
+
+
+# ---- text
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was measured, when and where."""
+
+    about: dict[str, Any]
+    cells: list[Cell]
+
+    @classmethod
+    def of(cls, plan: Plan, starts: Sequence[Found]) -> Report:
+        """The report of these process starts."""
+        return cls(_about(plan, starts), cells_of(starts))
+
+    def text(self) -> str:
+        """As markdown."""
+        return _text(self.about, self.cells)
+
+    def write(self, folder: Path) -> None:
+        """As peer.md and peer.json."""
+        folder.mkdir(exist_ok=True)
+        (folder / "peer.md").write_text(self.text(), encoding="utf-8")
+        (folder / "peer.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def _about(plan: Plan, starts: Sequence[Found]) -> dict[str, Any]:
+    ours = {name: importlib.metadata.version(name) for name in ("grpcio", "protobuf", "uvloop")}
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()},
+        "versions": {"python": platform.python_version()} | ours,
+        "reference": starts[0]["reference"],
+        "process_starts": len(starts),
+        "load_average": [[load[0] for load in found["load_average"]] for found in starts],
+        "plan": asdict(plan),
+    }
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _text(about: dict[str, Any], cells: list[Cell]) -> str:
+    table = {(cell.case, cell.side): cell for cell in cells}
+    models = list(dict.fromkeys(cell.case.model for cell in cells))
+    lines = ["# Beside the reference, in one run", "", *_head(about), ""]
+    for model in models:
+        lines += [f"## {model}", "", *_decode_table(model, table), "", *_admission_table(model, table), ""]
+    return "\n".join([*lines, "## What is in an interval", "", INTERVALS, ""])
+
+
+def _head(about: dict[str, Any]) -> list[str]:
+    machine, plan = about["machine"], about["plan"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    theirs = ", ".join(f"{name} {version}" for name, version in about["reference"].items()) or "not measured"
+    loads = "; ".join(f"{before:.1f} to {after:.1f}" for before, after in about["load_average"])
+    return [
+        f"{about['date']}, {machine['cores']} cores of {machine['cpu']}; {versions}. Reference: {theirs}.",
+        f"{about['process_starts']} process starts of {plan['rounds']} interleaved rounds; load average {loads}.",
+        f"GPU work of a step sent ahead: {plan['gpu_ms']} ms. Times in µs; what they hold is said below.",
+    ]
+
+
+def _decode_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:
+    columns = [(DECODE, REFERENCE), *((DECODE, place) for place in PLACES)]
+    columns += [(kind, place) for place in (UNIX, TCP) for kind in (AHEAD, WAIT)]
+    names = [side if kind == DECODE else f"{side}, {kind.removeprefix('decode ')}" for kind, side in columns]
+    sizes = sorted({case.size for case, _ in table if case.model == model and case.kind == DECODE})
+    rows = [
+        [str(size)] + [_show(table.get((Case(model, kind, size), side))) for kind, side in columns] for size in sizes
+    ]
+    return _table(["requests", *names], rows)
+
+
+def _admission_table(model: str, table: dict[tuple[Case, str], Cell]) -> list[str]:
+    columns = [(hashing, side) for hashing in (DEFAULT_HASH, CBOR_HASH) for side in (REFERENCE, *PLACES)]
+    names = ["admission"]
+    names += [f"{side} {HASHES[hashing]['reference' if side == REFERENCE else 'ours']}" for hashing, side in columns]
+    sizes = sorted({case.size for case, _ in table if case.model == model and case.kind == MISS})
+    rows = [
+        [f"{size} tokens, {kind.removeprefix('admission ')}"]
+        + [_show(table.get((Case(model, kind, size, hashing), side))) for hashing, side in columns]
+        for size in sizes
+        for kind in (MISS, HIT)
+    ]
+    return _table(names, rows)
+
+
+def _show(cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    low, high = cell.quartiles
+    text = f"{cell.median:.0f} ({low:.0f}–{high:.0f})"
+    return text if cell.ratio is None or cell.side == REFERENCE else f"{text} **{cell.ratio:.2f}**"
+
+
+def _table(names: list[str], rows: list[list[str]]) -> list[str]:
+    return [_row(names), _row(["---"] * len(names)), *map(_row, rows)]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,55 @@
+"""The work that both sides do, so that they do the same. Standard library only: the reference has no kvplane."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VOCABULARY = 128_000
+DECODE_PROMPT = 1100  # tokens; longer than every window, so that each step gives back what leaves it
+ADMISSION_SLOTS = 3  # the pool of an admission case holds so many of its longest prompts; then it evicts
+MAX_MODEL_LEN = 40_960
+SETUP_BATCH = 32  # requests that are admitted at once while a case is set up
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a model decides the work.
+
+    Attributes:
+        unit: tokens of a block; the four models have equal ones in all their groups.
+        num_groups: KV cache groups.
+        has_states: recurrent states: a prefill chunk ends at the last multiple of the unit, the rest is another one.
+    """
+
+    unit: int
+    num_groups: int
+    has_states: bool
+
+    def decode_prompts(self, num_requests: int) -> list[int]:
+        """Prompt lengths that spread the requests evenly over a block: every step starts and fills its share."""
+        spread = min(num_requests, self.unit)
+        return [DECODE_PROMPT + index * self.unit // spread % self.unit for index in range(num_requests)]
+
+    def decode_blocks(self, num_requests: int, num_steps: int) -> int:
+        """Blocks for so many requests over so many steps, with room to spare."""
+        tokens = DECODE_PROMPT + 2 * self.unit + num_steps
+        return 64 + num_requests * self.num_groups * (tokens // self.unit + 2)
+
+    def admission_blocks(self, num_tokens: int) -> int:
+        """Blocks of a pool that begins to evict after a few prompts of this length."""
+        return 64 + ADMISSION_SLOTS * self.num_groups * (num_tokens // self.unit + 2)
+
+    def first_chunk(self, num_tokens: int, num_hit: int) -> int:
+        """Tokens that the scheduler gives a prompt at its admission; it has budget for all."""
+        stop = (num_tokens - 1) // self.unit * self.unit
+        return (stop if self.has_states and num_hit < stop else num_tokens) - num_hit
+
+
+def prompt(seed: int, num_tokens: int) -> list[int]:
+    """A prompt that shares no block with those of other seeds."""
+    return [(seed * 1_000_003 + position * 7919) % VOCABULARY for position in range(num_tokens)]
+
+
+def sampled(step: int, num_requests: int) -> list[int]:
+    """The tokens that the model samples in a step, one per request."""
+    return [(step * 104_729 + index * 31) % VOCABULARY for index in range(num_requests)]

@@ -1,0 +1,80 @@
+"""The bench beside the reference runs and counts right; what it measures is not looked at here."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from tests.bench.peer.models import MODELS
+from tests.bench.peer.plan import (
+    AHEAD,
+    CBOR_HASH,
+    DECODE,
+    DEFAULT_HASH,
+    HIT,
+    IN_PROCESS,
+    MISS,
+    REFERENCE,
+    TCP,
+    UNIX,
+    WAIT,
+    Case,
+    Plan,
+    Round,
+)
+from tests.bench.peer.report import Report, cells_of
+from tests.bench.peer.start import Start, measure
+
+SMALL = Plan(("Llama-3.1-70B", "Jamba-v0.1"), (3,), (400,), 1, 2, 2, 0.0, 1, reference=False)
+
+
+def test_every_case_is_measured_on_all_our_sides_which_did_the_same_work():
+    found = measure(SMALL)
+    cases = [(one["case"], one["side"]) for one in found["rounds"]]
+    measured = {(case["model"], case["kind"], case["hashing"], side) for case, side in cases}
+    decodes = {(DECODE, "", side) for side in (IN_PROCESS, UNIX, TCP)}
+    decodes |= {(kind, "", side) for kind in (AHEAD, WAIT) for side in (UNIX, TCP)}
+    admissions = {
+        (kind, hashing, side)
+        for kind in (MISS, HIT)
+        for hashing in (DEFAULT_HASH, CBOR_HASH)
+        for side in (IN_PROCESS, UNIX, TCP)
+    }
+    assert measured == {(model, *one) for model in SMALL.models for one in decodes | admissions}
+    text = Report.of(SMALL, [found, found]).text()
+    assert "## Llama-3.1-70B" in text
+    assert "2 process starts" in text
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_requests_of_a_decode_case_fill_blocks_in_different_steps(model):
+    shape = model.shape
+    phases = {length % shape.unit for length in shape.decode_prompts(shape.unit)}
+    assert len(phases) == shape.unit
+
+
+def test_sides_that_did_different_work_are_refused():
+    with pytest.raises(AssertionError, match="different work"):
+        Start(SMALL, [])._agree("case", [1, 2])
+
+
+def rounds(case: Case, side: str, *medians: float) -> list[dict[str, object]]:
+    return [asdict(Round(case, side, median, median)) for median in medians]
+
+
+def test_a_ratio_is_that_of_the_medians_over_all_process_starts():
+    decode, ahead = Case("m", DECODE, 8), Case("m", AHEAD, 8)
+    first = rounds(decode, REFERENCE, 100, 200, 300) + rounds(decode, UNIX, 50, 50, 70) + rounds(ahead, UNIX, 20)
+    second = rounds(decode, REFERENCE, 200, 200, 200) + rounds(decode, UNIX, 40, 50, 90) + rounds(ahead, UNIX, 40)
+    starts = json.loads(json.dumps([{"rounds": first}, {"rounds": second}]))
+    cells = {(cell.case, cell.side): cell for cell in cells_of(starts)}
+    unix = cells[decode, UNIX]
+    assert (unix.rounds, unix.median, unix.extremes, unix.ratio) == (6, 50, (40, 90), 0.25)
+    assert unix.start_ratios == (0.25, 0.25)
+    assert cells[ahead, UNIX].ratio == 0.15  # beside the reference's decode step
+
+
+def test_without_a_reference_there_are_no_ratios():
+    (cell,) = cells_of([{"rounds": rounds(Case("m", DECODE, 8), UNIX, 1, 2, 3)}])
+    assert cell.ratio is None
+    assert cell.start_ratios == ()
