@@ -55,27 +55,27 @@ def quick():
     return InProcessWorld(Config(lease_ms=30))
 
 
-def lease_thread():
-    (thread,) = [one for one in threading.enumerate() if one.name == "kvplane-lease-small"]
-    return thread
+def lease_threads():
+    return {one for one in threading.enumerate() if one.name == "kvplane-lease-small"}
 
 
 # ---- threads
 
 
 def test_a_thread_keeps_the_lease_until_the_session_closes(quick):
-    transport = Watched(quick.transport())
+    transport, others = Watched(quick.transport()), lease_threads()
     with Session(transport, OpenRequest(quick.replica, 1)):
         assert transport.beat.wait(LIMIT_S)
-        thread = lease_thread()
+        (thread,) = lease_threads() - others
         assert thread.daemon
     thread.join(LIMIT_S)
     assert not thread.is_alive()
 
 
 def test_a_session_that_the_engine_dropped_loses_its_lease(quick):
+    others = lease_threads()
     session = Session(quick.transport(), OpenRequest(quick.replica, 1))
-    thread = lease_thread()
+    (thread,) = lease_threads() - others
     del session
     gc.collect()
     thread.join(LIMIT_S)

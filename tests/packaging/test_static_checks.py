@@ -83,7 +83,7 @@ def test_an_import_against_the_arrows_is_refused(folder, statement, refused, cle
         ("D103", "def f() -> None:\n    return None\n"),
         ("B006", "def f(a: list[int] = []) -> None:\n    return None\n"),
         ("UP006", "from typing import List\n\nx: List[int] = []\n"),
-        ("E501", f"x = '{'y' * 110}'\n"),
+        ("E501", f"x = '{'y' * 120}'\n"),
     ],
 )
 def test_ruff_refuses(code, content, clean_copy):

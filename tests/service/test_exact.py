@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
+from google.protobuf.descriptor import Descriptor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +13,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.v1.allocation_pb2 import AllocateSlotsRequest, SessionRequest
 from kvplane_service.rpc.exact import check_exact
 
-DESCRIPTOR = AllocateSlotsRequest.DESCRIPTOR
+DESCRIPTOR = cast(Descriptor, AllocateSlotsRequest.DESCRIPTOR)
 BIG = b"\x80\x80\x80\x80\x10"  # 2^32
 
 

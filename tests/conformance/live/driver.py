@@ -86,7 +86,7 @@ class Driver:
         self._unit = header["manager_args"]["scheduler_block_size"]
         self._states = [one["block_size"] for one in header["groups"] if one["mamba_cache_mode"] == "align"]
         self.replayer = AnswerEach(header, lambda spec: InProcessPath(spec, check_every=10))
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], object]] = {
             intents.Add: self._add, intents.Admit: self._admit, intents.Loaded: self._loaded, intents.Run: self._run,
             intents.Result: self._result, intents.Preempt: self._preempt, intents.Finish: self._finish,
             intents.Release: self._release, intents.Step: lambda _: self._do("step"), intents.Evict: self._evict,

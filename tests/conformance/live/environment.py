@@ -60,7 +60,7 @@ def set_up() -> None:
 
 
 def _requirements() -> dict[str, str]:
-    """vLLM's requirements that hold on this machine, by name, extras left out."""
+    """VLLM's requirements that hold on this machine, by name, extras left out."""
     code = (
         "import json\n"
         "from importlib.metadata import requires\n"

@@ -88,7 +88,8 @@ class Generator:
         return min(max(near, 1), most)
 
     def _items(self, length: int) -> tuple[tuple[str, int, int], ...]:
-        items, at = [], 0
+        items: list[tuple[str, int, int]] = []
+        at = 0
         while at < length and len(items) < 3:
             offset = self._random.randint(at, length - 1)
             size = self._random.randint(1, max(1, min(length - offset, 40)))
