@@ -71,4 +71,4 @@ def test_a_group_is_refused():
     raw = b"\xc3\x01" + b"\xc8\x01" + BIG + b"\xc4\x01"
     SessionRequest.FromString(raw)
     with pytest.raises(InvalidArgument, match="group"):
-        check_exact(SessionRequest.DESCRIPTOR, raw)
+        check_exact(cast(Descriptor, SessionRequest.DESCRIPTOR), raw)
