@@ -216,6 +216,12 @@ class Coordinator:
             if manager.cacheable:
                 manager.register_blocks(slot, self._share(manager, num_tokens), boundaries)
 
+    def commit(self, slot: int, num_tokens: int) -> None:
+        """Register what earlier steps have written: for this step it is as if it had been there before."""
+        self.register(slot, num_tokens)
+        for manager in self.managers:
+            manager.note_written(slot)
+
     def _share(self, manager: GroupManager, num_tokens: int) -> int:
         """Tokens of which this group may register blocks: a hit can only end at an aligned length.
 

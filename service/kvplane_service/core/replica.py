@@ -251,7 +251,7 @@ class Replica:
         requests, pool = self.requests, self._pool
         num_tokens = min(num_tokens, requests.computed[slot], requests.num_tokens[slot])
         pool.step = pool.executed_through if self.ledger.is_executed(slot, num_tokens) else seq
-        self.coordinator.register(slot, num_tokens)
+        self.coordinator.commit(slot, num_tokens)
         self.ledger.note_keys(slot, pool.step)
         pool.step = seq
         requests.wake(slot)

@@ -337,6 +337,10 @@ class GroupManager(ABC):
         del hit
         return True
 
+    def note_written(self, slot: int) -> None:
+        """What the request has registered was written before this step."""
+        return
+
     def _digest(self, digests: Sequence[bytes], index: int) -> bytes:
         return digests[(index + 1) * (self.block_size // self.hash_size) - 1]
 

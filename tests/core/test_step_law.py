@@ -1,0 +1,301 @@
+"""The law of the step: a step sent whole gives what the same step gives sent one row per part.
+
+A part runs facts, cache, news, run, admit and peek, each in row order; the effects of a row are complete before the
+next row. An engine that sends rows keeps the budgets itself: what a victim had been granted in this step comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplane.base.groups import AlignSpec
+from kvplane.base.step import (
+    UNCHANGED,
+    UNLIMITED,
+    Admit,
+    AdmitStatus,
+    Budget,
+    Cache,
+    End,
+    Facts,
+    News,
+    OnRefusal,
+    Part,
+    PartResult,
+    Peek,
+    RowFlag,
+    Run,
+    Step,
+)
+from kvplane_service.core import inspect
+from kvplane_service.core.replica import Replica
+from tests.core.builders import REFERENCE, SAFE, chunked, full, replica_spec, state, tokens, window
+
+MIXES = {
+    "full": ([full()], {}),
+    "window and full": ([window(6), full()], {"retention_interval": 0}),
+    "state and full": ([state(), full()], {"align": AlignSpec(4, 4096)}),
+    "hits inside blocks": (
+        [state(8), full(8)],
+        {"hash_block_size": 4, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
+    ),
+    "chunks, drafts": ([chunked(8), full(lookup_class=5), state(speculative_blocks=1)], {}),
+}
+SLOTS = range(5)
+
+
+@dataclass
+class Outcome:
+    """What a step came to, however it was sent."""
+
+    granted: dict[int, int] = field(default_factory=dict)
+    new: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+    admitted: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    tables: dict[int, dict[int, list[int]]] = field(default_factory=dict)
+    peeked: list[tuple[int, int]] = field(default_factory=list)
+    hashes: list[tuple[int, bytes]] = field(default_factory=list)
+    events: list[object] = field(default_factory=list)
+    stamps: dict[int, int] = field(default_factory=dict)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
+    zeroes: list[tuple[int, int]] = field(default_factory=list)
+    reset: bool = False
+    free: int = 0
+
+    def take(self, part: Part, result: PartResult) -> None:
+        """Add the answer to one part. Whoever was preempted has nothing of what this step had granted it."""
+        for slot in result.preempted:
+            self.granted.pop(slot, None)
+            self.new.pop(slot, None)
+        self.preempted += result.preempted
+        slots = [*part.run.slot, *part.admit.slot]
+        self.granted |= {slot: count for slot, count in zip(part.run.slot, result.granted, strict=False) if count}
+        self.new |= {slots[row]: blocks for row, blocks in result.new_blocks.by_row().items()}
+        self.tables |= {slots[row]: blocks for row, blocks in result.tables.by_row().items()}
+        columns = (result.admit_status, result.admit_hit, result.admit_granted, result.admit_junction)
+        self.admitted |= dict(zip(part.admit.slot, zip(*columns, strict=True), strict=False))
+        self.peeked += zip(result.peek_hit, result.peek_junction, strict=True)
+        self.hashes += zip(result.num_hashes, result.last_hash, strict=True)
+        self.events += result.events
+        orders = result.orders
+        self.stamps |= dict(zip(orders.stamp_block, orders.stamp, strict=True))
+        self.copies += zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True)
+        self.zeroes += zip(orders.zero_group, orders.zero_block, strict=True)
+        self.reset |= result.reset_done
+        self.free = result.free_blocks
+
+
+class Sender:
+    """Sends the steps of one engine to one replica, in its way."""
+
+    def __init__(self, spec, by_rows):
+        self.replica = Replica(spec)
+        self.by_rows = by_rows
+        self.seq = 0
+
+    def send(self, part: Part, executed: int) -> Outcome:
+        self.seq += 1
+        outcome = Outcome()
+        if self.by_rows:
+            self._send_rows(part, executed, outcome)
+        else:
+            (result,) = self.replica.apply(Step(0, self.seq, [part], executed_through=executed)).parts
+            outcome.take(part, result)
+        inspect.check(self.replica)
+        return outcome
+
+    def _send_rows(self, part: Part, executed: int, outcome: Outcome) -> None:
+        rows, left = list(opening_rows(part)), part.budget.tokens
+        for number, row in enumerate([*rows, *closing_rows(part), Part()]):
+            row.budget = Budget(tokens=left)
+            last = row == Part(budget=row.budget)
+            before = sum(outcome.granted.values())
+            message = Step(0, self.seq, [row], number, last, executed)
+            outcome.take(row, self.replica.apply(message).parts[0])
+            if left != UNLIMITED:
+                admitted = sum(outcome.admitted[slot][2] for slot in row.admit.slot)
+                left -= sum(outcome.granted.values()) - before + admitted
+
+
+def opening_rows(part):
+    """Facts, cache and news, a part per row."""
+    facts, news = part.facts, part.news
+    at = 0
+    for row, slot in enumerate(facts.slot):
+        count = facts.appended[row]
+        taken = facts.tokens[at : at + count]
+        yield Part(
+            facts=Facts([slot], [facts.computed[row]], [count], taken, commit=[facts.commit[row]], end=[facts.end[row]])
+        )
+        at += count
+    if part.cache != Cache():
+        yield Part(cache=part.cache)
+    at = 0
+    for row, slot in enumerate(news.slot):
+        count = news.num_tokens[row]
+        yield Part(news=News([slot], [count], news.tokens[at : at + count]))
+        at += count
+
+
+def closing_rows(part):
+    """Run, admit and peek, a part per row."""
+    run, admit = part.run, part.admit
+    victims = run.victims or run.slot[::-1]
+    for row, slot in enumerate(run.slot):
+        yield Part(
+            run=Run(
+                [slot],
+                [run.extra[row]],
+                [run.cap[row]],
+                flags=[run.flags[row]],
+                victims=victims,
+                on_refusal=run.on_refusal,
+            )
+        )
+    for row, slot in enumerate(admit.slot):
+        yield Part(admit=Admit([slot], cap=[admit.cap[row]], flags=[admit.flags[row]], on_refusal=OnRefusal.SKIP))
+    for slot in part.peek.slot:
+        yield Part(peek=Peek([slot]))
+
+
+# -- steps at random ---------------------------------------------------------------------------------------------------
+
+CAPS = st.sampled_from([1, 4, 6, 100])
+FLAGS = st.sampled_from([0, int(RowFlag.ALIGN)])
+HEADS = st.sampled_from(["", "aaaa", "aaaaaaaa", "aaaaaaaabbbb"])
+
+
+@dataclass
+class Writer:
+    """Writes steps that are valid for what the replica knows."""
+
+    draw: st.DrawFn
+    replica: Replica
+
+    def subset(self, slots):
+        return self.draw(st.lists(st.sampled_from(sorted(slots)), unique=True)) if slots else []
+
+    def step(self) -> Part:
+        requests = self.replica.requests
+        live = {slot for slot in SLOTS if requests.is_live(slot)}
+        held = {slot for slot in live if requests.held[slot]}
+        facts, ended = self.facts(self.subset(live - held))
+        released = self.subset(held)
+        live -= ended | set(released)
+        news = self.news(self.subset(set(SLOTS) - live))
+        live |= set(news.slot)
+        return Part(
+            facts=facts,
+            cache=Cache(evicted=self.draw(st.lists(st.integers(1, 7), max_size=1)), released=released),
+            news=news,
+            run=self.run(self.subset(live), live),
+            admit=self.admit(self.subset(live)),
+            peek=Peek(self.subset(live)),
+            budget=Budget(tokens=self.draw(st.sampled_from([UNLIMITED, UNLIMITED, 3, 9]))),
+        )
+
+    def facts(self, slots):
+        requests, draw = self.replica.requests, self.draw
+        facts = Facts(slots)
+        for slot in slots:
+            known, computed = requests.num_tokens[slot], requests.computed[slot]
+            text = draw(st.text("ab", max_size=5)) if known < 60 else ""
+            facts.computed.append(min(computed, known) if requests.running[slot] else UNCHANGED)
+            facts.appended.append(len(text))
+            facts.tokens += tokens(text)
+            facts.commit.append(draw(st.sampled_from([UNCHANGED, min(computed, known)])))
+            facts.end.append(int(draw(st.sampled_from([*[End.NONE] * 5, End.FREE, End.PREEMPTED, End.HELD]))))
+        ended = {slot for slot, end in zip(slots, facts.end, strict=True) if end == End.FREE}
+        return facts, ended
+
+    def news(self, slots):
+        texts = [self.draw(HEADS) + self.draw(st.text("ab", min_size=1, max_size=9)) for _ in slots]
+        return News(slots, [len(text) for text in texts], [token for text in texts for token in tokens(text)])
+
+    def run(self, slots, live):
+        draw, count = self.draw, len(slots)
+        return Run(
+            slots,
+            extra=[draw(st.integers(0, 2)) for _ in slots],
+            cap=[draw(CAPS) for _ in slots],
+            flags=[draw(FLAGS)] * count,
+            victims=self.subset(live),
+            on_refusal=draw(st.sampled_from([OnRefusal.PREEMPT, OnRefusal.PREEMPT, OnRefusal.SKIP])),
+        )
+
+    def admit(self, slots):
+        caps = [self.draw(CAPS) for _ in slots]
+        return Admit(slots, cap=caps, flags=[self.draw(FLAGS)] * len(slots), on_refusal=OnRefusal.SKIP)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_step_sent_whole_equals_the_same_step_sent_one_row_per_part(mix, data):
+    groups, changes = MIXES[mix]
+    rule, num_blocks = data.draw(st.sampled_from([SAFE, REFERENCE])), data.draw(st.integers(8, 40))
+    spec = replica_spec(*groups, num_blocks=num_blocks, commit=rule, **changes)
+    whole, rows = Sender(spec, by_rows=False), Sender(spec, by_rows=True)
+    executed = 0
+    for number in range(data.draw(st.integers(2, 8))):
+        part = Writer(data.draw, whole.replica).step()
+        executed = data.draw(st.integers(executed, number))
+        assert whole.send(part, executed) == rows.send(part, executed)
+        assert inspect.digest(whole.replica) == inspect.digest(rows.replica)
+
+
+# -- the order of the sections, one sentence each ----------------------------------------------------------------------
+
+
+def test_what_ends_makes_room_for_what_is_admitted_in_the_same_step():
+    sender = Sender(replica_spec(full(), num_blocks=4), by_rows=False)
+    sender.send(Part(news=News([0, 1], [9, 9], tokens("a" * 9 + "b" * 9)), admit=Admit([0])), 0)
+    ended = Facts([0], [UNCHANGED], [0], commit=[UNCHANGED], end=[int(End.FREE)])
+    assert sender.send(Part(facts=ended, admit=Admit([1])), 1).admitted[1][0] == AdmitStatus.GRANTED
+
+
+def test_a_slot_may_end_and_begin_again_in_one_step():
+    sender = Sender(replica_spec(full()), by_rows=False)
+    sender.send(Part(news=News([0], [9], tokens("a" * 9)), admit=Admit([0])), 0)
+    ended = Facts([0], end=[int(End.FREE)])
+    again = Part(facts=ended, news=News([0], [6], tokens("a" * 6)), admit=Admit([0]))
+    assert sender.send(again, 1).admitted[0] == (AdmitStatus.GRANTED, 4, 2, 0)
+
+
+def test_running_requests_come_before_waiting_ones():
+    sender = Sender(replica_spec(full(), num_blocks=4), by_rows=False)
+    sender.send(Part(news=News([0, 1], [8, 4], tokens("a" * 8 + "b" * 4)), admit=Admit([0])), 0)
+    one_more = Facts([0], appended=[1], tokens=tokens("a"))
+    outcome = sender.send(Part(facts=one_more, run=Run([0]), admit=Admit([1])), 1)
+    assert outcome.granted == {0: 1}
+    assert outcome.admitted[1][0] == AdmitStatus.REFUSED
+
+
+def test_a_peek_sees_what_the_step_has_cached():
+    sender = Sender(replica_spec(full()), by_rows=False)
+    news = News([0, 1], [9, 9], tokens("a" * 18))
+    assert sender.send(Part(news=news, admit=Admit([0]), peek=Peek([1])), 0).peeked == [(8, 0)]
+
+
+def test_states_that_a_fact_commits_were_written_before_this_step():
+    """Under the reference's rule a state of this step must wait for the next; one that a fact commits need not, whether
+    or not the step's first part has passed.
+    """
+    for by_rows in (False, True):
+        spec = replica_spec(state(), full(), commit=REFERENCE)
+        sender = Sender(spec, by_rows)
+        delayed = Admit([1], cap=[4], flags=[int(RowFlag.DELAY_CACHING)])
+        sender.send(
+            Part(news=News([0, 1], [3, 9], tokens("b" * 3 + "a" * 9)), admit=Admit([0], cap=[100], flags=[0])), 0
+        )
+        sender.replica.apply(Step(0, 2, [Part(admit=delayed)], executed_through=1))
+        sender.seq = 2
+        facts = Facts([0, 1], [UNCHANGED] * 2, [0, 0], commit=[UNCHANGED, 4], end=[0, 0])
+        outcome = sender.send(
+            Part(facts=facts, news=News([2], [9], tokens("a" * 9)), admit=Admit([2], cap=[100], flags=[0])), 2
+        )
+        assert outcome.admitted[2][:2] == (AdmitStatus.GRANTED, 4)
