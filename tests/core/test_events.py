@@ -1,0 +1,127 @@
+"""Cache events: what was stored and removed, in the order in which it happened. Indexes and routers live from them."""
+
+from __future__ import annotations
+
+from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from tests.core.builders import Engine, digests, full, stored, window
+
+STORED, REMOVED, CLEARED = EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED
+PROMPT = "aaaabbbbccccd"
+
+
+def test_one_event_for_the_blocks_that_became_full_together():
+    engine = Engine(full())
+    made = tuple(digests(engine.spec, PROMPT))
+    (event,) = engine.admit(3, PROMPT, news={"domain": "blue"}).result.events
+    assert event == CacheEvent(
+        STORED,
+        group=0,
+        hashes=made,
+        blocks=(1, 2, 3),
+        domain="blue",
+        parent=b"",
+        block_size=4,
+        slot=3,
+        start=0,
+        end=12,
+        block_starts=(0, 4, 8),
+    )
+
+
+def test_the_parent_is_the_hash_before_the_range():
+    engine = Engine(full())
+    first, second, third = digests(engine.spec, PROMPT)
+    engine.admit(0, PROMPT, cap=5)
+    (event,) = engine.run(0, cap=3).result.events
+    assert (event.parent, event.hashes, event.start, event.end) == (first, (second,), 4, 8)
+    (event,) = engine.run(0).result.events
+    assert (event.parent, event.hashes) == (second, (third,))
+
+
+def test_the_parent_comes_from_the_content_also_where_the_block_before_is_null():
+    """The window's block 1 has left the table; the hash chain knows what came before all the same."""
+    engine = Engine(window(4), full())
+    made = digests(engine.spec, "a" * 16)
+    engine.admit(0, "a" * 12)
+    for _ in range(3):
+        engine.run(0, text="a")
+    events = engine.run(0, text="a").result.events
+    assert engine.table(0)[:2] == [0, 0]
+    assert [(event.group, event.parent) for event in events] == [(0, made[2]), (1, made[2])]
+
+
+def test_only_full_blocks_are_stored_and_adopted_ones_are_not_stored_again():
+    engine = Engine(full())
+    assert stored(engine.admit(0, PROMPT).result.events) == [(1, 2, 3)]
+    assert engine.admit(1, PROMPT).result.events == []
+    assert stored(engine.run(1, text="e").result.events) == []
+
+
+def test_blocks_without_a_key_are_skipped_in_the_hashes_but_not_in_the_range():
+    """Retention 0 keeps two blocks of five; the event still says which tokens were passed."""
+    engine = Engine(window(8), full(), retention_interval=0)
+    made = digests(engine.spec, "a" * 20)
+    sparse, whole = engine.admit(0, "a" * 20).result.events
+    assert (sparse.group, sparse.start, sparse.end, sparse.block_starts) == (0, 0, 20, (8, 12))
+    assert sparse.hashes == tuple(made[2:4])
+    assert (whole.group, len(whole.hashes)) == (1, 5)
+
+
+def test_a_range_in_which_nothing_is_kept_is_told_too():
+    engine = Engine(window(4), full(), retention_interval=0)
+    engine.admit(0, "a" * 21, cap=8)
+    events = engine.run(0, cap=4).result.events
+    assert [(event.group, event.hashes == ()) for event in events] == [(0, True), (1, False)]
+
+
+def test_groups_have_events_of_their_own_in_group_order():
+    engine = Engine(full(4), full(8, lookup_class=1))
+    events = engine.admit(0, "a" * 9).result.events
+    assert [(event.group, event.block_size, event.start, event.end) for event in events] == [(0, 4, 0, 8), (1, 8, 0, 8)]
+
+
+def test_an_eviction_names_block_group_and_reason_before_the_new_content_is_told():
+    engine = Engine(full(), num_blocks=4)
+    first, second, third = digests(engine.spec, "aaaabbbbcccc")
+    engine.serve(0, "aaaabbbbcccc", news={"domain": "blue"})
+    events = engine.admit(1, "zzzzyyyyx").result.events
+    gone = [(event.kind, event.hashes, event.blocks, event.domain, event.reason) for event in events[:3]]
+    assert gone == [
+        (REMOVED, (third,), (3,), "blue", RemoveReason.EVICTED),
+        (REMOVED, (second,), (2,), "blue", RemoveReason.EVICTED),
+        (REMOVED, (first,), (1,), "blue", RemoveReason.EVICTED),
+    ]
+    assert [event.kind for event in events[3:]] == [STORED]
+
+
+def test_one_of_two_equal_blocks_is_removed_by_itself():
+    engine = Engine(full())
+    engine.admit(0, "aaaab", news={"skip_reading": 1})
+    engine.admit(1, "aaaab", news={"skip_reading": 1})
+    (event,) = engine.cache(evicted=[1]).events
+    assert (event.kind, event.blocks, event.group) == (REMOVED, (1,), 0)
+    assert engine.would_hit("aaaab").blocks == ([3],)
+
+
+def test_a_reset_is_one_event():
+    engine = Engine(full())
+    engine.serve(0, PROMPT)
+    assert engine.cache(reset=True).events == [CacheEvent(CLEARED)]
+
+
+def test_a_new_epoch_tells_which_keys_it_could_not_prove():
+    engine = Engine(full())
+    engine.serve(0, PROMPT)
+    memory = list(engine.pool.stamp)
+    memory[2] = 0
+    engine.replica.begin_epoch(1, tuple(memory))
+    (event,) = engine.replica.take_events()
+    assert (event.kind, event.blocks, event.reason) == (REMOVED, (2,), RemoveReason.UNVERIFIED)
+    assert engine.replica.take_events() == [], "once"
+
+
+def test_events_can_be_off():
+    engine = Engine(full(), events=False, num_blocks=4)
+    assert engine.serve(0, PROMPT[:9]).result.events == []
+    assert engine.admit(1, "zzzzyyyyx").result.events == []
+    assert engine.replica.group_counters()[0].evicted_blocks == 2, "what happened is counted all the same"
