@@ -7,12 +7,13 @@ next row. An engine that sends rows keeps the budgets itself: what a victim had 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.groups import AlignSpec
+from kvplane.base.groups import AlignSpec, GroupSpec
 from kvplane.base.step import (
     UNCHANGED,
     UNLIMITED,
@@ -35,7 +36,7 @@ from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from tests.core.builders import REFERENCE, SAFE, chunked, full, replica_spec, state, tokens, window
 
-MIXES = {
+MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
     "full": ([full()], {}),
     "window and full": ([window(6), full()], {"retention_interval": 0}),
     "state and full": ([state(), full()], {"align": AlignSpec(4, 4096)}),

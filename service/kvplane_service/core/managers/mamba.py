@@ -80,7 +80,7 @@ class AlignedStateManager(GroupManager):
         self.last_state: list[int] = []  # index of the state that the last allocated block continues from
         self.num_retired: list[int] = []  # leading entries already given back
         self.has_allocated: list[bool] = []
-        self._registered_this_step: set[Key | None] = set()  # named content that this step's forward pass writes
+        self._registered_this_step: set[Key] = set()  # named content that this step's forward pass writes
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class AlignedStateManager(GroupManager):
 
     def note_written(self, slot: int) -> None:
         """See GroupManager.note_written."""
-        self._registered_this_step.difference_update(self.pool.key[block] for block in self.table[slot])
+        self._registered_this_step -= {self.pool.key[block] for block in self.table[slot]}
 
     def _note_registered(self, blocks: Sequence[int]) -> None:
         keys = (self.pool.key[block] for block in blocks)

@@ -1,0 +1,104 @@
+"""The quiet zone: rows for which no manager has anything to do are counted and nothing else.
+
+It is only a shortcut: a replica that forgets its quiet zones before every step decides the same.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplane.base.step import Facts, OnRefusal, Part, Run
+from kvplane_service.core import inspect
+from tests.core.builders import Engine, full, replica_spec, state, tokens, window
+from tests.core.test_step_law import MIXES, Sender, Writer
+
+
+def asked(engine):
+    """The slots whose managers are asked from now on, one entry per call."""
+    seen = []
+    allocate = engine.replica.coordinator.allocate
+    engine.replica.coordinator.allocate = lambda wish: (seen.append(wish.slot), allocate(wish))[1]
+    return seen
+
+
+def test_decoding_asks_only_where_a_block_starts_or_fills():
+    engine = Engine(full(), full(lookup_class=1))
+    engine.admit(0, "aaaabb")
+    seen = asked(engine)
+    asked_at = []
+    for _ in range(12):
+        engine.run(0, text="b")
+        if seen:
+            asked_at.append(engine.computed(0))
+            seen.clear()
+    assert asked_at == [8, 9, 12, 13, 16, 17]
+
+
+def test_or_where_a_block_leaves_the_window():
+    engine = Engine(window(6), enable_caching=False)
+    engine.admit(0, "a" * 6)
+    seen = asked(engine)
+    asked_at = []
+    for _ in range(12):
+        engine.run(0, text="b")
+        if seen:
+            asked_at.append(engine.computed(0))
+            seen.clear()
+    assert asked_at == [9, 10, 13, 14, 17, 18], "a block starts at 8, 12, 16; one leaves with 9, 13, 17 computed"
+
+
+@pytest.mark.parametrize("move", ["fact", "commit", "refusal", "preemption"])
+def test_what_changes_the_table_wakes_the_request(move):
+    engine = Engine(full(), num_blocks=6)
+    engine.admit(0, "aaaab")
+    engine.run(0, text="b")
+    assert engine.replica.requests.slots_until[0] == 8
+    if move == "fact":
+        engine.fact(0, computed=5)
+    elif move == "commit":
+        engine.fact(0, commit=5)
+    elif move == "refusal":
+        engine.extend(0, "b" * 90)
+    else:
+        engine.preempt(0)
+    assert engine.replica.requests.slots_until[0] == 0
+
+
+def test_a_prefill_has_no_quiet_zone():
+    """Its boundaries matter to retention; chunks are few."""
+    engine = Engine(state(), full(), num_blocks=30)
+    engine.admit(0, "a" * 20, cap=3)
+    assert engine.replica.requests.slots_until[0] == 0
+
+
+def decode_step(replica, letter):
+    """One more token for each running request."""
+    requests = replica.requests
+    slots = [slot for slot in requests.slots() if requests.running[slot] and requests.num_tokens[slot] < 100]
+    computed = [min(requests.computed[slot], requests.num_tokens[slot]) for slot in slots]
+    facts = Facts(slots, computed, [1] * len(slots), tokens(letter) * len(slots))
+    return Part(facts=facts, run=Run(slots, on_refusal=OnRefusal.SKIP))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@settings(max_examples=20)
+@given(data=st.data())
+def test_forgetting_it_changes_nothing(mix, data):
+    groups, changes = MIXES[mix]
+    spec = replica_spec(*groups, num_blocks=data.draw(st.integers(8, 60)), **changes)
+    quiet, awake = Sender(spec, by_rows=False), Sender(spec, by_rows=False)
+
+    def send(part):
+        executed = max(0, quiet.seq - data.draw(st.integers(0, 2)))
+        executed = max(executed, quiet.replica.executed_through)
+        for slot in awake.replica.requests.slots():
+            awake.replica.requests.wake(slot)
+        assert quiet.send(part, executed) == awake.send(part, executed)
+        assert inspect.digest(quiet.replica) == inspect.digest(awake.replica)
+
+    for _ in range(data.draw(st.integers(1, 5))):
+        send(Writer(data.draw, quiet.replica).step())
+        for letter in data.draw(st.text("ab", max_size=8)):
+            send(decode_step(quiet.replica, letter))
