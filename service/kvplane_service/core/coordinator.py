@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -41,25 +42,6 @@ class Admission:
     full_fit: bool = False
     leave_free: int = 0
     watermark: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Extension:
-    """A running request's wish for blocks.
-
-    Attributes:
-        slot: the request.
-        num_new: tokens to be computed.
-        lookahead: more slots for drafts to come.
-        in_flight: tokens whose step has not been executed; what they attend to stays.
-        delay_caching: register no keys now.
-    """
-
-    slot: int
-    num_new: int
-    lookahead: int = 0
-    in_flight: int = 0
-    delay_caching: bool = False
 
 
 class Coordinator:
@@ -140,29 +122,45 @@ class Coordinator:
         self.requests.wake(slot)  # what the hit brought beyond a window is released at the next call
         return new
 
-    def extend(self, wish: Extension) -> list[list[int]] | None:
-        """Give a running request blocks for more tokens: the new ones per group, or None when there are too few.
+    def extend(
+        self, slot: int, num_new: int, lookahead: int, in_flight: int, delay_caching: bool
+    ) -> Sequence[list[int]] | None:
+        """Give a running request blocks for `num_new` more tokens: the new ones per group, or None: too few.
 
         A refusal allocates nothing; blocks that left the window are released all the same, as in vLLM, since they are
         needed by nobody.
+
+        Args:
+            slot: the request.
+            num_new: tokens to be computed.
+            lookahead: more slots for drafts to come.
+            in_flight: tokens whose step has not been executed; what they attend to stays.
+            delay_caching: register no keys now.
         """
-        slot, managers, requests = wish.slot, self.managers, self.requests
-        computed = requests.computed[slot]
-        num_main = computed + wish.num_new
-        num_slots = min(num_main + wish.lookahead, self.spec.max_model_len)
-        processed = max(0, computed - wish.in_flight)
+        requests, computed = self.requests, self.requests.computed[slot]
+        num_main = computed + num_new
+        num_slots = min(num_main + lookahead, self.spec.max_model_len)
+        processed = max(0, computed - in_flight)
+        new: Sequence[list[int]] | None = ()
+        if num_slots > requests.blocks_until[slot]:
+            new = self._grow_tables(slot, num_slots, num_main, processed)
+            if new is None:
+                requests.wake(slot)
+                return None
+        known = min(num_main, requests.num_tokens[slot])
+        if known >= requests.keys_from[slot] and not delay_caching:
+            self.register(slot, known)
+        self._find_quiet_zone(slot, processed, num_main)
+        return new
+
+    def _grow_tables(self, slot: int, num_slots: int, num_main: int, processed: int) -> list[list[int]] | None:
         need = 0
-        for manager in managers:
+        for manager in self.managers:
             manager.release_skipped(slot, processed)
             need += manager.blocks_to_extend(slot, num_slots, num_main)
         if need > self.pool.num_free:
-            requests.wake(slot)
             return None
-        new = [manager.allocate(slot, num_slots, num_main, 0) for manager in managers]
-        if not wish.delay_caching:
-            self.register(slot, min(num_main, requests.num_tokens[slot]))
-        self._find_quiet_zone(slot, processed, num_main)
-        return new
+        return [manager.allocate(slot, num_slots, num_main, 0) for manager in self.managers]
 
     def _whole_sequence_fits(self, wish: Admission, local: int, total: int) -> bool:
         num_tokens = min(self.requests.num_tokens[wish.slot], self.spec.max_model_len)
@@ -192,13 +190,17 @@ class Coordinator:
         if num_main < requests.num_prompt[slot]:
             requests.wake(slot)
             return
-        quiet = cache = FOREVER
+        blocks = keys = FOREVER
         for manager in self.managers:
-            quiet = min(quiet, manager.quiet_slots(slot), manager.quiet_window(slot, processed))
-            cache = min(cache, manager.quiet_cache(slot))
+            blocks = min(blocks, manager.quiet_slots(slot), manager.quiet_window(slot, processed))
+            keys = min(keys, manager.quiet_cache(slot))
         if self.spec.enable_caching:
-            quiet = min(quiet, -(-cache // self._cache_unit) * self._cache_unit - 1)
-        requests.quiet_until[slot] = quiet
+            keys = -(-keys // self._cache_unit) * self._cache_unit
+        else:
+            keys = FOREVER
+        requests.blocks_until[slot] = blocks
+        requests.keys_from[slot] = keys
+        requests.quiet_until[slot] = min(blocks, keys - 1)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 

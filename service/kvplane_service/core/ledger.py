@@ -124,7 +124,8 @@ class Ledger:
             grants = self.grants.pop(seq)
             for slot, life, count in zip(grants.slot, grants.serial, grants.num_tokens, strict=True):
                 if serial[slot] == life and running[slot]:
-                    in_flight[slot] = max(0, in_flight[slot] - count)
+                    left = in_flight[slot] - count
+                    in_flight[slot] = left if left > 0 else 0
         for book in (self.tentative, self.adoptions):
             for seq in [seq for seq in book if seq <= through]:
                 del book[seq]

@@ -7,7 +7,7 @@ minimum, a victim's tokens are given back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvplane.base.step import (
     ANY_HIT,
@@ -21,10 +21,13 @@ from kvplane.base.step import (
     Run,
     Watermark,
 )
-from kvplane_service.core.coordinator import Admission, Coordinator, Extension
+from kvplane_service.core.coordinator import Admission, Coordinator
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.requests import Requests
+
+# Plain integers: an enum's operators cost more than the rest of a row.
+ALIGN, DELAY_CACHING = int(RowFlag.ALIGN), int(RowFlag.DELAY_CACHING)
 
 
 class Program:
@@ -43,60 +46,70 @@ class Program:
         self._requests: Requests = coordinator.requests
         self._ledger = ledger
         self._tokens_left = budget.tokens
-        self._input_left = budget.input
+        self._input_left = budget.input - budget.overhead  # for tokens of the next row
         self._overhead = budget.overhead
         self._result = result
         self._seq = seq
-        self._row_of: dict[int, int] = {}  # slot -> run row granted in this part
-        self._new: dict[int, list[list[int]]] = {}  # by run row
+        self._run_slots: list[int] = []
+        self._new: dict[int, Sequence[list[int]]] = {}  # by run row
 
-    def _has_budget(self) -> bool:
-        return self._tokens_left > 0 and self._input_left > self._overhead
+    def _room(self) -> int:
+        """Tokens that the next row may have."""
+        return min(self._tokens_left, self._input_left)
 
-    def _spend(self, num_tokens: int) -> None:
+    def _spend(self, num_tokens: int) -> int:
+        """Take a row's tokens from the budget; tokens that the next row may have."""
         self._tokens_left -= num_tokens
         self._input_left -= num_tokens + self._overhead
+        return min(self._tokens_left, self._input_left)
 
     # -- run ---------------------------------------------------------------------------------------------------------
 
     def run(self, rows: Run) -> None:
         """Give each running request its tokens in row order, preempting victims when blocks run out."""
         requests = self._requests
-        running, computed, quiet_until = requests.running, requests.computed, requests.quiet_until
+        running, num_tokens, computed = requests.running, requests.num_tokens, requests.computed
+        quiet_until, lookahead = requests.quiet_until, rows.lookahead
+        self._run_slots = rows.slot
         granted = self._result.granted = [0] * len(rows.slot)
         victims = self._victims(rows)
         plain = not (rows.extra or rows.cap or rows.flags)
+        room = self._room()
         for row, slot in enumerate(rows.slot):
-            if not self._has_budget():
+            if room <= 0:
                 break
             if not running[slot]:
                 continue
-            wanted = requests.num_tokens[slot] - computed[slot]
+            wanted = num_tokens[slot] - computed[slot]
             if not plain:
-                wanted = self._limited(rows, row, slot, wanted)
-            wanted = min(wanted, self._tokens_left, self._input_left - self._overhead)
-            if rows.flags and rows.flags[row] & RowFlag.ALIGN:
-                wanted = align_chunk(self._blocks, slot, computed[slot], wanted)
+                wanted = self._limited(rows, row, slot, wanted, room)
+            elif wanted > room:
+                wanted = room
             if wanted <= 0:
                 continue
-            slots = computed[slot] + wanted + (rows.lookahead[row] if rows.lookahead else 0)
+            slots = computed[slot] + wanted + (lookahead[row] if lookahead else 0)
             if slots > quiet_until[slot] and not self._extend(rows, row, wanted, victims):
                 if rows.on_refusal is OnRefusal.STOP:
                     break
+                room = self._room()
                 continue
             granted[row] = wanted
-            self._row_of[slot] = row
-            self._spend(wanted)
             computed[slot] += wanted
+            room = self._spend(wanted)
         self._note_grants(rows.slot, granted)
         for row, blocks in sorted(self._new.items()):
             self._tell_new(row, blocks)
 
-    def _limited(self, rows: Run, row: int, slot: int, wanted: int) -> int:
-        """What the row asks for beside its known tokens, up to its cap and the longest request."""
+    def _limited(self, rows: Run, row: int, slot: int, wanted: int, room: int) -> int:
+        """What the row asks for beside its known tokens, up to its cap, the longest request and the room."""
+        computed = self._requests.computed[slot]
         wanted += rows.extra[row] if rows.extra else 0
-        wanted = min(wanted, self._blocks.spec.max_model_len - self._requests.computed[slot])
-        return min(wanted, rows.cap[row]) if rows.cap else wanted
+        wanted = min(wanted, self._blocks.spec.max_model_len - computed, room)
+        if rows.cap:
+            wanted = min(wanted, rows.cap[row])
+        if rows.flags and rows.flags[row] & ALIGN:
+            return align_chunk(self._blocks, slot, computed, wanted)
+        return wanted
 
     def _note_grants(self, slots: list[int], granted: list[int]) -> None:
         if 0 in granted:
@@ -109,18 +122,16 @@ class Program:
         """Ask the managers for the row's blocks, preempting until they are there; False when the row gets none."""
         slot = rows.slot[row]
         in_flight = rows.in_flight[row] if rows.in_flight else -1
-        wish = Extension(
-            slot,
-            wanted,
-            rows.lookahead[row] if rows.lookahead else 0,
-            in_flight if in_flight >= 0 else self._requests.in_flight[slot],
-            bool(rows.flags and rows.flags[row] & RowFlag.DELAY_CACHING),
-        )
+        if in_flight < 0:
+            in_flight = self._requests.in_flight[slot]
+        lookahead = rows.lookahead[row] if rows.lookahead else 0
+        delay_caching = bool(rows.flags and rows.flags[row] & DELAY_CACHING)
         while True:
-            new = self._blocks.extend(wish)
+            new = self._blocks.extend(slot, wanted, lookahead, in_flight, delay_caching)
             if new is not None:
                 self._ledger.note_keys(slot, self._seq)
-                self._new[row] = new
+                if new:
+                    self._new[row] = new
                 return True
             if rows.on_refusal is not OnRefusal.PREEMPT:
                 return False
@@ -138,17 +149,19 @@ class Program:
 
     def _preempt(self, slot: int) -> None:
         """Take the blocks of a request and of its adopters; what this part granted them goes back to the budget."""
-        if slot in self._row_of:  # its grant is noted at the end of the section, and it will not run
+        granted = self._result.granted
+        row_of = {one: row for row, one in enumerate(self._run_slots) if granted[row]}
+        if slot in row_of:  # its grant is noted at the end of the section, and it will not run
             self._requests.granted_step[slot] = self._seq
         gone = self._ledger.preempt(slot, self._seq)
         self._result.preempted.extend(gone)
-        for row in (self._row_of.pop(one) for one in gone if one in self._row_of):
-            self._tokens_left += self._result.granted[row]
-            self._input_left += self._result.granted[row] + self._overhead
-            self._result.granted[row] = 0
+        for row in (row_of[one] for one in gone if one in row_of):
+            self._tokens_left += granted[row]
+            self._input_left += granted[row] + self._overhead
+            granted[row] = 0
             self._new.pop(row, None)
 
-    def _tell_new(self, row: int, blocks: list[list[int]]) -> None:
+    def _tell_new(self, row: int, blocks: Sequence[list[int]]) -> None:
         for group, ids in enumerate(blocks):
             if ids:
                 self._result.new_blocks.add(row, group, ids)
@@ -165,7 +178,7 @@ class Program:
         if rows.only_if_no_preemption and result.preempted:
             return
         for row, slot in enumerate(rows.slot):
-            if not self._has_budget() or self._requests.num_running >= rows.max_running:
+            if self._room() <= 0 or self._requests.num_running >= rows.max_running:
                 break
             if self._requests.running[slot] or self._requests.held[slot]:
                 continue
@@ -210,7 +223,7 @@ class Program:
         wanted = self._requests.num_tokens[slot] + (rows.extra[row] if rows.extra else 0) - start
         if rows.cap and rows.cap[row] != UNLIMITED:
             wanted = min(wanted, rows.cap[row])
-        room = min(self._tokens_left, self._input_left - self._overhead)
+        room = self._room()
         if wanted > room and self._flag(rows, row, RowFlag.WHOLE):
             return -1
         wanted = min(wanted, room)

@@ -26,8 +26,9 @@ class Content:
 class Requests:
     """One entry per slot and column; a slot is live from its news row until it ends.
 
-    `quiet_until` bounds the quiet zone of a running request: as long as its slots end there or before, no block starts,
-    leaves a window, or becomes full; no manager has anything to do, and a step only adds numbers.
+    `quiet_until` bounds the quiet zone of a running request: as long as its slots end there or before, no manager has
+    anything to do, and a step only adds numbers. It is the lower of two bounds: up to `blocks_until` slots no block
+    starts or leaves a window, and below `keys_from` known tokens none becomes registrable.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,8 @@ class Requests:
         self.granted_step: list[int] = []  # last step that granted tokens
         self.content: list[Content] = []
         self.quiet_until: list[int] = []
+        self.blocks_until: list[int] = []
+        self.keys_from: list[int] = []
         self.num_running = 0
 
     def is_live(self, slot: int) -> bool:
@@ -78,6 +81,8 @@ class Requests:
             self.junction,
             self.granted_step,
             self.quiet_until,
+            self.blocks_until,
+            self.keys_from,
         )
 
     def add(self, slot: int, num_tokens: int, limit: int, content: Content) -> None:
@@ -111,7 +116,7 @@ class Requests:
 
     def wake(self, slot: int) -> None:
         """Forget the quiet zone: the next row asks every manager."""
-        self.quiet_until[slot] = QUIET_NEVER
+        self.quiet_until[slot] = self.blocks_until[slot] = self.keys_from[slot] = QUIET_NEVER
 
     def wake_all(self) -> None:
         """Forget every quiet zone."""

@@ -116,14 +116,13 @@ def wrong_rows(name: str, entries: int, rows: int) -> InvalidArgument:
     )
 
 
-def check_total(name: str, given: int, wanted: int, unit: str, source: str) -> None:
-    """Refuse a flat column whose length is not the sum that another column announces."""
-    if given != wanted:
-        raise InvalidArgument(
-            f"{given} {unit} where {source} announces {wanted}",
-            field=name,
-            remedy=f"make {source} add up to it",
-        )
+def wrong_total(name: str, given: int, unit: str, wanted: int, source: str) -> InvalidArgument:
+    """The refusal of a flat column whose length is not the sum that another column announces."""
+    return InvalidArgument(
+        f"{given} {unit} where {source} announces {wanted}",
+        field=name,
+        remedy=f"make {source} add up to it",
+    )
 
 
 def build(message_type: type[_M], where: str, fields: Mapping[str, Any]) -> _M:

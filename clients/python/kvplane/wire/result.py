@@ -12,11 +12,11 @@ from kvplane.wire.columns import (
     U64,
     Column,
     build,
-    check_total,
     pack,
     pack_section,
     unpack,
     unpack_section,
+    wrong_total,
 )
 
 _RESULT = (
@@ -154,5 +154,6 @@ def _decode_part(message: pb.PartResult, where: str) -> PartResult:
 
 def _decode_blocks(message: pb.Blocks, where: str) -> Blocks:
     blocks = Blocks(**unpack_section(message, _BLOCKS, where))
-    check_total(f"{where}.ids", len(blocks.ids), sum(blocks.count), "ids", f"{where}.count")
+    if len(blocks.ids) != sum(blocks.count):
+        raise wrong_total(f"{where}.ids", len(blocks.ids), "ids", sum(blocks.count), f"{where}.count")
     return blocks

@@ -28,10 +28,10 @@ from kvplane.wire.columns import (
     U64,
     Column,
     build,
-    check_total,
     pack_section,
     unpack_section,
     wrong_rows,
+    wrong_total,
 )
 
 _FACTS = (
@@ -79,6 +79,8 @@ _ADMIT = (
     Column("flags", highest=15),
 )
 _PEEK = (Column("slot"),)
+_ON_RUN_REFUSAL = tuple(OnRefusal)
+_ON_ADMIT_REFUSAL = (OnRefusal.STOP, OnRefusal.SKIP)
 
 
 def encode_step(step: Step) -> pb.Step:
@@ -282,25 +284,26 @@ def _decode_news(message: pb.News, digest_size: int, where: str) -> News:
 
 
 def _check_content(section: Facts | News, counts: list[int], count_name: str, digest_size: int, where: str) -> None:
-    if section.tokens:
-        check_total(f"{where}.tokens", len(section.tokens), sum(counts), "token ids", f"{where}.{count_name}")
-    if section.hashes or section.num_hashes:
-        num_bytes = sum(section.num_hashes) * digest_size
-        check_total(f"{where}.hashes", len(section.hashes), num_bytes, "bytes", f"{where}.num_hashes x {digest_size}")
+    given = len(section.tokens)
+    if given and given != sum(counts):
+        raise wrong_total(f"{where}.tokens", given, "token ids", sum(counts), f"{where}.{count_name}")
+    num_bytes = sum(section.num_hashes) * digest_size
+    if num_bytes != len(section.hashes):
+        source = f"{where}.num_hashes x {digest_size}"
+        raise wrong_total(f"{where}.hashes", len(section.hashes), "bytes", num_bytes, source)
 
 
 def _decode_run(message: pb.Run, where: str) -> Run:
     columns = unpack_section(message, _RUN, where)
-    on_refusal = _decode_on_refusal(message.on_refusal, OnRefusal.PREEMPT, tuple(OnRefusal), where)
+    on_refusal = _decode_on_refusal(message.on_refusal, OnRefusal.PREEMPT, _ON_RUN_REFUSAL, where)
     return Run(on_refusal=on_refusal, **columns)
 
 
 def _decode_admit(message: pb.Admit, where: str) -> Admit:
     columns = unpack_section(message, _ADMIT, where)
-    allowed = (OnRefusal.STOP, OnRefusal.SKIP)
     return Admit(
         max_running=message.max_running if message.HasField("max_running") else UNLIMITED,
-        on_refusal=_decode_on_refusal(message.on_refusal, OnRefusal.STOP, allowed, where),
+        on_refusal=_decode_on_refusal(message.on_refusal, OnRefusal.STOP, _ON_ADMIT_REFUSAL, where),
         only_if_no_preemption=message.only_if_no_preemption,
         **columns,
     )
