@@ -80,5 +80,6 @@ def count_rows(step: Step) -> int:
     total = 0
     for part in step.parts:
         sections = (part.facts, part.news, part.run, part.admit, part.peek)
-        total += max(1, sum(len(section.slot) for section in sections))
+        others = (part.run.victims, part.cache.failed_steps, part.cache.evicted, part.cache.released)
+        total += max(1, sum(len(section.slot) for section in sections) + sum(map(len, others)))
     return total

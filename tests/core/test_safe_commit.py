@@ -258,15 +258,24 @@ def test_a_failure_is_told_before_its_step_counts_as_executed():
     assert engine.outside(PROMPT) == 8
 
 
-def test_what_a_fact_commits_after_the_failure_is_not_lost():
-    """External tokens arrived, so their keys do not depend on the step that had been sent for the rest."""
+def test_what_a_fact_commits_waits_for_the_step_that_admitted_the_request():
+    """External tokens arrived, but the admitting step may have ordered a copy below them that has not run."""
     engine = in_flight_engine()
     engine.admit(0, PROMPT, external=8, flags=RowFlag.DELAY_CACHING)
     assert engine.keyed() == []
     engine.fact(0, commit=8)
-    assert engine.outside(PROMPT) == 8, "nothing of tokens 0..7 is in flight"
-    engine.cache(failed_steps=[1])
+    assert engine.outside(PROMPT) == 0
+    engine.executed = engine.seq
+    engine.idle()
     assert engine.outside(PROMPT) == 8
+
+
+def test_and_is_withdrawn_when_that_step_fails():
+    engine = in_flight_engine()
+    engine.admit(0, PROMPT, external=8, flags=RowFlag.DELAY_CACHING)
+    engine.fact(0, commit=8)
+    assert engine.cache(failed_steps=[1]).preempted == [0]
+    assert engine.keyed() == []
 
 
 def test_but_a_commit_on_top_of_a_tentative_hit_waits_for_that_step():

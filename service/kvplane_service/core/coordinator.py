@@ -96,7 +96,16 @@ class Coordinator:
 
     def hit_is_ready(self, hit: Hit) -> bool:
         """Whether every group can adopt its part of the hit in this step."""
-        return all(manager.hit_is_ready(hit.blocks[manager.group]) for manager in self.managers)
+        return all(manager.hit_is_ready(hit.blocks[manager.group], hit.num_tokens) for manager in self.managers)
+
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """Whether every group still holds what the tokens from `num_computed` on attend to."""
+        return all(manager.can_rewind(slot, num_computed) for manager in self.managers)
+
+    def rewind(self, slot: int, num_computed: int) -> None:
+        """Tokens from `num_computed` on will be computed again: pages that this overwrites lose their keys."""
+        for manager in self.managers:
+            manager.rewind(slot, num_computed)
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
@@ -117,6 +126,7 @@ class Coordinator:
             return None
         self._adopt(wish, local, total)
         new = [manager.allocate(slot, num_slots, num_main, wish.num_encoder) for manager in self.managers]
+        self.requests.ends_at[slot] = num_main
         if not wish.delay_caching:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
         self.requests.wake(slot)  # what the hit brought beyond a window is released at the next call
@@ -147,6 +157,7 @@ class Coordinator:
             if new is None:
                 requests.wake(slot)
                 return None
+        requests.ends_at[slot] = num_main
         known = min(num_main, requests.num_tokens[slot])
         if known >= requests.keys_from[slot] and not delay_caching:
             self.register(slot, known)

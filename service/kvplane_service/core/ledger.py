@@ -108,8 +108,11 @@ class Ledger:
 
     def is_executed(self, slot: int, num_tokens: int) -> bool:
         """Whether the pages of the request's first tokens are written: none in flight, nor adopted from such a step."""
-        if num_tokens > self._requests.computed[slot] - self._requests.in_flight[slot]:
+        requests = self._requests
+        if num_tokens > requests.computed[slot] - requests.in_flight[slot]:
             return False
+        if requests.granted_step[slot] > self._blocks.pool.executed_through:
+            return False  # even a grant of no tokens may have ordered a copy
         life = self._life(slot)
         return not any(adopter == life for book in self.adoptions.values() for _, adopter in book)
 
@@ -139,20 +142,20 @@ class Ledger:
         elif blocks:
             self.waiting.append((fence, blocks))
 
-    def preempt(self, slot: int, seq: int) -> list[int]:
-        """Take a request's blocks; the slots that lost theirs, this one first.
+    def preempt(self, slot: int, seq: int, fence: int = 0) -> list[int]:
+        """Take a request's blocks, to be given back after the fence; the slots that lost theirs, this one first.
 
         When the step under way had granted it tokens, that step will not run for it: its keys of the step are
         withdrawn, and whoever adopted them is preempted too.
         """
         never_runs_from = seq if self._requests.granted_step[slot] == seq else seq + 1
-        return self._lose([self._life(slot)], never_runs_from)
+        return self._lose([self._life(slot)], never_runs_from, fence)
 
     def fail_step(self, seq: int) -> list[int]:
         """A step will never run: the requests that it granted tokens to are preempted, and who adopted its keys."""
         return self._lose(self.grants.pop(seq, Grants()).lives(), seq)
 
-    def _lose(self, lives: Iterable[Life], from_step: int) -> list[int]:
+    def _lose(self, lives: Iterable[Life], from_step: int, fence: int = 0) -> list[int]:
         """Steps from `from_step` on do not run for these lives: withdraw what they registered, and what was built on
         it. Lives that still run are preempted; the others have ended, but their keys would outlive them.
         """
@@ -164,7 +167,7 @@ class Ledger:
             seen.add(life)
             queue.extend(self._withdraw(life, from_step))
             if self._runs(life):
-                self._blocks.free(life.slot)
+                self._give_back(life.slot, fence)
                 self._requests.stop(life.slot)
                 self._requests.serial[life.slot] += 1
                 self._counters.preempted += 1
@@ -185,13 +188,21 @@ class Ledger:
             adopters.extend(adopter for block, adopter in self.adoptions.get(step, ()) if block in blocks)
         return adopters
 
-    def end(self, slot: int, seq: int, fence: int) -> list[int]:
-        """End a request and give its blocks back after the fence; the adopters of withdrawn keys are preempted."""
-        adopters = self._forget_ungranted(slot, seq)
+    def _give_back(self, slot: int, fence: int) -> None:
+        """At once group by group; after a fence in one call over all groups, as the reference's deferred frees."""
         if fence > self._blocks.pool.executed_through:
             self.release_later(self._blocks.take_all(slot)[::-1], fence)
         else:
             self._blocks.free(slot)
+
+    def granted_in(self, seq: int) -> frozenset[int]:
+        """Slots that earlier parts of the step gave tokens to: a request runs once a step, unless commit=reference."""
+        return frozenset(self.grants[seq].slot) if self._safe and seq in self.grants else frozenset()
+
+    def end(self, slot: int, seq: int, fence: int) -> list[int]:
+        """End a request and give its blocks back after the fence; the adopters of withdrawn keys are preempted."""
+        adopters = self._forget_ungranted(slot, seq)
+        self._give_back(slot, fence)
         self._requests.end(slot)
         self._counters.ended += 1
         return self._lose(adopters, seq)

@@ -72,13 +72,13 @@ class Program:
         quiet_until, lookahead = requests.quiet_until, rows.lookahead
         self._run_slots = rows.slot
         granted = self._result.granted = [0] * len(rows.slot)
-        victims = self._victims(rows)
+        victims, granted_before = self._victims(rows), self._ledger.granted_in(self._seq)
         plain = not (rows.extra or rows.cap or rows.flags)
         room = self._room()
         for row, slot in enumerate(rows.slot):
             if room <= 0:
                 break
-            if not running[slot]:
+            if not running[slot] or slot in granted_before:
                 continue
             wanted = num_tokens[slot] - computed[slot]
             if not plain:

@@ -220,7 +220,7 @@ class Replica:
         given, token_at = _given_hashes(facts), 0
         for row, slot in enumerate(facts.slot):
             if facts.computed and facts.computed[row] != UNCHANGED:
-                self._correct(slot, facts.computed[row])
+                self._correct(slot, facts.computed[row], seq, result)
             appended = facts.appended[row] if facts.appended else 0
             requests.num_tokens[slot] += appended
             if facts.tokens and appended:
@@ -234,9 +234,17 @@ class Replica:
             if facts.end and facts.end[row]:
                 self._end(slot, End(facts.end[row]), facts.fence[row] if facts.fence else 0, seq, result)
 
-    def _correct(self, slot: int, computed: int) -> None:
-        """Drafts were rejected. Only a grant can raise the count: what was not granted was not computed."""
+    def _correct(self, slot: int, computed: int, seq: int, result: PartResult) -> None:
+        """Drafts were rejected. Only a grant can raise the count: what was not granted was not computed.
+
+        A request that goes back behind what it still holds starts again: it is preempted.
+        """
         requests = self.requests
+        if computed < requests.computed[slot] and self.spec.commit is CommitRule.SAFE:
+            if not self.coordinator.can_rewind(slot, computed):
+                result.preempted.extend(self.ledger.preempt(slot, seq))
+                return
+            self.coordinator.rewind(slot, computed)
         requests.computed[slot] = min(requests.computed[slot], computed)
         requests.wake(slot)
 
@@ -251,6 +259,7 @@ class Replica:
         requests, pool = self.requests, self._pool
         num_tokens = min(num_tokens, requests.computed[slot], requests.num_tokens[slot])
         pool.step = pool.executed_through if self.ledger.is_executed(slot, num_tokens) else seq
+        requests.ends_at[slot] = requests.computed[slot]
         self.coordinator.commit(slot, num_tokens)
         self.ledger.note_keys(slot, pool.step)
         pool.step = seq
@@ -262,7 +271,7 @@ class Replica:
         elif end is End.HELD:
             result.preempted.extend(self.ledger.hold(slot, seq))
         elif self.requests.running[slot]:
-            result.preempted.extend(gone for gone in self.ledger.preempt(slot, seq) if gone != slot)
+            result.preempted.extend(gone for gone in self.ledger.preempt(slot, seq, fence) if gone != slot)
 
     def _cache(self, cache: Cache, result: PartResult) -> None:
         for failed in cache.failed_steps:

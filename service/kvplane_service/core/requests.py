@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvplane.base.hashing import RequestHasher
 
-MAX_SLOTS = 1 << 16
+MAX_SLOTS = 1 << 14
 QUIET_NEVER = 0
 
 
@@ -48,6 +48,7 @@ class Requests:
         self.junction: list[int] = []
         self.granted_step: list[int] = []  # last step that granted tokens
         self.content: list[Content] = []
+        self.ends_at: list[int] = []  # tokens whose state the last launch leaves, drafts included
         self.quiet_until: list[int] = []
         self.blocks_until: list[int] = []
         self.keys_from: list[int] = []
@@ -80,6 +81,7 @@ class Requests:
             self.in_flight,
             self.junction,
             self.granted_step,
+            self.ends_at,
             self.quiet_until,
             self.blocks_until,
             self.keys_from,

@@ -6,6 +6,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.hashing import HashScheme
 
+MAX_TABLE_ENTRIES = 1 << 20
 _SPARSE_KINDS = (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.MAMBA)
 _NEVER_CACHED = (GroupKind.CROSS, GroupKind.RING)
 
@@ -33,6 +34,11 @@ def is_cached(group: GroupSpec) -> bool:
 
 
 def _check_sizes(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
+    _require(
+        spec.max_model_len <= MAX_TABLE_ENTRIES * group.block_size,
+        f"{name}.block_size",
+        f"a request of {spec.max_model_len} tokens would have a table of more than {MAX_TABLE_ENTRIES} blocks",
+    )
     scratch = (group.kind is GroupKind.MAMBA and group.mamba_mode is MambaMode.NONE) or group.kind in _NEVER_CACHED
     _require(
         scratch or spec.scheduler_block_size % group.block_size == 0,

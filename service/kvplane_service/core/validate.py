@@ -196,6 +196,9 @@ class StepValidator:
         fence = facts.fence[row] if facts.fence else 0
         self._require(end in End._value2member_map_, f"facts.end[{row}]", f"{end} is not a way to end")
         self._require(0 <= fence <= seq, f"facts.fence[{row}]", f"step {fence} has not been sent")
+        self._require(
+            fence == 0 or end != End.HELD, f"facts.fence[{row}]", "a held request waits for its release, not for a step"
+        )
         self._require(not known.held, f"facts.slot[{row}]", "the request ended as held; release it instead")
         known.held = end == End.HELD
         known.live = end != End.FREE

@@ -117,9 +117,9 @@ class GroupManager(ABC):
 
     def grow(self, slot: int) -> None:
         """Make room for the slot."""
-        while len(self.table) <= slot:
-            self.table.append([])
-            self.num_cached.append(NOT_TRACKED)
+        missing = slot + 1 - len(self.table)
+        self.table.extend([] for _ in range(missing))
+        self.num_cached.extend([NOT_TRACKED] * missing)
 
     def take_all(self, slot: int) -> list[int]:
         """Empty the slot's table; its blocks in order without leading nulls, references with the caller."""
@@ -332,10 +332,24 @@ class GroupManager(ABC):
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Longest cached prefix within query.max_tokens: blocks per group, nulls in front, and its length."""
 
-    def hit_is_ready(self, hit: Sequence[int]) -> bool:
-        """Whether a hit can be adopted in this step."""
-        del hit
-        return True
+    def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
+        """Whether a hit of so many tokens can be adopted in this step.
+
+        A hit that ends inside a block is copied before the launch, so it must not be on a page that this very launch
+        writes. The reference does not ask.
+        """
+        if not self._safe or not self._ends_inside_block(hit, num_tokens):
+            return True
+        return hit[-1] == NULL_BLOCK or self.pool.key_step[hit[-1]] < self.pool.step
+
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """Whether the blocks that the token after `num_computed` attends to are still there."""
+        first = max(self.skipped_tokens(num_computed), 0) // self.block_size
+        return NULL_BLOCK not in self.table[slot][first : self._blocks_for(num_computed)]
+
+    def rewind(self, slot: int, num_computed: int) -> None:
+        """Prepare for tokens from `num_computed` on to be computed again; an attention page gets the same content."""
+        del slot, num_computed
 
     def note_written(self, slot: int) -> None:
         """What the request has registered was written before this step."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvplane.base.step import RemoveReason
 from kvplane_service.core.managers.base import FOREVER, GroupManager, GroupSetup, Need, Query
 from kvplane_service.core.managers.full import register_inside_block
 from kvplane_service.core.pool import NULL_BLOCK, Key
@@ -80,6 +81,7 @@ class AlignedStateManager(GroupManager):
         self.last_state: list[int] = []  # index of the state that the last allocated block continues from
         self.num_retired: list[int] = []  # leading entries already given back
         self.has_allocated: list[bool] = []
+        self._stopped_at: dict[int, dict[int, int]] = {}  # slot -> index -> tokens of the state left there
         self._registered_this_step: set[Key] = set()  # named content that this step's forward pass writes
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -87,16 +89,17 @@ class AlignedStateManager(GroupManager):
     def grow(self, slot: int) -> None:
         """See GroupManager.grow."""
         super().grow(slot)
-        while len(self.last_state) <= slot:
-            self.last_state.append(NO_STATE)
-            self.num_retired.append(0)
-            self.has_allocated.append(False)
+        missing = slot + 1 - len(self.last_state)
+        self.last_state.extend([NO_STATE] * missing)
+        self.num_retired.extend([0] * missing)
+        self.has_allocated.extend([False] * missing)
 
     def take_all(self, slot: int) -> list[int]:
         """See GroupManager.take_all."""
         self.last_state[slot] = NO_STATE
         self.num_retired[slot] = 0
         self.has_allocated[slot] = False
+        self._stopped_at.pop(slot, None)
         return super().take_all(slot)
 
     def new_step(self) -> None:
@@ -117,7 +120,19 @@ class AlignedStateManager(GroupManager):
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """One state, a copy target, and the draft states the first time; lookahead needs no state."""
         partial = self._ends_inside_block(hit, need.local_computed) or need.slot in self.partial_hit
-        return self._new_states(need.slot, need.num_main, len(hit), partial) + self.pool.count_evictable(hit)
+        if self._safe and need.total_computed > need.local_computed:
+            new = self._new_states_with_external(need, len(hit), partial)
+        else:
+            new = self._new_states(need.slot, need.num_main, len(hit), partial)
+        return new + self.pool.count_evictable(hit)
+
+    def _new_states_with_external(self, need: Need, num_hit: int, partial: bool) -> int:
+        """What `adopt`, `allocate_external` and `allocate` will take together; the reference counts one too few."""
+        length = max(max(need.total_computed - 1, 0) // self.block_size, num_hit)
+        external = max(self._blocks_for(need.total_computed) - length, 0)
+        running = self._blocks_for(need.num_main)
+        filled = max(length + external, running - 1)
+        return external + max(running + self.spec.speculative_blocks - filled, 0) + int(partial)
 
     def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
         """See GroupManager.blocks_to_extend."""
@@ -161,6 +176,7 @@ class AlignedStateManager(GroupManager):
     def _remember_last_state(self, slot: int) -> None:
         if self.has_allocated[slot]:
             self.last_state[slot] = len(self.table[slot]) - 1 - self.spec.speculative_blocks
+            self._stopped_at.setdefault(slot, {})[self.last_state[slot]] = self.requests.computed[slot]
         elif self.table[slot]:
             self.last_state[slot] = len(self.table[slot]) - 1
 
@@ -246,8 +262,9 @@ class AlignedStateManager(GroupManager):
                 return [[NULL_BLOCK] * (self._blocks_for(end) - 1) + [block] for block in blocks], end
         return [[] for _ in query.groups], 0
 
-    def hit_is_ready(self, hit: Sequence[int]) -> bool:
+    def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
         """A state is ready when the step that writes it has run; until then the request waits for the next step."""
+        del num_tokens
         if not hit or hit[-1] == NULL_BLOCK:
             return True
         if self._safe:
@@ -261,6 +278,33 @@ class AlignedStateManager(GroupManager):
     def _note_registered(self, blocks: Sequence[int]) -> None:
         keys = (self.pool.key[block] for block in blocks)
         self._registered_this_step.update(key for key in keys if key is not None)
+
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """See GroupManager.can_rewind: the state may have gone further, the drafts' states beside it hold the rest."""
+        index = self._blocks_for(num_computed) - 1
+        return index < 0 or index >= len(self.table[slot]) or self.table[slot][index] != NULL_BLOCK
+
+    def rewind(self, slot: int, num_computed: int) -> None:
+        """States are overwritten: what lies past `num_computed` is no longer what its key says."""
+        for block in self.table[slot][num_computed // self.block_size :]:
+            if block != NULL_BLOCK:
+                self.pool.drop_keys(block, RemoveReason.DROPPED)
+        self.partial_hit.pop(slot, None)
+        self.num_cached[slot] = min(self.num_cached[slot], num_computed // self.block_size)
+
+    def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
+        """A state is named only where it ends: a chunk that ran past the boundary left another one in the block."""
+        if self._safe:
+            exact = [self._ends_in(slot, index) == (index + 1) * self.block_size for index in range(start, end)]
+            keep = exact if keep is None else [one and other for one, other in zip(keep, exact, strict=True)]
+        super()._register_range(slot, start, end, keep)
+
+    def _ends_in(self, slot: int, index: int) -> int:
+        """Tokens of the state in the block at this index, once the launches so far have run."""
+        ends_at = self.requests.ends_at[slot]
+        if index == self._blocks_for(ends_at) - 1:
+            return ends_at
+        return self._stopped_at.get(slot, {}).get(index, 0)
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
         """One state per segment (dense: every block) and the states at the given boundaries."""
@@ -290,6 +334,8 @@ class AlignedStateManager(GroupManager):
 
     def _register_prompt_tail(self, slot: int, num_tokens: int) -> None:
         if num_tokens <= 0 or num_tokens % self.hash_size != 0 or num_tokens != self._prompt_boundary(slot):
+            return
+        if self._safe and self.requests.ends_at[slot] != num_tokens:
             return
         index = self._blocks_for(num_tokens) - 1
         if index >= len(self.table[slot]):
