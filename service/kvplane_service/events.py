@@ -117,9 +117,20 @@ class PublicationHold:
     def _forget(self, removed: CacheEvent) -> bool:
         """Take a removed key out of what is held; True when it was there."""
         found = [entry for key in _keys(removed) for entry in self._by_key.pop(key, ())]
+        if not found:
+            found = self._moved(removed)
         for stored, at in found:
             stored.gone.add(at)
         return bool(found)
+
+
+    def _moved(self, removed: CacheEvent) -> list[tuple[_Stored, int]]:
+        """A state's key moves to a copy of its page without a word: it is held under the block that it was told for."""
+        for group, domain, digest, _ in _keys(removed):
+            for key in self._by_key:
+                if key[:3] == (group, domain, digest):
+                    return self._by_key.pop(key)
+        return []
 
 
 def _keys(event: CacheEvent) -> list[_Key]:

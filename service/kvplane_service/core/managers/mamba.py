@@ -44,6 +44,10 @@ class UncachedStateManager(GroupManager):
         extra = self.block_size * self.spec.speculative_blocks
         return super().allocate(slot, num_slots + extra, num_main, num_encoder)
 
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """A state cannot go back further than the drafts whose states lie beside it."""
+        return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
+
     def skipped_tokens(self, num_computed: int) -> int:
         """Only the state of the last token is needed."""
         return num_computed - 1
@@ -280,9 +284,8 @@ class AlignedStateManager(GroupManager):
         self._registered_this_step.update(key for key in keys if key is not None)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """See GroupManager.can_rewind: the state may have gone further, the drafts' states beside it hold the rest."""
-        index = self._blocks_for(num_computed) - 1
-        return index < 0 or index >= len(self.table[slot]) or self.table[slot][index] != NULL_BLOCK
+        """A state cannot go back further than the drafts whose states lie beside it."""
+        return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
 
     def rewind(self, slot: int, num_computed: int) -> None:
         """States are overwritten: what lies past `num_computed` is no longer what its key says."""

@@ -1,0 +1,134 @@
+"""A key names a page only where the page holds just that: sequences that once led to a wrong hit.
+
+Copies run before the launch, states are overwritten in place, and what a step writes is there when the step has run.
+"""
+
+from __future__ import annotations
+
+from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
+from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Run, Step
+from kvplane_service.core import inspect
+from kvplane_service.core.replica import Replica
+
+TOKENS = list(range(100, 200))
+FULL, STATE = GroupKind.FULL_ATTENTION, GroupKind.MAMBA
+
+
+def replica(*groups: GroupSpec, **options) -> Replica:
+    sizes = {"num_blocks": 40, "max_model_len": 64, "max_in_flight_tokens": 256}
+    made = Replica(ReplicaSpec(groups, **{**sizes, **options}))
+    made.begin_epoch(1)
+    return made
+
+
+def apply(made: Replica, seq: int, executed: int | None = None, **sections) -> PartResult:
+    done = seq - 1 if executed is None else executed
+    result = made.apply(Step(1, seq, [Part(**sections)], executed_through=done)).parts[0]
+    inspect.check(made)
+    return result
+
+
+def states(made: Replica, group: int) -> list[tuple[int, int]]:
+    """(block, tokens) of each key of the group."""
+    return [(one.block, one.num_tokens) for one in inspect.take_snapshot(made).keys if one.key.group == group]
+
+
+def with_states(block_size: int, **options) -> Replica:
+    state = GroupSpec(STATE, block_size, mamba_mode=MambaMode.ALIGN, lookup_class=1)
+    sizes = {"hash_block_size": 4, "scheduler_block_size": block_size, "retention_interval": -1, **options}
+    return replica(GroupSpec(FULL, 4), state, **sizes)
+
+
+def news(slot: int, tokens: list[int]) -> News:
+    return News(slot=[slot], num_tokens=[len(tokens)], tokens=tokens)
+
+
+def test_a_page_is_not_copied_in_the_step_that_writes_it():
+    made = replica(
+        GroupSpec(FULL, 8),
+        GroupSpec(FULL, 4, lookup_class=1),
+        hash_block_size=2,
+        scheduler_block_size=8,
+        partial_hits=True,
+    )
+    first, second = TOKENS[:14], [*TOKENS[:12], 1, 2]
+    both = News(slot=[0, 1], num_tokens=[14, 14], tokens=first + second)
+    result = apply(made, 1, news=both, admit=Admit(slot=[0, 1]))
+    assert result.admit_status == [AdmitStatus.GRANTED, AdmitStatus.DEFERRED]
+    assert result.orders.copy_src == []
+    later = apply(made, 2, executed=0, admit=Admit(slot=[1]))
+    assert later.admit_hit == [12], "a step later the page is written before the copy, though not yet executed"
+    assert len(later.orders.copy_src) == 1
+
+
+def test_a_chunk_that_runs_past_a_boundary_names_no_state_there():
+    made = with_states(8)
+    apply(made, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0], cap=[5]))
+    apply(made, 2, run=Run(slot=[0], cap=[7]))
+    assert states(made, 1) == [], "the states are those of 5 and 12 tokens, not of 8"
+    aligned = with_states(8)
+    apply(aligned, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0], cap=[8]))
+    assert [tokens for _, tokens in states(aligned, 1)] == [8]
+
+
+def test_a_request_runs_once_a_step():
+    """Two grants would register two states, and one launch leaves only the last."""
+    made = with_states(8)
+    row = Run(slot=[0], cap=[8])
+    parts = [Part(news=news(0, TOKENS[:40]), admit=Admit(slot=[0], cap=[8])), Part(run=row)]
+    results = made.apply(Step(1, 1, parts)).parts
+    inspect.check(made)
+    assert results[1].granted == [0]
+    assert apply(made, 2, run=row).granted == [8]
+
+
+def test_a_commit_below_the_computed_tokens_names_no_state_that_moved_on():
+    state = GroupSpec(STATE, 8, mamba_mode=MambaMode.ALIGN, lookup_class=1)
+    made = replica(
+        GroupSpec(FULL, 8),
+        state,
+        hash_block_size=2,
+        scheduler_block_size=8,
+        retention_interval=-1,
+        partial_hits=True,
+        align=AlignSpec(8, 1000, True),
+    )
+    flags = [int(RowFlag.ALIGN)]
+    assert apply(made, 1, news=news(0, TOKENS[:7]), admit=Admit(slot=[0], flags=flags)).admit_granted == [6]
+    moved = apply(made, 2, run=Run(slot=[0], flags=flags))
+    (copy,) = moved.orders.copy_dst
+    apply(made, 3, facts=Facts(slot=[0], commit=[6]))
+    assert states(made, 1) == [(copy, 6)], "the request's own block holds the state of 7 tokens by now"
+
+
+def test_a_state_cannot_go_back():
+    made = with_states(8)
+    apply(made, 1, news=news(0, TOKENS[:9]), admit=Admit(slot=[0], cap=[8]))
+    result = apply(made, 2, facts=Facts(slot=[0], computed=[3]), run=Run(slot=[0], cap=[2]))
+    assert (result.preempted, result.granted) == ([0], [0])
+
+
+def test_a_window_that_was_given_back_does_not_come_back():
+    made = replica(
+        GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=6), hash_block_size=4, scheduler_block_size=4
+    )
+    apply(made, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0]))
+    apply(made, 2, facts=Facts(slot=[0], appended=[1], tokens=[7]), run=Run(slot=[0]))
+    assert apply(made, 3, facts=Facts(slot=[0], computed=[20])).preempted == [], "rejected drafts are within reach"
+    assert apply(made, 4, facts=Facts(slot=[0], computed=[9])).preempted == [0]
+
+
+def test_external_states_are_counted_before_they_are_taken():
+    made = with_states(4, num_blocks=4)
+    result = apply(made, 1, news=news(0, TOKENS[:6]), admit=Admit(slot=[0], external=[1]))
+    assert result.admit_status == [AdmitStatus.NEVER_FITS] or result.admit_status == [AdmitStatus.REFUSED]
+
+
+def test_a_fence_holds_the_blocks_of_a_preempted_request_too():
+    made = replica(GroupSpec(FULL, 4), hash_block_size=4, scheduler_block_size=4)
+    apply(made, 1, news=news(0, TOKENS[:9]), admit=Admit(slot=[0]))
+    free = made.free_blocks
+    apply(made, 2, executed=0, facts=Facts(slot=[0], end=[int(End.PREEMPTED)], fence=[1]))
+    assert made.free_blocks == free
+    apply(made, 3, executed=1)
+    assert made.free_blocks == free + 3
