@@ -161,7 +161,10 @@ class News:
 
 @dataclass(slots=True)
 class Run:
-    """Running requests in scheduling order; each runs once a step. Wanted: known tokens + extra - computed, at most cap, budget."""
+    """Running requests in scheduling order, each at most once a step.
+
+    Wanted tokens = known tokens + extra - computed, at most cap and the budget.
+    """
 
     slot: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)  # i32, default 0: drafts beyond the known tokens
