@@ -18,8 +18,14 @@ from tests.core.test_step_law import MIXES, Sender, Writer
 def asked(engine):
     """The slots whose managers are asked from now on, one entry per call."""
     seen = []
-    allocate = engine.replica.coordinator.allocate
-    engine.replica.coordinator.allocate = lambda wish: (seen.append(wish.slot), allocate(wish))[1]
+    coordinator = engine.replica.coordinator
+    extend = coordinator.extend
+
+    def noting(slot, *rest):
+        seen.append(slot)
+        return extend(slot, *rest)
+
+    coordinator.extend = noting
     return seen
 
 
@@ -33,7 +39,7 @@ def test_decoding_asks_only_where_a_block_starts_or_fills():
         if seen:
             asked_at.append(engine.computed(0))
             seen.clear()
-    assert asked_at == [8, 9, 12, 13, 16, 17]
+    assert asked_at == [7, 8, 9, 12, 13, 16, 17], "the first call after an admission always asks"
 
 
 def test_or_where_a_block_leaves_the_window():
@@ -46,7 +52,7 @@ def test_or_where_a_block_leaves_the_window():
         if seen:
             asked_at.append(engine.computed(0))
             seen.clear()
-    assert asked_at == [9, 10, 13, 14, 17, 18], "a block starts at 8, 12, 16; one leaves with 9, 13, 17 computed"
+    assert asked_at == [7, 9, 10, 13, 14, 17, 18], "a block starts at 8, 12, 16; one leaves with 9, 13, 17 computed"
 
 
 @pytest.mark.parametrize("move", ["fact", "commit", "refusal", "preemption"])
@@ -54,7 +60,7 @@ def test_what_changes_the_table_wakes_the_request(move):
     engine = Engine(full(), num_blocks=6)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
-    assert engine.replica.requests.slots_until[0] == 8
+    assert engine.replica.requests.quiet_until[0] == 7, "with 8 tokens a block fills"
     if move == "fact":
         engine.fact(0, computed=5)
     elif move == "commit":
@@ -63,14 +69,14 @@ def test_what_changes_the_table_wakes_the_request(move):
         engine.extend(0, "b" * 90)
     else:
         engine.preempt(0)
-    assert engine.replica.requests.slots_until[0] == 0
+    assert engine.replica.requests.quiet_until[0] == 0
 
 
 def test_a_prefill_has_no_quiet_zone():
     """Its boundaries matter to retention; chunks are few."""
     engine = Engine(state(), full(), num_blocks=30)
     engine.admit(0, "a" * 20, cap=3)
-    assert engine.replica.requests.slots_until[0] == 0
+    assert engine.replica.requests.quiet_until[0] == 0
 
 
 def decode_step(replica, letter):
