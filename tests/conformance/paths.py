@@ -41,6 +41,10 @@ class Path(Protocol):
         """Apply the parts in order; one result each."""
         ...
 
+    def free_order(self) -> list[int]:
+        """Free blocks in eviction order, now."""
+        ...
+
     def snapshot(self) -> Seen:
         """The state now."""
         ...
@@ -70,6 +74,10 @@ class InProcessPath:
             if self.messages % self._check_every == 0:
                 check(self.replica)
         return results
+
+    def free_order(self) -> list[int]:
+        """See Path."""
+        return list(self.replica.coordinator.pool.free)
 
     def snapshot(self) -> Seen:
         """See Path."""

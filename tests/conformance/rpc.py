@@ -69,6 +69,10 @@ class SessionPath:
         self._seq += last
         self.messages += 1
 
+    def free_order(self) -> list[int]:
+        """See Path."""
+        return self.snapshot().free_blocks
+
     def snapshot(self) -> Seen:
         """See Path."""
         return _seen(self._client, self._name)
@@ -246,6 +250,10 @@ class _NoPath:
     def send(self, parts: list[PathPart]) -> list[PartResult]:
         """Never called."""
         raise AssertionError(parts)
+
+    def free_order(self) -> list[int]:
+        """Never called."""
+        raise AssertionError
 
     def snapshot(self) -> Seen:
         """Never called."""

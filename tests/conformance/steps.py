@@ -114,8 +114,7 @@ class StepReplayer:
         orders = [part.orders for part in plan.results]
         copies = [pair for one in orders for pair in zip(one.copy_group, one.copy_src, one.copy_dst, strict=True)]
         zero = [pair for one in orders for pair in zip(one.zero_group, one.zero_block, strict=True)]
-        seen = self.path.snapshot()
-        order = seen.free_blocks
+        order = self.path.free_order()
         got: Record = {
             "sched": [[one.name, granted] for one, granted in plan.scheduled],
             "new": plan.new,
@@ -136,7 +135,7 @@ class StepReplayer:
         if self.spec.events:
             self._same("ev", expected_events, events)
         if "snap" in out:
-            self._same("snap", out["snap"], self._snap(seen))
+            self._same("snap", out["snap"], self._snap(self.path.snapshot()))
 
     def _snap(self, seen: Seen) -> Record:
         tables = {one.name: seen.tables[one.slot] for one in self._scheduler.running}

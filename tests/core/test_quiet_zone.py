@@ -18,8 +18,14 @@ from tests.core.test_step_law import MIXES, Sender, Writer
 def asked(engine):
     """The slots whose managers are asked from now on, one entry per call."""
     seen = []
-    extend = engine.replica.coordinator.extend
-    engine.replica.coordinator.extend = lambda slot, *wish: (seen.append(slot), extend(slot, *wish))[1]
+    coordinator = engine.replica.coordinator
+    extend = coordinator.extend
+
+    def noting(slot, *rest):
+        seen.append(slot)
+        return extend(slot, *rest)
+
+    coordinator.extend = noting
     return seen
 
 
@@ -33,7 +39,7 @@ def test_decoding_asks_only_where_a_block_starts_or_fills():
         if seen:
             asked_at.append(engine.computed(0))
             seen.clear()
-    assert asked_at == [7, 8, 9, 12, 13, 16, 17], "the first row after an admission asks too"
+    assert asked_at == [7, 8, 9, 12, 13, 16, 17], "the first call after an admission always asks"
 
 
 def test_or_where_a_block_leaves_the_window():
@@ -54,7 +60,7 @@ def test_what_changes_the_table_wakes_the_request(move):
     engine = Engine(full(), num_blocks=6)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
-    assert engine.replica.requests.quiet_until[0] == 7, "with the eighth token its block becomes full"
+    assert engine.replica.requests.quiet_until[0] == 7, "with 8 tokens a block fills"
     if move == "fact":
         engine.fact(0, computed=5)
     elif move == "commit":

@@ -247,6 +247,23 @@ def test_a_step_sent_whole_equals_the_same_step_sent_one_row_per_part(mix, data)
         executed = data.draw(st.integers(executed, number))
         assert whole.send(part, executed) == rows.send(part, executed)
         assert inspect.digest(whole.replica) == inspect.digest(rows.replica)
+        assert whole.replica.counters == rows.replica.counters
+
+
+def test_what_a_victim_was_granted_is_forgotten_however_the_step_is_sent():
+    """Slot 0 is given a token and a block, and loses them to slot 1 within the step."""
+    whole, rows = [Sender(replica_spec(full(), num_blocks=5), by_rows) for by_rows in (False, True)]
+    for sender in (whole, rows):
+        sender.send(
+            Part(news=News([0, 1], [4, 8], tokens("a" * 4 + "b" * 8)), admit=Admit([0, 1], cap=[9] * 2, flags=[0] * 2)),
+            0,
+        )
+        grown = Facts([0, 1], [UNCHANGED] * 2, [1, 1], tokens("cc"), commit=[UNCHANGED] * 2, end=[0, 0])
+        run = Run([0, 1], [0, 0], [9, 9], flags=[0, 0], victims=[0])
+        outcome = sender.send(Part(facts=grown, run=run), 1)
+        assert (outcome.granted, outcome.preempted) == ({1: 1}, [0])
+        assert sender.replica.counters.granted_tokens == 13
+    assert inspect.digest(whole.replica) == inspect.digest(rows.replica)
 
 
 # -- the order of the sections, one sentence each ----------------------------------------------------------------------

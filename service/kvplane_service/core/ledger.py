@@ -153,7 +153,7 @@ class Ledger:
 
     def fail_step(self, seq: int) -> list[int]:
         """A step will never run: the requests that it granted tokens to are preempted, and who adopted its keys."""
-        return self._lose(self.grants.pop(seq, Grants()).lives(), seq)
+        return self._lose(self.grants.get(seq, Grants()).lives(), seq)
 
     def _lose(self, lives: Iterable[Life], from_step: int, fence: int = 0) -> list[int]:
         """Steps from `from_step` on do not run for these lives: withdraw what they registered, and what was built on
@@ -165,6 +165,7 @@ class Ledger:
             if life in seen:
                 continue
             seen.add(life)
+            self._take_back(life, from_step)
             queue.extend(self._withdraw(life, from_step))
             if self._runs(life):
                 self._give_back(life.slot, fence)
@@ -173,6 +174,14 @@ class Ledger:
                 self._counters.preempted += 1
                 preempted.append(life.slot)
         return preempted
+
+    def _take_back(self, life: Life, from_step: int) -> None:
+        """Forget what steps from `from_step` on granted this life."""
+        for grants in (grants for step, grants in self.grants.items() if step >= from_step):
+            for row in reversed([row for row, one in enumerate(grants.lives()) if one == life]):
+                self._counters.granted_tokens -= grants.num_tokens[row]
+                for column in (grants.slot, grants.serial, grants.num_tokens):
+                    del column[row]
 
     def _withdraw(self, life: Life, from_step: int) -> list[Life]:
         """Drop the keys that steps from `from_step` on registered for this life; who adopted their blocks."""
