@@ -2,7 +2,8 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types contracts proto proto-check proto-baseline pytest bench bench-peer replay-all clean
+.PHONY: help demo test check format lint types contracts proto proto-check proto-baseline pytest bench bench-peer replay-all \
+	conformance-live clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -58,6 +59,9 @@ bench: $(DEV)  ## figures in process: ns per block operation, µs per decode ste
 
 bench-peer: $(DEV)  ## a step and an admission beside vLLM 0.33.0, in one run; writes tests/bench/results (PEER="--quick")
 	@$(PYTHON) -m tests.bench.peer $(PEER)
+
+conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a large download; LIVE="--kind hybrid --seeds 5")
+	@$(PYTHON) -m tests.conformance.live $(LIVE)
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all

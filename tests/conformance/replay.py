@@ -171,20 +171,23 @@ class Replayer:
             self._compare(pending, mine)
 
     def _compare(self, pending: Pending, results: list[PartResult]) -> None:
-        for result in results[:1] if pending.op["op"] == "step" else results:
-            orders = result.orders
-            self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
-            self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
-        outcome = pending.read(results)
-        outcome.outputs["free"] = outcome.result.free_blocks
-        outcome.outputs["ev"] = [self._event(event, pending.owners) for part in results for event in part.events]
+        outputs = self._outputs(pending, results)
         for name in sorted(FIELDS[pending.op["op"]][1] | {"free", "ev"}):
-            got = outcome.outputs.get(name)
+            got = outputs.get(name)
             if name not in pending.op and not got:
                 continue
             self.values += 1
             if pending.op.get(name) != got:
                 raise Divergence(pending.number, pending.op, name, pending.op.get(name), got)
+
+    def _outputs(self, pending: Pending, results: list[PartResult]) -> Record:
+        for result in results[:1] if pending.op["op"] == "step" else results:
+            orders = result.orders
+            self._copies.extend(zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True))
+            self._zero.extend(zip(orders.zero_group, orders.zero_block, strict=True))
+        outcome = pending.read(results)
+        events = [self._event(event, pending.owners) for part in results for event in part.events]
+        return outcome.outputs | {"free": outcome.result.free_blocks, "ev": events}
 
     def _event(self, event: CacheEvent, owners: dict[int, Request]) -> list[Any]:
         owner = owners.get(event.slot)

@@ -10,7 +10,7 @@ from typing import Any
 from kvplane.base.errors import KvplaneError
 from tests.conformance.live import intents
 from tests.conformance.live.intents import Intent
-from tests.conformance.live.peer import Peer
+from tests.conformance.live.peer import Asked
 from tests.conformance.paths import InProcessPath
 from tests.conformance.replay import FIELDS, Divergence, Replayer
 
@@ -74,7 +74,7 @@ class Driver:
         peer: the reference, with a manager of this header.
     """
 
-    def __init__(self, header: Record, peer: Peer) -> None:
+    def __init__(self, header: Record, peer: Asked) -> None:
         self.header = header
         self.records: list[Record] = []
         self.requests: dict[str, Request] = {}

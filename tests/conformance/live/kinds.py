@@ -232,7 +232,7 @@ def _ring(random: Random) -> Draft:
 def _hybrid(random: Random) -> Draft:
     """2 to 8 groups, some equal, in any order, with mixed block sizes; chunked local only where all are equal."""
     unit = base_size(random)
-    sizes = [unit * k for k in random.choice(((1,), (1,), (1, 2), (1, 2, 4), (1, 3), (2, 3), (1, 2, 3)))]
+    sizes = [unit * k for k in random.choice(((1,), (1,), (1, 2), (1, 2, 4), (1, 3), (2, 3), (1, 2, 3), (1, 8)))]
     makers = [full, full, mla, sliding, sliding, sliding_mla, r_swa]
     if len(sizes) == 1:
         makers.append(chunked)
@@ -256,6 +256,21 @@ def _hybrid_without_chunks(random: Random) -> Draft:
 def _eagle(random: Random) -> Draft:
     draft = random.choice((_single(full), _single(sliding), _hybrid_without_chunks, _hybrid_without_chunks))(random)
     _propose(draft, random.randint(1, 4))
+    _drops(draft)
+    return draft
+
+
+def _eagle_mixed(random: Random) -> Draft:
+    """Windows of small blocks beside large blocks: which of them are kept, and where a dropped block leaves a hit."""
+    unit = random.choice((2, 4))
+    groups = [random.choice((sliding, sliding_mla))(random, unit) for _ in range(random.randint(1, 3))]
+    groups += [full(random, unit * random.choice((2, 3, 4, 8))) for _ in range(random.randint(0, 2))]
+    if random.random() < 0.3:
+        groups.append(sliding(random, unit * random.choice((2, 4))))
+    random.shuffle(groups)
+    draft = Draft(random, groups, retention=random.choice((None, 0)))
+    draft.segments = random.choice((0, 0, 1, 2))
+    _propose(draft, random.randint(0, 3))
     _drops(draft)
     return draft
 
@@ -308,6 +323,8 @@ def _retention(random: Random) -> Draft:
     draft = random.choice((_beside_full(sliding), _mamba_align, _mamba_partial, _hybrid))(random)
     if any(group["spec"]["type"] in SPARSE for group in draft.groups):
         draft.segments = random.choice((1, 1, 2, 3, 5))
+    if random.random() < 0.2 and all("attention_chunk_size" not in group["spec"] for group in draft.groups):
+        _drops(draft)
     return draft
 
 
@@ -378,6 +395,7 @@ KINDS: dict[str, Callable[[Random], Draft]] = {
     "ring": _ring,
     "hybrid": _hybrid,
     "eagle": _eagle,
+    "eagle-mixed": _eagle_mixed,
     "mtp": _mtp,
     "dcp": _dcp,
     "retention-n": _retention,

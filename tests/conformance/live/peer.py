@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from tests.conformance.live.environment import PYTHON, ROOT, set_up, variables
 
@@ -14,6 +14,14 @@ Record = dict[str, Any]
 
 class ReferenceFailed(Exception):
     """The reference raised; the text says what. The driver asked for something that no scheduler asks for."""
+
+
+class Asked(Protocol):
+    """Whoever stands in for the reference."""
+
+    def ask(self, record: Record) -> Record:
+        """A header with what follows from it, or an operation with its outputs; raises ReferenceFailed."""
+        ...
 
 
 class Peer:

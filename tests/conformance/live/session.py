@@ -14,7 +14,7 @@ from tests.conformance.live.driver import Driver
 from tests.conformance.live.generator import Generator
 from tests.conformance.live.intents import Intent, Look
 from tests.conformance.live.kinds import draw_header
-from tests.conformance.live.peer import Peer, ReferenceFailed
+from tests.conformance.live.peer import Asked, ReferenceFailed
 from tests.conformance.live.shrink import shrink
 from tests.conformance.replay import Divergence
 
@@ -77,7 +77,7 @@ class Tally:
 HEADING = " seeds operations   values   hits refusals removals copies differences"
 
 
-def run_seed(peer: Peer, kind: str, seed: int, operations: int) -> Tally:
+def run_seed(peer: Asked, kind: str, seed: int, operations: int) -> Tally:
     """Draw a configuration and drive both with it."""
     header, habits = draw_header(kind, seed)
     try:
@@ -107,7 +107,7 @@ def run_seed(peer: Peer, kind: str, seed: int, operations: int) -> Tally:
     return tally
 
 
-def _keep(peer: Peer, header: Record, done: list[Intent], found: Divergence) -> None:
+def _keep(peer: Asked, header: Record, done: list[Intent], found: Divergence) -> None:
     sequence, driver, error = shrink(peer, header, done, found)
     path = SCENARIOS / f"{header['name']}-{error.op['op']}-{error.name}.jsonl.gz"
     write_scenario(path, driver)

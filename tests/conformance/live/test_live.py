@@ -1,0 +1,113 @@
+"""The machinery of the live run, with the core in the reference's place: what differs is found, shrunk and kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.conformance.header import read_records
+from tests.conformance.live import session
+from tests.conformance.live.driver import AnswerEach, Driver
+from tests.conformance.live.generator import Generator
+from tests.conformance.live.intents import Admit, Look
+from tests.conformance.live.kinds import KINDS, Habits, draw_header
+from tests.conformance.live.shrink import shrink
+from tests.conformance.replay import Divergence, replay_file
+
+TRACES = Path(__file__).parents[1] / "traces"
+HABITS = Habits(in_flight=1, drafts=2, lookahead=2, external=0.2)
+LEFT_OUT_WHEN_EMPTY = {"ev", "copies", "retained", "zero"}
+
+
+class Telling(AnswerEach):
+    """Tells what it got instead of comparing."""
+
+    def _compare(self, pending, results):
+        outputs = json.loads(json.dumps(self._outputs(pending, results)))
+        kept = {name: value for name, value in outputs.items() if value or name not in LEFT_OUT_WHEN_EMPTY}
+        self.answer = pending.op | kept
+
+
+class Mirror:
+    """A peer that answers as the core does, but for what is planted."""
+
+    def __init__(self, plant=lambda record: record):
+        self._plant = plant
+        self._core: Telling
+
+    def ask(self, record):
+        if "op" not in record:
+            self._core = Telling(record)
+            return record
+        self._core.replay(0, record)
+        return self._plant(self._core.answer)
+
+
+def recorded_header(name):
+    return next(read_records(TRACES / f"{name}.jsonl.gz"))
+
+
+def drive(peer, header, operations=300):
+    """The driver, the intents, and how it ended."""
+    driver, done = Driver(peer.ask(header), peer), []
+    for intent in Generator(Random("a seed"), driver, HABITS).intents():
+        done.append(intent)
+        try:
+            driver.perform(intent)
+        except Divergence as error:
+            return driver, done, error
+        if len(driver.records) >= operations:
+            break
+    return driver, done, None
+
+
+HEADERS = ["gpt-oss-b90-s21", "mamba64-align-fine16-b300-s67", "llama-full-spec-b150-s4"]
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_equal_sides_show_no_difference(name):
+    driver, _, error = drive(Mirror(), recorded_header(name))
+    assert error is None
+    assert driver.replayer.values > 700
+    assert {record["op"] for record in driver.records} >= {"step", "new", "lookup", "alloc", "tok", "cache", "free"}
+
+
+def one_free_block_too_few(record):
+    """The fault: freed after a preemption, or so the other side believes."""
+    return record | {"free": record["free"] - 1} if record["op"] == "preempt" else record
+
+
+def test_a_difference_is_found_shrunk_and_kept(tmp_path):
+    peer, header = Mirror(one_free_block_too_few), recorded_header("gpt-oss-b90-s21")
+    _, done, error = drive(peer, header)
+    assert error is not None
+    assert (error.op["op"], error.name) == ("preempt", "free")
+    shortest, driver, again = shrink(peer, header, done, error)
+    assert (again.op["op"], again.name) == ("preempt", "free")
+    assert len(done) > 20 > len(shortest)
+    assert sum(isinstance(one, Admit) for one in shortest) <= 2
+    path = tmp_path / "kept.jsonl.gz"
+    session.write_scenario(path, driver)
+    with pytest.raises(Divergence) as caught:
+        replay_file(path)
+    assert (caught.value.op, caught.value.name) == (again.op, "free")
+
+
+def test_a_crash_of_the_core_is_a_difference(monkeypatch):
+    driver, _, _ = drive(Mirror(), recorded_header(HEADERS[0]), operations=10)
+
+    def crash(number, op):
+        raise AssertionError("references")
+
+    monkeypatch.setattr(driver.replayer, "replay", crash)
+    with pytest.raises(Divergence, match="references"):
+        driver.perform(Look())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_draws_the_same_configuration_again(kind):
+    assert draw_header(kind, 3) == draw_header(kind, 3)
+    assert draw_header(kind, 3) != draw_header(kind, 4)
