@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
@@ -17,8 +18,7 @@ NULL_BLOCK = 0
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Key:
+class Key(NamedTuple):
     """One name of a block's content: the digest of the prefix that ends in it, within a group and a domain."""
 
     domain: str
