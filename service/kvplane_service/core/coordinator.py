@@ -56,7 +56,7 @@ class Coordinator:
     def __init__(self, spec: ReplicaSpec, requests: Requests) -> None:
         self.spec = spec
         self.requests = requests
-        self.pool = BlockPool(spec.num_blocks, len(spec.groups), spec.enable_caching)
+        self.pool = BlockPool(spec.num_blocks, len(spec.groups), spec.enable_caching, spec.events)
         self._orders = Orders()
         dropping = {group.lookup_class for group in spec.groups if group.drops_last_block}
         self.managers: tuple[GroupManager, ...] = tuple(

@@ -41,8 +41,7 @@ class Grants:
         return [Life(slot, serial) for slot, serial in zip(self.slot, self.serial, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class TentativeKey:
+class TentativeKey(NamedTuple):
     """A key that one step registered for one life."""
 
     block: int
@@ -95,9 +94,11 @@ class Ledger:
     def note_keys(self, slot: int, seq: int) -> None:
         """What was registered since the last call belongs to this request and step."""
         registered = self._blocks.pool.registered
-        if registered and self._safe and seq > self._blocks.pool.executed_through:
+        if not registered:
+            return
+        if self._safe and seq > self._blocks.pool.executed_through:
             life = self._life(slot)
-            self.tentative.setdefault(seq, []).extend(TentativeKey(block, key, life) for block, key in registered)
+            self.tentative.setdefault(seq, []).extend([TentativeKey(block, key, life) for block, key in registered])
         registered.clear()
 
     def _life(self, slot: int) -> Life:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
@@ -17,8 +18,7 @@ NULL_BLOCK = 0
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Key:
+class Key(NamedTuple):
     """One name of a block's content: the digest of the prefix that ends in it, within a group and a domain."""
 
     domain: str
@@ -37,7 +37,7 @@ class Residency:
     @classmethod
     def empty(cls) -> Residency:
         """All zero."""
-        return cls([0] * 64, [0] * 64, [0] * 64)
+        return cls([0] * 65, [0] * 65, [0] * 65)  # a step number has at most 64 bits
 
 
 class BlockPool:
@@ -47,11 +47,13 @@ class BlockPool:
         num_blocks: blocks with the null block.
         num_groups: KV cache groups.
         enable_caching: off: no key is ever registered.
+        with_events: tell of removed keys.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int, enable_caching: bool) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, enable_caching: bool, with_events: bool = True) -> None:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
+        self._with_events = with_events
         self.free = FreeList(num_blocks)
         self.references = [0] * num_blocks
         self.key: list[Key | None] = [None] * num_blocks  # the primary key
@@ -65,6 +67,7 @@ class BlockPool:
         self.generation = 0
         self.epoch = 0
         self._counter = 0
+        self._stamp_base = 0  # a stamp without its counter
         self.step = 0  # the step under way
         self.executed_through = 0
         self.registered: list[tuple[int, Key]] = []  # since the last drain, by the ledger
@@ -85,28 +88,29 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each; what they held is forgotten."""
         blocks = self.free.pop(count)
-        references = self.references
+        references, key, born, used, step = self.references, self.key, self._born, self._used, self.step
+        lifetime = self.residency.lifetime
         for block in blocks:
-            if self.key[block] is not None:
+            if key[block] is not None:
                 self._evict(block)
             references[block] = 1
-            if self._born[block]:
-                self._age(self.residency.lifetime, self._born[block])
-            self._born[block] = self._used[block] = self.step
+            if born[block]:
+                lifetime[(step - born[block]).bit_length()] += 1
+            born[block] = used[block] = step
             self.restamp(block)
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block but the null block; free ones leave the free list."""
-        references = self.references
+        references, used, step, reuse_gap = self.references, self._used, self.step, self.residency.reuse_gap
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
             if references[block] == 0:
                 self.free.remove(block)
             references[block] += 1
-            self._age(self.residency.reuse_gap, self._used[block])
-            self._used[block] = self.step
+            reuse_gap[(step - used[block]).bit_length()] += 1
+            used[block] = step
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop a reference of each block; what becomes free joins the free list in the given order.
@@ -247,17 +251,20 @@ class BlockPool:
             if self.unregister(block):
                 self.restamp(block)
         assert not self.index
-        self.events.append(CacheEvent(EventKind.CLEARED))
+        if self._with_events:
+            self.events.append(CacheEvent(EventKind.CLEARED))
         return True
 
     def _evict(self, block: int) -> None:
         keys = self.unregister(block)
         for key in keys:
             self.evicted_keys[key.group] += 1
-        self._age(self.residency.idle_before_evict, self._used[block])
+        self.residency.idle_before_evict[(self.step - self._used[block]).bit_length()] += 1
         self._tell_removed(keys, block, RemoveReason.EVICTED)
 
     def _tell_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
+        if not self._with_events:
+            return
         for key in keys:
             self.events.append(
                 CacheEvent(EventKind.REMOVED, key.group, (key.digest,), (block,), domain=key.domain, reason=reason)
@@ -275,13 +282,14 @@ class BlockPool:
             self._next_generation()
             self._counter = 0
         self._counter += 1
-        self.stamp[block] = Stamp(self.generation, self.epoch, self._counter).pack()
+        self.stamp[block] = self._stamp_base + self._counter
         self.stamped[block] = None
 
     def _next_generation(self) -> None:
         """Old stamps of this epoch can be told by their generation; the last one stays, its counter still grows."""
         assert self._counter < MAX_COUNTER or self.generation < MAX_GENERATION, "10^12 stamps in one epoch"
         self.generation = min(self.generation + 1, MAX_GENERATION)
+        self._stamp_base = Stamp(self.generation, self.epoch, 0).pack()
 
     @property
     def last_counter(self) -> int:
@@ -292,12 +300,10 @@ class BlockPool:
         """Stamps from now on carry the epoch; counters and steps start again."""
         assert epoch > self.epoch, f"epoch {epoch} after {self.epoch}: stamps would be used twice"
         self.epoch = epoch
+        self._stamp_base = Stamp(self.generation, epoch, 0).pack()
         self._counter = self.step = self.executed_through = 0
         self.key_step = [0] * self.num_blocks
         self._born = [0] * self.num_blocks
         self.residency = Residency.empty()
         self._used = [0] * self.num_blocks
         self.stamped.clear()
-
-    def _age(self, histogram: list[int], since_step: int) -> None:
-        histogram[min((self.step - since_step).bit_length(), 63)] += 1

@@ -105,7 +105,7 @@ class Replica:
     def take_events(self) -> list[CacheEvent]:
         """The cache events of `begin_epoch`, in order, once; those of steps are in their results."""
         events, self._pool.events = self._pool.events, []
-        return events if self.spec.events else []
+        return events
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
@@ -199,8 +199,6 @@ class Replica:
             self._add_all_tables(part, result)
         result.orders = self.coordinator.take_orders()
         result.events, self._pool.events = self._pool.events, []
-        if not self.spec.events:
-            result.events = []
         result.free_blocks = self._pool.num_free
         return result
 
