@@ -28,6 +28,10 @@ ROUNDS, BATCH, REQUESTS, STEPS, PROMPT = 15, 2048, 256, 48, 1100
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=1024, lookup_class=1)
 STATE = GroupSpec(GroupKind.MAMBA, 80, mamba_mode=MambaMode.ALIGN, lookup_class=1)
+NOTE = """\
+A block cycle is allocate with eviction, register, release, find, touch, release; ours also stamps the page, keeps ages
+and tells each eviction. A decode step is `Replica.apply` with validation, events, orders and answer for 256 requests;
+the objects only grow tables and register keys."""
 MODELS = {
     "1 group (full)": (FULL,),
     "7 groups (6 windows, full)": (*[WINDOW] * 6, FULL),
@@ -129,10 +133,7 @@ def report(figures: dict[str, dict[str, float]]) -> tuple[str, dict[str, object]
         peer = row.get("objects")
         cells = (f"{peer:.0f}", f"{row['ours'] / peer:.2f}") if peer else ("", "")
         lines.append(f"| {name} | {row['ours']:.0f} | {cells[0]} | {cells[1]} |")
-    lines += ["", "A block cycle is allocate with eviction, register, release, find, touch, release; ours also stamps the"]
-    lines += ["page, keeps ages and tells each eviction. A decode step is `Replica.apply` with validation, events, orders"]
-    lines += ["and answer for 256 requests; the objects only grow tables and register keys."]
-    return "\n".join(lines) + "\n", {"machine": machine, "figures": figures}
+    return "\n".join([*lines, "", NOTE, ""]), {"machine": machine, "figures": figures}
 
 
 def _cpu_model() -> str:
