@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadline: machines that run tests are noisy. A failing example is printed as a blob that reproduces it.
-settings.register_profile(
-    "kvplane", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
-)
+# No deadline: machines that run tests are noisy. A run tells the same twice; `--hypothesis-seed=N` with the profile
+# "explore" looks elsewhere. A failing example is printed as a blob that reproduces it.
+for name, fixed in (("kvplane", True), ("explore", False)):
+    settings.register_profile(
+        name, deadline=None, print_blob=True, derandomize=fixed, suppress_health_check=[HealthCheck.too_slow]
+    )
 settings.load_profile("kvplane")
 
 WORKLOADS_VARIABLE = "KVPLANE_WORKLOADS"
