@@ -109,7 +109,7 @@ VALID: dict[str, list[Message]] = {
             header=HEADER, request_id="a", computed_tokens=40, appended={"token_ids": PROMPT}, commit_tokens=48
         )
     ],
-    "Free": [pb.FreeRequest(header=HEADER, request_id="a", end="END_KIND_HELD", fence_seq=1)],
+    "Free": [pb.FreeRequest(header=HEADER, request_id="a", end="END_KIND_PREEMPTED", fence_seq=1)],
     "EvictBlocks": [pb.EvictBlocksRequest(header=HEADER, block_ids=[1, 2, 40])],
     "ResetPrefixCache": [pb.ResetPrefixCacheRequest(header=HEADER)],
     "Snapshot": [admin_pb2.SnapshotRequest(replica="r", summary=True)],
