@@ -1,1 +1,1 @@
-"""The GPU worker of kvplane: page buffers, kernels and transfers live here. It holds no code yet."""
+"""The GPU worker of kvplane: page buffers, kernels and transfers."""

@@ -1,0 +1,1 @@
+"""Operations on pages: the interface (`interface`), and the backends that carry it out."""
