@@ -77,7 +77,6 @@ class Coordinator:
         self.lookup = PrefixLookup(spec, self.managers)
         self._drops = any(manager.drops for manager in self.managers)
         self._cache_unit = self._find_cache_unit()
-        self._emitted = [0] * len(self.managers)
         self._unfinalized = max(0, spec.prefill_lookahead - 1)
 
     def _find_cache_unit(self) -> int:
@@ -282,21 +281,15 @@ class Coordinator:
         held = [block for manager in self.managers for pair in manager.copies for block in pair]
         for manager in self.managers:
             manager.copies.clear()
-        self._emitted = [0] * len(self.managers)
         return held
 
     def take_orders(self) -> Orders:
         """What ranks must do because of the operations since the last call."""
-        orders = self._orders
-        taken = Orders(zero_block=orders.zero_block[:], zero_group=orders.zero_group[:])
-        orders.zero_block.clear()
-        orders.zero_group.clear()
-        for manager in self.managers:
-            fresh = manager.copies[self._emitted[manager.group] :]
-            self._emitted[manager.group] = len(manager.copies)
-            taken.copy_src.extend(source for source, _ in fresh)
-            taken.copy_dst.extend(target for _, target in fresh)
-            taken.copy_group.extend([manager.group] * len(fresh))
+        orders, taken = self._orders, Orders()
+        for name in ("copy_src", "copy_dst", "copy_group", "zero_block", "zero_group"):
+            column = getattr(orders, name)
+            setattr(taken, name, column[:])
+            column.clear()
         taken.stamp_block = list(self.pool.stamped)
         taken.stamp = [self.pool.stamp[block] for block in taken.stamp_block]
         self.pool.stamped.clear()

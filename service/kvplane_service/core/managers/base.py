@@ -224,8 +224,15 @@ class GroupManager(ABC):
     def _copy_into_table(self, slot: int, index: int, source: int, target: int) -> None:
         assert self.table[slot][index] == source, f"slot {slot}: block {source} is not at {index}"
         self.table[slot][index] = target
+        self._order_copy(source, target)
         self.pool.touch([target])
+
+    def _order_copy(self, source: int, target: int) -> None:
+        """Ranks copy in the order in which rows asked; what holds both ends meanwhile is counted in `copies`."""
         self.copies.append((source, target))
+        self.orders.copy_src.append(source)
+        self.orders.copy_dst.append(target)
+        self.orders.copy_group.append(self.group)
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
         """Most blocks that a request of so many tokens holds at once."""

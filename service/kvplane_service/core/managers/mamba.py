@@ -203,8 +203,8 @@ class AlignedStateManager(GroupManager):
             return [target]
         assert self.table[slot][index] == source, f"slot {slot}: state {source} is not at {index}"
         self.pool.move_keys(source, target)
+        self._order_copy(source, target)
         self.pool.touch([source])
-        self.copies.append((source, target))
         self._note_registered([target])
         return []
 
