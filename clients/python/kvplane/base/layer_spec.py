@@ -29,6 +29,7 @@ class DType(Enum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
+    FLOAT64 = "float64"
     FLOAT8_E4M3FN = "float8_e4m3fn"
     FLOAT8_E5M2 = "float8_e5m2"
     UINT8 = "uint8"
@@ -40,7 +41,7 @@ class DType(Enum):
         return _DTYPE_BYTES.get(self, 1)
 
 
-_DTYPE_BYTES = {DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4}
+_DTYPE_BYTES = {DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4, DType.FLOAT64: 8}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from kvplane_service.core.planner.plan import (
     CacheGroup,
     CachePlan,
     PlanWarning,
-    TensorPlacement,
     WarningCode,
     WorkerPlan,
 )
 from kvplane_service.core.planner.planner import plan_cache
 from kvplane_service.core.planner.to_groups import to_groups
+from kvplane_service.core.planner.to_rank_plan import to_rank_plan
 
 __all__ = [
     "CacheGroup",
@@ -33,10 +33,10 @@ __all__ = [
     "Layout",
     "PlanOptions",
     "PlanWarning",
-    "TensorPlacement",
     "WarningCode",
     "Worker",
     "WorkerPlan",
     "plan_cache",
     "to_groups",
+    "to_rank_plan",
 ]

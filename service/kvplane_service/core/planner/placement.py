@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 
 from kvplane.base.layer_spec import LayerSpec, round_up
+from kvplane.base.rank_plan import TensorPlacement
 from kvplane_service.core.planner.options import Layout
-from kvplane_service.core.planner.plan import CacheGroup, TensorPlacement, WorkerPlan
+from kvplane_service.core.planner.plan import CacheGroup, WorkerPlan
 
 
 def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:

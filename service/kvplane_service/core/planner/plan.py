@@ -9,6 +9,7 @@ from enum import Enum
 from kvplane.base.groups import GroupKind
 from kvplane.base.layer_spec import LayerSpec
 from kvplane.base.layers import KVSharingLayer
+from kvplane.base.rank_plan import TensorPlacement
 from kvplane_service.core.planner.options import PlanOptions
 
 
@@ -48,21 +49,6 @@ class CacheGroup:
     def bytes_per_block(self) -> int:
         """Bytes of the group's pages of one block, without padding between groups."""
         return sum(spec.page_bytes for spec in self.specs)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlacement:
-    """Layers of one format within a worker's one allocation.
-
-    The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride. Groups
-    overlap on purpose, each from byte 0: a block belongs to one group at a time.
-    """
-
-    group: int
-    layer_names: tuple[str, ...]
-    offset_bytes: int
-    layer_stride_bytes: int
-    block_stride_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

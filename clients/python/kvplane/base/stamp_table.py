@@ -1,0 +1,195 @@
+"""The stamp table: what each page holds, written beside the pages, and by whom it may be written.
+
+    byte 0     8         12         16          24          32         40      48      56       64
+         | magic | version | blocks | incarnation | owner epoch | generation | seq | part+busy | executed | stamps ...
+
+All little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = nothing is known. Eight bytes are written
+at a time, so that a reader in another process sees an old value or the new one.
+
+The table lies in memory that outlives the engine, so it also keeps what must outlive it: which engine life owns the
+pages (the *owner epoch*, which never goes back), and how far its orders were carried out.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Sequence
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, StaleEpoch
+from kvplane.base.groups import MAX_BLOCKS
+from kvplane.base.stamps import MAX_EPOCH, Stamp
+
+MAGIC = b"kvpstamp"
+VERSION = 1
+HEADER_BYTES = 64
+STAMP_BYTES = 8
+
+_PREFIX = struct.Struct("<8sII")
+_WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
+_INCARNATION, _OWNER_EPOCH, _GENERATION, _SEQ, _PART, _EXECUTED = range(2, 8)
+_BUSY = 1 << 32
+
+
+def table_bytes(num_blocks: int) -> int:
+    """Bytes of the table of a pool."""
+    return HEADER_BYTES + STAMP_BYTES * num_blocks
+
+
+class StampTable:
+    """The table over a writable buffer of at least `table_bytes`; writes go through at once."""
+
+    def __init__(self, buffer: memoryview | bytearray) -> None:
+        """Open a table that `create` wrote.
+
+        Raises:
+            InvalidArgument: the buffer holds no such table.
+        """
+        view = memoryview(buffer).cast("B")
+        if len(view) < HEADER_BYTES:
+            raise InvalidArgument(f"{len(view)} bytes hold no stamp table", field="buffer", remedy="create one")
+        magic, version, num_blocks = _PREFIX.unpack_from(view)
+        if magic != MAGIC or version != VERSION:
+            raise InvalidArgument(
+                f"the buffer begins with {magic!r}, version {version}",
+                field="buffer",
+                remedy=f"a stamp table begins with {MAGIC!r}, version {VERSION}",
+            )
+        size = table_bytes(num_blocks)
+        if len(view) < size:
+            raise InvalidArgument(
+                f"{len(view)} bytes are too few for {num_blocks} blocks", field="buffer", remedy=f"give {size}"
+            )
+        assert sys.byteorder == "little", "stamp tables are read as native words"
+        self.num_blocks = num_blocks
+        self._bytes = view
+        self._words = view[:size].cast("Q")
+        self._stamps = self._words[_WORDS_BEFORE:]
+
+    @classmethod
+    def create(cls, buffer: memoryview | bytearray, num_blocks: int, incarnation: int) -> StampTable:
+        """Write an empty table. `incarnation` is drawn at random, never 0, when the page memory is allocated.
+
+        Raises:
+            InvalidArgument: a value is out of range, or the buffer too small.
+        """
+        view = memoryview(buffer).cast("B")
+        if not 1 <= num_blocks <= MAX_BLOCKS or len(view) < table_bytes(num_blocks):
+            raise InvalidArgument(
+                f"{num_blocks} blocks in {len(view)} bytes", field="num_blocks", remedy="use table_bytes(num_blocks)"
+            )
+        if not 1 <= incarnation < 1 << 64:
+            raise InvalidArgument(f"{incarnation}", field="incarnation", remedy="draw a u64 that is not 0")
+        view[: table_bytes(num_blocks)] = bytes(table_bytes(num_blocks))
+        _PREFIX.pack_into(view, 0, MAGIC, VERSION, num_blocks)
+        table = cls(view)
+        table._words[_INCARNATION] = incarnation
+        return table
+
+    @property
+    def incarnation(self) -> int:
+        """Names this life of the page memory."""
+        return self._words[_INCARNATION]
+
+    @property
+    def owner_epoch(self) -> int:
+        """The engine life that may write."""
+        return self._words[_OWNER_EPOCH]
+
+    @property
+    def generation(self) -> int:
+        """Of the stamp written last; older ones are of before a reset."""
+        return self._words[_GENERATION]
+
+    @property
+    def executed(self) -> int:
+        """Steps of the owner epoch up to this one have finished on this rank."""
+        return self._words[_EXECUTED]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(seq, part) of the orders of the owner epoch that were carried out last; (0, 0) before the first."""
+        return self._words[_SEQ], self._words[_PART] & (_BUSY - 1)
+
+    @property
+    def is_busy(self) -> bool:
+        """Orders were begun and not finished: if nobody is at it, what the pages hold is not known."""
+        return bool(self._words[_PART] & _BUSY)
+
+    def claim(self, epoch: int) -> None:
+        """Make this engine life the owner. The same again changes nothing.
+
+        Raises:
+            StaleEpoch: a newer one owns the table; `metadata["epoch"]` says which.
+            InvalidArgument: no epoch.
+        """
+        if not 1 <= epoch <= MAX_EPOCH:
+            raise InvalidArgument(f"{epoch} is no epoch", field="epoch", remedy=f"give 1 to {MAX_EPOCH}")
+        if epoch < self.owner_epoch:
+            raise self._stale(epoch, "ask the service for a new epoch")
+        if epoch > self.owner_epoch:
+            # In this order: a claim that is cut short leaves no progress of one epoch to another.
+            self._words[_EXECUTED] = self._words[_SEQ] = self._words[_PART] = 0
+            self._words[_OWNER_EPOCH] = epoch
+
+    def check_owner(self, epoch: int) -> None:
+        """Raise StaleEpoch when this is not the owner."""
+        if epoch != self.owner_epoch:
+            raise self._stale(epoch, "claim the table, or end this engine life")
+
+    def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
+        """Write stamps. Blocks must be in the pool and stamps u64: the caller has checked."""
+        entries = self._stamps
+        for block, stamp in zip(blocks, stamps, strict=True):
+            entries[block] = stamp
+        if stamps:
+            self._words[_GENERATION] = Stamp.unpack(stamps[-1]).generation
+
+    def read(self, block: int) -> int:
+        """The stamp of a block."""
+        return self._stamps[block]
+
+    def read_all(self) -> tuple[int, ...]:
+        """The stamp of every block."""
+        return tuple(self._stamps)
+
+    def begin(self, seq: int, part: int) -> None:
+        """Note that orders are being carried out. What is begun is never begun again."""
+        self._words[_PART] = part | _BUSY
+        self._words[_SEQ] = seq
+
+    def finish(self) -> None:
+        """Note that the orders begun are done."""
+        self._words[_PART] &= _BUSY - 1
+
+    def set_executed(self, seq: int) -> None:
+        """Note that steps up to this one have finished.
+
+        Raises:
+            FailedPrecondition: it goes back, or its orders were not carried out.
+        """
+        if not self.executed <= seq <= self.position[0]:
+            raise FailedPrecondition(
+                f"step {seq} is not in {self.executed}..{self.position[0]}",
+                field="seq",
+                remedy="name a step whose orders were carried out; it never goes back",
+            )
+        self._words[_EXECUTED] = seq
+
+    def snapshot(self) -> bytes:
+        """The table's bytes."""
+        return bytes(self._words)
+
+    def release(self) -> None:
+        """Let go of the buffer, which cannot be closed before. The table is of no use afterwards."""
+        self._stamps.release()
+        self._words.release()
+        self._bytes.release()
+
+    def _stale(self, epoch: int, remedy: str) -> StaleEpoch:
+        return StaleEpoch(
+            f"epoch {epoch} does not own the pages, {self.owner_epoch} does",
+            field="epoch",
+            remedy=remedy,
+            metadata={"epoch": str(self.owner_epoch)},
+        )

@@ -1,0 +1,229 @@
+"""The pages of one rank: typed views per layer over one allocation, as the plan says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.layer_spec import AttentionSpec, DType
+from kvplane.base.layers import MambaSpec, MLASpec, SlidingWindowMLASpec
+from kvplane.base.rank_plan import LayerPlace, RankPlan
+from kvplane_worker.ops.interface import AttentionPages, GroupPages, StatePages
+from kvplane_worker.pages.dtypes import SCALED, TORCH_DTYPES
+
+INCARNATION_BYTES = 8
+# Views of every element type need the allocation to be whole words of the largest.
+WORD_BYTES = 8
+
+
+def allocation_bytes(plan: RankPlan) -> int:
+    """Bytes to allocate for a plan, whole words."""
+    return math.ceil(plan.size_bytes / WORD_BYTES) * WORD_BYTES
+
+
+class PageBuffers:
+    """Views of one rank's pages. Groups overlap on purpose: a block belongs to one group at a time.
+
+    A layer that shares another layer's cache is viewed by its own name too.
+
+    Attributes:
+        plan: what lies where.
+        memory: uint8 [allocation_bytes(plan)], the allocation itself.
+    """
+
+    def __init__(self, plan: RankPlan, memory: Tensor) -> None:
+        """Lay the plan over memory.
+
+        Raises:
+            InvalidArgument: the plan contradicts itself, or the memory is of another type or size.
+        """
+        plan.validate()
+        if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+            raise InvalidArgument("not a row of bytes", field="memory", remedy="give a contiguous uint8 tensor")
+        if memory.numel() < allocation_bytes(plan):
+            raise InvalidArgument(
+                f"{memory.numel()} bytes for a plan of {allocation_bytes(plan)}",
+                field="memory",
+                remedy="allocate allocation_bytes(plan)",
+            )
+        self.plan = plan
+        self.memory = memory[: allocation_bytes(plan)]
+        self._places = {place.name: place for place in plan.places()}
+        for shared in plan.shared_layers:
+            self._places[shared.name] = self._places[shared.shares_with]
+        for place in self._places.values():
+            _check_alignment(place)
+        self._groups: dict[int, GroupPages] = {}
+
+    @classmethod
+    def allocate(cls, plan: RankPlan, device: str | torch.device = "cpu") -> PageBuffers:
+        """Allocate zeroed memory of this process; raises as the constructor."""
+        plan.validate()
+        return cls(plan, torch.zeros(allocation_bytes(plan), dtype=torch.uint8, device=device))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool, with the null block."""
+        return self.plan.num_blocks
+
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups of the model."""
+        return len(self.plan.groups)
+
+    def layer(self, name: str) -> LayerPlace:
+        """Where a layer's pages lie. Raises NotFound."""
+        place = self._places.get(name)
+        if place is None:
+            raise NotFound(f"this rank has no layer {name!r}", field="layer", remedy=f"it has {len(self._places)}")
+        return place
+
+    def attention(self, name: str, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> AttentionPages:
+        """Keys and values of a layer.
+
+        Args:
+            name: of the layer.
+            k_scale, v_scale: of 8-bit pages, float32 [1] or [kv_heads]; 1 when not given. Others have none.
+
+        Raises:
+            NotFound: no such layer.
+            InvalidArgument: its pages are no keys and values, or packed in a form of their own; a scale that does
+                not suit.
+        """
+        place = self.layer(name)
+        spec = place.spec
+        if not isinstance(spec, AttentionSpec) or _is_latent(spec) or spec.state_bytes:
+            raise _other_kind(place, "keys and values")
+        dtype, entries = TORCH_DTYPES[spec.dtype], spec.block_size // spec.tokens_per_state
+        k_shape = (entries, spec.num_kv_heads, spec.head_size)
+        v_shape = (entries, spec.num_kv_heads, spec.head_size_v)
+        k = self._view(place, k_shape, spec.dtype)
+        v = self._view(place, v_shape, spec.dtype, math.prod(k_shape) * spec.dtype.num_bytes)
+        if dtype not in SCALED:
+            if k_scale is not None or v_scale is not None:
+                raise InvalidArgument(f"{name} holds {spec.dtype.value}", field="k_scale", remedy="give no scales")
+            return AttentionPages(k, v)
+        return AttentionPages(k, v, self._scale("k_scale", spec, k_scale), self._scale("v_scale", spec, v_scale))
+
+    def latent(self, name: str) -> Tensor:
+        """Latent rows of a layer, [num_blocks, block_size, latent_size]. Raises as `attention`."""
+        place = self.layer(name)
+        spec = place.spec
+        if not isinstance(spec, AttentionSpec) or not _is_latent(spec) or spec.state_bytes:
+            raise _other_kind(place, "latent rows")
+        rows = spec.block_size // spec.tokens_per_state
+        return self._view(place, (rows, spec.num_kv_heads * (spec.head_size + spec.head_size_v)), spec.dtype)
+
+    def states(self, name: str) -> tuple[Tensor, ...]:
+        """Tensors of a layer's recurrent state, [num_blocks, *shape] each. Raises as `attention`."""
+        place = self.layer(name)
+        spec = place.spec
+        if not isinstance(spec, MambaSpec):
+            raise _other_kind(place, "states")
+        views, offset = [], 0
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+            views.append(self._view(place, shape, dtype, offset))
+            offset += math.prod(shape) * dtype.num_bytes
+        return tuple(views)
+
+    def state(self, name: str) -> StatePages:
+        """A layer's state in Mamba-2's form: shapes [channels, width - 1] and [heads, head_size, state_size].
+
+        Raises:
+            NotFound, InvalidArgument: as `attention`; also when the shapes are others (see `states`).
+        """
+        tensors = self.states(name)
+        if [tensor.dim() - 1 for tensor in tensors] != [2, 3]:
+            raise InvalidArgument(
+                f"the state of {name} has shapes {[tuple(tensor.shape[1:]) for tensor in tensors]}",
+                field="layer",
+                remedy="take its tensors by states()",
+            )
+        return StatePages(*tensors)
+
+    def group(self, group: int) -> GroupPages:
+        """The whole pages of a group as bytes. Raises InvalidArgument."""
+        if not 0 <= group < self.num_groups:
+            raise InvalidArgument(
+                f"there is no group {group}", field="group", remedy=f"give 0 to {self.num_groups - 1}"
+            )
+        if group not in self._groups:
+            names = self.plan.groups[group].layer_names
+            self._groups[group] = GroupPages(tuple(self._bytes(self._places[name]) for name in names))
+        return self._groups[group]
+
+    def write_incarnation(self, incarnation: int) -> None:
+        """Write it where the null block's page begins in every group."""
+        row = torch.tensor(list(incarnation.to_bytes(INCARNATION_BYTES, "little")), dtype=torch.uint8)
+        self.memory[:INCARNATION_BYTES].copy_(row)
+
+    def read_incarnation(self) -> int:
+        """What the null block's page says; 0 in fresh memory."""
+        return int.from_bytes(bytes(self.memory[:INCARNATION_BYTES].cpu().tolist()), "little")
+
+    def _bytes(self, place: LayerPlace) -> Tensor:
+        size = (self.num_blocks, place.spec.page_bytes)
+        start = self.memory.storage_offset() + place.offset_bytes
+        return self.memory.as_strided(size, (place.block_stride_bytes, 1), start)
+
+    def _view(self, place: LayerPlace, shape: Sequence[int], dtype: DType, offset_bytes: int = 0) -> Tensor:
+        """[num_blocks, *shape] from `offset_bytes` of each page on, dense within a page."""
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        typed = self.memory.view(TORCH_DTYPES[dtype])
+        width = dtype.num_bytes
+        return typed.as_strided(
+            (self.num_blocks, *shape),
+            (place.block_stride_bytes // width, *strides),
+            typed.storage_offset() + (place.offset_bytes + offset_bytes) // width,
+        )
+
+    def _scale(self, field: str, spec: AttentionSpec, given: Tensor | None) -> Tensor:
+        if given is None:
+            return torch.ones(1, dtype=torch.float32, device=self.memory.device)
+        if given.dtype != torch.float32 or given.shape not in ((1,), (spec.num_kv_heads,)):
+            raise InvalidArgument(
+                f"{given.dtype} {list(given.shape)}", field=field, remedy=f"give float32 [1] or [{spec.num_kv_heads}]"
+            )
+        if not bool((given.isfinite() & (given > 0)).all()):
+            raise InvalidArgument("a scale is zero, negative or no number", field=field, remedy="give positive scales")
+        return given
+
+
+def _is_latent(spec: AttentionSpec) -> bool:
+    return isinstance(spec, (MLASpec, SlidingWindowMLASpec))
+
+
+def _other_kind(place: LayerPlace, what: str) -> InvalidArgument:
+    packed = isinstance(place.spec, AttentionSpec) and place.spec.state_bytes
+    return InvalidArgument(
+        f"pages of {place.name} hold no {what}: they are {'packed ' if packed else ''}{place.spec.type_name}",
+        field="layer",
+        remedy="take its bytes by group()",
+    )
+
+
+def _check_alignment(place: LayerPlace) -> None:
+    """Pages must begin where their elements can, and the null block's page must hold the incarnation."""
+    dtypes = place.spec.dtypes if isinstance(place.spec, MambaSpec) else (place.spec.precision,)
+    offset = 0
+    for index, dtype in enumerate(dtypes):
+        width = dtype.num_bytes if dtype else 1
+        for what, value in (("offset", place.offset_bytes + offset), ("stride", place.block_stride_bytes)):
+            if value % width:
+                raise InvalidArgument(
+                    f"{place.name} has elements of {width} bytes and a {what} of {value}",
+                    field="tensors",
+                    remedy=f"pad its page, or align its blocks (block_stride_alignment) to {width} bytes",
+                )
+        if isinstance(place.spec, MambaSpec):
+            offset += math.prod(place.spec.shapes[index]) * width
+    if place.offset_bytes == 0 and place.spec.page_bytes < INCARNATION_BYTES:
+        raise InvalidArgument(
+            f"pages of {place.name} have {place.spec.page_bytes} bytes",
+            field="tensors",
+            remedy=f"the null block's page holds the incarnation: {INCARNATION_BYTES} bytes",
+        )

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.layer_spec import DType, LayerSpec
+from kvplane.base.layers import KVSharingLayer, Layer
+from kvplane.base.rank_plan import RankPlan
+from kvplane_service.core.planner import Layout, to_rank_plan
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
+from tests.core.planner_layers import PAGE, full, latent, named, plan, state, window
+
+BLOCKS = 24
+LAYOUTS = pytest.mark.parametrize("layout", list(Layout))
+
+
+def rank_plan(layout: Layout = Layout.LAYER_OUTERMOST, **specs: tuple[int, LayerSpec]) -> RankPlan:
+    given = specs or {"f": (2, full()), "w": (4, window()), "s": (2, mamba())}
+    return to_rank_plan(plan(named(**given), num_blocks=BLOCKS, max_model_len=64, max_batched_tokens=16, layout=layout))
+
+
+def mamba(**changes) -> LayerSpec:
+    """A state of 48 bfloat16 and 24 float32: 192 bytes, padded to a page."""
+    shapes, dtypes = ((12, 4), (2, 3, 4)), (DType.BFLOAT16, DType.FLOAT32)
+    return state(**{"shapes": shapes, "dtypes": dtypes, "padded_page_bytes": PAGE, **changes})
+
+
+@LAYOUTS
+def test_views_have_the_shapes_of_their_formats(layout):
+    pages = PageBuffers.allocate(rank_plan(layout))
+    attention = pages.attention("w.3")
+    assert attention.k.shape == attention.v.shape == (BLOCKS, 16, 1, 4)
+    assert attention.k.dtype == torch.bfloat16
+    assert (attention.k_scale, attention.v_scale) == (None, None)
+    states = pages.state("s.1")
+    assert (states.conv.shape, states.conv.dtype) == ((BLOCKS, 12, 4), torch.bfloat16)
+    assert (states.ssm.shape, states.ssm.dtype) == ((BLOCKS, 2, 3, 4), torch.float32)
+
+
+@LAYOUTS
+def test_a_page_holds_its_keys_then_its_values(layout):
+    pages = PageBuffers.allocate(rank_plan(layout))
+    attention = pages.attention("f.1")
+    attention.k[5] = 1.0
+    attention.v[5] = 2.0
+    index = pages.plan.groups[0].layer_names.index("f.1")
+    page = pages.group(0).layers[index][5].view(torch.bfloat16)
+    assert page.tolist() == [1.0] * 64 + [2.0] * 64
+    assert pages.memory.view(torch.bfloat16).count_nonzero() == 128
+
+
+@LAYOUTS
+@pytest.mark.parametrize("block", [0, 1, BLOCKS - 1])
+def test_no_layer_of_a_group_writes_into_another_ones_page(layout, block):
+    pages = PageBuffers.allocate(rank_plan(layout))
+    for index, group in enumerate(pages.plan.groups):
+        pages.memory.zero_()
+        for number, _ in enumerate(group.layer_names):
+            pages.group(index).layers[number][block] = number + 1
+        for number, _ in enumerate(group.layer_names):
+            view = pages.group(index).layers[number]
+            assert set(view[block].tolist()) == {number + 1}
+            assert view.count_nonzero() == PAGE
+        assert pages.memory.count_nonzero() == PAGE * len(group.layer_names)
+
+
+@LAYOUTS
+def test_groups_overlap_and_blocks_do_not(layout):
+    pages = PageBuffers.allocate(rank_plan(layout))
+    pages.group(0).layers[0][3] = 7
+    assert set(pages.group(1).layers[0][3].tolist()) == {7}
+    others = [block for block in range(BLOCKS) if block != 3]
+    assert all(layer[others].count_nonzero() == 0 for group in range(4) for layer in pages.group(group).layers)
+
+
+def test_every_element_type_has_its_view():
+    assert TORCH_DTYPES.keys() == set(DType)
+    for dtype, torch_dtype in TORCH_DTYPES.items():
+        pages = PageBuffers.allocate(rank_plan(f=(1, full(dtype=dtype, head_size_v=8))))
+        attention = pages.attention("f.0")
+        assert (attention.k.dtype, attention.k.element_size()) == (torch_dtype, dtype.num_bytes)
+        assert (attention.k.shape[-1], attention.v.shape[-1]) == (4, 8)
+
+
+def test_latent_rows_have_no_values():
+    pages = PageBuffers.allocate(rank_plan(m=(1, latent())))
+    assert pages.latent("m.0").shape == (BLOCKS, 16, 8)
+    with pytest.raises(InvalidArgument, match="no keys and values"):
+        pages.attention("m.0")
+
+
+def test_a_layer_that_shares_views_the_pages_of_the_other():
+    layers = (Layer("f.0", full()), Layer("f.1", full()), KVSharingLayer("x", "f.1"))
+    pages = PageBuffers.allocate(to_rank_plan(plan(layers, num_blocks=80)))
+    pages.attention("x").k[2, 1, 0, 3] = 5.0
+    assert pages.attention("f.1").k[2, 1, 0, 3] == 5.0
+    assert pages.attention("f.0").k.count_nonzero() == 0
+    assert len(pages.group(0).layers) == 2
+
+
+def test_scales_belong_to_8_bit_pages():
+    pages = PageBuffers.allocate(rank_plan(f=(1, full(dtype=DType.FLOAT8_E4M3FN, num_kv_heads=2))))
+    assert pages.attention("f.0").k_scale == torch.ones(1)
+    per_head = torch.tensor([0.5, 2.0])
+    assert pages.attention("f.0", per_head, per_head[:1]).k_scale is per_head
+    for wrong in ([0.0], [float("nan")], [float("inf")], [-1.0], [1.0, 1.0, 1.0]):
+        with pytest.raises(InvalidArgument, match=r"^v_scale"):
+            pages.attention("f.0", per_head, torch.tensor(wrong))
+    with pytest.raises(InvalidArgument, match=r"^k_scale"):
+        PageBuffers.allocate(rank_plan()).attention("f.0", per_head)
+
+
+def test_the_incarnation_stands_in_the_null_blocks_page_of_every_group():
+    pages = PageBuffers.allocate(rank_plan(Layout.BLOCK_OUTERMOST))
+    assert pages.read_incarnation() == 0
+    pages.write_incarnation(2**63 + 5)
+    assert pages.read_incarnation() == 2**63 + 5
+    for group in range(4):
+        firsts = [bytes(layer[0, :8].tolist()) for layer in pages.group(group).layers]
+        assert (2**63 + 5).to_bytes(8, "little") in firsts
+
+
+def test_what_a_rank_does_not_have_is_refused_by_name():
+    pages = PageBuffers.allocate(rank_plan())
+    with pytest.raises(NotFound, match=r"^layer: this rank has no layer 'q'"):
+        pages.attention("q")
+    with pytest.raises(InvalidArgument, match=r"^group"):
+        pages.group(4)
+    for view in (pages.latent, pages.states):
+        with pytest.raises(InvalidArgument, match=r"f\.0 hold"):
+            view("f.0")
+    flat = PageBuffers.allocate(rank_plan(s=(1, state())))
+    with pytest.raises(InvalidArgument, match=r"states\(\)"):
+        flat.state("s.0")
+    assert flat.states("s.0")[0].shape == (BLOCKS, PAGE)
+
+
+def test_memory_that_does_not_suit_is_refused():
+    wanted = rank_plan()
+    for memory in (
+        torch.zeros(wanted.size_bytes - 1, dtype=torch.uint8),
+        torch.zeros(wanted.size_bytes, dtype=torch.int8),
+        torch.zeros(2, wanted.size_bytes, dtype=torch.uint8),
+    ):
+        with pytest.raises(InvalidArgument, match=r"^memory"):
+            PageBuffers(wanted, memory)
+    with pytest.raises(InvalidArgument, match=r"^tensors"):
+        PageBuffers.allocate(replace(wanted, size_bytes=wanted.size_bytes - 1))
+
+
+def test_pages_whose_elements_lie_askew_are_refused():
+    odd = full(padded_page_bytes=PAGE + 1)
+    layers = (Layer("f.0", odd), Layer("f.1", odd))
+    with pytest.raises(InvalidArgument, match="block_stride_alignment"):
+        PageBuffers.allocate(to_rank_plan(plan(layers, num_blocks=80)))
+    aligned = full(padded_page_bytes=PAGE + 1, block_stride_alignment=2)
+    PageBuffers.allocate(to_rank_plan(plan((Layer("f.0", aligned),), num_blocks=80)))
+
+
+def test_the_null_block_must_hold_the_incarnation():
+    tiny = full(block_size=1, head_size=1)
+    with pytest.raises(InvalidArgument, match="incarnation"):
+        PageBuffers.allocate(to_rank_plan(plan((Layer("f.0", tiny),), num_blocks=2000)))
+
+
+def test_memory_with_an_offset_is_viewed_from_there():
+    wanted = rank_plan()
+    whole = torch.zeros(wanted.size_bytes + 64, dtype=torch.uint8)
+    pages = PageBuffers(wanted, whole[64:])
+    pages.attention("f.0").k.fill_(1)
+    pages.group(0).layers[0].fill_(3)
+    assert whole[:64].count_nonzero() == 0
+    assert set(pages.attention("f.0").k.view(torch.uint8).flatten().tolist()) == {3}
