@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, StaleEpoch
 from kvplane.base.groups import MAX_BLOCKS
@@ -34,6 +35,42 @@ _BUSY = 1 << 32
 def table_bytes(num_blocks: int) -> int:
     """Bytes of the table of a pool."""
     return HEADER_BYTES + STAMP_BYTES * num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class StampReading:
+    """What one rank's table said at one time.
+
+    Attributes:
+        incarnation: names the life of the page memory.
+        generation: of the stamp written last.
+        stamps: one per block.
+    """
+
+    incarnation: int
+    generation: int
+    stamps: tuple[int, ...]
+
+
+def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
+    """One stamp per block that every rank vouches for, 0 where they do not: for `OpenRequest.stamp_table`.
+
+    A stamp counts only where all ranks show the same one. Stamps of before the last reset count no more, and none
+    counts when the ranks do not even agree on the reset.
+
+    Raises:
+        InvalidArgument: no readings, or pools of different sizes.
+    """
+    sizes = {len(reading.stamps) for reading in readings}
+    if len(sizes) != 1:
+        raise InvalidArgument(f"pools of {sorted(sizes)} blocks", field="readings", remedy="read every rank's table")
+    first = readings[0]
+    if any(reading.generation != first.generation for reading in readings):
+        return (0,) * sizes.pop()
+    return tuple(
+        each[0] if each.count(each[0]) == len(each) and Stamp.unpack(each[0]).generation == first.generation else 0
+        for each in zip(*(reading.stamps for reading in readings), strict=True)
+    )
 
 
 class StampTable:
@@ -133,8 +170,8 @@ class StampTable:
             self._words[_OWNER_EPOCH] = epoch
 
     def check_owner(self, epoch: int) -> None:
-        """Raise StaleEpoch when this is not the owner."""
-        if epoch != self.owner_epoch:
+        """Raise StaleEpoch when this is not the owner; a table that was never claimed has none."""
+        if epoch != self.owner_epoch or not epoch:
             raise self._stale(epoch, "claim the table, or end this engine life")
 
     def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
@@ -152,6 +189,10 @@ class StampTable:
     def read_all(self) -> tuple[int, ...]:
         """The stamp of every block."""
         return tuple(self._stamps)
+
+    def reading(self) -> StampReading:
+        """What the table says now."""
+        return StampReading(self.incarnation, self.generation, self.read_all())
 
     def begin(self, seq: int, part: int) -> None:
         """Note that orders are being carried out. What is begun is never begun again."""

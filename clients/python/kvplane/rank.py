@@ -1,0 +1,156 @@
+"""What runs in each rank's process of an engine: the orders of a step, exactly once and in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Protocol
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, SequenceError
+from kvplane.base.stamp_table import StampTable, agreed_stamps
+from kvplane.base.step import Orders
+
+MAX_STAMP = (1 << 64) - 1
+
+
+class PageMover(Protocol):
+    """Zeroes and copies whole blocks in this rank's pages; the worker package provides it."""
+
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        ...
+
+    def zero(self, group: int, blocks: Sequence[int]) -> None:
+        """Set every byte of the blocks to 0."""
+        ...
+
+    def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy block src[i] to dst[i], as if one after the other."""
+        ...
+
+
+class Rank:
+    """One rank of an engine life: stamps, then zeroes, then copies, before the launch.
+
+        rank.claim(session.epoch)
+        for at, part in enumerate(result.parts, result.part):
+            rank.carry_out(session.epoch, result.seq, at, part.orders)
+        ...                                                     # launch, and wait for it
+        rank.executed(result.seq)
+
+    How far it is stands in the stamp table, so another `Rank` on the same table goes on where this one ended and
+    repeats nothing. Every refusal is made before anything is written.
+    """
+
+    def __init__(self, stamps: StampTable, mover: PageMover) -> None:
+        """Go on where the table stands."""
+        self._stamps = stamps
+        self._mover = mover
+
+    @property
+    def executed_through(self) -> int:
+        """Steps up to this one have finished here."""
+        return self._stamps.executed
+
+    def claim(self, epoch: int) -> None:
+        """Make this engine life the owner of the pages. Raises StaleEpoch when a newer one is."""
+        self._stamps.claim(epoch)
+
+    def carry_out(self, epoch: int, seq: int, part: int, orders: Orders) -> None:
+        """Do what a part of a step orders.
+
+        Raises:
+            StaleEpoch: this engine life does not own the pages.
+            SequenceError: the part was carried out before, or one before it was not.
+            FailedPrecondition: earlier orders were cut short, nobody knows where: begin a new engine life.
+            InvalidArgument: an order names a page that is not in the pool.
+        """
+        table = self._stamps
+        table.check_owner(epoch)
+        self._check_turn(seq, part)
+        check_orders(orders, table.num_blocks, self._mover.num_groups)
+        table.begin(seq, part)
+        table.write(orders.stamp_block, orders.stamp)
+        for group, at in _runs(orders.zero_group):
+            self._mover.zero(group, orders.zero_block[at])
+        for group, at in _runs(orders.copy_group):
+            self._mover.copy(group, orders.copy_src[at], orders.copy_dst[at])
+        table.finish()
+
+    def executed(self, seq: int) -> None:
+        """All launches of steps up to this one have finished here. Raises FailedPrecondition."""
+        self._stamps.set_executed(seq)
+
+    def _check_turn(self, seq: int, part: int) -> None:
+        done_seq, done_part = self._stamps.position
+        if self._stamps.is_busy:
+            raise FailedPrecondition(
+                f"the orders of step {done_seq}, part {done_part} were begun and not finished",
+                field="seq",
+                remedy="begin a new engine life: open a session with epoch 0",
+            )
+        if (seq, part) == (done_seq + 1, 0) or (done_seq and (seq, part) == (done_seq, done_part + 1)):
+            return
+        why = "was carried out" if (seq, part) <= (done_seq, done_part) else f"does not follow {done_seq}, {done_part}"
+        raise SequenceError(
+            f"step {seq}, part {part} {why}",
+            field="seq",
+            remedy="carry out the parts of each answer once, in order",
+        )
+
+
+class RankGroup:
+    """All ranks of a replica as their stamp tables show them: what only all of them together can say.
+
+    A rank that lags, or whose process died, stays where its table stands and holds the others back.
+    """
+
+    def __init__(self, tables: Sequence[StampTable]) -> None:
+        """Tables by rank; those of other processes are mapped. Raises InvalidArgument for pools of different sizes."""
+        if len({table.num_blocks for table in tables}) != 1:
+            raise InvalidArgument("no ranks, or pools of different sizes", field="tables", remedy="give equal plans")
+        self._tables = tuple(tables)
+
+    def claim(self, epoch: int) -> None:
+        """Make this engine life the owner on every rank, rank 0 first. Raises StaleEpoch."""
+        for table in self._tables:
+            table.claim(epoch)
+
+    def executed_through(self, epoch: int) -> int:
+        """Steps of the epoch up to this one have finished on every rank."""
+        return min(table.executed if table.owner_epoch == epoch else 0 for table in self._tables)
+
+    def agreed_stamps(self) -> tuple[int, ...]:
+        """One stamp per block that every rank shows, 0 where they differ: for `OpenRequest.stamp_table`."""
+        return agreed_stamps([table.reading() for table in self._tables])
+
+
+def check_orders(orders: Orders, num_blocks: int, num_groups: int) -> None:
+    """Raise InvalidArgument naming the column of an order that a pool of this size cannot mean."""
+    for names in (("stamp_block", "stamp"), ("zero_block", "zero_group"), ("copy_src", "copy_dst", "copy_group")):
+        if len({len(getattr(orders, name)) for name in names}) != 1:
+            raise InvalidArgument("columns of different lengths", field=f"orders.{names[0]}", remedy="send them whole")
+    for name in ("stamp_block", "zero_block", "copy_src", "copy_dst"):
+        _check_range(f"orders.{name}", getattr(orders, name), 1, num_blocks - 1)
+    for name in ("zero_group", "copy_group"):
+        _check_range(f"orders.{name}", getattr(orders, name), 0, num_groups - 1)
+    _check_range("orders.stamp", orders.stamp, 1, MAX_STAMP)
+
+
+def _check_range(field: str, values: Sequence[int], low: int, high: int) -> None:
+    if values and not low <= min(values) <= max(values) <= high:
+        raise InvalidArgument(
+            f"{min(values)} to {max(values)} is not within {low} to {high}",
+            field=field,
+            remedy="block 0 is the null block; plan and pool must be of one registration",
+        )
+
+
+def _runs(groups: list[int]) -> Iterator[tuple[int, slice]]:
+    """Runs of orders for one group, so that a mover gets many at once and the order stays."""
+    start = 0
+    for group, members in groupby(groups):
+        end = start + len(list(members))
+        yield group, slice(start, end)
+        start = end

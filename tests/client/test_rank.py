@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, SequenceError, StaleEpoch
+from kvplane.base.stamp_table import StampTable, table_bytes
+from kvplane.base.stamps import Stamp
+from kvplane.base.step import Orders
+from kvplane.rank import Rank, RankGroup
+
+BLOCKS = 8
+EPOCH = 3
+
+
+class Tape:
+    """A mover that writes down what it is told, and what the table said then."""
+
+    num_groups = 2
+
+    def __init__(self, table: StampTable) -> None:
+        self.table = table
+        self.told: list[object] = []
+        self.broken = False
+
+    def zero(self, group, blocks):
+        if self.broken:
+            raise RuntimeError("the device is gone")
+        self.told.append(("zero", group, list(blocks), self.table.read(1)))
+
+    def copy(self, group, src, dst):
+        self.told.append(("copy", group, list(src), list(dst)))
+
+
+def table() -> StampTable:
+    return StampTable.create(bytearray(table_bytes(BLOCKS)), BLOCKS, incarnation=7)
+
+
+@pytest.fixture
+def tape() -> Tape:
+    return Tape(table())
+
+
+@pytest.fixture
+def rank(tape) -> Rank:
+    rank = Rank(tape.table, tape)
+    rank.claim(EPOCH)
+    return rank
+
+
+def stamped(*blocks: int, generation: int = 0) -> Orders:
+    return Orders(stamp_block=list(blocks), stamp=[Stamp(generation, EPOCH, 10 + b).pack() for b in blocks])
+
+
+def test_stamps_come_before_zeroes_and_zeroes_before_copies(rank, tape):
+    orders = stamped(1, 2)
+    orders.zero_block, orders.zero_group = [1, 2, 2], [0, 0, 1]
+    orders.copy_src, orders.copy_dst, orders.copy_group = [3, 1, 4], [1, 2, 5], [1, 1, 0]
+    rank.carry_out(EPOCH, 1, 0, orders)
+    new = Stamp(0, EPOCH, 11).pack()
+    assert tape.told == [
+        ("zero", 0, [1, 2], new),
+        ("zero", 1, [2], new),
+        ("copy", 1, [3, 1], [1, 2]),
+        ("copy", 0, [4], [5]),
+    ]
+    assert tape.table.read_all() == (0, new, Stamp(0, EPOCH, 12).pack(), 0, 0, 0, 0, 0)
+
+
+def test_parts_run_once_and_in_order(rank, tape):
+    for seq, part in ((1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (3, 2)):
+        rank.carry_out(EPOCH, seq, part, Orders())
+    before = tape.table.snapshot()
+    for seq, part in ((3, 2), (3, 1), (1, 0), (3, 4), (4, 1), (5, 0), (0, 1), (0, 0)):
+        with pytest.raises(SequenceError, match=f"step {seq}, part {part}"):
+            rank.carry_out(EPOCH, seq, part, stamped(1))
+    assert tape.table.snapshot() == before
+    rank.carry_out(EPOCH, 4, 0, Orders())
+
+
+def test_an_epoch_begins_with_step_1(rank):
+    for seq, part in ((0, 1), (1, 1), (2, 0)):
+        with pytest.raises(SequenceError):
+            rank.carry_out(EPOCH, seq, part, Orders())
+
+
+def test_another_rank_on_the_table_goes_on_and_repeats_nothing(rank, tape):
+    rank.carry_out(EPOCH, 1, 0, Orders())
+    other = Rank(tape.table, tape)
+    with pytest.raises(SequenceError):
+        other.carry_out(EPOCH, 1, 0, Orders())
+    other.carry_out(EPOCH, 2, 0, Orders())
+
+
+@pytest.mark.parametrize("epoch", [0, EPOCH - 1, EPOCH + 1])
+def test_only_the_owner_writes(rank, tape, epoch):
+    before = tape.table.snapshot()
+    with pytest.raises(StaleEpoch) as caught:
+        rank.carry_out(epoch, 1, 0, stamped(1))
+    assert caught.value.metadata == {"epoch": str(EPOCH)}
+    assert tape.table.snapshot() == before
+
+
+def test_a_table_that_nobody_claimed_is_written_by_nobody():
+    stamps = table()
+    with pytest.raises(StaleEpoch):
+        Rank(stamps, Tape(stamps)).carry_out(0, 1, 0, Orders())
+
+
+def test_orders_cut_short_are_never_begun_again(rank, tape):
+    tape.broken = True
+    with pytest.raises(RuntimeError):
+        rank.carry_out(EPOCH, 1, 0, Orders(zero_block=[1], zero_group=[0]))
+    tape.broken = False
+    for seq, part in ((1, 0), (1, 1), (2, 0)):
+        with pytest.raises(FailedPrecondition, match="begun and not finished"):
+            rank.carry_out(EPOCH, seq, part, Orders())
+    rank.claim(EPOCH + 1)
+    rank.carry_out(EPOCH + 1, 1, 0, Orders())
+
+
+@pytest.mark.parametrize(
+    ("orders", "field"),
+    [
+        (Orders(stamp_block=[0], stamp=[1]), "stamp_block"),
+        (Orders(stamp_block=[BLOCKS], stamp=[1]), "stamp_block"),
+        (Orders(stamp_block=[1], stamp=[0]), "stamp"),
+        (Orders(stamp_block=[1], stamp=[1 << 64]), "stamp"),
+        (Orders(stamp_block=[1, 2], stamp=[1]), "stamp_block"),
+        (Orders(zero_block=[BLOCKS], zero_group=[0]), "zero_block"),
+        (Orders(zero_block=[1], zero_group=[2]), "zero_group"),
+        (Orders(zero_block=[1]), "zero_block"),
+        (Orders(copy_src=[0], copy_dst=[1], copy_group=[0]), "copy_src"),
+        (Orders(copy_src=[1], copy_dst=[-1], copy_group=[0]), "copy_dst"),
+        (Orders(copy_src=[1], copy_dst=[2], copy_group=[-1]), "copy_group"),
+        (Orders(copy_src=[1], copy_dst=[2]), "copy_src"),
+    ],
+)
+def test_orders_outside_the_pool_write_nothing(rank, tape, orders, field):
+    before = tape.table.snapshot()
+    orders.stamp_block = [1, *orders.stamp_block]
+    orders.stamp = [5, *orders.stamp]
+    with pytest.raises(InvalidArgument, match=rf"^orders\.{field}:"):
+        rank.carry_out(EPOCH, 1, 0, orders)
+    assert (tape.table.snapshot(), tape.told) == (before, [])
+
+
+def test_the_slowest_rank_says_what_has_been_executed():
+    tables = [table(), table()]
+    group = RankGroup(tables)
+    ranks = [Rank(stamps, Tape(stamps)) for stamps in tables]
+    group.claim(EPOCH)
+    for seq in (1, 2, 3):
+        for rank in ranks:
+            rank.carry_out(EPOCH, seq, 0, Orders())
+    ranks[0].executed(3)
+    assert group.executed_through(EPOCH) == 0
+    ranks[1].executed(2)
+    assert group.executed_through(EPOCH) == 2
+    tables[0].claim(EPOCH + 1)
+    assert group.executed_through(EPOCH) == group.executed_through(EPOCH + 1) == 0
+
+
+def test_a_stamp_counts_only_where_all_ranks_show_it():
+    tables = [table(), table()]
+    group = RankGroup(tables)
+    group.claim(EPOCH)
+    for stamps in tables:
+        Rank(stamps, Tape(stamps)).carry_out(EPOCH, 1, 0, stamped(1, 2, 3))
+    alike = group.agreed_stamps()
+    assert alike[:4] == (0, *(Stamp(0, EPOCH, 10 + b).pack() for b in (1, 2, 3)))
+    tables[1].write([2], [Stamp(0, EPOCH, 99).pack()])
+    assert group.agreed_stamps() == (*alike[:2], 0, *alike[3:])
+
+
+def test_stamps_of_before_a_reset_count_no_more():
+    tables = [table(), table()]
+    group = RankGroup(tables)
+    for stamps in tables:
+        stamps.write([1, 2], [Stamp(0, EPOCH, 1).pack(), Stamp(0, EPOCH, 2).pack()])
+    tables[0].write([2], [Stamp(1, EPOCH, 3).pack()])
+    assert group.agreed_stamps() == (0,) * BLOCKS
+    tables[1].write([2], [Stamp(1, EPOCH, 3).pack()])
+    assert group.agreed_stamps() == (0, 0, Stamp(1, EPOCH, 3).pack(), *(0,) * 5)
+
+
+def test_ranks_have_equal_pools():
+    with pytest.raises(InvalidArgument):
+        RankGroup([])
+    with pytest.raises(InvalidArgument):
+        RankGroup([table(), StampTable.create(bytearray(table_bytes(4)), 4, incarnation=7)])
