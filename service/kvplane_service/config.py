@@ -61,6 +61,10 @@ class Config(BaseModel):
     """Event batches that a replica keeps; a subscriber that falls further behind is ended."""
     max_subscribers: Count = 64
     """Event subscribers of a replica."""
+    decision_log_steps: Count = 4096
+    """Decisions that a replica keeps for explanations: steps, or pieces of steps."""
+    decision_log_entries: Count = 1 << 18
+    """Block ids, hashes and amounts in the decisions that a replica keeps; each takes some 10 to 60 bytes."""
     hash_inline_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 8192
     """Longer contents of unary calls are hashed beside the event loop."""
     drain_delay_ms: Pause = 0

@@ -30,6 +30,7 @@ from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.step import Cache, CacheEvent, End, EventKind, Facts, Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
+from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.order import StepOrder, count_rows
 
@@ -92,6 +93,7 @@ class ReplicaHost:
         self.replica = replica
         self.scheme = HashScheme.of(replica.spec)
         self.events = EventLog(config.events_resume, config.max_subscribers)
+        self.decisions = DecisionLog(config.decision_log_steps, config.decision_log_entries)
         self.epoch = FIRST_EPOCH
         self._config = config
         self._clock = clock
@@ -286,7 +288,9 @@ class ReplicaHost:
         self.epoch += 1
         self._resumable = self._left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
-        lost = self._hold.add(0, self.replica.take_events())
+        told = self.replica.take_events()
+        self.decisions.append(Life(self.epoch, stamp_table, told, self._clock()))
+        lost = self._hold.add(0, told)
         self._hold.clear()
         if lost and not self._kept_keys:
             lost = [CacheEvent(EventKind.CLEARED)]
@@ -354,6 +358,7 @@ class ReplicaHost:
 
         When the core fails otherwise than by a refusal its state is unknown, so that nothing may be read from it again.
         """
+        at_ns = self._clock()
         self._in_core = True
         try:
             result = self.replica.apply(step)
@@ -361,8 +366,10 @@ class ReplicaHost:
             self._in_core = False
             raise
         self._in_core = False
+        events = tuple([part.events for part in result.parts])
+        self.decisions.append(Decision(without_tokens(step), result, events, at_ns, self._clock() - at_ns))
         shown = self._hold.release(step.executed_through)
-        shown += self._hold.add(step.seq, (event for part in result.parts for event in part.events))
+        shown += self._hold.add(step.seq, (event for of_part in events for event in of_part))
         self.events.publish(self.epoch, shown)
         return result
 

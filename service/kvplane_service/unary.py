@@ -66,6 +66,7 @@ class Content:
             hashes=self.hashes,
             request_id=[name],
             domain=[self.domain],
+            extra_keys=[self.extra_keys],
             skip_reading=[int(self.skip_reading)],
             max_tokens=[self.max_tokens],
         )

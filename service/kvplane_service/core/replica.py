@@ -182,7 +182,10 @@ class Replica:
         result = PartResult()
         self._facts(part, seq, result)
         self._cache(part.cache, result)
+        result.taken_back = len(result.preempted)
         self._news(part.news, contents)
+        if part.news.tokens:
+            result.hashed_news = [b"".join(content.digests) for content in contents]
         if part.with_hashes:
             for content in contents:
                 _tell_hashes(content.digests, result)
@@ -222,7 +225,7 @@ class Replica:
             appended = facts.appended[row] if facts.appended else 0
             requests.num_tokens[slot] += appended
             if facts.tokens and appended:
-                self._append_tokens(slot, facts.tokens[token_at : token_at + appended])
+                result.hashed_facts.append(self._append_tokens(slot, facts.tokens[token_at : token_at + appended]))
             token_at += appended
             requests.content[slot].digests.extend(given.get(row, ()))
             if facts.commit and facts.commit[row] != UNCHANGED:
@@ -246,11 +249,14 @@ class Replica:
         requests.computed[slot] = min(requests.computed[slot], computed)
         requests.wake(slot)
 
-    def _append_tokens(self, slot: int, tokens: list[int]) -> None:
+    def _append_tokens(self, slot: int, tokens: list[int]) -> bytes:
+        """Hash tokens that joined a request; the digests of the blocks that became full."""
         content = self.requests.content[slot]
-        if content.hasher is not None:
-            made = content.hasher.append(pack_tokens(tokens))
-            content.digests.extend(split_hashes(made, self._scheme.digest.size))
+        if content.hasher is None:
+            return b""
+        made = content.hasher.append(pack_tokens(tokens))
+        content.digests.extend(split_hashes(made, self._scheme.digest.size))
+        return made
 
     def _commit(self, slot: int, num_tokens: int, seq: int) -> None:
         """Register what became true, never beyond what is computed; what is not in flight has been executed already."""

@@ -349,6 +349,10 @@ class PartResult:
     orders: Orders = field(default_factory=Orders)
     free_blocks: int = 0  # exact, after the part
     events: list[CacheEvent] = field(default_factory=list)
+    # For the decision log, not sent:
+    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # digests made of each row's tokens
+    hashed_news: list[bytes] = field(default_factory=list, compare=False)
+    taken_back: int = field(default=0, compare=False)  # of preempted: lost what they had before the run section
 
 
 @dataclass(slots=True)
