@@ -61,7 +61,7 @@ class BlockPool:
         self.key_step = [0] * num_blocks  # step that registered it; tentative while that has not been executed
         self.more_keys: dict[int, list[Key]] = {}  # further keys: partial prefixes inside the block
         self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
-        self._num_groups = num_groups
+        self.num_groups = num_groups
         self.stamp = [0] * num_blocks
         self.stamped: dict[int, None] = {}  # blocks whose stamp changed since the last drain, in order
         self.generation = 0
@@ -186,17 +186,34 @@ class BlockPool:
             self.key_step[block] = self.step
         else:
             self.more_keys.setdefault(block, []).append(key)
-        maps = self.index.get(key.domain)
-        if maps is None:
-            maps = self.index[key.domain] = [{} for _ in range(self._num_groups)]
-        entry = maps[key.group].get(key.digest)
+        by_digest = self._by_digest(key.domain, key.group)
+        entry = by_digest.get(key.digest)
         if entry is None:
-            maps[key.group][key.digest] = block
+            by_digest[key.digest] = block
         elif isinstance(entry, int):
-            maps[key.group][key.digest] = [entry, block]
+            by_digest[key.digest] = [entry, block]
         else:
             entry.append(block)
         self.registered.append((block, key))
+
+    def restore_keys(self, domain: str, group: int, digests: Sequence[bytes], blocks: list[int]) -> None:
+        """Let blocks that had no key be found under these digests; the caller sets the columns of the blocks."""
+        if not blocks:
+            return
+        by_digest = self._by_digest(domain, group)
+        owners = list(map(by_digest.setdefault, digests, blocks))
+        if owners == blocks:
+            return
+        for digest, block, owner in zip(digests, blocks, owners, strict=True):
+            if owner != block:
+                entry = by_digest[digest]
+                by_digest[digest] = [entry, block] if isinstance(entry, int) else [*entry, block]
+
+    def _by_digest(self, domain: str, group: int) -> dict[bytes, int | list[int]]:
+        maps = self.index.get(domain)
+        if maps is None:
+            maps = self.index[domain] = [{} for _ in range(self.num_groups)]
+        return maps[group]
 
     def unregister(self, block: int) -> list[Key]:
         """Take every key from the block, primary first; the page is as if it held nothing. No event, no stamp."""

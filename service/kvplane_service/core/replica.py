@@ -5,12 +5,13 @@ apply(step):  validate -> executed_through -> for each part: facts -> cache -> n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
+from kvplane.base.stamps import Stamp
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNCHANGED,
@@ -30,10 +31,12 @@ from kvplane.base.step import (
 )
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters, GroupCounters
+from kvplane_service.core.entries import Entries, collect
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE, Residency
 from kvplane_service.core.program import Program
+from kvplane_service.core.recovery import Recovered, Recovery
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.validate import StepValidator
@@ -102,6 +105,26 @@ class Replica:
         self.seq = 0
         return pool.count_keys()
 
+    def recover(self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Recovered:
+        """The first life of an engine on this object, on page memory that an earlier object knew.
+
+        Args:
+            epoch: above every epoch in which stamps were given for this memory.
+            tables: what the memory of each rank says, one stamp per block.
+            stored: what was told by `entries`, as far as it is known; in any order.
+        """
+        assert not self.requests.slots() and not self.coordinator.pool.index, "only an unused replica can recover"
+        pool = self._pool
+        recovery = Recovery(pool, self._scheme.digest.size, tables)
+        for entries in stored:
+            recovery.add(entries)
+        outcome = recovery.finish()
+        shown = max((max(table, default=0) for table in tables), default=0)
+        pool.generation = max(pool.generation, Stamp.unpack(shown).generation)
+        pool.begin_epoch(epoch)
+        self.seq = 0
+        return outcome
+
     def take_events(self) -> list[CacheEvent]:
         """The cache events of `begin_epoch`, in order, once; those of steps are in their results."""
         events, self._pool.events = self._pool.events, []
@@ -122,6 +145,14 @@ class Replica:
     def peek_slot(self, slot: int) -> Hit:
         """How long the prefix of a known request is cached, as its own admission would see it."""
         return self.coordinator.find_hit(slot)
+
+    def entries(self, blocks: Iterable[int] | None = None) -> Entries:
+        """The published keys of these blocks, or of all: free ones in eviction order, then those in use."""
+        pool = self._pool
+        if blocks is None:
+            held = [block for block in range(1, pool.num_blocks) if pool.references[block]]
+            blocks = chain(pool.free, held)
+        return collect(pool, blocks, self._scheme.digest.size)
 
     @property
     def free_blocks(self) -> int:

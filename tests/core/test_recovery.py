@@ -1,0 +1,239 @@
+"""A replica that comes back from what was stored of it and from what the page memory shows.
+
+The oracle is the life that did not end: a new epoch of the old object keeps exactly the keys that a new object must
+get back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane.base.stamps import Stamp
+from kvplane_service.core import inspect
+from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.core.recovery import Recovered
+from kvplane_service.core.replica import Replica
+from tests.core.builders import GRANTED, Engine, digests, fake_digest, full, sinks, state, window
+
+PROMPT = "aaaabbbbccccd"
+KINDS = {
+    "full": (full(),),
+    "window": (full(), window(8)),
+    "state": (full(), state()),
+    "small blocks": (full(4), window(8, 2)),
+}
+
+
+def engine_after(*groups, prompts=(PROMPT,), **changes):
+    """An engine that has served these prompts, all executed."""
+    engine = Engine(*groups, **changes)
+    for slot, prompt in enumerate(prompts):
+        engine.serve(slot, prompt)
+    engine.idle()
+    return engine
+
+
+def recover(engine, stored, *tables, epoch=1):
+    """A new object of the same spec: the engine goes on with it."""
+    engine.replica = Replica(engine.spec)
+    engine.seq, engine.executed = 0, None
+    outcome = engine.replica.recover(epoch, tables, stored)
+    inspect.check(engine.replica)
+    return outcome
+
+
+def memory(engine):
+    return list(engine.pool.stamp)
+
+
+def split(entries):
+    """One piece per row, so that rows can be lost and mixed."""
+    size, at, pieces = entries.digest_size, 0, []
+    for run in entries.runs:
+        for row in range(at, at + run.count):
+            digest = entries.digests[row * size : (row + 1) * size]
+            pieces.append(
+                Entries(
+                    size,
+                    [replace(run, count=1)],
+                    [entries.block[row]],
+                    [entries.stamp[row]],
+                    [entries.num_tokens[row]],
+                    [entries.age[row]],
+                    digest,
+                )
+            )
+        at += run.count
+    return pieces
+
+
+@pytest.mark.parametrize("groups", KINDS.values(), ids=KINDS)
+def test_everything_published_hits_again(groups):
+    prompts = ("aaaabbbbcccc", "aaaabbbbeeee", "x" * 16)
+    engine = engine_after(*groups, prompts=prompts)
+    before = [engine.outside(text + "?") for text in prompts]
+    assert before == [12, 12, 16]
+    keyed = engine.keyed()
+    outcome = recover(engine, [engine.replica.entries()], memory(engine))
+    assert engine.keyed() == keyed
+    assert (outcome.unproven, outcome.repeated, outcome.impossible) == (0, 0, 0)
+    assert [engine.outside(text + "?") for text in prompts] == before
+    assert engine.admit(0, PROMPT).hit == 12
+
+
+def test_nothing_comes_back_without_the_stamps_of_the_memory():
+    engine = engine_after(full())
+    stored = engine.replica.entries()
+    assert recover(engine, [stored]) == Recovered(0, 3, 0, 0)
+    assert recover(engine, [stored], [0] * 101) == Recovered(0, 3, 0, 0)
+    assert engine.keyed() == []
+
+
+def test_every_rank_must_show_the_stamp():
+    engine = engine_after(full())
+    stored, first = engine.replica.entries(), memory(engine)
+    second = [*first]
+    second[2] += 1
+    assert recover(engine, [stored], first, second).kept == 2
+    assert engine.keyed() == [1, 3]
+    assert recover(engine, [stored], first, first[:2]).kept == 1, "a table that is too short proves what it holds"
+
+
+def test_a_key_of_a_step_that_was_not_executed_is_not_told():
+    engine = Engine(full())
+    engine.executed = 0
+    engine.admit(0, PROMPT)
+    assert len(engine.replica.entries()) == 0
+    assert engine.replica.entries([1]).bare_block == [1]
+    engine.executed = 1
+    engine.run(0, text="d")
+    assert sorted(engine.replica.entries().block) == [1, 2, 3]
+
+
+def test_an_entry_of_another_page_content_is_unproven():
+    engine = engine_after(full(), num_blocks=5)
+    stored = engine.replica.entries()
+    engine.serve(1, "zzzzy")
+    engine.idle()
+    outcome = recover(engine, [stored], memory(engine))
+    assert outcome == Recovered(2, 1, 0, 0), "one block was handed out again"
+    assert engine.outside("zzzzy") == 0
+
+
+def test_rows_that_are_told_twice_count_once():
+    engine = engine_after(full(), window(8))
+    stored = engine.replica.entries()
+    outcome = recover(engine, [stored, stored], memory(engine))
+    assert outcome.kept == outcome.repeated == len(stored)
+
+
+def test_blocks_of_one_content_are_all_found_again():
+    engine = Engine(full())
+    engine.admit(0, PROMPT, news={"skip_reading": 1})
+    engine.admit(1, PROMPT, news={"skip_reading": 1})
+    engine.end(0, 1)
+    engine.idle()
+    assert len(engine.keyed()) == 6
+    pieces = engine.replica.entries()
+    assert recover(engine, [pieces], memory(engine)).kept == 6
+    assert engine.pool.count_keys() == 3
+    engine.cache(evicted=[engine.pool.find("", (0,), digests(engine.spec, PROMPT)[0])[0]])
+    assert engine.outside(PROMPT) == 12, "the other copy still hits"
+
+
+def test_further_keys_of_a_block_come_back_with_the_first():
+    engine = Engine(full(4), full(2, lookup_class=1), partial_hits=True)
+    engine.serve(0, "aaaabbc")
+    engine.idle()
+    pieces = split(engine.replica.entries())
+    hit, table = engine.outside("aaaabbc"), memory(engine)
+    assert hit > 4, "the prompt's end lies inside a block"
+    for order in (pieces, pieces[::-1]):
+        assert recover(engine, order, table).kept == len(pieces)
+        assert engine.outside("aaaabbc") == hit
+
+
+def test_what_no_pool_can_have_is_counted_and_left_out():
+    engine = engine_after(full())
+    stored, table = engine.replica.entries(), memory(engine)
+    far = replace(stored, block=[101 if block == 2 else block for block in stored.block])
+    null = replace(stored, block=[0 if block == 2 else block for block in stored.block])
+    group = replace(stored, runs=[KeyRun("", 1, 3)])
+    size = Entries(16, [KeyRun("", 0, 1)], [1], [table[1]], [4], [0], fake_digest(1)[:16])
+    for broken, kept in ((far, 2), (null, 2), (group, 0), (size, 0)):
+        outcome = recover(engine, [broken], table)
+        assert (outcome.kept, outcome.impossible) == (kept, len(broken) - kept)
+
+
+def test_one_stamp_on_two_pages_proves_neither():
+    engine = engine_after(full())
+    stored, table = engine.replica.entries(), memory(engine)
+    stored.stamp[1] = table[2] = table[1]
+    assert recover(engine, [stored], table).kept == 1
+    assert engine.keyed() == [3]
+
+
+def test_stamps_go_on_above_the_generation_that_the_memory_shows():
+    engine = engine_after(full())
+    engine.cache(reset=True)
+    engine.serve(1, PROMPT)
+    engine.idle()
+    stored, table = engine.replica.entries(), memory(engine)
+    assert Stamp.unpack(max(table)).generation == 1
+    recover(engine, [stored], table, epoch=7)
+    order = engine.admit(0, "q").result.orders
+    assert [Stamp.unpack(stamp) for stamp in order.stamp] == [Stamp(1, 7, 1)]
+
+
+def test_older_entries_are_evicted_first_and_long_prefixes_before_short_ones():
+    engine = engine_after(full(), prompts=(PROMPT, "xxxxyyyyz"))
+    stored, table = engine.replica.entries(), memory(engine)
+    stored.age = [5 if block <= 3 else 4 for block in stored.block]
+    recover(engine, [stored], table)
+    assert engine.free_order[-5:] == [5, 4, 3, 2, 1]
+    stored.used_block, stored.used_age = [4, 99], [6, 6]
+    recover(engine, [stored], table)
+    assert engine.free_order[-5:] == [5, 3, 2, 1, 4], "block 4 was used later, block 99 has no key"
+
+
+def test_a_block_that_the_pool_holds_for_ever_gets_no_key():
+    engine = Engine(sinks(4))
+    engine.serve(0, PROMPT)
+    engine.idle()
+    (sink,) = engine.pool.reserved
+    stored, table = engine.replica.entries(), memory(engine)
+    stored.block[0], stored.stamp[0] = sink, table[sink]
+    outcome = recover(engine, [stored], table)
+    assert (outcome.kept, outcome.unproven) == (2, 1)
+
+
+texts = st.text("ab", min_size=1, max_size=18)
+
+
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.lists(texts, min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_a_new_object_keeps_what_the_old_one_would_have_kept(kind, prompts, chance):
+    """Whatever is lost of the memory; whatever order the store gives its rows back in, and how often."""
+    engine = Engine(*KINDS[kind], num_blocks=25)
+    for slot, prompt in enumerate(prompts):
+        if engine.admit(slot, prompt).status is GRANTED and chance.random() < 0.8:
+            engine.end(slot)
+    engine.idle()
+    table = [stamp if chance.random() < 0.8 else chance.choice((0, stamp + 1)) for stamp in memory(engine)]
+    pieces = split(engine.replica.entries())
+    pieces += chance.sample(pieces, len(pieces) // 2)
+    chance.shuffle(pieces)
+    engine.replica.begin_epoch(1, tuple(table))
+    keyed, hits = engine.keyed(), [engine.outside(prompt) for prompt in prompts]
+    recover(engine, pieces, table)
+    assert engine.keyed() == keyed
+    assert [engine.outside(prompt) for prompt in prompts] == hits
+    for slot, prompt in enumerate(prompts):
+        engine.admit(slot, prompt)
