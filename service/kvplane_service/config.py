@@ -55,6 +55,8 @@ class Config(BaseModel):
     """Greatest token id that unary calls accept."""
     lease_ms: Millis = 10_000
     """A session that is silent for longer counts as gone."""
+    worker_lease_ms: Millis = 10_000
+    """A worker that is silent for longer is forgotten."""
     op_window: Count = 4096
     """Answers of unary calls with an op_id that a replica keeps for repeats."""
     events_resume: Count = 4096

@@ -104,6 +104,7 @@ class ReplicaHost:
         self._left = False  # ... and has closed: the engine is gone, the epoch has ended
         self._kept_keys = 0
         self._in_core = False
+        self._owner_epoch = 0  # that the memory names
 
     # ---- what others see; touches nothing
 
@@ -138,6 +139,10 @@ class ReplicaHost:
         """Raise StaleEpoch when this is not the current engine life."""
         if epoch != self.epoch:
             raise self._stale_epoch(epoch, "ask again with DescribeReplica")
+
+    def follow_owner(self, epoch: int) -> None:
+        """The page memory names this engine life as its owner: the next one is numbered above it."""
+        self._owner_epoch = max(self._owner_epoch, epoch)
 
     # ---- the session
 
@@ -280,12 +285,13 @@ class ReplicaHost:
     # ---- inside
 
     def _begin_epoch(self, stamp_table: tuple[int, ...]) -> None:
-        if self.epoch >= MAX_EPOCH:
+        epoch = max(self.epoch, self._owner_epoch) + 1
+        if epoch > MAX_EPOCH:
             raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
         self._in_core = True
-        self._kept_keys = self.replica.begin_epoch(self.epoch + 1, stamp_table)
+        self._kept_keys = self.replica.begin_epoch(epoch, stamp_table)
         self._in_core = False
-        self.epoch += 1
+        self.epoch = epoch
         self._resumable = self._left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
         told = self.replica.take_events()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.rank_plan import RankPlan
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
 from kvplane_service.host import Clock, ReplicaHost, new_replica
 from kvplane_service.unary import UnaryCalls
+from kvplane_service.workers import WorkerRoster
 
 _NAME = re.compile(r"[a-zA-Z0-9._/-]{1,128}", re.ASCII)
 MAX_RANKS = 65536
@@ -26,20 +28,27 @@ class Registration:
         spec: of the pool.
         num_ranks: workers of the engine, all with equal plans.
         namespace_digest: of everything that makes bytes incompatible.
+        plans: memory of a rank, one per pipeline stage; none when groups were given as they are.
     """
 
     spec: ReplicaSpec
     num_ranks: int = 1
     namespace_digest: bytes = b""
+    plans: tuple[RankPlan, ...] = field(default=(), compare=False)
+
+    def agrees_with(self, other: Registration) -> bool:
+        """Whether both can be one replica."""
+        return self == other and (self.plans == other.plans or not (self.plans and other.plans))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A registered replica: its host for sessions, and unary calls onto the same host."""
+    """A registered replica: its host for sessions, unary calls onto the same host, and the workers of its ranks."""
 
     registration: Registration
     host: ReplicaHost
     unary: UnaryCalls
+    workers: WorkerRoster
 
 
 class Registry:
@@ -94,7 +103,7 @@ class Registry:
         if entry is None:
             self._check(registration)
             return None
-        if entry.registration != registration:
+        if not entry.registration.agrees_with(registration):
             raise AlreadyExists(
                 f"{name} is registered with {_difference(entry.registration, registration)}",
                 field="replica",
@@ -107,7 +116,9 @@ class Registry:
         entry = self.find_equal(name, registration)
         if entry is None:
             host = ReplicaHost(name, replica, self._config, self._clock)
-            entry = Entry(registration, host, UnaryCalls(host, self._config))
+            lease_ms = self._config.worker_lease_ms
+            workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock)
+            entry = Entry(registration, host, UnaryCalls(host, self._config), workers)
             self._entries[name] = entry
         return entry
 
@@ -162,4 +173,6 @@ def _difference(old: Registration, new: Registration) -> str:
         value = getattr(old.spec, name)
         if value != getattr(new.spec, name):
             return f"other groups ({len(value)})" if name == "groups" else f"{name} {value}"
+    if old.plans != new.plans:
+        return "another layout of its memory"
     raise AssertionError("equal registrations differ")

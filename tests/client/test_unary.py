@@ -108,11 +108,10 @@ def test_a_model_by_its_layers(client, extra_replica):
     assert [list(group.layer_names) for group in answer.spec.groups]
 
 
-def test_a_layer_that_the_contract_cannot_say_is_refused_not_changed(client):
+def test_a_packed_layer_is_planned_as_it_is_said(client, extra_replica):
     spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16, tokens_per_state=4)
-    with pytest.raises(InvalidArgument) as caught:
-        client.register_replica("extra/1", LayerSource(layers=(Layer("a", spec),), num_blocks=100))
-    assert caught.value.field == "layers[0].format.tokens_per_state"
+    answer = client.register_replica(extra_replica, LayerSource(layers=(Layer("a", spec),), num_blocks=3000))
+    assert answer.bytes_per_block == spec.page_bytes == 16 // 4 * 8 * 128 * 2 * 2
 
 
 def test_a_description(client, name):

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from kvplane_service.config import Config
 from tests.service.rig import running
 
-SERVICES = ("kvplane.v1.Allocation", "kvplane.v1.Events", "kvplane.v1.Admin")
+SERVICES = ("kvplane.v1.Allocation", "kvplane.v1.Events", "kvplane.v1.Workers", "kvplane.v1.Admin")
 
 
 @pytest.fixture(scope="module")

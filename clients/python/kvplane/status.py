@@ -22,13 +22,18 @@ from kvplane.base.errors import (
     KvplaneError,
     LimitExceeded,
     Moved,
+    NoPlan,
     NotFound,
     OpIdReused,
     OtherWriter,
+    OutOfMemory,
+    PermissionDenied,
     ReplicaLapsed,
     SequenceError,
     StaleEpoch,
     Unavailable,
+    WorkerExists,
+    WrongPlan,
 )
 
 DOMAIN = "kvplane"
@@ -46,6 +51,11 @@ _CODES: Mapping[type[KvplaneError], grpc.StatusCode] = {
     ReplicaLapsed: grpc.StatusCode.FAILED_PRECONDITION,
     OpIdReused: grpc.StatusCode.FAILED_PRECONDITION,
     Moved: grpc.StatusCode.FAILED_PRECONDITION,
+    NoPlan: grpc.StatusCode.FAILED_PRECONDITION,
+    WrongPlan: grpc.StatusCode.FAILED_PRECONDITION,
+    WorkerExists: grpc.StatusCode.FAILED_PRECONDITION,
+    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -61,6 +71,7 @@ _BY_CODE: Mapping[grpc.StatusCode, type[KvplaneError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgument,
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
 }
 

@@ -47,7 +47,7 @@ class AllocationServicer:
         if self._draining:
             raise Unavailable("the service is going away", remedy="register elsewhere")
         planned = await asyncio.to_thread(plan_source, request)
-        registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest)
+        registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest, planned.plans)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
             replica = await asyncio.to_thread(new_replica, planned.spec)

@@ -105,6 +105,7 @@ def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:
         num_ranks=entry.registration.num_ranks,
         common_prefix_blocks=replica.common_prefix_blocks(),
         residency=encode_residency(replica.residency),
+        workers=[wire.encode_worker(worker) for worker in entry.workers.alive()],
     )
 
 

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvplane.base.errors import Unavailable
-from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2
+from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
 from kvplane_service.config import Config
 from kvplane_service.contents import ContentHasher
 from kvplane_service.registry import Registry
@@ -21,12 +21,14 @@ from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
 from kvplane_service.rpc.methods import service_handler
 from kvplane_service.rpc.session import SessionStreams
+from kvplane_service.rpc.workers import WorkersServicer
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops
 
 _ALLOCATION = allocation_pb2.DESCRIPTOR.services_by_name["Allocation"]
 _EVENTS = events_pb2.DESCRIPTOR.services_by_name["Events"]
+_WORKERS = plan_pb2.DESCRIPTOR.services_by_name["Workers"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
 
@@ -39,11 +41,12 @@ class RpcServer:
         self._streams = SessionStreams(registry)
         self._events = EventsServicer(registry)
         self._allocation = AllocationServicer(registry, self._streams, ContentHasher(config))
-        services = (_ALLOCATION.full_name, _EVENTS.full_name, _ADMIN.full_name)
+        services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
         handlers = (
             service_handler(_ALLOCATION, self._allocation),
             service_handler(_EVENTS, self._events),
+            service_handler(_WORKERS, WorkersServicer(registry)),
             service_handler(_ADMIN, AdminServicer(registry)),
         )
         self._server.add_generic_rpc_handlers(handlers)

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError
-from kvplane.base.groups import AlignSpec, CommitRule, GroupKind, HashAlgorithm, MambaMode, ReplicaSpec
-from kvplane.base.layer_json import spec_from_dict
+from kvplane.base.groups import AlignSpec, CommitRule, HashAlgorithm, MambaMode, ReplicaSpec
 from kvplane.base.layers import KVSharingLayer, Layer
+from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
 from kvplane.wire.spec import decode_enum
 from kvplane_service.core.planner import (
@@ -21,6 +21,7 @@ from kvplane_service.core.planner import (
     Worker,
     plan_cache,
     to_groups,
+    to_rank_plan,
 )
 from kvplane_service.models import ModelOptions, model_layers
 
@@ -28,34 +29,17 @@ MAX_LAYERS = 4096
 _AnyLayer: TypeAlias = Layer | KVSharingLayer
 _Source: TypeAlias = replica_pb2.ModelSource | replica_pb2.LayerSource
 
-# Fields of LayerFormat that our formats call otherwise.
-_RENAMED = {"page_size_padded": "padded_page_bytes"}
-_SAME = (
-    "block_size",
-    "num_kv_heads",
-    "head_size",
-    "head_size_v",
-    "dtype",
-    "window",
-    "chunk",
-    "speculative_blocks",
-    "sink_tokens",
-    "page_size_padded",
-)
-_FIELDS_OF_CONTRACT = {
-    "padded_page_bytes": "page_size_padded",
-    "type": "kind",
-    "mode": "mamba_mode",
-    "shapes": "states",
-    "dtypes": "states",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A spec and what the planner says about it; no figures when groups were given."""
+    """A spec and what the planner says about it; no plans and figures when groups were given.
+
+    Attributes:
+        plans: memory of a rank, one per pipeline stage.
+    """
 
     spec: ReplicaSpec
+    plans: tuple[RankPlan, ...] = ()
     bytes_per_block: int = 0
     max_concurrency: float = 0.0
     warnings: tuple[str, ...] = ()
@@ -91,7 +75,7 @@ def _plan_model(source: replica_pb2.ModelSource) -> Planned:
 def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     if not 1 <= len(source.layers) <= MAX_LAYERS:
         raise InvalidArgument(f"{len(source.layers)} layers", field="layers", remedy=f"give 1 to {MAX_LAYERS}")
-    layers = [_layer(layer, f"layers[{at}]") for at, layer in enumerate(source.layers)]
+    layers = [wire.decode_layer(layer, f"layers[{at}]") for at, layer in enumerate(source.layers)]
     options = _plan_options(
         source,
         layout=Layout.BLOCK_OUTERMOST if source.block_outermost else Layout.LAYER_OUTERMOST,
@@ -144,7 +128,8 @@ def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: Pl
         align=_align(plan),
     )
     warnings = tuple(warning.message for warning in plan.warnings)
-    return Planned(spec, plan.bytes_per_block, plan.max_concurrency, warnings)
+    plans = tuple(to_rank_plan(plan, stage) for stage in range(len(plan.workers)))
+    return Planned(spec, plans, plan.bytes_per_block, plan.max_concurrency, warnings)
 
 
 def _hash_algorithm(source: _Source) -> HashAlgorithm:
@@ -162,52 +147,6 @@ def _align(plan: CachePlan) -> AlignSpec:
 
 def _is_cached_state(group: CacheGroup) -> bool:
     return group.spec.is_state and group.spec.mamba_mode is MambaMode.ALIGN
-
-
-def _layer(message: replica_pb2.Layer, path: str) -> _AnyLayer:
-    if message.HasField("format") == bool(message.shares_with):
-        raise InvalidArgument(
-            "a layer has its own cache or shares one",
-            field=path,
-            remedy="give exactly one of format and shares_with",
-        )
-    if message.shares_with:
-        return KVSharingLayer(message.name, message.shares_with)
-    try:
-        return Layer(
-            message.name,
-            spec_from_dict(_format(message.format, path), f"{path}.format"),
-            message.format.is_draft,
-        )
-    except InvalidArgument as error:
-        where, _, name = error.field.rpartition(".")
-        error.field = f"{where}.{_FIELDS_OF_CONTRACT.get(name, name)}"
-        raise
-
-
-def _format(message: replica_pb2.LayerFormat, path: str) -> dict[str, object]:
-    """The fields that are given, under the names of our formats."""
-    kind = decode_enum(
-        replica_pb2.GroupKind, "GROUP_KIND", message.kind, f"{path}.format.kind", GroupKind.FULL_ATTENTION
-    )
-    data: dict[str, object] = {"type": kind.value if message.kind else ""}
-    for name in _SAME:
-        value = getattr(message, name)
-        if value:
-            data[_RENAMED.get(name, name)] = value
-    if message.states:
-        data["shapes"] = [list(state.shape) for state in message.states]
-        data["dtypes"] = [state.dtype for state in message.states]
-    if message.mamba_mode:
-        mode = decode_enum(
-            replica_pb2.MambaMode,
-            "MAMBA_MODE",
-            message.mamba_mode,
-            f"{path}.format.mamba_mode",
-            MambaMode.NONE,
-        )
-        data["mode"] = mode.value
-    return data
 
 
 def _stages(source: replica_pb2.LayerSource, layers: list[_AnyLayer]) -> list[list[_AnyLayer]]:

@@ -96,6 +96,36 @@ class Moved(FailedPrecondition):
     reason = "MOVED"
 
 
+class NoPlan(FailedPrecondition):
+    """The replica was registered by explicit groups, so nobody knows what its memory looks like."""
+
+    reason = "NO_PLAN"
+
+
+class WrongPlan(FailedPrecondition):
+    """Pages have another plan than is asked for."""
+
+    reason = "WRONG_PLAN"
+
+
+class WorkerExists(FailedPrecondition):
+    """Another worker holds the rank. `metadata` has its "address" and "pid"."""
+
+    reason = "WORKER_EXISTS"
+
+
+class PermissionDenied(KvplaneError):
+    """The caller may not do this: it runs as another user, or has not the token of the place."""
+
+    reason = "PERMISSION_DENIED"
+
+
+class OutOfMemory(KvplaneError):
+    """The device has too little memory. `metadata`: bytes "asked" and "free", and "num_blocks" that would fit."""
+
+    reason = "OUT_OF_MEMORY"
+
+
 class LimitExceeded(KvplaneError):
     """A configured limit is reached (never: out of blocks, which is an answer)."""
 

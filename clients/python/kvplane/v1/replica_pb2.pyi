@@ -183,7 +183,7 @@ class ModelSource(_message.Message):
     def __init__(self, model: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., cache_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_concurrent_batches: _Optional[int] = ..., disable_caching: bool = ..., retention_interval: _Optional[int] = ..., watermark: _Optional[float] = ..., commit: _Optional[_Union[CommitRule, str]] = ..., hash_algorithm: _Optional[_Union[HashAlgorithm, str]] = ..., hash_seed: _Optional[str] = ...) -> None: ...
 
 class LayerFormat(_message.Message):
-    __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded")
+    __slots__ = ("kind", "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "window", "chunk", "states", "mamba_mode", "speculative_blocks", "sink_tokens", "is_draft", "page_size_padded", "block_stride_alignment", "dcp_sharded", "state_bytes", "tokens_per_state", "page_alignment", "state_format", "max_tp_shards", "computes_window", "computes_chunk", "extra_retained_tokens", "hidden_state")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +198,17 @@ class LayerFormat(_message.Message):
     SINK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_DRAFT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_PADDED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STRIDE_ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    DCP_SHARDED_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_STATE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_ALIGNMENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TP_SHARDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    COMPUTES_CHUNK_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_RETAINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_FIELD_NUMBER: _ClassVar[int]
     kind: GroupKind
     block_size: int
     num_kv_heads: int
@@ -212,7 +223,18 @@ class LayerFormat(_message.Message):
     sink_tokens: int
     is_draft: bool
     page_size_padded: int
-    def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., head_size_v: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ..., mamba_mode: _Optional[_Union[MambaMode, str]] = ..., speculative_blocks: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., is_draft: bool = ..., page_size_padded: _Optional[int] = ...) -> None: ...
+    block_stride_alignment: int
+    dcp_sharded: bool
+    state_bytes: int
+    tokens_per_state: int
+    page_alignment: int
+    state_format: str
+    max_tp_shards: int
+    computes_window: int
+    computes_chunk: int
+    extra_retained_tokens: int
+    hidden_state: bool
+    def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., block_size: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., head_size_v: _Optional[int] = ..., dtype: _Optional[str] = ..., window: _Optional[int] = ..., chunk: _Optional[int] = ..., states: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ..., mamba_mode: _Optional[_Union[MambaMode, str]] = ..., speculative_blocks: _Optional[int] = ..., sink_tokens: _Optional[int] = ..., is_draft: bool = ..., page_size_padded: _Optional[int] = ..., block_stride_alignment: _Optional[int] = ..., dcp_sharded: bool = ..., state_bytes: _Optional[int] = ..., tokens_per_state: _Optional[int] = ..., page_alignment: _Optional[int] = ..., state_format: _Optional[str] = ..., max_tp_shards: _Optional[int] = ..., computes_window: _Optional[int] = ..., computes_chunk: _Optional[int] = ..., extra_retained_tokens: _Optional[int] = ..., hidden_state: bool = ...) -> None: ...
 
 class StateTensor(_message.Message):
     __slots__ = ("shape", "dtype")

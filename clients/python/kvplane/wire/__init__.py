@@ -5,6 +5,8 @@ encoding refuses what a message cannot hold. Neither knows what a step means.
 """
 
 from kvplane.wire.events import decode_batch, encode_batch
+from kvplane.wire.layers import decode_layer, encode_layer
+from kvplane.wire.plan import decode_plan, encode_plan
 from kvplane.wire.result import (
     decode_event,
     decode_orders,
@@ -32,19 +34,25 @@ from kvplane.wire.unary import (
     encode_header,
     encode_source,
 )
+from kvplane.wire.worker import decode_assignment, decode_worker, encode_assignment, encode_worker
 
 __all__ = [
+    "decode_assignment",
     "decode_batch",
     "decode_event",
     "decode_extra_keys",
+    "decode_layer",
     "decode_open",
     "decode_opened",
     "decode_orders",
+    "decode_plan",
     "decode_result",
     "decode_spec",
     "decode_step",
     "decode_step_error",
+    "decode_worker",
     "encode_allocate",
+    "encode_assignment",
     "encode_batch",
     "encode_commit",
     "encode_content",
@@ -52,14 +60,17 @@ __all__ = [
     "encode_event",
     "encode_extra_keys",
     "encode_header",
+    "encode_layer",
     "encode_layer_source",
     "encode_model_source",
     "encode_open",
     "encode_opened",
     "encode_orders",
+    "encode_plan",
     "encode_result",
     "encode_source",
     "encode_spec",
     "encode_step",
     "encode_step_error",
+    "encode_worker",
 ]

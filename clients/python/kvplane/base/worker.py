@@ -1,0 +1,76 @@
+"""What a worker says of itself: the one that holds the pages of a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.rank_plan import RankPlan
+from kvplane.base.stamps import MAX_EPOCH
+
+MAX_ADDRESS_CHARS = 512
+MAX_DEVICE_CHARS = 64
+
+
+class WorkerState(Enum):
+    """What a worker is about. The value is the name used on the wire."""
+
+    STARTING = "starting"  # it has its plan and no pages yet
+    READY = "ready"  # its pages can be attached
+    LEAVING = "leaving"  # it is about to go
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """One worker.
+
+    Attributes:
+        rank: whose pages it holds.
+        worker_id: u64 drawn at random by each worker process, not 0.
+        address: where it serves `kvplane.v1.Worker`.
+        pid: its process.
+        device: of its pages, such as "cpu" or "cuda:0".
+        state: what it is about.
+        incarnation: names the life of its page memory; 0 while there is none.
+        owner_epoch: engine life that owns its pages.
+        plan_digest: of the plan that its pages have, "" while there are none.
+    """
+
+    rank: int
+    worker_id: int
+    address: str
+    pid: int
+    device: str
+    state: WorkerState = WorkerState.STARTING
+    incarnation: int = 0
+    owner_epoch: int = 0
+    plan_digest: str = ""
+
+    def validate(self) -> None:
+        """Raise InvalidArgument naming the field for a worker that cannot be."""
+        _require(self.worker_id > 0, "worker.worker_id", "draw a u64 at random")
+        _require(len(self.address) <= MAX_ADDRESS_CHARS, "worker.address", f"give at most {MAX_ADDRESS_CHARS}")
+        _require(len(self.device) <= MAX_DEVICE_CHARS, "worker.device", f"give at most {MAX_DEVICE_CHARS}")
+        _require(self.owner_epoch < MAX_EPOCH, "worker.owner_epoch", f"give less than {MAX_EPOCH}")
+        _require(len(self.plan_digest) <= MAX_DEVICE_CHARS, "worker.plan_digest", "give the digest of a plan")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a worker is told when it registers.
+
+    Attributes:
+        plan: memory of its rank.
+        num_ranks: of the replica.
+        lease_ms: renew more often than this.
+    """
+
+    plan: RankPlan
+    num_ranks: int
+    lease_ms: int
+
+
+def _require(holds: bool, field_name: str, remedy: str) -> None:
+    if not holds:
+        raise InvalidArgument("value out of range", field=field_name, remedy=remedy)

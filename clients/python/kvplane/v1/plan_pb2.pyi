@@ -1,0 +1,123 @@
+from kvplane.v1 import replica_pb2 as _replica_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_LEAVING: _ClassVar[WorkerState]
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_STARTING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_LEAVING: WorkerState
+
+class TensorPlacement(_message.Message):
+    __slots__ = ("group", "layer_names", "offset_bytes", "layer_stride_bytes", "block_stride_bytes")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_STRIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_STRIDE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    layer_names: _containers.RepeatedScalarFieldContainer[str]
+    offset_bytes: int
+    layer_stride_bytes: int
+    block_stride_bytes: int
+    def __init__(self, group: _Optional[int] = ..., layer_names: _Optional[_Iterable[str]] = ..., offset_bytes: _Optional[int] = ..., layer_stride_bytes: _Optional[int] = ..., block_stride_bytes: _Optional[int] = ...) -> None: ...
+
+class GroupLayers(_message.Message):
+    __slots__ = ("layers",)
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[_replica_pb2.Layer]
+    def __init__(self, layers: _Optional[_Iterable[_Union[_replica_pb2.Layer, _Mapping]]] = ...) -> None: ...
+
+class RankPlan(_message.Message):
+    __slots__ = ("num_blocks", "size_bytes", "bytes_per_block", "groups", "tensors", "shared_layers")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    size_bytes: int
+    bytes_per_block: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupLayers]
+    tensors: _containers.RepeatedCompositeFieldContainer[TensorPlacement]
+    shared_layers: _containers.RepeatedCompositeFieldContainer[_replica_pb2.Layer]
+    def __init__(self, num_blocks: _Optional[int] = ..., size_bytes: _Optional[int] = ..., bytes_per_block: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupLayers, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[TensorPlacement, _Mapping]]] = ..., shared_layers: _Optional[_Iterable[_Union[_replica_pb2.Layer, _Mapping]]] = ...) -> None: ...
+
+class WorkerInfo(_message.Message):
+    __slots__ = ("rank", "worker_id", "address", "pid", "device", "state", "incarnation", "owner_epoch", "plan_digest")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    worker_id: int
+    address: str
+    pid: int
+    device: str
+    state: WorkerState
+    incarnation: int
+    owner_epoch: int
+    plan_digest: str
+    def __init__(self, rank: _Optional[int] = ..., worker_id: _Optional[int] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., device: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., incarnation: _Optional[int] = ..., owner_epoch: _Optional[int] = ..., plan_digest: _Optional[str] = ...) -> None: ...
+
+class RegisterWorkerRequest(_message.Message):
+    __slots__ = ("replica", "worker")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    worker: WorkerInfo
+    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+
+class RegisterWorkerResponse(_message.Message):
+    __slots__ = ("plan", "plan_digest", "num_ranks", "lease_ms")
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    plan: RankPlan
+    plan_digest: str
+    num_ranks: int
+    lease_ms: int
+    def __init__(self, plan: _Optional[_Union[RankPlan, _Mapping]] = ..., plan_digest: _Optional[str] = ..., num_ranks: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class RenewWorkerRequest(_message.Message):
+    __slots__ = ("replica", "worker")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    worker: WorkerInfo
+    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[WorkerInfo, _Mapping]] = ...) -> None: ...
+
+class RenewWorkerResponse(_message.Message):
+    __slots__ = ("lease_ms",)
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    lease_ms: int
+    def __init__(self, lease_ms: _Optional[int] = ...) -> None: ...
+
+class DeregisterWorkerRequest(_message.Message):
+    __slots__ = ("replica", "worker_id")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    worker_id: int
+    def __init__(self, replica: _Optional[str] = ..., worker_id: _Optional[int] = ...) -> None: ...
+
+class DeregisterWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

@@ -1,0 +1,118 @@
+"""Layers and the formats of their caches <-> protobuf. What a format has and the message has not cannot be."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import GroupKind, MambaMode
+from kvplane.base.layer_json import spec_from_dict, spec_to_dict
+from kvplane.base.layer_spec import LayerSpec
+from kvplane.base.layers import HiddenStateSpec, KVSharingLayer, Layer, MLASpec
+from kvplane.v1 import replica_pb2 as pb
+from kvplane.wire.columns import build
+from kvplane.wire.spec import decode_enum, encode_enum
+
+AnyLayer: TypeAlias = Layer | KVSharingLayer
+
+_SAME = (
+    "block_size",
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "dtype",
+    "window",
+    "chunk",
+    "speculative_blocks",
+    "sink_tokens",
+    "block_stride_alignment",
+    "state_bytes",
+    "tokens_per_state",
+    "page_alignment",
+    "state_format",
+    "max_tp_shards",
+    "computes_window",
+    "computes_chunk",
+    "extra_retained_tokens",
+)
+# Fields of our formats that the message calls otherwise.
+_NAMES = {
+    "padded_page_bytes": "page_size_padded",
+    "type": "kind",
+    "mode": "mamba_mode",
+    "shapes": "states",
+    "dtypes": "states",
+}
+
+
+def encode_layer(layer: AnyLayer, where: str) -> pb.Layer:
+    """The message of one layer; raises InvalidArgument naming `where` for a value that no field can hold."""
+    if isinstance(layer, KVSharingLayer):
+        return pb.Layer(name=layer.name, shares_with=layer.shares_with)
+    layer_format = _encode_format(layer.spec, f"{where}.format")
+    layer_format.is_draft = layer.is_draft
+    return pb.Layer(name=layer.name, format=layer_format)
+
+
+def decode_layer(message: pb.Layer, where: str) -> AnyLayer:
+    """The layer of a message; raises InvalidArgument naming a field below `where` for one that cannot be."""
+    if message.HasField("format") == bool(message.shares_with):
+        raise InvalidArgument(
+            "a layer has its own cache or shares one",
+            field=where,
+            remedy="give exactly one of format and shares_with",
+        )
+    if message.shares_with:
+        return KVSharingLayer(message.name, message.shares_with)
+    try:
+        spec = spec_from_dict(_decode_format(message.format, f"{where}.format"), f"{where}.format")
+    except InvalidArgument as error:
+        prefix, _, name = error.field.rpartition(".")
+        error.field = f"{prefix}.{_NAMES.get(name, name)}"
+        raise
+    return Layer(message.name, spec, message.format.is_draft)
+
+
+def _encode_format(spec: LayerSpec, where: str) -> pb.LayerFormat:
+    given = spec_to_dict(spec)
+    message = {name: given[name] for name in _SAME if name in given}
+    message["kind"] = encode_enum(pb.GroupKind, "GROUP_KIND", spec.kind)
+    message["hidden_state"] = isinstance(spec, HiddenStateSpec)
+    message["page_size_padded"] = spec.padded_page_bytes
+    if "dcp_sharded" in given:
+        message["dcp_sharded"] = spec.dcp_sharded
+    if "mode" in given:
+        message["mamba_mode"] = encode_enum(pb.MambaMode, "MAMBA_MODE", MambaMode(given["mode"]))
+    if "shapes" in given:
+        pairs = zip(given["shapes"], given["dtypes"], strict=True)
+        message["states"] = [pb.StateTensor(shape=shape, dtype=dtype) for shape, dtype in pairs]
+    return build(pb.LayerFormat, where, message)
+
+
+def _decode_format(message: pb.LayerFormat, where: str) -> dict[str, object]:
+    """The fields that are given, under the names of our formats."""
+    data: dict[str, object] = {"type": _decode_type(message, where)}
+    data |= {name: value for name in _SAME if (value := getattr(message, name))}
+    if message.page_size_padded:
+        data["padded_page_bytes"] = message.page_size_padded
+    if message.HasField("dcp_sharded"):
+        data["dcp_sharded"] = message.dcp_sharded
+    if message.states:
+        data["shapes"] = [list(state.shape) for state in message.states]
+        data["dtypes"] = [state.dtype for state in message.states]
+    if message.mamba_mode:
+        names: Any = pb.MambaMode
+        mode = decode_enum(names, "MAMBA_MODE", message.mamba_mode, f"{where}.mamba_mode", MambaMode.NONE)
+        data["mode"] = mode.value
+    return data
+
+
+def _decode_type(message: pb.LayerFormat, where: str) -> str:
+    """Name of the format's type, "" when no kind is given."""
+    names: Any = pb.GroupKind
+    kind = decode_enum(names, "GROUP_KIND", message.kind, f"{where}.kind", GroupKind.FULL_ATTENTION)
+    if not message.hidden_state:
+        return kind.value if message.kind else ""
+    if kind is not MLASpec.kind:
+        raise InvalidArgument("hidden states are cached as MLA", field=f"{where}.kind", remedy="give MLA_ATTENTION")
+    return HiddenStateSpec.type_name

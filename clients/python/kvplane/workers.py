@@ -1,0 +1,36 @@
+"""The service as a worker sees it: a rank's plan, and the lease that keeps the worker known."""
+
+from __future__ import annotations
+
+from kvplane import wire
+from kvplane.base.worker import Assignment, WorkerInfo
+from kvplane.calls import Call
+from kvplane.unary import Client
+from kvplane.v1 import plan_pb2 as pb
+
+WORKERS = "kvplane.v1.Workers"
+
+
+class WorkersClient(Client):
+    """A client that can also register workers; raises as Client does."""
+
+    def register_worker(self, replica: str, worker: WorkerInfo) -> Assignment:
+        """Become the worker of a rank, or say so again.
+
+        Raises:
+            WorkerExists: another one is, and has not been silent for its lease.
+            NoPlan: the replica was registered by explicit groups.
+        """
+        request = pb.RegisterWorkerRequest(replica=replica, worker=wire.encode_worker(worker))
+        answer = self._do(Call(f"/{WORKERS}/RegisterWorker", request, pb.RegisterWorkerResponse))
+        return wire.decode_assignment(answer)
+
+    def renew_worker(self, replica: str, worker: WorkerInfo) -> int:
+        """Keep the lease; returns it in milliseconds. Raises NotFound when the worker must register again."""
+        request = pb.RenewWorkerRequest(replica=replica, worker=wire.encode_worker(worker))
+        return self._do(Call(f"/{WORKERS}/RenewWorker", request, pb.RenewWorkerResponse)).lease_ms
+
+    def deregister_worker(self, replica: str, worker_id: int) -> None:
+        """Leave."""
+        request = pb.DeregisterWorkerRequest(replica=replica, worker_id=worker_id)
+        self._do(Call(f"/{WORKERS}/DeregisterWorker", request, pb.DeregisterWorkerResponse))

@@ -1,0 +1,35 @@
+"""The Workers service."""
+
+from __future__ import annotations
+
+from google.protobuf.message import Message
+
+from kvplane import wire
+from kvplane.v1 import plan_pb2 as pb
+from kvplane_service.registry import Registry
+
+
+class WorkersServicer:
+    """Adapters from requests to the rosters of replicas."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def RegisterWorker(self, request: pb.RegisterWorkerRequest, _: bytes) -> Message:  # noqa: N802
+        """See the contract."""
+        entry, worker = self._registry.get(request.replica), wire.decode_worker(request.worker)
+        assignment = entry.workers.register(worker)
+        entry.host.follow_owner(worker.owner_epoch)
+        return wire.encode_assignment(assignment)
+
+    async def RenewWorker(self, request: pb.RenewWorkerRequest, _: bytes) -> Message:  # noqa: N802
+        """See the contract."""
+        entry, worker = self._registry.get(request.replica), wire.decode_worker(request.worker)
+        entry.workers.renew(worker)
+        entry.host.follow_owner(worker.owner_epoch)
+        return pb.RenewWorkerResponse(lease_ms=entry.workers.lease_ms)
+
+    async def DeregisterWorker(self, request: pb.DeregisterWorkerRequest, _: bytes) -> Message:  # noqa: N802
+        """See the contract."""
+        self._registry.get(request.replica).workers.leave(request.worker_id)
+        return pb.DeregisterWorkerResponse()

@@ -1,0 +1,101 @@
+"""The workers of one replica: which one holds the pages of which rank, as long as it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, NoPlan, NotFound, WorkerExists
+from kvplane.base.rank_plan import RankPlan
+from kvplane.base.worker import Assignment, WorkerInfo
+
+_NS_PER_MS = 1_000_000
+
+
+@dataclass(slots=True)
+class _Member:
+    info: WorkerInfo
+    deadline_ns: int
+
+
+class WorkerRoster:
+    """At most one worker per rank. Who is silent for its lease is forgotten, which says nothing about its pages."""
+
+    def __init__(self, plans: tuple[RankPlan, ...], num_ranks: int, lease_ms: int, clock: Callable[[], int]) -> None:
+        """`plans` is one per pipeline stage, none when nobody planned; the clock counts nanoseconds."""
+        self._plans = plans
+        self._num_ranks = num_ranks
+        self.lease_ms = lease_ms
+        self._clock = clock
+        self._members: dict[int, _Member] = {}
+
+    def register(self, info: WorkerInfo) -> Assignment:
+        """Make this worker the one of its rank.
+
+        Raises:
+            WorkerExists: another one is, and not silent.
+            NoPlan, InvalidArgument, FailedPrecondition: there is no such plan.
+        """
+        plan = self._plan_of(info.rank)
+        self._check_free(info)
+        self._keep(info)
+        return Assignment(plan, self._num_ranks, self.lease_ms)
+
+    def renew(self, info: WorkerInfo) -> None:
+        """Keep the lease.
+
+        Raises:
+            WorkerExists: another worker took the rank.
+            NotFound: the worker is not known, or no longer.
+        """
+        self._check_free(info)
+        if info.rank not in self._members:
+            raise NotFound(f"the worker of rank {info.rank} is not known", field="worker", remedy="register it again")
+        self._keep(info)
+
+    def leave(self, worker_id: int) -> None:
+        """Forget a worker; nothing when it is not known."""
+        self._members = {rank: one for rank, one in self._members.items() if one.info.worker_id != worker_id}
+
+    def alive(self) -> list[WorkerInfo]:
+        """Workers that are not silent, by rank."""
+        self._forget_silent()
+        return [self._members[rank].info for rank in sorted(self._members)]
+
+    def _plan_of(self, rank: int) -> RankPlan:
+        if not self._plans:
+            raise NoPlan(
+                "the replica was registered by explicit groups",
+                field="replica",
+                remedy="register it by a model or by layers, so that its memory is planned",
+            )
+        if not 0 <= rank < self._num_ranks:
+            raise InvalidArgument(
+                f"there is no rank {rank}", field="worker.rank", remedy=f"give 0 to {self._num_ranks - 1}"
+            )
+        stages = len(self._plans)
+        if self._num_ranks % stages:
+            raise FailedPrecondition(
+                f"{self._num_ranks} ranks do not divide into {stages} pipeline stages",
+                field="worker.rank",
+                remedy="register the replica with num_ranks a multiple of its stages",
+            )
+        return self._plans[rank * stages // self._num_ranks]
+
+    def _check_free(self, info: WorkerInfo) -> None:
+        self._forget_silent()
+        holder = self._members.get(info.rank)
+        if holder is not None and holder.info.worker_id != info.worker_id:
+            raise WorkerExists(
+                f"rank {info.rank} has a worker, process {holder.info.pid} at {holder.info.address}",
+                field="worker.rank",
+                remedy="stop that one first, or wait for its lease",
+                metadata={"address": holder.info.address, "pid": str(holder.info.pid)},
+            )
+
+    def _keep(self, info: WorkerInfo) -> None:
+        self._members[info.rank] = _Member(info, self._clock() + self.lease_ms * _NS_PER_MS)
+
+    def _forget_silent(self) -> None:
+        now = self._clock()
+        self._members = {rank: one for rank, one in self._members.items() if now <= one.deadline_ns}
