@@ -76,5 +76,5 @@ $(RUNTIME): pyproject.toml scripts/setup.sh
 	@touch $@
 
 $(DEV): pyproject.toml scripts/setup.sh
-	@scripts/setup.sh service,cli,dev
+	@scripts/setup.sh service,cli,worker,dev
 	@touch $(RUNTIME) $@

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
 # Prepare .venv in the root of the repository: kvplane itself (editable) and the extras named.
 #
-#     scripts/setup.sh service,cli          what `make demo` needs
-#     scripts/setup.sh service,cli,dev      what `make test` needs
+#     scripts/setup.sh service,cli              what `make demo` needs
+#     scripts/setup.sh service,cli,worker,dev   what `make test` needs
 #
 # Run again after a change of pyproject.toml; the Makefile does so. PYTHON names the interpreter (default: python3).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# The torch that tests run with; the wheel takes any of a range.
+torch=2.13.0
 extras=${1:?usage: scripts/setup.sh EXTRAS, for example service,cli}
 python=${PYTHON:-python3}
 
@@ -30,8 +32,16 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear .venv
 fi
 
+install() {
+    .venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off "$@" \
+        | sed -nu '/^\(Collecting\|Processing\|Installing\)/ { s/ (from .*//; p }'
+}
+
+if [[ ,$extras, == *,worker,* ]]; then
+    say "installing torch $torch into .venv (several minutes where it is downloaded)"
+    install "torch==$torch"
+fi
 say "installing kvplane[$extras] into .venv (the first time: about a minute)"
-.venv/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off --editable ".[$extras]" \
-    | sed -nu '/^\(Collecting\|Processing\|Installing\)/ { s/ (from .*//; p }'
+install --editable ".[$extras]"
 .venv/bin/python -m pip check
 say "ready: $(.venv/bin/python --version), $(.venv/bin/python -m pip list 2>/dev/null | tail -n +3 | wc -l) packages, ${SECONDS} s"

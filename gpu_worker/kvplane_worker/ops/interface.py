@@ -5,7 +5,9 @@ tables hold block ids in token order, 0 is the null block: no kernel reads a pag
 what the null block's page holds never reaches a result. Unused slots of a page may hold anything, also NaN.
 
 Every operation runs on the device of its tensors, on the current stream where there is one, writes only what it
-names, and raises `InvalidArgument` for shapes and types that the backend does not take, before anything is written.
+names, and raises `InvalidArgument` for shapes and types that the backend does not take, before anything is written
+(`checks` holds what all backends refuse). Queries and new tokens are of their pages' type; with 8-bit pages they are of
+any other. Sums are kept in float32, in float64 where queries or tokens are float64.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ class Batch:
     """Which pages the rows of a launch read.
 
     Attributes:
-        block_table: int32 [rows, max_blocks], 0 where there is none (left the window) or none is needed.
+        block_table: int32 [rows, max_blocks], 0 where there is none (left the window) or none is needed. A token whose
+            block is 0 is not attended to. Blocks past seq_lens may be named already; they are not read.
         seq_lens: int32 [rows]: tokens of the row up to and with its last query, all written to pages. 0: an empty row,
             whose output is 0.
         query_start: int32 [rows + 1]: queries of row r are [query_start[r], query_start[r + 1]); the last query of a
@@ -84,6 +87,8 @@ class Batch:
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
     """Which of the earlier tokens a query attends to, and how logits become weights. Always causal.
+
+    A query that attends to no token (an empty row's, or all blocks null) has output 0.
 
     Attributes:
         scale: logits are scale x (q . k).
@@ -105,7 +110,8 @@ class StateInputs:
     Attributes:
         query_start: int32 [rows + 1], as in `Batch`.
         read_block: int32 [rows]: the page of the state before the row's first token; 0 = the zero state.
-        write_block: int32 [tokens]: the page that keeps the state after the token, 0 = it is not kept.
+        write_block: int32 [tokens]: the page that keeps the state after the token, 0 = it is not kept. Where a row
+            names a page again, its last token counts; no two rows name the same.
         x: [tokens, channels] with channels = heads x head_size + 2 x state_size: input, B and C before the convolution.
         dt: [tokens, heads], positive (softplus and bias are the caller's).
     """
@@ -172,7 +178,10 @@ class StateOps(Protocol):
 
 
 class PageOps(Protocol):
-    """Operations on whole pages of a group. Blocks are given as ids, on the host."""
+    """Operations on whole pages of a group. Blocks are given as ids, on the host. The null block is never written.
+
+    Staging buffers lie on the pages' device or in host memory, rows strided as they may be, bytes of a row together.
+    """
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block src[i] to dst[i] in every layer, as if one after the other (chains and swaps too)."""

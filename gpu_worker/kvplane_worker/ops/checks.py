@@ -1,0 +1,208 @@
+"""What every backend refuses, in one place: arguments that do not fit together, found before anything is written.
+
+Per launch only shapes, types, devices and host-side ids are looked at: microseconds, and nothing waits for a device.
+What lies in a device tensor is the caller's promise; `check_scales` looks once, when pages are set up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_worker.ops.interface import (
+    AttentionPages,
+    AttentionRule,
+    Batch,
+    GroupPages,
+    StateInputs,
+    StatePages,
+    StateWeights,
+)
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EIGHT_BIT = torch.float8_e4m3fn
+ANY = -1  # a size that is not compared
+
+
+def refuse(field: str, message: str, remedy: str) -> NoReturn:
+    """Raise InvalidArgument for an argument of an operation."""
+    raise InvalidArgument(message, field=field, remedy=remedy)
+
+
+def expect(field: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], like: Tensor) -> None:
+    """Refuse a tensor of another shape (`ANY` fits all), type, or device than that of `like`."""
+    if tensor.dim() != len(shape) or any(w not in (ANY, n) for w, n in zip(shape, tensor.shape, strict=True)):
+        wanted = ", ".join("any" if size == ANY else str(size) for size in shape)
+        refuse(field, f"shape {list(tensor.shape)}", f"give [{wanted}]")
+    if tensor.dtype not in dtypes:
+        refuse(field, f"type {name_of(tensor.dtype)}", f"give {' or '.join(map(name_of, dtypes))}")
+    if tensor.device != like.device:
+        refuse(field, f"on {tensor.device}, other arguments are on {like.device}", "move it to the pages' device")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a type's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def check_pages(pages: AttentionPages) -> None:
+    """Keys and values of one type whose shapes pair; scales if and only if they are 8-bit."""
+    expect("pages.k", pages.k, (ANY,) * 4, (*FLOATS, EIGHT_BIT), pages.k)
+    expect("pages.v", pages.v, (*pages.k.shape[:3], ANY), (pages.k.dtype,), pages.k)
+    for field, scale in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
+        if (scale is None) == (pages.k.dtype == EIGHT_BIT):
+            remedy = "give None" if scale is not None else "give float32 [1] or [kv_heads]"
+            refuse(field, f"{'missing' if scale is None else 'given'} for {name_of(pages.k.dtype)} pages", remedy)
+        if scale is not None:
+            sizes = (1,) if scale.shape == (1,) else (pages.k.shape[2],)
+            expect(field, scale, sizes, (torch.float32,), pages.k)
+
+
+def check_scales(pages: AttentionPages) -> None:
+    """Refuse scales that are zero, negative, infinite or NaN. Waits for the device: once per layer, not per launch."""
+    check_pages(pages)
+    for field, scale in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
+        if scale is None:
+            continue
+        bad = [value for value in scale.tolist() if not 0 < value < float("inf")]
+        if bad:
+            refuse(field, f"a scale is {bad[0]}", "give finite scales above 0")
+
+
+def partners(pages: Tensor) -> tuple[torch.dtype, ...]:
+    """The types of queries and new tokens that go with pages."""
+    return FLOATS if pages.dtype == EIGHT_BIT else (pages.dtype,)
+
+
+def check_write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Tokens whose heads and sizes are the pages'."""
+    check_pages(pages)
+    expect("key", key, (ANY, *pages.k.shape[2:]), partners(pages.k), pages.k)
+    expect("value", value, (key.shape[0], *pages.v.shape[2:]), (key.dtype,), pages.k)
+    expect("slots", slots, (key.shape[0],), (torch.int64,), pages.k)
+
+
+def check_latent_pages(pages: Tensor) -> None:
+    """Latent rows of a type that needs no scale."""
+    expect("pages", pages, (ANY,) * 3, FLOATS, pages)
+
+
+def check_write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
+    """Rows of the pages' size and type."""
+    check_latent_pages(pages)
+    expect("latent", latent, (ANY, pages.shape[2]), (pages.dtype,), pages)
+    expect("slots", slots, (latent.shape[0],), (torch.int64,), pages)
+
+
+def check_batch(batch: Batch, queries: int, like: Tensor) -> None:
+    """Tables, lengths and starts of as many rows; without starts, as many queries as rows."""
+    expect("batch.block_table", batch.block_table, (ANY, ANY), (torch.int32,), like)
+    rows = batch.block_table.shape[0]
+    expect("batch.seq_lens", batch.seq_lens, (rows,), (torch.int32,), like)
+    if batch.query_start is not None:
+        expect("batch.query_start", batch.query_start, (rows + 1,), (torch.int32,), like)
+    elif queries != rows:
+        refuse("query", f"{queries} queries for {rows} rows", "give one per row, or batch.query_start")
+
+
+def check_one_query_per_row(batch: Batch) -> None:
+    """Decoding takes no `query_start`."""
+    if batch.query_start is not None:
+        refuse("batch.query_start", "given to a decode", "give None, or call prefill_attention")
+
+
+def check_rule(rule: AttentionRule, q_heads: int, like: Tensor) -> None:
+    """At most one of window and chunk, and a sink per head or none."""
+    for field, tokens in (("rule.window", rule.window), ("rule.chunk", rule.chunk)):
+        if tokens < 0:
+            refuse(field, f"{tokens} tokens", "give 0 for all tokens, or a count")
+    if rule.window and rule.chunk:
+        refuse("rule.chunk", f"a chunk of {rule.chunk} beside a window of {rule.window}", "give one, 0 for the other")
+    if rule.sinks is not None:
+        expect("rule.sinks", rule.sinks, (q_heads,), (torch.float32,), like)
+
+
+def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> None:
+    """Queries whose size is the keys' and whose heads are a multiple of theirs."""
+    check_pages(pages)
+    expect("query", query, (ANY, ANY, pages.k.shape[3]), partners(pages.k), pages.k)
+    q_heads, kv_heads = query.shape[1], pages.k.shape[2]
+    if q_heads % kv_heads or not q_heads:
+        refuse("query", f"{q_heads} query heads on {kv_heads} key-value heads", "give a multiple of the pages' heads")
+    check_batch(batch, query.shape[0], pages.k)
+    check_rule(rule, q_heads, pages.k)
+
+
+def check_mla(query: Tensor, pages: Tensor, batch: Batch, value_size: int) -> None:
+    """Queries of the latents' size and type, values within it."""
+    check_latent_pages(pages)
+    expect("query", query, (ANY, ANY, pages.shape[2]), (pages.dtype,), pages)
+    check_one_query_per_row(batch)
+    check_batch(batch, query.shape[0], pages)
+    if not 0 < value_size <= pages.shape[2]:
+        refuse("value_size", f"{value_size} of {pages.shape[2]} elements", "give 1 to the latent size")
+
+
+def check_state(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> None:
+    """States, tokens and parameters of one layer."""
+    expect("pages.ssm", pages.ssm, (ANY,) * 4, FLOATS, pages.ssm)
+    num_blocks, heads, head_size, state_size = pages.ssm.shape
+    channels = heads * head_size + 2 * state_size
+    expect("pages.conv", pages.conv, (num_blocks, channels, ANY), FLOATS, pages.ssm)
+    expect("inputs.read_block", inputs.read_block, (ANY,), (torch.int32,), pages.ssm)
+    rows = inputs.read_block.shape[0]
+    expect("inputs.query_start", inputs.query_start, (rows + 1,), (torch.int32,), pages.ssm)
+    expect("inputs.x", inputs.x, (ANY, channels), FLOATS, pages.ssm)
+    tokens = inputs.x.shape[0]
+    expect("inputs.dt", inputs.dt, (tokens, heads), FLOATS, pages.ssm)
+    expect("inputs.write_block", inputs.write_block, (tokens,), (torch.int32,), pages.ssm)
+    expect("weights.conv_weight", weights.conv_weight, (channels, pages.conv.shape[2] + 1), FLOATS, pages.ssm)
+    expect("weights.conv_bias", weights.conv_bias, (channels,), FLOATS, pages.ssm)
+    expect("weights.a", weights.a, (heads,), FLOATS, pages.ssm)
+    expect("weights.d", weights.d, (heads,), FLOATS, pages.ssm)
+
+
+def check_group(group: GroupPages) -> None:
+    """One or more layers of bytes with as many blocks, on one device."""
+    if not group.layers:
+        refuse("group.layers", "no layer", "give the pages of at least one layer")
+    first = group.layers[0]
+    for index, layer in enumerate(group.layers):
+        expect(f"group.layers[{index}]", layer, (first.shape[0], ANY), (torch.uint8,), first)
+
+
+def check_blocks(group: GroupPages, field: str, blocks: Sequence[int], written: bool) -> None:
+    """Ids within the pool; the null block is never written."""
+    if not blocks:
+        return
+    num_blocks, lowest = group.layers[0].shape[0], 1 if written else 0
+    for block in (min(blocks), max(blocks)):
+        if not lowest <= block < num_blocks:
+            what = "the null block is never written" if block == 0 else f"block {block} is outside the pool"
+            refuse(field, what, f"give ids from {lowest} to {num_blocks - 1}")
+
+
+def check_copies(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
+    """As many sources as targets."""
+    check_group(group)
+    if len(src) != len(dst):
+        refuse("dst", f"{len(dst)} targets for {len(src)} sources", "give one for each source")
+    check_blocks(group, "src", src, written=False)
+    check_blocks(group, "dst", dst, written=True)
+
+
+def check_staging(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
+    """A row of bytes for each block, on the pages' device or in host memory."""
+    like = staging if staging.device.type == "cpu" else group.layers[0]
+    expect("staging", staging, (len(blocks), group.bytes_per_block), (torch.uint8,), like)
+
+
+def check_named_once(blocks: Sequence[int]) -> None:
+    """No block is written twice."""
+    if len(set(blocks)) != len(blocks):
+        twice = next(block for block in blocks if list(blocks).count(block) > 1)
+        refuse("blocks", f"block {twice} is named more than once", "name each block once")

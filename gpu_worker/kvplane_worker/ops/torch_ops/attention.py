@@ -1,0 +1,137 @@
+"""Attention on paged keys and values: gather the pages that the table names, mask, multiply.
+
+What may hold anything (slots past the end, the null block's page) is kept out twice: its logits are masked, and its
+values are set to 0, because 0 x NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
+from kvplane_worker.ops.torch_ops.write import bits
+
+# Gathered pages and logits are worked on in pieces of at most so many elements.
+PIECE_ELEMENTS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The keys and values of some rows, one row after the other.
+
+    Attributes:
+        k, v: [rows, tokens, kv_heads, size] in the type of the sums; v is 0 where nothing is.
+        position: [rows, tokens]: of each token in its sequence.
+        present: [rows, tokens]: the token is of the row and its block is not null.
+    """
+
+    k: Tensor
+    v: Tensor
+    position: Tensor
+    present: Tensor
+
+
+def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    """One query per row, all rows at once; nothing waits for the device."""
+    columns = columns_of_a_query(rule, pages.k.shape[1], batch.block_table.shape[1])
+    elements = columns * pages.k.shape[1] * pages.k.shape[2] * (pages.k.shape[3] + pages.v.shape[3])
+    rows_at_once = max(1, PIECE_ELEMENTS // max(1, elements))
+    out = query.new_empty((*query.shape[:2], pages.v.shape[3]))
+    for start in range(0, query.shape[0], rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        last = batch.seq_lens[rows].long() - 1
+        block_size = pages.k.shape[1]
+        first_column = first_attended(rule, last) // block_size
+        column = first_column[:, None] + torch.arange(columns, device=query.device)
+        context = gathered(pages, batch.block_table[rows], column, last, query.dtype)
+        out[rows] = attended(query[rows, None], context, last[:, None], rule)[:, 0]
+    return out
+
+
+def columns_of_a_query(rule: AttentionRule, block_size: int, max_blocks: int) -> int:
+    """How many blocks, from the first that it attends to, one query can need."""
+    extent = rule.window or rule.chunk
+    return min(max_blocks, (extent + block_size - 2) // block_size + 1) if extent else max_blocks
+
+
+def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+    """Row by row, because rows differ in queries and in length; long rows in pieces."""
+    assert batch.query_start is not None
+    starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
+    out = query.new_empty((*query.shape[:2], pages.v.shape[3]))
+    for row, seq_len in enumerate(seq_lens):
+        queries_at_once = max(1, PIECE_ELEMENTS // max(1, seq_len * query.shape[1]))
+        for start in range(starts[row], starts[row + 1], queries_at_once):
+            end = min(start + queries_at_once, starts[row + 1])
+            position = torch.arange(start, end, device=query.device)[None] + (seq_len - starts[row + 1])
+            last = position[:, -1]
+            first_column = int(first_attended(rule, position[:, :1])) // pages.k.shape[1]
+            end_column = -(-int(last + 1) // pages.k.shape[1])
+            column = torch.arange(first_column, end_column, device=query.device)[None]
+            context = gathered(pages, batch.block_table[row : row + 1], column, last, query.dtype)
+            out[start:end] = attended(query[None, start:end], context, position, rule)[0]
+    return out
+
+
+def mla_decode(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
+    """One head of keys, whose beginnings are the values."""
+    keys = pages[:, :, None, :]
+    return decode(query, AttentionPages(keys, keys[..., :value_size]), batch, AttentionRule(scale))
+
+
+def first_attended(rule: AttentionRule, position: Tensor) -> Tensor:
+    """The earliest token that a query attends to."""
+    if rule.window:
+        return (position - rule.window + 1).clamp(min=0)
+    if rule.chunk:
+        return position.clamp(min=0) // rule.chunk * rule.chunk
+    return torch.zeros_like(position)
+
+
+def gathered(pages: AttentionPages, table: Tensor, column: Tensor, last: Tensor, dtype: torch.dtype) -> Context:
+    """The pages in the columns [rows, columns] of the table, up to each row's `last` token.
+
+    Columns past the table's end are taken as null.
+    """
+    block_size, max_blocks = pages.k.shape[1], table.shape[1]
+    block = table.long().gather(1, column.clamp(max=max_blocks - 1))
+    block = torch.where(column < max_blocks, block, 0)
+    position = (column[:, :, None] * block_size + torch.arange(block_size, device=table.device)).flatten(1)
+    present = (block != 0).repeat_interleave(block_size, dim=1) & (position <= last[:, None])
+    sums = torch.float64 if dtype == torch.float64 else torch.float32
+    k, v = (
+        scaled(bits(part)[block].view(part.dtype).flatten(1, 2).to(sums), scale)
+        for part, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale))
+    )
+    return Context(k, torch.where(present[:, :, None, None], v, 0), position, present)
+
+
+def scaled(values: Tensor, scale: Tensor | None) -> Tensor:
+    """Values [..., heads, size] of stored ones."""
+    return values if scale is None else values * scale[:, None]
+
+
+def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionRule) -> Tensor:
+    """Query [rows, queries, q_heads, head_size] at `position` [rows, queries], in its own type."""
+    rows, queries, q_heads, head_size = query.shape
+    kv_heads = context.k.shape[2]
+    grouped = query.to(context.k.dtype).reshape(rows, queries, kv_heads, -1, head_size)
+    logits = rule.scale * torch.einsum("rqhgd,rthd->rhgqt", grouped, context.k)
+    first, token = first_attended(rule, position)[:, :, None], context.position[:, None, :]
+    mask = context.present[:, None, :] & (token >= first) & (token <= position[:, :, None])
+    weights = softmax(logits, mask[:, None, None], rule.sinks)
+    out = torch.einsum("rhgqt,rthd->rqhgd", weights, context.v)
+    return out.reshape(rows, queries, q_heads, -1).to(query.dtype)
+
+
+def softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of [rows, kv_heads, group, queries, tokens] where the mask is true, 0 elsewhere."""
+    logits = logits.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return torch.where(mask, logits.softmax(-1), 0)
+    rows, kv_heads, group, queries, tokens = logits.shape
+    sink = sinks.to(logits.dtype).reshape(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, -1)
+    return torch.where(mask, torch.cat([logits, sink], -1).softmax(-1)[..., :tokens], 0)

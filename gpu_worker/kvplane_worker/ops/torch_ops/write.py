@@ -1,0 +1,37 @@
+"""Writing new tokens into pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops.interface import AttentionPages
+
+
+def write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Keys and values into their slots."""
+    kept = slots >= 0
+    block_size = pages.k.shape[1]
+    blocks, offsets = slots[kept] // block_size, slots[kept] % block_size
+    for target, new, scale in ((pages.k, key, pages.k_scale), (pages.v, value, pages.v_scale)):
+        stored = new[kept] if scale is None else quantized(new[kept], scale, target.dtype)
+        bits(target)[blocks, offsets] = bits(stored)
+
+
+def write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
+    """Latent rows into their slots."""
+    kept = slots >= 0
+    block_size = pages.shape[1]
+    pages[slots[kept] // block_size, slots[kept] % block_size] = latent[kept]
+
+
+def quantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values [tokens, heads, size] / scale in an 8-bit type, saturated: torch's own conversion makes NaN beyond it."""
+    largest = torch.finfo(dtype).max
+    exact = values.double() if values.dtype == torch.float64 else values.float()
+    return (exact / scale[:, None]).clamp(-largest, largest).to(dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """8-bit floats as bytes: not every device indexes them as floats."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

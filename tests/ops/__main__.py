@@ -1,0 +1,37 @@
+"""Run the contract by hand: `python -m tests.ops [operation ...] [--seed N | --seeds FIRST:LAST]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from tests.ops.contract import CHECKS, run
+from tests.ops.subjects import SUBJECTS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.ops", description=__doc__)
+    parser.add_argument("operations", nargs="*", metavar="operation", help=", ".join(CHECKS))
+    parser.add_argument("--seed", type=int, help="one seed alone")
+    parser.add_argument("--seeds", default="0:400", metavar="FIRST:LAST", help="a range (default: %(default)s)")
+    parser.add_argument("--backend", default="torch", choices=sorted(SUBJECTS))
+    parser.add_argument("--device", default="cpu", help="cpu, cuda:0 (default: %(default)s)")
+    asked = parser.parse_args()
+    if unknown := [name for name in asked.operations if name not in CHECKS]:
+        parser.error(f"no operation {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+    first, _, last = asked.seeds.partition(":")
+    seeds = range(int(first), int(last)) if asked.seed is None else [asked.seed]
+    subject = SUBJECTS[asked.backend](asked.device)
+    failed = 0
+    for operation in asked.operations or CHECKS:
+        begun = time.monotonic()
+        failures = run(subject, operation, seeds)
+        failed += len(failures)
+        print(f"{operation}: {len(seeds)} cases, {len(failures)} failed, {time.monotonic() - begun:.1f} s")
+        print("".join(f"  {line}\n" for line in failures[:20]), end="")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""The contract of every backend: what `interface.PagedOps` promises, checked on random cases against float64.
+
+`CHECKS` has one function per operation; each draws a case from a generator, runs the backend on it and raises
+`AssertionError` when the outcome is not the reference's. `run` tries many seeds and names those that fail:
+
+    python -m tests.ops decode_attention --seed 17 --backend torch --device cpu
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvplane.base.errors import KvplaneError
+from kvplane_worker.ops.interface import PagedOps
+from tests.ops import cases, float64, page_cases, state_cases
+from tests.ops.formats import FLOAT64, FORMATS, Format
+from tests.ops.memory import DeviceMemory
+from tests.ops.state_cases import on_cpu
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backend and what it takes.
+
+    Attributes:
+        formats: element types of pages; what is not among them, it refuses.
+        page_bytes_multiple: pages of a group are a multiple of so many bytes.
+    """
+
+    ops: PagedOps
+    device: str = "cpu"
+    formats: tuple[Format, ...] = FORMATS
+    page_bytes_multiple: int = 1
+
+
+# Largest error as a part of the result's magnitude (the same sum over absolute values; see float64.py). Sums are kept
+# in float32, and in float64 for float64. What comes on top is one rounding of the weights and one of the result to the
+# query's type, each half an eps: 1 eps, and half as much again for the logits.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1.5 * 2.0**-10, "bfloat16": 1.5 * 2.0**-7}
+# With 8-bit pages a backend may round scaled keys and values to the query's type: one more eps, and one in the logits.
+TOLERANCE_OF_8BIT = {"float64": 1e-12, "float32": 1e-5, "float16": 3 * 2.0**-10, "bfloat16": 3 * 2.0**-7}
+# States are kept as they are summed; then one rounding to the page's type.
+SUM_TOLERANCE = {True: 1e-12, False: 1e-5}
+# Near a tie the quotient value / scale may fall either way, by the last bits of the division.
+HALF_A_STEP = 0.5 + 1e-4
+
+
+def attention_tolerance(query: Format, pages: Format) -> float:
+    return (TOLERANCE_OF_8BIT if pages.is_8bit else TOLERANCE)[query.name]
+
+
+@contextmanager
+def poisoned_results() -> Iterator[None]:
+    """Within, torch fills new uninitialised tensors with NaN (integers with their largest): what an operation leaves
+    unwritten is seen.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def assert_near(out: torch.Tensor, like: torch.Tensor, want: float64.Result, factor: float) -> None:
+    """The result has the type of `like`, the wanted shape, and is within factor x magnitude everywhere."""
+    assert out.dtype == like.dtype, f"{out.dtype}, wanted {like.dtype}"
+    assert out.device == like.device, f"on {out.device}, wanted {like.device}"
+    assert tuple(out.shape) == want.values.shape, f"shape {tuple(out.shape)}, wanted {want.values.shape}"
+    form = next(f for f in FORMATS if f.torch_dtype == out.dtype)
+    error = np.abs(on_cpu(out, form) - want.values)
+    allowed = factor * want.magnitude + form.step(np.zeros(1))
+    bad = ~(error <= allowed)  # NaN is bad
+    assert not bad.any(), worst_element(error, allowed, bad)
+
+
+def worst_element(error: np.ndarray, allowed: np.ndarray, bad: np.ndarray) -> str:
+    ratio = np.where(bad, np.nan_to_num(error / allowed, nan=np.inf), 0)
+    at = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    where = tuple(int(i) for i in at)
+    what = f"{int(bad.sum())} of {bad.size} elements are wrong"
+    return f"{what}, the worst at {where} by {error[at]:.3g}, allowed {allowed[at]:.3g}"
+
+
+def assert_only_written(memory: DeviceMemory, wanted: np.ndarray, may_differ: np.ndarray | None = None) -> None:
+    """Every byte of the memory is the wanted one, but for those that `may_differ` marks."""
+    different = memory.bytes() != wanted
+    if may_differ is not None:
+        different &= ~may_differ
+    places = np.flatnonzero(different)
+    assert len(places) == 0, f"{len(places)} bytes of the pages are wrong, the first at {places[:8].tolist()}"
+
+
+def assert_rounded(data: np.ndarray, form: Format, exact: np.ndarray) -> None:
+    """Stored elements are the format's nearest to the exact values; beyond its range, its ends."""
+    stored, exact = form.decode(data), np.clip(exact, -form.largest, form.largest)
+    error = np.abs(stored - exact)
+    bad = ~(error <= HALF_A_STEP * form.step(exact))
+    assert not bad.any(), f"{int(bad.sum())} of {bad.size} stored elements are not the nearest to their values"
+
+
+def check_attention(subject: Subject, rng: np.random.Generator, decode: bool) -> None:
+    case = cases.attention(rng, subject.formats, one_query_per_row=decode)
+    pages, memory = case.pages.on(subject.device)
+    query, batch = case.query.on(subject.device), case.tables.on(subject.device)
+    operation = subject.ops.decode_attention if decode else subject.ops.prefill_attention
+    with poisoned_results():
+        out = operation(query, pages, batch, cases.rule_on(case.rule, subject.device))
+    want = float64.attention(case.query.values, *case.pages.decoded(), case.tables.reference, case.rule)
+    assert_near(out, query, want, attention_tolerance(case.query.form, case.pages.shape.form))
+    assert_only_written(memory, case.pages.memory.buffer)
+
+
+def decode_attention(subject: Subject, rng: np.random.Generator) -> None:
+    check_attention(subject, rng, decode=True)
+
+
+def prefill_attention(subject: Subject, rng: np.random.Generator) -> None:
+    check_attention(subject, rng, decode=False)
+
+
+def mla_decode(subject: Subject, rng: np.random.Generator) -> None:
+    case = cases.mla_decode(rng, subject.formats)
+    pages, memory = case.pages.on(subject.device)
+    query, batch = case.dense.on(subject.device), case.tables.on(subject.device)
+    with poisoned_results():
+        out = subject.ops.mla_decode(query, pages, batch, case.scale, case.value_size)
+    latents = case.pages.form.decode(case.pages.part())
+    want = float64.mla_decode(case.dense.values, latents, case.tables.reference, case.scale, case.value_size)
+    assert_near(out, query, want, attention_tolerance(case.dense.form, case.pages.form))
+    assert_only_written(memory, case.pages.memory.buffer)
+
+
+def write_kv(subject: Subject, rng: np.random.Generator) -> None:
+    case = cases.write_kv(rng, subject.formats)
+    pages, memory = case.pages.on(subject.device)
+    key, value = case.key.on(subject.device), case.value.on(subject.device)
+    subject.ops.write_kv(pages, key, value, cases.ints(case.slots, subject.device, torch.int64))
+    after = replace(case.pages, memory=memory.now())
+    kept = case.slots >= 0
+    scales = case.pages.k_scale, case.pages.v_scale
+    for got, wanted, new, scale in zip(after.parts(), case.pages.parts(), (case.key, case.value), scales, strict=True):
+        exact = new.values[kept] / cases.per_head(scale)
+        assert_stored(got, wanted, case.slots[kept], (case.pages.shape.form, exact))
+    assert_only_written(memory, case.pages.memory.buffer)
+
+
+def write_latent(subject: Subject, rng: np.random.Generator) -> None:
+    case = cases.write_latent(rng, subject.formats)
+    pages, memory = case.pages.on(subject.device)
+    slots = cases.ints(case.slots, subject.device, torch.int64)
+    subject.ops.write_latent(pages, case.latent.on(subject.device), slots)
+    after, kept = replace(case.pages, memory=memory.now()), case.slots >= 0
+    exact = case.latent.values[kept]
+    assert_stored(after.part(), case.pages.part(), case.slots[kept], (case.pages.form, exact))
+    assert_only_written(memory, case.pages.memory.buffer)
+
+
+def assert_stored(got: np.ndarray, wanted: np.ndarray, slots: np.ndarray, exact: tuple[Format, np.ndarray]) -> None:
+    """The slots of `got` hold the exact values, rounded; they are then the ones that are `wanted` there."""
+    form, values = exact
+    blocks, offsets = np.divmod(slots, got.shape[1])
+    assert_rounded(got[blocks, offsets], form, values)
+    wanted[blocks, offsets] = got[blocks, offsets]
+
+
+def state_step(subject: Subject, rng: np.random.Generator) -> None:
+    case = state_cases.state_step(rng, subject.formats)
+    pages, inputs, weights, memory = case.on(subject.device)
+    with poisoned_results():
+        y = subject.ops.state_step(pages, inputs, weights)
+    want, kept = case.expected()
+    factor = TOLERANCE[case.x.form.name]
+    assert_near(y, inputs.x, want, factor)
+    (conv, ssm), (wanted_conv, wanted_ssm) = replace(case, memory=memory.now()).parts(), case.parts()
+    for block, values in kept.conv.items():
+        assert_rounded(conv[block], case.shape.conv_form, values)
+        wanted_conv[block] = conv[block]
+    for block, state in kept.ssm.items():
+        error = np.abs(case.shape.ssm_form.decode(ssm[block]) - state.values)
+        allowed = SUM_TOLERANCE[case.x.form is FLOAT64] * state.magnitude
+        bad = ~(error <= allowed + HALF_A_STEP * case.shape.ssm_form.step(state.values))
+        assert not bad.any(), f"the state in block {block}: " + worst_element(error, allowed, bad)
+        wanted_ssm[block] = ssm[block]
+    assert_only_written(memory, case.memory.buffer)
+
+
+def copy_pages(subject: Subject, rng: np.random.Generator) -> None:
+    case = page_cases.copies(rng, subject.page_bytes_multiple)
+    group, memory = case.on(subject.device)
+    subject.ops.copy_pages(group, case.blocks, case.targets)
+    float64.copy_pages(case.layers(), case.blocks, case.targets)
+    assert_only_written(memory, case.memory.buffer)
+
+
+def zero_pages(subject: Subject, rng: np.random.Generator) -> None:
+    case = page_cases.targets(rng, subject.page_bytes_multiple)
+    group, memory = case.on(subject.device)
+    subject.ops.zero_pages(group, case.blocks)
+    for layer in case.layers():
+        layer[case.blocks] = 0
+    assert_only_written(memory, case.memory.buffer)
+
+
+def gather(subject: Subject, rng: np.random.Generator) -> None:
+    case = page_cases.sources(rng, subject.page_bytes_multiple)
+    group, memory = case.on(subject.device)
+    wanted = [float64.block_bytes(case.layers(), block) for block in case.blocks]
+    inverse = np.frombuffer(b"".join(wanted), np.uint8) ^ 0xFF  # wrong in every byte until it is written
+    staging = torch.from_numpy(inverse.reshape(len(wanted), group.bytes_per_block)).to(subject.device)
+    subject.ops.gather(group, case.blocks, staging)
+    assert [row.tobytes() for row in staging.cpu().numpy()] == wanted
+    assert_only_written(memory, case.memory.buffer)
+
+
+def scatter(subject: Subject, rng: np.random.Generator) -> None:
+    case = page_cases.named_once(rng, subject.page_bytes_multiple)
+    group, memory = case.on(subject.device)
+    data = rng.integers(0, 256, (len(case.blocks), group.bytes_per_block)).astype(np.uint8)
+    subject.ops.scatter(group, case.blocks, torch.from_numpy(data).to(subject.device))
+    start = 0
+    for layer in case.layers():
+        layer[case.blocks] = data[:, start : start + layer.shape[1]]
+        start += layer.shape[1]
+    assert_only_written(memory, case.memory.buffer)
+
+
+def checksum(subject: Subject, rng: np.random.Generator) -> None:
+    case = page_cases.sources(rng, subject.page_bytes_multiple)
+    group, memory = case.on(subject.device)
+    with poisoned_results():
+        sums = subject.ops.checksum(group, case.blocks)
+    assert sums.dtype == torch.int64
+    assert sums.tolist() == [float64.checksum(float64.block_bytes(case.layers(), block)) for block in case.blocks]
+    assert_only_written(memory, case.memory.buffer)
+
+
+Check = Callable[[Subject, np.random.Generator], None]
+
+CHECKS: dict[str, Check] = {
+    check.__name__: check
+    for check in (
+        write_kv,
+        decode_attention,
+        prefill_attention,
+        write_latent,
+        mla_decode,
+        state_step,
+        copy_pages,
+        zero_pages,
+        gather,
+        scatter,
+        checksum,
+    )
+}
+
+
+def run(subject: Subject, operation: str, seeds: Iterable[int]) -> list[str]:
+    """Try the seeds; returns a line per failure, with the command that repeats it."""
+    failures = []
+    for seed in seeds:
+        rng = np.random.default_rng([seed, zlib.crc32(operation.encode())])
+        try:
+            CHECKS[operation](subject, rng)
+        except (AssertionError, KvplaneError, RuntimeError, IndexError) as error:
+            again = f"{operation} --seed {seed} --backend {subject.ops.name} --device {subject.device}"
+            failures.append(f"python -m tests.ops {again}\n    {type(error).__name__}: {error}")
+    return failures

@@ -1,0 +1,192 @@
+"""Every operation of the interface in plain numpy and float64, for clarity alone: the truth that backends answer to.
+
+Nothing here is torch's or a backend's. Pages come decoded: stored value x scale, float64 [num_blocks, ...]. Results
+come with a *magnitude*: the same sums taken over absolute values. What rounding can do to a result is a small multiple
+of it, so a tolerance is (a factor of the element type) x magnitude and needs no tuning per shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """See `interface.AttentionRule`."""
+
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    sinks: np.ndarray | None = None
+
+    def first_attended(self, position: int) -> int:
+        """The earliest token that the query at `position` attends to."""
+        if self.window:
+            return max(0, position - self.window + 1)
+        if self.chunk:
+            return position // self.chunk * self.chunk
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """See `interface.Batch`; `query_start` is always there."""
+
+    block_table: np.ndarray
+    seq_lens: np.ndarray
+    query_start: np.ndarray
+
+    def positions(self, row: int) -> range:
+        """Positions of the row's queries in its sequence; negative for the padding of an empty row."""
+        count = int(self.query_start[row + 1] - self.query_start[row])
+        return range(int(self.seq_lens[row]) - count, int(self.seq_lens[row]))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A result and the sum of absolute values behind each of its elements."""
+
+    values: np.ndarray
+    magnitude: np.ndarray
+
+
+def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: Tables, rule: Rule) -> Result:
+    """Decode and prefill alike: query [queries, q_heads, head_size], keys and values [num_blocks, block_size, ...]."""
+    num_queries, q_heads, _ = query.shape
+    block_size, kv_heads, head_size_v = values.shape[1:]
+    out = np.zeros((num_queries, q_heads, head_size_v))
+    magnitude = np.zeros_like(out)
+    for row, table in enumerate(tables.block_table):
+        for index, position in enumerate(tables.positions(row), start=int(tables.query_start[row])):
+            tokens = np.arange(rule.first_attended(position), position + 1) if position >= 0 else np.arange(0)
+            tokens = tokens[table[tokens // block_size] != 0]
+            if len(tokens) == 0:
+                continue
+            blocks, offsets = table[tokens // block_size], tokens % block_size
+            for head in range(q_heads):
+                kv_head = head // (q_heads // kv_heads)
+                value = values[blocks, offsets, kv_head]
+                logits = rule.scale * (keys[blocks, offsets, kv_head] @ query[index, head])
+                weights = softmax(logits, None if rule.sinks is None else float(rule.sinks[head]))
+                out[index, head] = weights @ value
+                magnitude[index, head] = weights @ np.abs(value)
+    return Result(out, magnitude)
+
+
+def softmax(logits: np.ndarray, sink: float | None) -> np.ndarray:
+    """Weights of the logits; a sink takes its share and gives nothing."""
+    highest = logits.max() if sink is None else max(logits.max(), sink)
+    raised = np.exp(logits - highest)
+    total = raised.sum() + (0.0 if sink is None else np.exp(sink - highest))
+    return np.asarray(raised / total)
+
+
+def mla_decode(query: np.ndarray, latents: np.ndarray, tables: Tables, scale: float, value_size: int) -> Result:
+    """Latent attention, as attention with one head whose values are the beginnings of its keys."""
+    keys = latents[:, :, None, :]
+    return attention(query, keys, keys[..., :value_size], tables, Rule(scale))
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Parameters of a recurrent layer; see `interface.StateWeights`."""
+
+    conv_weight: np.ndarray
+    conv_bias: np.ndarray
+    a: np.ndarray
+    d: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens of a launch for a recurrent layer; see `interface.StateInputs`."""
+
+    query_start: np.ndarray
+    read_block: np.ndarray
+    write_block: np.ndarray
+    x: np.ndarray
+    dt: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What a launch leaves in the pages that it names: per block id."""
+
+    conv: dict[int, np.ndarray]
+    ssm: dict[int, Result]
+
+
+def state_step(conv: np.ndarray, ssm: np.ndarray, tokens: Tokens, weights: Recurrence) -> tuple[Result, States]:
+    """Conv [num_blocks, channels, width - 1] and ssm [num_blocks, heads, head_size, state_size]; neither is changed."""
+    _, heads, head_size, state_size = ssm.shape
+    y = np.zeros((len(tokens.x), heads, head_size))
+    y_magnitude = np.zeros_like(y)
+    kept = States({}, {})
+    for row, block in enumerate(tokens.read_block):
+        last = conv[block] if block else np.zeros(conv.shape[1:])
+        state = ssm[block] if block else np.zeros(ssm.shape[1:])
+        bound = np.abs(state)
+        for t in range(tokens.query_start[row], tokens.query_start[row + 1]):
+            inputs = np.concatenate([last, tokens.x[t][:, None]], axis=1)
+            u, u_bound = convolved(inputs, weights)
+            last = inputs[:, 1:]
+            v, b, c = split(u, heads * head_size, state_size)
+            v_bound, b_bound, c_bound = split(u_bound, heads * head_size, state_size)
+            v, v_bound = v.reshape(heads, head_size), v_bound.reshape(heads, head_size)
+            decay = np.exp(tokens.dt[t] * weights.a)[:, None, None]
+            dt = tokens.dt[t][:, None, None]
+            state = decay * state + dt * v[:, :, None] * b
+            bound = decay * bound + dt * v_bound[:, :, None] * b_bound
+            y[t] = state @ c + weights.d[:, None] * v
+            y_magnitude[t] = bound @ c_bound + np.abs(weights.d)[:, None] * v_bound
+            if tokens.write_block[t]:
+                kept.conv[int(tokens.write_block[t])] = last
+                kept.ssm[int(tokens.write_block[t])] = Result(state, bound)
+    return Result(y, y_magnitude), kept
+
+
+def convolved(inputs: np.ndarray, weights: Recurrence) -> tuple[np.ndarray, np.ndarray]:
+    """One token's causal convolution [channels, width] -> [channels] with SiLU, and its magnitude."""
+    total = (inputs * weights.conv_weight).sum(axis=1) + weights.conv_bias
+    bound = (np.abs(inputs) * np.abs(weights.conv_weight)).sum(axis=1) + np.abs(weights.conv_bias)
+    return total / (1 + np.exp(-total)), bound
+
+
+def split(u: np.ndarray, inner_size: int, state_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The convolution's output as v, B and C."""
+    return u[:inner_size], u[inner_size : inner_size + state_size], u[inner_size + state_size :]
+
+
+# ---- whole pages, as bytes: a group is a list of layers, uint8 [num_blocks, page_bytes]
+
+
+def copy_pages(layers: Sequence[np.ndarray], src: Sequence[int], dst: Sequence[int]) -> None:
+    """Copy one after the other, in place."""
+    for source, target in zip(src, dst, strict=True):
+        for layer in layers:
+            layer[target] = layer[source].copy()
+
+
+def block_bytes(layers: Sequence[np.ndarray], block: int) -> bytes:
+    """A block in gather order."""
+    return b"".join(layer[block].tobytes() for layer in layers)
+
+
+def checksum(data: bytes) -> int:
+    """Sum of the mixed words, as `interface.PageOps.checksum` defines it."""
+    padded = data + bytes(-len(data) % 4)
+    words = np.frombuffer(padded, "<u4").astype(np.uint64)
+    numbers = np.arange(1, len(words) + 1, dtype=np.uint64)
+    return int(sum(murmur3_finalizer(int(word)) for word in (words + numbers * 0x9E3779B1) % 2**32) % 2**32)
+
+
+def murmur3_finalizer(h: int) -> int:
+    """Austin Appleby's fmix32, in whole numbers."""
+    h ^= h >> 16
+    h = h * 0x85EBCA6B % 2**32
+    h ^= h >> 13
+    h = h * 0xC2B2AE35 % 2**32
+    return h ^ h >> 16
