@@ -9,9 +9,12 @@ import signal
 import time
 from collections.abc import Callable
 
+from kvplane.base.errors import Unavailable
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.server import RpcServer
+from kvplane_service.telemetry.collector import ServiceCollector
+from kvplane_service.telemetry.http import MetricsServer
 
 _SWEEPS_PER_LEASE = 4
 
@@ -24,14 +27,22 @@ class App:
     def __init__(self, config: Config, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.config = config
         self.registry = Registry(config, clock)
+        self.address = self.metrics_address = ""  # once it serves
         self._server = RpcServer(self.registry, config)
+        self._metrics = MetricsServer(ServiceCollector(self.registry))
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Begin to serve; returns the address. Raises Unavailable when it is taken."""
-        address = await self._server.start()
+        """Begin to serve; returns the address. Raises Unavailable when it, or that of metrics, is taken."""
+        if self.config.metrics_listen:
+            self.metrics_address = await self._metrics.start(self.config.metrics_listen)
+        try:
+            self.address = await self._server.start()
+        except Unavailable:
+            await self._metrics.stop()
+            raise
         self._sweeper = asyncio.create_task(self._sweep())
-        return address
+        return self.address
 
     async def drain(self) -> None:
         """Go without losing an answer: unhealthy first, then no new sessions, then wait for the open ones."""
@@ -53,27 +64,29 @@ class App:
                 entry.host.expire()
 
     async def _end(self) -> None:
+        await self._metrics.stop()
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
 
 
-async def serve(config: Config, ready: Callable[[str], None]) -> None:
+async def serve(config: Config, ready: Callable[[App], None]) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
     Args:
-        ready: called with the address once calls are answered.
+        ready: called once calls are answered.
 
     Raises:
-        Unavailable: the address is taken.
+        Unavailable: an address is taken.
     """
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     app = App(config)
-    ready(await app.start())
+    await app.start()
+    ready(app)
     _log.info("%s: draining", (await signals.get()).name)
     draining = asyncio.create_task(app.drain())
     second = asyncio.create_task(signals.get())

@@ -33,6 +33,8 @@ class Config(BaseModel):
 
     listen: str = "127.0.0.1:7070"
     """Address: host:port (port 0 = a free one, which is printed) or unix:PATH."""
+    metrics_listen: str = ""
+    """Address of the HTTP port for Prometheus, host:port; empty = none."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, le=2**31 - 1)] = 32 << 20
     """Largest message that the service accepts."""
     max_rows_per_step: Count = 4096
@@ -91,9 +93,15 @@ class Config(BaseModel):
             if len(value) == len("unix:"):
                 raise ValueError("unix: needs a path behind it")
             return value
-        host, colon, port = value.rpartition(":")
-        if not (colon and host and port.isdecimal() and int(port) <= 65535):
+        if not _is_host_and_port(value):
             raise ValueError("give host:port with a port of 0 to 65535, or unix:PATH")
+        return value
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _metrics_address(cls, value: str) -> str:
+        if value and not _is_host_and_port(value):
+            raise ValueError("give host:port with a port of 0 to 65535, or nothing")
         return value
 
     @field_validator("log_level")
@@ -102,6 +110,11 @@ class Config(BaseModel):
         if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise ValueError("use DEBUG, INFO, WARNING or ERROR")
         return value.upper()
+
+
+def _is_host_and_port(value: str) -> bool:
+    host, colon, port = value.rpartition(":")
+    return bool(colon and host and port.isdecimal() and int(port) <= 65535)
 
 
 KEYS = tuple(Config.model_fields)

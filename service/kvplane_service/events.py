@@ -149,12 +149,18 @@ class EventLog:
         self._epoch = 0
         self._withdrawn = False
         self._withdrawn_before = False  # state before the oldest batch that is kept
+        self.num_withdrawals = 0
         self.closed: KvplaneError | None = None
 
     @property
     def last_seq(self) -> int:
         """Number of the newest batch, 0 when there was none."""
         return self._last_seq
+
+    @property
+    def num_subscribers(self) -> int:
+        """Who follows now."""
+        return len(self._subscribers)
 
     @property
     def oldest_resumable(self) -> int:
@@ -172,6 +178,7 @@ class EventLog:
         """Tell that the replica has lapsed; nothing when that is known."""
         if not self._withdrawn:
             self._withdrawn = True
+            self.num_withdrawals += 1
             self._append(Batch(self._last_seq + 1, self._epoch, withdrawn=True))
 
     def restore(self) -> None:

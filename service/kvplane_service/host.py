@@ -33,6 +33,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.order import StepOrder, count_rows
+from kvplane_service.telemetry.tally import Tally
 
 Clock = Callable[[], int]  # nanoseconds, never going back
 Told = Callable[[KvplaneError], None]
@@ -94,6 +95,8 @@ class ReplicaHost:
         self.scheme = HashScheme.of(replica.spec)
         self.events = EventLog(config.events_resume, config.max_subscribers)
         self.decisions = DecisionLog(config.decision_log_steps, config.decision_log_entries)
+        self.tally = Tally()
+        self.decisions.follow(self.tally.add)
         self.epoch = FIRST_EPOCH
         self._config = config
         self._clock = clock
@@ -124,6 +127,14 @@ class ReplicaHost:
     def client(self) -> str:
         """Name that the newest session gave, "" when there is none."""
         return self._session.client if self._session else ""
+
+    @property
+    def lease_left_ns(self) -> int | None:
+        """Until the session counts as gone, 0 when it does; None when there is none."""
+        session = self._session
+        if session is None:
+            return None
+        return 0 if session.broken else max(0, session.deadline_ns - self._clock())
 
     def check_readable(self) -> None:
         """Raise when nothing can be promised about the replica's pages."""

@@ -181,6 +181,11 @@ def partial_hit_that_moved(engine):
     return "slot 0: shared block 3 left its table"
 
 
+def wrong_number_evictable(engine):
+    engine.pool.num_evictable -= 1
+    return "2 free blocks carry a key, the count says 1"
+
+
 FAULTS = [
     lost_reference, wrong_count, reference_of_a_free_block, double_free, block_in_two_free_places, lost_block,
     null_block_freed, null_block_keyed, wrong_free_count, broken_backward_link, broken_last_link, ring_in_the_list,
@@ -188,7 +193,7 @@ FAULTS = [
     further_key_without_a_primary, tentative_key_that_nobody_accounts_for, two_blocks_with_one_stamp,
     keyed_block_without_a_stamp, wrong_number_running, waiting_request_with_blocks, held_flag_without_blocks,
     held_blocks_without_a_flag, negative_in_flight, block_outside_the_pool, caching_beyond_the_table,
-    partial_hit_that_moved,
+    partial_hit_that_moved, wrong_number_evictable,
 ]  # fmt: skip
 
 

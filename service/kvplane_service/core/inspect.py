@@ -136,6 +136,8 @@ def _check_keys(replica: Replica) -> None:
     for block, more in pool.more_keys.items():
         assert pool.key[block] is not None and more, f"block {block}: further keys {more} without a primary one"
     assert pool.enable_caching or not pool.index, "keys without prefix caching"
+    evictable = sum(1 for block in pool.free if pool.key[block] is not None)
+    assert pool.num_evictable == evictable, f"{evictable} free blocks carry a key, the count says {pool.num_evictable}"
 
 
 def _check_stamps(replica: Replica) -> None:

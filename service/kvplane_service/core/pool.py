@@ -73,6 +73,7 @@ class BlockPool:
         self.registered: list[tuple[int, Key]] = []  # since the last drain, by the ledger
         self.events: list[CacheEvent] = []
         self.reserved: list[int] = []  # blocks held for the life of the pool (sinks)
+        self.num_evictable = 0  # free blocks that carry a key
         self.evicted_keys = [0] * num_groups
         self.residency = Residency.empty()
         self._born = [0] * num_blocks  # step that handed the block out, 0 = none did in this epoch
@@ -108,6 +109,7 @@ class BlockPool:
                 continue
             if references[block] == 0:
                 self.free.remove(block)
+                self.num_evictable -= self.key[block] is not None
             references[block] += 1
             reuse_gap[(step - used[block]).bit_length()] += 1
             used[block] = step
@@ -127,6 +129,7 @@ class BlockPool:
             references[block] -= 1
             if references[block] == 0:
                 (unkeyed if key[block] is None else keyed).append(block)
+        self.num_evictable += len(keyed)
         self.free.prepend(unkeyed)
         self.free.append(keyed)
 
@@ -184,6 +187,7 @@ class BlockPool:
             self.key[block] = key
             self.key_tokens[block] = num_tokens
             self.key_step[block] = self.step
+            self.num_evictable += self.references[block] == 0
         else:
             self.more_keys.setdefault(block, []).append(key)
         by_digest = self._by_digest(key.domain, key.group)
@@ -226,6 +230,7 @@ class BlockPool:
         self.key[block] = None
         self.key_tokens[block] = 0
         self.key_step[block] = 0
+        self.num_evictable -= self.references[block] == 0
         return keys
 
     def _forget(self, block: int, key: Key) -> None:

@@ -1,0 +1,231 @@
+"""The metrics of a service in Prometheus' terms, read when they are scraped.
+
+Every value is a number that the core or a tally keeps anyway; nothing is scanned. Labels are bounded: replicas that are
+registered now, kinds of groups, states, reasons. Never a request, a hash or a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import accumulate
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+
+from kvplane_service.core.managers import GroupManager
+from kvplane_service.host import ReplicaHost, ReplicaState
+from kvplane_service.registry import Registry
+from kvplane_service.telemetry.tally import REFUSALS, REMOVALS, STEP_BOUNDS_NS, StepTimes
+
+_NS = 1e-9
+_MAX_STEPS_EXPONENT = 20  # of histograms in steps; longer spans count in the last bucket
+
+Values = Iterable[tuple[tuple[str, ...], float]]  # label values behind the replica's name, value
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A counter or gauge with values of each replica."""
+
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    read: Callable[[ReplicaHost], Values]
+
+    def collect(self, hosts: Sequence[ReplicaHost]) -> Metric:
+        """The values now."""
+        family = self.kind(self.name, self.help, labels=("replica", *self.labels))
+        for host in hosts:
+            for labels, value in self.read(host):
+                family.add_metric((host.name, *labels), value)
+        return family
+
+
+def _counter(name: str, help: str, read: Callable[[ReplicaHost], float]) -> Family:  # noqa: A002 - Prometheus' word
+    return Family(CounterMetricFamily, name, help, (), lambda host: [((), read(host))])
+
+
+def _gauge(name: str, help: str, read: Callable[[ReplicaHost], float]) -> Family:  # noqa: A002
+    return Family(GaugeMetricFamily, name, help, (), lambda host: [((), read(host))])
+
+
+def _blocks(host: ReplicaHost) -> Values:
+    pool = host.replica.coordinator.pool
+    held = pool.num_blocks - 1 - pool.num_free
+    return [
+        (("held",), held),
+        (("cached",), pool.num_evictable),
+        (("empty",), pool.num_free - pool.num_evictable),
+    ]
+
+
+def _by_kind(host: ReplicaHost, value: Callable[[GroupManager], float]) -> Values:
+    """Sums over the groups of each kind."""
+    sums: dict[str, float] = {}
+    for manager in host.replica.coordinator.managers:
+        kind = manager.spec.kind.value
+        sums[kind] = sums.get(kind, 0) + value(manager)
+    return [((kind,), value) for kind, value in sums.items()]
+
+
+def _queried(host: ReplicaHost) -> Values:
+    queried = host.replica.counters.queried_tokens
+    return _by_kind(host, lambda manager: queried if manager.cacheable else 0)
+
+
+def _hit(host: ReplicaHost) -> Values:
+    return _by_kind(host, lambda manager: manager.adopted * manager.block_size)
+
+
+def _keys(host: ReplicaHost) -> Values:
+    maps = list(host.replica.coordinator.pool.index.values())
+    return _by_kind(host, lambda manager: sum(len(by_group[manager.group]) for by_group in maps))
+
+
+_FAMILIES = (
+    Family(GaugeMetricFamily, "kvplane_blocks", "Blocks of the pool by state.", ("state",), _blocks),
+    Family(GaugeMetricFamily, "kvplane_keys", "Distinct keys of the prefix cache.", ("group_kind",), _keys),
+    _gauge("kvplane_running_requests", "Requests that hold blocks.", lambda host: host.replica.num_running),
+    _counter("kvplane_steps", "Steps applied.", lambda host: host.replica.counters.steps),
+    _counter("kvplane_admitted_requests", "Admissions granted.", lambda host: host.replica.counters.admitted),
+    _counter("kvplane_ended_requests", "Requests ended.", lambda host: host.replica.counters.ended),
+    _counter("kvplane_granted_tokens", "Tokens granted.", lambda host: host.replica.counters.granted_tokens),
+    _counter(
+        "kvplane_prefix_queried_tokens",
+        "Tokens looked up by granted admissions.",
+        lambda host: host.replica.counters.queried_tokens,
+    ),
+    _counter("kvplane_prefix_hit_tokens", "Of these, tokens hit.", lambda host: host.replica.counters.hit_tokens),
+    Family(
+        CounterMetricFamily,
+        "kvplane_group_queried_tokens",
+        "Tokens looked up, once for each group of the kind.",
+        ("group_kind",),
+        _queried,
+    ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_group_hit_tokens",
+        "Tokens of blocks that hits adopted, in groups of the kind.",
+        ("group_kind",),
+        _hit,
+    ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_allocated_blocks",
+        "Blocks handed out.",
+        ("group_kind",),
+        lambda host: _by_kind(host, lambda manager: manager.allocated),
+    ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_removed_keys",
+        "Keys that left their block.",
+        ("reason",),
+        lambda host: [((name,), host.tally.removals[reason]) for reason, name in REMOVALS.items()],
+    ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_preemptions",
+        "Requests that lost their blocks before their end.",
+        ("reason",),
+        lambda host: [((reason.value,), count) for reason, count in host.tally.preemptions.items()],
+    ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_refusals",
+        "Admissions not granted.",
+        ("reason",),
+        lambda host: [((name,), host.tally.refusals[status]) for status, name in REFUSALS.items()],
+    ),
+    _counter("kvplane_lives", "Engine lives begun by sessions.", lambda host: host.tally.lives),
+    _counter("kvplane_lapses", "Leases that lapsed.", lambda host: host.events.num_withdrawals),
+    Family(
+        GaugeMetricFamily,
+        "kvplane_lease_left_seconds",
+        "Until the replica's session counts as gone; absent without a session.",
+        (),
+        lambda host: [] if host.lease_left_ns is None else [((), host.lease_left_ns * _NS)],
+    ),
+    _counter("kvplane_event_batches", "Batches of cache events shown.", lambda host: host.events.last_seq),
+    _gauge("kvplane_event_subscribers", "Who follows the events.", lambda host: host.events.num_subscribers),
+    _gauge("kvplane_decisions", "Decisions kept for explanations.", lambda host: len(host.decisions)),
+    _counter("kvplane_lost_decisions", "Decisions no longer kept.", lambda host: host.decisions.num_lost),
+)
+
+_HISTOGRAMS_IN_STEPS = (
+    ("evicted_idle", "idle_before_evict", "Steps between the last use of a block and the eviction of its key."),
+    ("block_lifetime", "lifetime", "Steps between two times that a block is handed out."),
+    ("block_reuse", "reuse_gap", "Steps between two uses of a cached block."),
+)
+
+
+class ServiceCollector(Collector):
+    """All metrics of one service process. Collect on the event loop: the state must not change meanwhile."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        """See Collector."""
+        hosts = [entry.host for entry in self._registry]
+        yield _build_info()
+        yield _states(hosts)
+        for family in _FAMILIES:
+            yield family.collect(hosts)
+        yield _step_seconds(hosts)
+        for name, attribute, text in _HISTOGRAMS_IN_STEPS:
+            histogram = HistogramMetricFamily(f"kvplane_{name}_steps", text, labels=("replica",))
+            for host in hosts:
+                counts: list[int] = getattr(host.replica.residency, attribute)
+                histogram.add_metric((host.name,), _buckets_in_steps(counts), None)
+            yield histogram
+
+
+def _build_info() -> Metric:
+    family = GaugeMetricFamily("kvplane_build_info", "Always 1; what runs.", labels=("version",))
+    family.add_metric((version("kvplane"),), 1)
+    return family
+
+
+def _states(hosts: Sequence[ReplicaHost]) -> Metric:
+    family = GaugeMetricFamily("kvplane_replicas", "Registered replicas by who may write.", labels=("state",))
+    states = [host.state for host in hosts]
+    for state in ReplicaState:
+        family.add_metric((state.value,), states.count(state))
+    return family
+
+
+def _step_seconds(hosts: Sequence[ReplicaHost]) -> Metric:
+    family = HistogramMetricFamily(
+        "kvplane_step_seconds", "Time of the allocator per step, or piece of one.", labels=("replica",)
+    )
+    for host in hosts:
+        times = host.tally.step_times
+        family.add_metric((host.name,), _step_buckets(times), times.sum_ns * _NS)
+    return family
+
+
+def _step_buckets(times: StepTimes) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
+    """Cumulative, each with a step that fell into it."""
+    bounds = [*(str(bound * _NS) for bound in STEP_BOUNDS_NS), "+Inf"]
+    buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+    for bound, count, example in zip(bounds, accumulate(times.counts), times.examples, strict=True):
+        if example is None:
+            buckets.append((bound, float(count)))
+        else:
+            where = {"epoch": str(example.epoch), "seq": str(example.seq)}
+            buckets.append((bound, float(count), Exemplar(where, example.took_ns * _NS)))
+    return buckets
+
+
+def _buckets_in_steps(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Entry k of `counts` holds spans of 2^(k-1) to 2^k - 1 steps, entry 0 those within one step."""
+    total = list(accumulate(counts))
+    buckets = [(str(float((1 << k) - 1)), float(total[k])) for k in range(_MAX_STEPS_EXPONENT + 1)]
+    return [*buckets, ("+Inf", float(total[-1]))]

@@ -1,0 +1,288 @@
+"""The dashboard and the alerts, run by a real Prometheus on the metrics of real runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
+from kvplane_service.config import Config
+from kvplane_service.registry import Registration, Registry
+from kvplane_service.telemetry.collector import ServiceCollector
+from tests.service.hosts import Engine, spec_of
+from tests.service.monitoring import (
+    FILES,
+    INTERVAL_S,
+    ROOT,
+    START_S,
+    Pages,
+    Series,
+    backfill,
+    demo,
+    prometheus,
+    promtool,
+)
+from tests.service.rig import running, until
+
+DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
+ALERTS = [rule for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+EXPRESSIONS = {
+    (panel["title"], target["refId"]): target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]
+}
+Alert = dict[str, Any]
+SMALL = {"sliding": 90, "mamba": 60}
+AMPLE = {"sliding": 4096, "mamba": 2048}
+
+
+@pytest.fixture(scope="module")
+def small_pools() -> Series:
+    return demo(SMALL).series()
+
+
+@pytest.fixture(scope="module")
+def server(small_pools, tmp_path_factory):
+    """Prometheus on the metrics of a demo run whose pools are a little too small."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    with prometheus(folder, backfill(small_pools, folder)) as server:
+        yield server
+
+
+def filled_in(expression: str) -> str:
+    """As Grafana sends it."""
+    return expression.replace("$__rate_interval", "1m").replace("$replica", ".*")
+
+
+@pytest.mark.parametrize("panel", EXPRESSIONS, ids=lambda panel: f"{panel[0]} {panel[1]}")
+def test_a_panel_shows_samples(server, small_pools, panel):
+    end = START_S + INTERVAL_S * len(next(iter(small_pools.values())))
+    expression = filled_in(EXPRESSIONS[panel])
+    result = server.get("query_range", query=expression, start=START_S, end=end, step=INTERVAL_S)
+    values = [float(value) for series in result for _, value in series["values"]]
+    assert [value for value in values if value == value], expression
+
+
+def test_panels_ask_for_nothing_that_is_not_emitted(small_pools):
+    emitted = {name.partition("{")[0] for name in small_pools}
+    asked = {name for text in EXPRESSIONS.values() for name in re.findall(r"kvplane_\w+", text)}
+    asked |= {name for rule in ALERTS for name in re.findall(r"kvplane_\w+", rule["expr"])}
+    assert asked <= emitted
+
+
+def test_prometheus_scrapes_a_service_until_it_is_gone(tmp_path):
+    with running(Config(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0")) as service:
+        service.register()
+        service.open().step()
+        jobs = [{"job_name": "kvplane", "static_configs": [{"targets": [service.app.metrics_address]}]}]
+        config = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
+        with prometheus(tmp_path, tmp_path / "data", yaml.safe_dump(config)) as server:
+            until(lambda: bool(server.get("query", query="kvplane_steps_total == 1")))
+            exemplars = server.get("query_exemplars", query="kvplane_step_seconds_bucket", start=0, end=4e9)
+            assert any(one["labels"]["seq"] == "1" for series in exemplars for one in series["exemplars"])
+            (rule,) = [rule for rule in ALERTS if rule["alert"] == "KvplaneDown"]
+            assert server.get("query", query=rule["expr"]) == []
+            asyncio.run_coroutine_threadsafe(service.app.stop(), service.loop).result(20)
+            until(lambda: bool(server.get("query", query=rule["expr"])))
+
+
+# ---- alerts
+
+
+class Scenario:
+    """A replica "r" of six blocks, its engine, and what its metrics show."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.tick_ns = 0
+        self._registry = Registry(Config(), self._clock)
+        self.host = self._registry.register("r", Registration(spec_of(num_blocks=6))).host
+        self.pages = Pages(ServiceCollector(self._registry))
+        self.engine = Engine(self.host)
+
+    def _clock(self) -> int:
+        self.now_ns += self.tick_ns
+        return self.now_ns
+
+    def repeat(self, act: Callable[[int], object], times: int = 40) -> Series:
+        """Do it once between two pages."""
+        for number in range(times):
+            self.pages.take()
+            act(number)
+        return self.pages.series()
+
+    def serve(self, slot: int, tokens: int, fill: int) -> None:
+        """Admit a request."""
+        self.engine.step(
+            Part(
+                news=News(slot=[slot], num_tokens=[tokens], tokens=[fill] * tokens),
+                admit=Admit(slot=[slot]),
+            )
+        )
+
+    def free(self, slot: int) -> None:
+        self.engine.step(Part(facts=Facts(slot=[slot], end=[End.FREE])))
+
+
+def down() -> Series:
+    """What Prometheus itself notes when nobody answers, see test_prometheus_scrapes_a_service."""
+    return {'up{job="kvplane"}': [1.0] * 5 + [0.0] * 35}
+
+
+def silent_engine() -> Series:
+    scenario = Scenario()
+
+    def pass_time(_: int) -> None:
+        scenario.now_ns += INTERVAL_S * 10**9
+        scenario.host.expire()
+
+    return scenario.repeat(pass_time)
+
+
+def full_pool() -> Series:
+    scenario = Scenario()
+    scenario.serve(0, 80, 1)
+
+    def ask(number: int) -> None:
+        scenario.serve(1, 20, number)
+        scenario.free(1)
+
+    return scenario.repeat(ask)
+
+
+def preemptions() -> Series:
+    scenario = Scenario()
+
+    def crowd_out(number: int) -> None:
+        scenario.serve(0, 40, number)
+        scenario.serve(1, 30, 100 + number)
+        scenario.engine.step(Part(facts=Facts(slot=[0], appended=[9], tokens=[1] * 9), run=Run(slot=[0, 1])))
+        scenario.free(0)
+        scenario.free(1)
+
+    return scenario.repeat(crowd_out)
+
+
+def too_long() -> Series:
+    scenario = Scenario()
+
+    def ask(number: int) -> None:
+        scenario.serve(0, 200, number)
+        scenario.free(0)
+
+    return scenario.repeat(ask)
+
+
+def young_evictions() -> Series:
+    scenario = Scenario()
+
+    def churn(number: int) -> None:
+        scenario.serve(0, 80, number)
+        scenario.free(0)
+
+    return scenario.repeat(churn)
+
+
+def failed_steps() -> Series:
+    scenario = Scenario()
+
+    def fail(number: int) -> None:
+        scenario.serve(0, 40, number)
+        engine = scenario.engine
+        engine.step(Part(cache=Cache(failed_steps=[engine.seq])), executed_through=engine.seq - 1)
+        scenario.free(0)
+
+    return scenario.repeat(fail)
+
+
+def slow_steps() -> Series:
+    scenario = Scenario()
+    scenario.tick_ns = 8_000_000
+    return scenario.repeat(lambda _: scenario.engine.step())
+
+
+def restarts() -> Series:
+    scenario = Scenario()
+    return scenario.repeat(lambda _: Engine(scenario.host))
+
+
+SCENARIOS: dict[str, Callable[[], Series]] = {
+    "KvplaneDown": down,
+    "KvplaneReplicaLapsed": silent_engine,
+    "KvplanePoolExhausted": full_pool,
+    "KvplanePreempting": preemptions,
+    "KvplaneRequestNeverFits": too_long,
+    "KvplaneEvictsYoungKeys": young_evictions,
+    "KvplaneStepsTakenBack": failed_steps,
+    "KvplaneSlowSteps": slow_steps,
+    "KvplaneEngineRestarts": restarts,
+}
+
+
+def test_every_alert_has_a_scenario():
+    assert set(SCENARIOS) == {rule["alert"] for rule in ALERTS}
+
+
+def fires(tmp_path, series: Series, expected: Mapping[str, list[Alert]]) -> str:
+    """Let promtool say whether at the end exactly these alerts fire, by name."""
+    length = max(map(len, series.values()))
+    test = {
+        "rule_files": [str(FILES / "alerts.yaml")],
+        "evaluation_interval": f"{INTERVAL_S}s",
+        "tests": [
+            {
+                "interval": f"{INTERVAL_S}s",
+                "input_series": [
+                    {"series": name, "values": " ".join("_" if value is None else repr(value) for value in values)}
+                    for name, values in series.items()
+                ],
+                "alert_rule_test": [
+                    {"eval_time": f"{(length - 1) * INTERVAL_S}s", "alertname": name, "exp_alerts": alerts}
+                    for name, alerts in expected.items()
+                ],
+            }
+        ],
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(yaml.safe_dump(test))
+    return promtool("test", "rules", file)
+
+
+def expected_alert(rule: Alert) -> Alert:
+    """As it fires for the scenario's replica."""
+    labels = {"severity": rule["labels"]["severity"]}
+    if "by (replica" in rule["expr"]:
+        labels["replica"] = "r"
+    if rule["alert"] == "KvplaneDown":
+        labels["job"] = "kvplane"
+    summary = rule["annotations"]["summary"].replace("{{ $labels.replica }}", "r")
+    return {"exp_labels": labels, "exp_annotations": {"summary": summary}}
+
+
+@pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])
+def test_an_alert_fires(rule, tmp_path):
+    fires(tmp_path, SCENARIOS[rule["alert"]](), {rule["alert"]: [expected_alert(rule)]})
+
+
+def test_no_alert_fires_when_all_is_well(tmp_path):
+    series: Series = {**demo(AMPLE).series(), 'up{job="kvplane"}': [1.0] * 60}
+    fires(tmp_path, series, {rule["alert"]: [] for rule in ALERTS})
+
+
+# ---- documents
+
+
+def test_the_document_names_every_metric_and_no_other(small_pools):
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    told = set(re.findall(r"^\| `(kvplane_\w+)", text, flags=re.MULTILINE))
+    emitted = {re.sub(r"_(bucket|sum|count)$", "", name.partition("{")[0]) for name in small_pools}
+    assert told == emitted
+
+
+def test_every_alert_has_a_runbook():
+    text = (ROOT / "docs" / "operating.md").read_text()
+    assert set(re.findall(r"^### (Kvplane\w+)$", text, flags=re.MULTILINE)) == {rule["alert"] for rule in ALERTS}

@@ -1,0 +1,197 @@
+"""Metrics: what the port answers, and that every number is the allocator's."""
+
+from __future__ import annotations
+
+import re
+import socket
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import pytest
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvplane.base.errors import Unavailable
+from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
+from kvplane_service.config import Config
+from kvplane_service.registry import Registration, Registry
+from kvplane_service.telemetry.collector import ServiceCollector
+from tests.service.hosts import BLOCK, Engine, spec_of
+from tests.service.rig import running
+
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+
+
+class Watched:
+    """A replica "r", an engine, and the metrics of the registry."""
+
+    def __init__(self, **spec) -> None:
+        self.now_ns = 0
+        registry = Registry(Config(), lambda: self.now_ns)
+        self.host = registry.register("r", Registration(spec_of(**spec))).host
+        self.collector = ServiceCollector(registry)
+
+    def value(self, name: str, **labels: str) -> float:
+        for family in self.collector.collect():
+            for sample in family.samples:
+                if sample.name == name and {**sample.labels, "replica": "r"} == {**labels, "replica": "r"}:
+                    return sample.value
+        raise AssertionError(f"no {name} {labels}")
+
+
+def prompt(slot: int, num_tokens: int, fill: int = 7) -> News:
+    return News(slot=[slot], num_tokens=[num_tokens], tokens=[fill] * num_tokens)
+
+
+@contextmanager
+def serving(**fields):
+    with running(Config(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0", **fields)) as service:
+        service.register()
+        yield service, f"http://{service.app.metrics_address}"
+
+
+def get(url: str, accept: str = "") -> tuple[str, str]:
+    request = urllib.request.Request(url, headers={"Accept": accept} if accept else {})
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        return answer.read().decode(), answer.headers["Content-Type"]
+
+
+def test_both_formats_can_be_read():
+    with serving() as (service, url):
+        service.open().step()
+        text, kind = get(f"{url}/metrics")
+        assert kind.startswith("text/plain")
+        plain = {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+        text, kind = get(f"{url}/metrics", OPENMETRICS)
+        assert kind.startswith("application/openmetrics-text")
+        families = list(openmetrics.text_string_to_metric_families(text))
+        assert {sample.name for family in families for sample in family.samples} == plain
+        assert all(name.startswith("kvplane_") for name in plain)
+
+
+def test_an_exemplar_names_a_step_of_its_bucket():
+    with serving() as (service, url):
+        stream = service.open()
+        for _ in range(3):
+            stream.step()
+        text, _ = get(f"{url}/metrics", OPENMETRICS)
+        found = re.findall(r'kvplane_step_seconds_bucket\{le="([^"]+)",replica="r"\} \S+ # (\{.*?\}) (\S+)', text)
+        assert found
+        assert any('epoch="2"' in labels and 'seq="' in labels for _, labels, _ in found)
+        assert all(float(value) <= float(bound) for bound, _, value in found)
+
+
+def test_what_is_not_there_is_refused():
+    with serving() as (_, url):
+        for path, method, status in (("/", "GET", 404), ("/metrics", "POST", 405)):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(urllib.request.Request(url + path, method=method), timeout=20)
+            assert caught.value.code == status
+            caught.value.close()
+
+
+def test_a_head_without_end_is_cut_off():
+    with serving() as (service, _):
+        host, port = service.app.metrics_address.split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 40_000)
+            assert connection.recv(100).startswith(b"HTTP/1.1 431")
+
+
+def test_a_taken_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = Config(listen="127.0.0.1:0", metrics_listen=address)
+        with pytest.raises(Unavailable, match=f"metrics on {address}.*in use") as caught, running(config):
+            pass
+    assert caught.value.field == "metrics_listen"
+
+
+def test_blocks_by_state_are_the_pool():
+    world = Watched(num_blocks=21)
+    engine = Engine(world.host)
+    engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
+    assert [world.value("kvplane_blocks", state=state) for state in ("held", "cached", "empty")] == [3, 0, 17]
+    engine.step(Part(facts=Facts(slot=[0], end=[End.FREE])))
+    assert [world.value("kvplane_blocks", state=state) for state in ("held", "cached", "empty")] == [0, 2, 18]
+    assert world.value("kvplane_keys", group_kind="full_attention") == 2
+    assert world.value("kvplane_allocated_blocks_total", group_kind="full_attention") == 3
+
+
+def test_hits_by_group_kind():
+    world = Watched()
+    engine = Engine(world.host)
+    engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
+    engine.step(Part(news=prompt(1, 40), admit=Admit(slot=[1])))
+    assert world.value("kvplane_prefix_queried_tokens_total") == 80
+    assert world.value("kvplane_prefix_hit_tokens_total") == 2 * BLOCK
+    assert world.value("kvplane_group_queried_tokens_total", group_kind="full_attention") == 80
+    assert world.value("kvplane_group_hit_tokens_total", group_kind="full_attention") == 2 * BLOCK
+    assert world.value("kvplane_granted_tokens_total") == 40 + 8
+    assert world.value("kvplane_running_requests") == 2
+    assert world.value("kvplane_admitted_requests_total") == 2
+
+
+def test_evictions_by_reason_and_age():
+    world = Watched(num_blocks=6)
+    engine = Engine(world.host)
+    engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
+    engine.step(Part(facts=Facts(slot=[0], end=[End.FREE])))
+    for _ in range(5):
+        engine.step()
+    engine.step(Part(news=prompt(0, 80, fill=9), admit=Admit(slot=[0])))
+    assert world.value("kvplane_removed_keys_total", reason="evicted") == 2
+    assert world.value("kvplane_evicted_idle_steps_bucket", le="3.0") == 0  # last used in step 1, evicted in step 8
+    assert world.value("kvplane_evicted_idle_steps_bucket", le="7.0") == 2
+    engine.step(Part(cache=Cache(evicted=[1, 2])))
+    assert world.value("kvplane_removed_keys_total", reason="dropped") == 2
+
+
+def test_refusals_by_reason():
+    world = Watched(num_blocks=6)
+    engine = Engine(world.host)
+    engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
+    engine.step(Part(news=prompt(1, 60, fill=9), admit=Admit(slot=[1])))
+    engine.step(Part(news=prompt(2, 100, fill=9), admit=Admit(slot=[2])))
+    engine.step(Part(admit=Admit(slot=[1], expected_hit=[16])))
+    reasons = ("out_of_blocks", "never_fits", "deferred", "stale_hit", "no_room")
+    assert [world.value("kvplane_refusals_total", reason=reason) for reason in reasons] == [1, 1, 0, 1, 0]
+
+
+def test_preemptions_by_reason():
+    world = Watched(num_blocks=6)
+    engine = Engine(world.host)
+    engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])), Part(news=prompt(1, 30, 9), admit=Admit(slot=[1])))
+    engine.step(Part(facts=Facts(slot=[0], appended=[9], tokens=[1] * 9), run=Run(slot=[0, 1])))
+    assert world.value("kvplane_preemptions_total", reason="out_of_blocks") == 1
+    engine.step(Part(facts=Facts(slot=[0], end=[End.PREEMPTED])))
+    assert world.value("kvplane_preemptions_total", reason="engine") == 1
+    engine.step(Part(news=prompt(2, 40, 5), admit=Admit(slot=[2])))
+    engine.step(Part(cache=Cache(failed_steps=[4])), executed_through=3)
+    assert world.value("kvplane_preemptions_total", reason="taken_back") == 1
+    assert world.value("kvplane_removed_keys_total", reason="withdrawn") == 2
+
+
+def test_leases_and_lapses():
+    world = Watched()
+    with pytest.raises(AssertionError):
+        world.value("kvplane_lease_left_seconds")
+    engine = Engine(world.host)
+    assert world.value("kvplane_lease_left_seconds") == 10
+    assert world.value("kvplane_replicas", state="live") == 1
+    world.now_ns = 11 * 10**9
+    world.host.expire()
+    assert world.value("kvplane_lease_left_seconds") == 0
+    assert world.value("kvplane_replicas", state="lapsed") == 1
+    assert world.value("kvplane_lapses_total") == 1
+    engine.step()
+    assert world.value("kvplane_lives_total") == 1
+    assert world.value("kvplane_decisions") == 2
+
+
+def test_a_deregistered_replica_leaves_no_series():
+    with serving() as (service, url):
+        assert 'replica="r"' in get(f"{url}/metrics")[0]
+        service.in_loop(lambda: service.app.registry.remove("r"))
+        assert 'replica="r"' not in get(f"{url}/metrics")[0]
