@@ -11,7 +11,8 @@ import argparse
 import json
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
@@ -38,29 +39,10 @@ from kvplane.base.step import (
     Run,
     Watermark,
 )
-from tests.conformance.header import BadRecording, Record, read_records, trace_spec
+from tests.conformance.forms import BadRecording, Record, refusals_named
+from tests.conformance.header import read_records, trace_spec
+from tests.conformance.operations import OPERATIONS, check_operation
 from tests.conformance.paths import InProcessPath, Path, PathPart, Seen
-
-# Per operation: input fields, output fields. "free" and "ev" are outputs of every operation.
-FIELDS: dict[str, tuple[set[str], set[str]]] = {
-    "step": (set(), {"copies", "retained", "zero"}),
-    "new": ({"id", "segs", "salt", "lora", "mm", "skip"}, {"n", "nh", "lasth"}),
-    "lookup": ({"id"}, {"hit", "bnd", "blk"}),
-    "alloc": (
-        {"id", "comp", "new", "st", "use_hit", "hit", "look", "ext", "delay", "full", "reserved", "has_sched", "infl"}
-        | {"enc"},
-        {"ok", "nb", "tbl"},
-    ),
-    "tok": ({"id", "t"}, {"nh", "lasth"}),
-    "cache": ({"id", "n"}, set()),
-    "free": ({"id"}, set()),
-    "preempt": ({"id"}, set()),
-    "hold": ({"id"}, set()),
-    "release": ({"id"}, set()),
-    "evict": ({"ids"}, set()),
-    "reset": (set(), {"ok"}),
-    "snapshot": (set(), {"freeq", "freeq_crc", "cached_hashes", "cached", "usage"}),
-}
 
 
 @dataclass
@@ -145,8 +127,8 @@ class Replayer:
 
     def replay(self, number: int, op: Record) -> None:
         """Take one operation; send and compare when its answer is needed. Raises Divergence."""
+        check_operation(op, f"line {number}", self.requests, self._held)
         if op["op"] != "end":
-            check_fields(number, op)
             parts, read = self._ops[op["op"]](op)
             self._queue.append(Pending(number, op, parts, read, dict(self._slots)))
             self.operations += 1
@@ -172,13 +154,10 @@ class Replayer:
 
     def _compare(self, pending: Pending, results: list[PartResult]) -> None:
         outputs = self._outputs(pending, results)
-        for name in sorted(FIELDS[pending.op["op"]][1] | {"free", "ev"}):
-            got = outputs.get(name)
-            if name not in pending.op and not got:
-                continue
-            self.values += 1
-            if pending.op.get(name) != got:
-                raise Divergence(pending.number, pending.op, name, pending.op.get(name), got)
+        self.values += sum(name in pending.op or bool(value) for name, value in outputs.items())
+        name = first_difference(pending.op, outputs)
+        if name is not None:
+            raise Divergence(pending.number, pending.op, name, pending.op.get(name), outputs.get(name))
 
     def _outputs(self, pending: Pending, results: list[PartResult]) -> Record:
         for result in results[:1] if pending.op["op"] == "step" else results:
@@ -268,9 +247,6 @@ class Replayer:
 
     def _running(self, op: Record, request: Request) -> Part:
         """A run row; computed tokens are told only where drafts were rejected, so that the quiet path is taken too."""
-        admission_only = sorted({"hit", "ext", "full", "reserved", "enc"} & set(op))
-        if admission_only:
-            raise BadRecording(f"operation {op}: a running request has no {admission_only[0]!r}")
         run = Run(
             slot=[request.slot],
             extra=[op["comp"] + op["new"] - len(request.tokens)],
@@ -346,14 +322,12 @@ def _hashes(result: PartResult) -> Record:
     return {"nh": result.num_hashes[0], "lasth": last[-8:].hex() if last else None}
 
 
-def check_fields(number: int, op: Record) -> None:
-    """Raise BadRecording for an operation or a field that this program does not know."""
-    if op["op"] not in FIELDS:
-        raise BadRecording(f"line {number}: unknown operation {op['op']!r}")
-    inputs, outputs = FIELDS[op["op"]]
-    unknown = sorted(set(op) - inputs - outputs - {"op", "free", "ev"})
-    if unknown:
-        raise BadRecording(f"line {number}: operation {op['op']!r} has an unknown field {unknown[0]!r}")
+def first_difference(op: Record, outputs: Record) -> str | None:
+    """The first output by name that is not as recorded; one that is left out equals one that tells nothing."""
+    for name in sorted(OPERATIONS[op["op"]].all_outputs):
+        if (name in op or outputs.get(name)) and op.get(name) != outputs.get(name):
+            return name
+    return None
 
 
 class EventWriter:
@@ -400,36 +374,45 @@ def segment_tokens(segments: Sequence[Sequence[int]]) -> list[int]:
 
 
 def replay_file(path: FilePath, make: Callable[[Record], Replayer] = Replayer) -> Replayer:
-    """Replay one file; raises Divergence or BadRecording."""
+    """Replay one file and let its path go; raises Divergence or BadRecording."""
     records = read_records(path)
     header = next(records, None)
     if header is None:
-        raise BadRecording(f"{path.name}: empty file")
-    replayer = make(header)
-    ended = False
-    for number, record in enumerate(records, 2):
-        if "op" not in record:
-            raise BadRecording(f"{path.name}: line {number}: no operation")
-        replayer.replay(number, record)
-        ended = record["op"] == "end"
-    if not ended:
-        raise BadRecording(f"{path.name}: the file ends before its `end` record")
+        raise BadRecording("empty file")
+    with refusals_named("header"):
+        replayer = make(header)
+    with closing(replayer):
+        _replay_records(replayer, records)
     return replayer
+
+
+def _replay_records(replayer: Replayer, records: Iterator[Record]) -> None:
+    number, record = 1, Record()
+    for number, record in enumerate(records, 2):
+        with refusals_named(f"line {number}"):
+            replayer.replay(number, record)
+        if record["op"] == "end":
+            break
+    if record.get("op") != "end":
+        raise BadRecording(f"line {number}: the file ends before its `end` record")
+    if next(records, None) is not None:
+        raise BadRecording(f"line {number + 1}: there is more behind the `end` record")
 
 
 def replay_all(paths: Sequence[FilePath], make: Callable[[Record], Replayer]) -> int:
     """Replay the files and print a line each; how many differ."""
-    failed = 0
+    failed = operations = messages = 0
     for path in paths:
         try:
             done = replay_file(path, make)
             per_message = done.operations / done.messages
+            operations, messages = operations + done.operations, messages + done.messages
             print(f"same   {path.name}: {done.values} values, {per_message:.2f} operations per message")
-            done.close()
         except (Divergence, BadRecording) as error:
             failed += 1
             print(f"DIFFER {path.name}: {error}")
-    print(f"{len(paths) - failed} identical, {failed} not")
+    mean = f"; {operations / messages:.2f} operations per message" if messages else ""
+    print(f"{len(paths) - failed} identical, {failed} not{mean}")
     return failed
 
 
@@ -441,11 +424,12 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.rpc is None:
         return 1 if replay_all(options.files, Replayer) else 0
+    from kvplane.unary import connect
     from kvplane_service.cli.child import ServiceChild
     from tests.conformance.rpc import make_replayer
 
-    with ServiceChild() as service:
-        return 1 if replay_all(options.files, make_replayer(options.rpc, service.address)) else 0
+    with ServiceChild() as service, connect(service.address) as client:
+        return 1 if replay_all(options.files, make_replayer(options.rpc, client)) else 0
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from kvplane import wire
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import ExtraKeys, Multimodal, Orders, PartResult, Watermark
 from kvplane.requests import Allocate, Appended, At, Commit, Content, Ending
-from kvplane.unary import Client, connect
+from kvplane.unary import Client
 from kvplane.v1 import allocation_pb2 as pb
-from tests.conformance.header import Record
+from tests.conformance.forms import Record
+from tests.conformance.operations import check_operation
 from tests.conformance.paths import PathPart, Seen
-from tests.conformance.replay import Outcome, Pending, Replayer, Request, check_fields, segment_tokens
+from tests.conformance.replay import Outcome, Pending, Replayer, Request, segment_tokens
 
 MOST_IN_FLIGHT = 4
 _names = count(1)
@@ -98,14 +99,15 @@ class UnaryReplayer(Replayer):
         self._calls: dict[str, Callable[[Record], Outcome]] = {
             "step": self._call_step, "new": self._call_new, "lookup": self._call_lookup, "alloc": self._call_alloc,
             "tok": self._call_tok, "cache": self._call_cache, "free": self._call_free, "preempt": self._call_preempt,
-            "evict": self._call_evict, "reset": self._call_reset, "snapshot": self._call_snapshot,
+            "hold": self._call_hold, "release": self._call_release, "evict": self._call_evict,
+            "reset": self._call_reset, "snapshot": self._call_snapshot,
         }  # fmt: skip
 
     def replay(self, number: int, op: Record) -> None:
         """One call, and compare."""
+        check_operation(op, f"line {number}", self.requests, self._held)
         if op["op"] == "end":
             return
-        check_fields(number, op)
         self.operations += 1
         outcome = self._calls[op["op"]](op)
         self._compare(Pending(number, op, [], lambda _: outcome, dict(self._slots)), [outcome.result])
@@ -138,7 +140,8 @@ class UnaryReplayer(Replayer):
         extra = ExtraKeys(lora, op["salt"] or "", tuple(Multimodal(*item) for item in op["mm"] or ()))
         request = Request(next(self._order), tokens, len(tokens), extra)
         self.requests[op["id"]] = request
-        self._contents[op["id"]] = Content(tokens=list(tokens), extra_keys=extra)
+        skip = op.get("skip", False)
+        self._contents[op["id"]] = Content(tokens=list(tokens), extra_keys=extra, skip_reading=skip)
         found = self._client.find_cache_hit(self._name, self._contents[op["id"]])
         return Outcome(self._unchanged(), {"n": found.num_tokens} | _hashes(found.num_hashes, found.last_hash))
 
@@ -166,6 +169,7 @@ class UnaryReplayer(Replayer):
                 extra_tokens=op["comp"] + op["new"] - known,
                 lookahead_tokens=op.get("look", 0),
                 in_flight_tokens=op.get("infl", 0),
+                delay_caching=op.get("delay", False),
             )
         return Allocate(
             op["id"],
@@ -175,6 +179,7 @@ class UnaryReplayer(Replayer):
             external_tokens=op.get("ext", 0),
             delay_caching=op.get("delay", False),
             full_fit=op.get("full", False),
+            encoder_tokens=op.get("enc", 0),
             reserved_blocks=op.get("reserved", 0),
             watermark=Watermark.ALWAYS if op.get("has_sched", True) else Watermark.NEVER,
             expected_hit_tokens=op["hit"],
@@ -196,10 +201,19 @@ class UnaryReplayer(Replayer):
     def _call_preempt(self, op: Record) -> Outcome:
         return self._end(op["id"], Ending.PREEMPTED)
 
+    def _call_hold(self, op: Record) -> Outcome:
+        self.requests.pop(op["id"])
+        self._held[op["id"]] = 0
+        return self._end(op["id"], Ending.HELD)
+
+    def _call_release(self, op: Record) -> Outcome:
+        del self._held[op["id"]]
+        return self._end(op["id"], Ending.RELEASED)
+
     def _end(self, request_id: str, ending: Ending) -> Outcome:
         if request_id not in self._known:  # it never got to the service
             return Outcome(self._unchanged())
-        if ending is Ending.FREE:
+        if ending in (Ending.FREE, Ending.RELEASED):
             self._known.discard(request_id)
         return Outcome(self._mutated(self._client.free(self._name, request_id, ending, at=_MORE).result))
 
@@ -263,9 +277,8 @@ class _NoPath:
         """Nothing to let go."""
 
 
-def make_replayer(rpc: str, address: str) -> Callable[[Record], Replayer]:
+def make_replayer(rpc: str, client: Client) -> Callable[[Record], Replayer]:
     """Makes replayers over gRPC: rpc is "unary" or "session"."""
-    client = connect(address)
     if rpc == "unary":
         return lambda header: UnaryReplayer(header, client)
     return lambda header: Replayer(header, lambda spec: SessionPath(client, spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 
 from kvplane.base.step import (
     UNCHANGED,
@@ -23,7 +24,7 @@ from kvplane.base.step import (
     RowFlag,
     Run,
 )
-from tests.conformance.header import Record
+from tests.conformance.forms import Record
 
 PLACEHOLDER = -1
 
@@ -76,6 +77,9 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     results: list[PartResult] = field(default_factory=list)
+    calls: list[list[object]] = field(default_factory=list)  # the recording's `log`; an amount nobody tells is None
+    run_at_once: bool = False  # all run rows in one part: the answer does not tell the calls that they led to
+    drafts_needed: bool = False
 
 
 class Scheduler:
@@ -84,7 +88,9 @@ class Scheduler:
     Args:
         header: of the step trace.
         send: sends parts of the step under way and returns their results; `last` ends the step.
-        whole: one part per step where the program can say it; else one part per row.
+        whole: one part per step where the program can say it; else one part per row. What it cannot say: an
+            admission of one token that is padded with drafts, since whether it is follows from its hit. The part
+            before it asks for that hit, and the admission begins another part.
     """
 
     def __init__(self, header: Record, send: Callable[[list[Part], bool], list[PartResult]], whole: bool) -> None:
@@ -107,6 +113,7 @@ class Scheduler:
         self._facts = Facts(computed=[], commit=[])
         self._news: list[Request] = []
         self.input_parts: list[PartResult] = []
+        self.told: list[str] = []  # the news that went last
         self._finished: list[str] = []
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -244,6 +251,7 @@ class Scheduler:
 
     def _take_news(self) -> News:
         fresh, self._news = self._news, []
+        self.told = [one.name for one in fresh]
         return News(
             slot=[one.slot for one in fresh],
             num_tokens=[len(one.tokens) for one in fresh],
@@ -263,13 +271,16 @@ class Scheduler:
         self._cap = self._threshold()
         self._was_chunk = {request.name: request.chunk for request in self.running}
         rows = [request for request in self.running if not self._surely_ends(request)]
-        if self._whole and not self._may_pad():
+        if self._whole:
             self._schedule_whole(plan, rows)
         else:
             self._schedule_in_parts(plan, rows)
-            plan.results.extend(self._send([Part()], True))
         self._after(plan)
         return plan
+
+    def finish(self) -> list[PartResult]:
+        """Tell what was not told yet; nothing more is scheduled."""
+        return self._send([Part(facts=self._take_facts(), news=self._take_news())], True)
 
     def _threshold(self) -> int:
         options = self._options
@@ -283,57 +294,83 @@ class Scheduler:
     def _surely_ends(self, request: Request) -> bool:
         return request.place > 0 and request.computed + 2 - request.place >= request.prompt + request.max_new
 
-    def _may_pad(self) -> bool:
-        """Padding depends on the hit, so the program cannot say it: a hit may leave exactly one token to compute."""
-        return bool(self._spec) and any((len(one.tokens) - 1) % self._alignment == 0 for one in self.waiting)
+    def _may_pad(self, request: Request) -> bool:
+        """Whether some hit leaves exactly one token to compute, which may then be padded."""
+        return bool(self._spec) and (len(request.tokens) - 1) % self._alignment == 0
+
+    def _until_padding(self, waiting: list[Request]) -> tuple[list[Request], list[Request]]:
+        """The requests before the first that may be padded, and the rest."""
+        plain = list(takewhile(lambda one: not self._may_pad(one), waiting))
+        return plain, waiting[len(plain) :]
 
     def _schedule_whole(self, plan: Plan, rows: list[Request]) -> None:
-        waiting = [one for one in self.waiting if one.stale == 0]
+        """One part, and one more for each admission that may be padded, whose hit the part before asks for."""
+        places = self._options["max_num_running_reqs"] - len(self.running)
+        admitted, waiting = self._until_padding([one for one in self.waiting if one.stale == 0][:places])
         part = Part(
             facts=self._take_facts(),
             news=self._take_news(),
             run=self._run_rows(rows),
-            admit=self._admit_rows(waiting, len(self.waiting)),
+            admit=self._admit_rows(admitted),
+            peek=Peek([one.slot for one in waiting[:1]]),
             budget=self._budget,
+            with_hashes=True,
         )
-        result = self._send([part], True)[0]
-        plan.results.append(result)
+        last = not waiting
+        result = self._sent(plan, part, last)
+        plan.run_at_once = True
         self._take_run(plan, rows, result)
-        self._take_admissions(plan, waiting, result)
+        goes_on = self._take_admissions(plan, admitted, result)
+        while waiting and goes_on and self._may_admit(plan):
+            padding = self._padding(plan, waiting[0], result)
+            if padding < 0:
+                break
+            behind, rest = self._until_padding(waiting[1:])
+            admitted, waiting = [waiting[0], *behind], rest
+            part = Part(admit=self._admit_rows(admitted, padding), budget=self._budget)
+            part.peek = Peek([one.slot for one in waiting[:1]])
+            last = not waiting
+            result = self._sent(plan, part, last)
+            goes_on = self._take_admissions(plan, admitted, result, padding)
+        if not last:
+            self._sent(plan, Part(), True)
+
+    def _sent(self, plan: Plan, part: Part, last: bool = False) -> PartResult:
+        result = self._send([part], last)[0]
+        plan.results.append(result)
+        return result
 
     def _schedule_in_parts(self, plan: Plan, rows: list[Request]) -> None:
         """One row per part; the engine keeps the budget itself."""
-        opening = self._send([Part(facts=self._take_facts(), news=self._take_news())], False)[0]
-        plan.results.append(opening)
+        self._sent(plan, Part(facts=self._take_facts(), news=self._take_news()))
         for request in rows:
-            if self._budget.tokens <= 0 or self._budget.input <= self._budget.overhead:
+            if not self._has_budget():
                 break
             if request.status is Status.RUNNING:
-                result = self._send([Part(run=self._run_rows([request]), budget=self._budget)], False)[0]
-                plan.results.append(result)
+                result = self._sent(plan, Part(run=self._run_rows([request]), budget=self._budget))
                 self._take_run(plan, [request], result)
-        if plan.preempted:
-            return
         for request in [one for one in self.waiting if one.stale == 0]:
-            if self._budget.tokens <= 0 or self._budget.input <= self._budget.overhead:
+            if not self._may_admit(plan) or not self._admit_alone(plan, request):
                 break
-            if len(self.running) >= self._options["max_num_running_reqs"] or not self._admit_alone(plan, request):
-                break
+        self._sent(plan, Part(), True)
+
+    def _has_budget(self) -> bool:
+        return self._budget.tokens > 0 and self._budget.input > self._budget.overhead
+
+    def _may_admit(self, plan: Plan) -> bool:
+        room = len(self.running) < self._options["max_num_running_reqs"]
+        return not plan.preempted and self._has_budget() and room
 
     def _admit_alone(self, plan: Plan, request: Request) -> bool:
-        peek = self._send([Part(peek=Peek([request.slot]))], False)[0]
-        plan.results.append(peek)
-        padding = self._padding(plan, request, peek.peek_hit[0])
+        padding = self._padding(plan, request, self._sent(plan, Part(peek=Peek([request.slot]))))
         if padding < 0:
             return False
-        part = Part(admit=self._admit_rows([request], len(self.waiting), padding), budget=self._budget)
-        result = self._send([part], False)[0]
-        plan.results.append(result)
-        self._take_admissions(plan, [request], result, padding)
-        return result.admit_status[0] == AdmitStatus.GRANTED
+        result = self._sent(plan, Part(admit=self._admit_rows([request], padding), budget=self._budget))
+        return self._take_admissions(plan, [request], result, padding)
 
-    def _padding(self, plan: Plan, request: Request, hit: int) -> int:
+    def _padding(self, plan: Plan, request: Request, found: PartResult) -> int:
         """Placeholders to add to a one-token admission (section 6.4); -1 when the padded row has no room."""
+        hit = found.peek_hit[0]
         if not self._spec or len(request.tokens) - hit != 1:
             return 0
         ran_chunk = any(self._was_chunk.get(one.name, False) for one, _ in plan.scheduled)
@@ -342,7 +379,10 @@ class Scheduler:
         if ran_chunk or not (someone_ran or hit > 0) or hit + k + 2 > self._options["max_model_len"]:
             return 0
         room = min(self._budget.tokens, self._budget.input - self._budget.overhead)
-        return k if 1 + k <= room else -1
+        if 1 + k <= room:
+            return int(k)
+        plan.calls.append(["L", request.name, hit, found.peek_junction[0]])
+        return -1
 
     def _run_rows(self, rows: list[Request]) -> Run:
         most = self._options["max_model_len"]
@@ -362,14 +402,14 @@ class Scheduler:
             return self.running[::-1]
         return sorted(self.running, key=lambda one: (one.priority, one.arrival), reverse=True)
 
-    def _admit_rows(self, rows: list[Request], num_waiting: int, padding: int = 0) -> Admit:
-        del num_waiting
+    def _admit_rows(self, rows: list[Request], padding: int = 0) -> Admit:
+        """Rows of waiting requests; `padding` is that of the first."""
         options = self._options
         flags = RowFlag.ALIGN * self._split | RowFlag.FULL_FIT * options["reserve_full_isl"]
         flags |= RowFlag.WHOLE * (not options["enable_chunked_prefill"])
         return Admit(
             slot=[one.slot for one in rows],
-            extra=[padding] * len(rows),
+            extra=[padding, *[0] * (len(rows) - 1)] if rows else [],
             cap=[self._cap] * len(rows),
             lookahead=[self._spec["lookahead"] if self._spec else 0] * len(rows),
             flags=[int(flags)] * len(rows),
@@ -381,6 +421,8 @@ class Scheduler:
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def _take_run(self, plan: Plan, rows: list[Request], result: PartResult) -> None:
+        if not plan.run_at_once:
+            self._note_calls(plan, rows[0], result)
         self._preempt(plan, result)
         new = result.new_blocks.by_row()
         for row, (request, granted) in enumerate(zip(rows, result.granted, strict=True)):
@@ -395,11 +437,26 @@ class Scheduler:
                 ]
             )
             plan.scheduled.append((request, granted))
+            plan.drafts_needed |= not self._drafts_go_unused(request, granted)
             drafts = granted + request.computed - len(request.tokens) - request.place
             if drafts > 0:
                 plan.spec[request.name] = request.drafts[:drafts]
             request.drafts = []
             self._spend(granted)
+
+    def _note_calls(self, plan: Plan, request: Request, result: PartResult) -> None:
+        """One running request: a call that fails for each victim, and the one that succeeds."""
+        names = {one.slot: one.name for one in self.running}
+        granted = result.granted[0]
+        for slot in result.preempted:
+            plan.calls += [["A", request.name, granted or None, 0], ["P", names[slot]]]
+        if granted:
+            plan.calls.append(["A", request.name, granted, 1])
+
+    def _drafts_go_unused(self, request: Request, granted: int) -> bool:
+        """Before this step counts: it samples nothing, or surely the last token that the request may have."""
+        outputs = len(request.tokens) - request.prompt + 1 + (request.place > 0)
+        return request.computed + granted < len(request.tokens) or outputs >= request.max_new
 
     def _spend(self, granted: int) -> None:
         budget = self._budget
@@ -431,26 +488,39 @@ class Scheduler:
                 plan.run = [row for row in plan.run if row[0] != request.name]
                 return
 
-    def _take_admissions(self, plan: Plan, rows: list[Request], result: PartResult, padding: int = 0) -> None:
+    def _take_admissions(self, plan: Plan, rows: list[Request], result: PartResult, padding: int = 0) -> bool:
+        """Whether all were admitted; `padding` is that of the first."""
         tables = result.tables.by_row()
         for row, request in enumerate(rows):
-            if result.admit_status[row] != AdmitStatus.GRANTED:
-                continue
+            status = result.admit_status[row]
             granted, hit = result.admit_granted[row], result.admit_hit[row]
+            if status != AdmitStatus.NOT_REACHED:
+                plan.calls.append(["L", request.name, hit, result.admit_junction[row]])
+            if status not in (AdmitStatus.NOT_REACHED, AdmitStatus.NO_ROOM):
+                plan.calls.append(["W", request.name, granted or None, int(granted > 0)])
+            if status != AdmitStatus.GRANTED:
+                return False
             blocks = tables[len(result.granted) + row]
-            line: list[object] = [request.name, hit, [blocks[group] for group in range(self._groups)]]
-            (plan.resumed if request.status is Status.PREEMPTED else plan.new).append(line)
-            self.waiting.remove(request)
-            self.running.append(request)
-            request.status = Status.RUNNING
-            request.computed = hit
-            request.drafts = []
-            if padding:
+            self._start(plan, request, hit, [blocks[group] for group in range(self._groups)])
+            plan.drafts_needed |= not self._drafts_go_unused(request, granted)
+            if padding and row == 0:
                 plan.spec[request.name] = [PLACEHOLDER] * padding
             plan.scheduled.append((request, granted))
             self._spend(granted)
+        return True
+
+    def _start(self, plan: Plan, request: Request, hit: int, table: list[list[int]]) -> None:
+        line: list[object] = [request.name, hit, table]
+        (plan.resumed if request.status is Status.PREEMPTED else plan.new).append(line)
+        self.waiting.remove(request)
+        self.running.append(request)
+        request.status = Status.RUNNING
+        request.computed = hit
+        request.drafts = []
 
     def _after(self, plan: Plan) -> None:
+        if not (self._spec and self._spec["lookahead"] and self._options["v2_model_runner"]):
+            plan.drafts_needed = True
         self._free_slots += self._ended_slots
         self._ended_slots = []
         for request, granted in plan.scheduled:

@@ -2,10 +2,12 @@
 
     python -m tests.conformance.steps FILE...
 
-Twice per file: each step as one part where the program can say it, and one part per row. Not compared: `skip_drafts`
-(a hint to the drafter, no decision on blocks), `log` (calls inside the reference), and, with whole steps, the counts
-between two inputs of one step, which then are not separate operations. What a part cannot say: an admission of one
-token that is padded with drafts, since whether it is depends on its hit; such steps go in parts.
+Twice per file: each step as one part, and one part per row. What one part cannot say: an admission of one token that is
+padded with drafts, since whether it is follows from its hit. Where one may come, the step has a part more.
+
+Not compared, since no answer tells it: in `log`, the amount of a call that is refused for good, and, with whole steps,
+the calls for running requests; with whole steps, the free blocks between two inputs, which then are no operations of
+their own.
 """
 
 from __future__ import annotations
@@ -14,16 +16,21 @@ import argparse
 import json
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path as FilePath
 from typing import Any
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import ExtraKeys, Part, PartResult
-from tests.conformance.header import BadRecording, Record, read_records, step_spec
+from tests.conformance.forms import BadRecording, Record, refusals_named
+from tests.conformance.header import read_records, step_spec
 from tests.conformance.paths import InProcessPath, Path, PathPart, Seen
 from tests.conformance.replay import Divergence, EventWriter, segment_tokens
 from tests.conformance.scheduler import Plan, Request, Scheduler
+from tests.conformance.step_records import check_input, check_step
+
+PADDED = "with an admission that drafts may pad"
 
 
 class StepReplayer:
@@ -35,12 +42,13 @@ class StepReplayer:
         self.spec = step_spec(header)
         self.path = make_path(self.spec)
         self.whole = whole
-        self.values = self.steps = 0
+        self.values = self.steps = self.in_parts = 0
         self._free_blocks = self.spec.num_blocks - 1
         self._scheduler = Scheduler(header, self._send, whole)
         self._events = EventWriter(self.spec)
         self._plans: dict[int, Plan] = {}
         self._tokens: dict[int, tuple[list[int], ExtraKeys]] = {}
+        self._added: dict[str, Record] = {}
         self._line = 0
         self._op: Record = {}
         self._snapshot_every = header["snapshot_every"]
@@ -54,15 +62,20 @@ class StepReplayer:
 
     def replay(self, number: int, record: Record) -> None:
         """Inputs, one schedule call, outputs; raises Divergence."""
+        check_step(record, f"line {number}")
         self._line, self._op = number, record
         self._input_events = []
         for op in record["in"]:
             self._input(op)
-        if record.get("end"):
+        if "end" in record:
+            self._compare_end(record)
             return
         plan = self._scheduler.schedule()
         self._plans[record["t"]] = plan
         self.steps += 1
+        self.in_parts += len(plan.results) > 1
+        if self.whole:
+            self._compare_hashes(plan.results[0])
         self._compare(record, plan)
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -70,19 +83,20 @@ class StepReplayer:
     def _input(self, op: Record) -> None:
         self._op = op
         scheduler = self._scheduler
+        check_input(op, f"line {self._line}", scheduler.requests, self._plans)
         scheduler.input_parts.clear()
         if op["op"] == "add":
             self._add(op)
         elif op["op"] == "abort":
             scheduler.abort(op["id"])
         elif op["op"] == "upd":
-            ended = scheduler.update(self._plans.pop(op["of"]), {name: list(tokens) for name, tokens in op["tok"]})
+            plan = self._plans.pop(op["of"])
+            self._same("tok", [name for name, _ in op["tok"]], [one.name for one, _ in plan.scheduled])
+            ended = scheduler.update(plan, {name: list(tokens) for name, tokens in op["tok"]})
             self._same("fin", op.get("fin", []), ended)
-        elif op["op"] == "draft":
+        else:
             for name, drafts in op["d"]:
                 scheduler.draft(name, drafts)
-        else:
-            raise BadRecording(f"line {self._line}: unknown input {op['op']!r}")
         for part in scheduler.input_parts:
             self._input_events.extend(self._write_events(part))
         if not self.whole and "free" in op:
@@ -96,19 +110,23 @@ class StepReplayer:
         self._scheduler.add(request)
         self._tokens[request.slot] = (request.tokens, extra)
         self._same("n", op["n"], len(tokens))
+        self._added[op["id"]] = op
         for part in self._scheduler.input_parts:
-            if self.spec.enable_caching:  # the reference hashes nothing when it caches nothing
-                last = part.last_hash[-1]
-                self._same("nh", op["nh"], part.num_hashes[-1])
-                self._same("lasth", op["lasth"], last[-8:].hex() if last else None)
+            self._compare_hashes(part)
+
+    def _compare_hashes(self, part: PartResult) -> None:
+        """Those of the requests that the part told: its last rows."""
+        told = self._scheduler.told if self.spec.enable_caching else []  # the reference hashes only what it caches
+        for name, number, last in zip(told[::-1], part.num_hashes[::-1], part.last_hash[::-1], strict=False):
+            self._op = self._added[name]
+            self._same("nh", self._op["nh"], number)
+            self._same("lasth", self._op["lasth"], last[-8:].hex() if last else None)
 
     # -- outputs -----------------------------------------------------------------------------------------------------
 
     def _compare(self, record: Record, plan: Plan) -> None:
         self._op = record
         out = record["out"]
-        expected_events = out.get("ev_in", []) + out.get("ev", [])
-        events = self._input_events + [event for part in plan.results for event in self._write_events(part)]
         running = [one.name for one in self._scheduler.running]
         waiting = [one.name for one in self._scheduler.waiting]
         orders = [part.orders for part in plan.results]
@@ -129,11 +147,41 @@ class StepReplayer:
             "fq": zlib.crc32(json.dumps(order).encode()),
             "running": running,
             "waiting": waiting,
+            "skip_drafts": not plan.drafts_needed,
         }
         for name, value in got.items():
             self._same(name, out.get(name, type(value)()), value)
+        self._compare_calls(out.get("log", []), plan)
         if self.spec.events:
-            self._same("ev", expected_events, events)
+            self._compare_events(out.get("ev_in", []), out.get("ev", []), plan)
+        if "snap" in out:
+            self._same("snap", out["snap"], self._snap(self.path.snapshot()))
+
+    def _compare_events(self, at_inputs: list[Any], at_schedule: list[Any], plan: Plan) -> None:
+        """With whole steps the inputs belong to the step, and so do their events."""
+        events = [event for part in plan.results for event in self._write_events(part)]
+        if self.whole:
+            self._same("ev", at_inputs + at_schedule, events)
+        else:
+            self._same("ev_in", at_inputs, self._input_events)
+            self._same("ev", at_schedule, events)
+
+    def _compare_calls(self, expected: list[list[Any]], plan: Plan) -> None:
+        """Those that the answers tell, with the amounts that they tell."""
+        if plan.run_at_once:
+            expected = [call for call in expected if call[0] in ("L", "W")]
+        untold = {number for number, call in enumerate(plan.calls) if len(call) == 4 and call[2] is None}
+        told = [[*call[:2], None, *call[3:]] if at in untold else call for at, call in enumerate(expected)]
+        self._same("log", told, plan.calls)
+
+    def _compare_end(self, record: Record) -> None:
+        """All requests have left; with whole steps the core learns it here."""
+        self._op, out = record, record["out"]
+        for part in self._scheduler.finish():
+            self._input_events.extend(self._write_events(part))
+        self._same("free", out["free"], len(self.path.free_order()))
+        if self.spec.events:
+            self._same("ev_in", out.get("ev_in", []), self._input_events)
         if "snap" in out:
             self._same("snap", out["snap"], self._snap(self.path.snapshot()))
 
@@ -151,18 +199,29 @@ class StepReplayer:
 
 
 def replay_file(path: FilePath, whole: bool, make_path: Callable[[ReplicaSpec], Path] = InProcessPath) -> StepReplayer:
-    """Replay one file; raises Divergence or BadRecording."""
+    """Replay one file and let its path go; raises Divergence or BadRecording."""
     records = read_records(path)
     header = next(records, None)
     if header is None:
-        raise BadRecording(f"{path.name}: empty file")
-    replayer, ended = StepReplayer(header, whole, make_path), False
-    for number, record in enumerate(records, 2):
-        replayer.replay(number, record)
-        ended = bool(record.get("end"))
-    if not ended:
-        raise BadRecording(f"{path.name}: the file ends before its `end` record")
+        raise BadRecording("empty file")
+    with refusals_named("header"):
+        replayer = StepReplayer(header, whole, make_path)
+    with closing(replayer.path):
+        _replay_records(replayer, records)
     return replayer
+
+
+def _replay_records(replayer: StepReplayer, records: Iterator[Record]) -> None:
+    number, record = 1, Record()
+    for number, record in enumerate(records, 2):
+        with refusals_named(f"line {number}"):
+            replayer.replay(number, record)
+        if "end" in record:
+            break
+    if "end" not in record:
+        raise BadRecording(f"line {number}: the file ends before its `end` record")
+    if next(records, None) is not None:
+        raise BadRecording(f"line {number + 1}: there is more behind the `end` record")
 
 
 def replay_all(paths: Sequence[FilePath], make_path: Callable[[ReplicaSpec], Path]) -> int:
@@ -173,9 +232,9 @@ def replay_all(paths: Sequence[FilePath], make_path: Callable[[ReplicaSpec], Pat
             way = "whole" if whole else "rows "
             try:
                 done = replay_file(path, whole, make_path)
-                per_step = done.path.messages / max(done.steps, 1)
-                print(f"same   {way} {path.name}: {done.values} values, {per_step:.2f} messages per step")
-                done.path.close()
+                per_step = done.path.messages / done.steps
+                in_parts = f"; in parts: {done.in_parts} steps {PADDED}" if whole and done.in_parts else ""
+                print(f"same   {way} {path.name}: {done.values} values, {per_step:.2f} messages per step{in_parts}")
             except (Divergence, BadRecording) as error:
                 failed += 1
                 print(f"DIFFER {way} {path.name}: {error}")

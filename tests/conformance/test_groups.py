@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.groups import compare, first_difference, main, plan_case, planned_row, read_cases
+from tests.conformance.planting import changed, places
 
 GOLDEN = Path(__file__).with_name("golden_groups.json")
 CASES = read_cases(GOLDEN)
@@ -28,23 +29,6 @@ def test_the_command_counts_identical_rows(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(CASES) + 1 == 92
     assert lines[-1] == "91 of 91 rows identical"
-
-
-def places(value, path=()):
-    """Every single value below a JSON value, as the keys that lead to it."""
-    if not isinstance(value, dict | list):
-        yield path
-        return
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-        yield from places(item, (*path, key))
-
-
-def changed(value):
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, str):
-        return value + "x"
-    return value + (1 if isinstance(value, int) else 1e-6)
 
 
 @pytest.mark.parametrize("case", CASES, ids=title)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from kvplane.base.groups import AlignSpec, CommitRule, HashAlgorithm, ReplicaSpec
 from tests.bench.peer.work import MAX_MODEL_LEN, Shape
-from tests.conformance.header import Record, read_records, trace_spec
+from tests.conformance.forms import Record
+from tests.conformance.header import read_records, trace_spec
 
 TRACES = Path(__file__).parents[2] / "conformance" / "traces"
 

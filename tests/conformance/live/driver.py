@@ -11,8 +11,9 @@ from kvplane.base.errors import KvplaneError
 from tests.conformance.live import intents
 from tests.conformance.live.intents import Intent
 from tests.conformance.live.peer import Asked
+from tests.conformance.operations import OPERATIONS
 from tests.conformance.paths import InProcessPath
-from tests.conformance.replay import FIELDS, Divergence, Replayer
+from tests.conformance.replay import Divergence, Replayer
 
 Record = dict[str, Any]
 # A crash of our side where the reference answers is a difference like any other.
@@ -63,7 +64,7 @@ class Request:
 class AnswerEach(Replayer):
     """Compares every operation before the next is chosen."""
 
-    ANSWERS_NEEDED = frozenset(FIELDS)
+    ANSWERS_NEEDED = frozenset(OPERATIONS)
 
 
 class Driver:

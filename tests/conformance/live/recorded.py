@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.conformance.header import read_records
 from tests.conformance.live.peer import Peer
-from tests.conformance.replay import FIELDS
+from tests.conformance.operations import OPERATIONS
 
 DERIVED = {
     "coordinator", "partial_hash_hits", "cache_hit_alignment_tokens", "needs_kv_cache_zeroing", "attention_groups",
@@ -34,5 +34,5 @@ def compare_recording(peer: Peer, path: Path) -> str | None:
 
 
 def _inputs(record: dict[str, Any]) -> dict[str, Any]:
-    inputs, _ = FIELDS[record["op"]]
-    return {name: value for name, value in record.items() if name in inputs | {"op"}}
+    inputs = OPERATIONS[record["op"]].all_inputs | {"op"}
+    return {name: value for name, value in record.items() if name in inputs}

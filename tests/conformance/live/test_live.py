@@ -15,6 +15,7 @@ from tests.conformance.live.generator import Generator
 from tests.conformance.live.intents import Admit, Look
 from tests.conformance.live.kinds import KINDS, Habits, draw_header
 from tests.conformance.live.shrink import shrink
+from tests.conformance.operations import OPERATIONS
 from tests.conformance.replay import Divergence, replay_file
 
 TRACES = Path(__file__).parents[1] / "traces"
@@ -42,7 +43,8 @@ class Mirror:
         if "op" not in record:
             self._core = Telling(record)
             return record
-        self._core.replay(0, record)
+        unanswered = dict.fromkeys(OPERATIONS[record["op"]].outputs)
+        self._core.replay(0, record | unanswered)
         return self._plant(self._core.answer)
 
 

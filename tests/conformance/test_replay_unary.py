@@ -1,0 +1,53 @@
+"""Operation traces over gRPC, a unary call for each operation.
+
+A trace per sort of call and of group; `python -m tests.conformance.replay --rpc=unary` takes them all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvplane.unary import connect
+from kvplane_service.cli.child import ServiceChild
+from tests.conformance.planting import changes, records_of, write_records
+from tests.conformance.replay import Divergence, main, replay_file
+from tests.conformance.rpc import make_replayer
+
+TRACES = Path(__file__).parent / "traces"
+NAMES = [
+    "llama-full-b60-s1", "llama-full-spec-b150-s4", "llama-full-ext-b150-s5", "gpt-oss-async-b250-s27",
+    "gpt-oss-fullfit-wm-b200-s28", "gemma4-mixed-bs-b200-s41", "mamba64-align-fine16-b300-s67",
+    "dsv4-5groups-b1500-s71",
+]  # fmt: skip
+SMALL = TRACES / "dsv4-5groups-b1500-s71.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def client():
+    with ServiceChild() as service, connect(service.address) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trace(name, client):
+    done = replay_file(TRACES / f"{name}.jsonl.gz", make_replayer("unary", client))
+    assert done.values > 1400
+    assert done.operations == done.messages
+
+
+def test_a_planted_change_is_found_and_nothing_is_left_behind(client, tmp_path):
+    records = records_of(SMALL)
+    number = next(at for at, record in enumerate(records) if record.get("zero"))
+    records[number] = next(changes(records[number], "zero"))
+    with pytest.raises(Divergence) as found:
+        replay_file(write_records(tmp_path / "planted.jsonl.gz", records), make_replayer("unary", client))
+    assert (found.value.line, found.value.name) == (number + 1, "zero")
+    assert list(client.list_replicas()) == []
+
+
+def test_the_command_says_a_line_per_file(capsys):
+    assert main(["--rpc=unary", str(SMALL)]) == 0
+    line, _ = capsys.readouterr().out.splitlines()
+    assert line.startswith("same   dsv4-5groups-b1500-s71.jsonl.gz: 1455 values, 1.00 ")
