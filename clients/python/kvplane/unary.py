@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -82,7 +82,7 @@ class Client:
         self._closed = True
         self._channel.close()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -23,8 +23,12 @@ class PageMover:
 
     def zero(self, group: int, blocks: Sequence[int]) -> None:
         """Set every byte of the blocks to 0."""
-        self.ops.zero_pages(self.buffers.group(group), blocks)
+        pages = self.buffers.group(group)
+        if pages.layers:  # a pipeline stage may hold no layer of a group
+            self.ops.zero_pages(pages, blocks)
 
     def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy block src[i] to dst[i], as if one after the other."""
-        self.ops.copy_pages(self.buffers.group(group), src, dst)
+        pages = self.buffers.group(group)
+        if pages.layers:
+            self.ops.copy_pages(pages, src, dst)

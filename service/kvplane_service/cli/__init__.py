@@ -1,7 +1,7 @@
 """The command `kvplane`.
 
-A command is a module of this package with a function `command`; COMMANDS names it. These modules import what
-is heavy (gRPC, the service) inside the function, so that `kvplane --help` stays quick.
+A command is a module with a function `command`; COMMANDS names it. These modules import what
+is heavy (gRPC, torch, the service) inside the function, so that `kvplane --help` stays quick.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ COMMANDS = {
     "demo": "kvplane_service.cli.demo",
     "replay": "kvplane_service.cli.replay",
     "serve": "kvplane_service.cli.serve",
+    "worker": "kvplane_worker.cli",
     "config": "kvplane_service.cli.config",
     "version": "kvplane_service.cli.version",
 }

@@ -190,6 +190,10 @@ class StampTable:
         """The stamp of every block."""
         return tuple(self._stamps)
 
+    def stamp_bytes(self) -> bytes:
+        """The stamps, u64 little-endian each."""
+        return self._stamps.tobytes()
+
     def reading(self) -> StampReading:
         """What the table says now."""
         return StampReading(self.incarnation, self.generation, self.read_all())

@@ -1,0 +1,157 @@
+from kvplane.v1 import plan_pb2 as _plan_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class TransferKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_KIND_UNSPECIFIED: _ClassVar[TransferKind]
+    TRANSFER_KIND_COPY: _ClassVar[TransferKind]
+    TRANSFER_KIND_ZERO: _ClassVar[TransferKind]
+    TRANSFER_KIND_GATHER: _ClassVar[TransferKind]
+    TRANSFER_KIND_SCATTER: _ClassVar[TransferKind]
+TRANSFER_KIND_UNSPECIFIED: TransferKind
+TRANSFER_KIND_COPY: TransferKind
+TRANSFER_KIND_ZERO: TransferKind
+TRANSFER_KIND_GATHER: TransferKind
+TRANSFER_KIND_SCATTER: TransferKind
+
+class MemoryHandle(_message.Message):
+    __slots__ = ("shared_path", "cuda_ipc", "offset_bytes", "size_bytes", "device")
+    SHARED_PATH_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    shared_path: str
+    cuda_ipc: bytes
+    offset_bytes: int
+    size_bytes: int
+    device: str
+    def __init__(self, shared_path: _Optional[str] = ..., cuda_ipc: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeResponse(_message.Message):
+    __slots__ = ("replica", "worker", "generation", "carried_seq", "carried_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_SEQ_FIELD_NUMBER: _ClassVar[int]
+    CARRIED_PART_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_SEQ_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_REASONS_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_PID_FIELD_NUMBER: _ClassVar[int]
+    STAGING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    worker: _plan_pb2.WorkerInfo
+    generation: int
+    carried_seq: int
+    carried_part: int
+    executed_seq: int
+    size_bytes: int
+    free_bytes: int
+    backend: str
+    backend_reasons: _containers.RepeatedScalarFieldContainer[str]
+    attached_pid: int
+    staging_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., generation: _Optional[int] = ..., carried_seq: _Optional[int] = ..., carried_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("token", "pid", "start_ticks", "plan_digest")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    START_TICKS_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    pid: int
+    start_ticks: int
+    plan_digest: str
+    def __init__(self, token: _Optional[str] = ..., pid: _Optional[int] = ..., start_ticks: _Optional[int] = ..., plan_digest: _Optional[str] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("pages", "stamps", "staging", "plan", "incarnation")
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    pages: MemoryHandle
+    stamps: MemoryHandle
+    staging: MemoryHandle
+    plan: _plan_pb2.RankPlan
+    incarnation: int
+    def __init__(self, pages: _Optional[_Union[MemoryHandle, _Mapping]] = ..., stamps: _Optional[_Union[MemoryHandle, _Mapping]] = ..., staging: _Optional[_Union[MemoryHandle, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class TransferRequest(_message.Message):
+    __slots__ = ("token", "epoch", "kind", "group", "blocks", "dst_blocks", "first_row", "expected_stamps")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_STAMPS_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    epoch: int
+    kind: TransferKind
+    group: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    dst_blocks: _containers.RepeatedScalarFieldContainer[int]
+    first_row: int
+    expected_stamps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ..., kind: _Optional[_Union[TransferKind, str]] = ..., group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., dst_blocks: _Optional[_Iterable[int]] = ..., first_row: _Optional[int] = ..., expected_stamps: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TransferResponse(_message.Message):
+    __slots__ = ("stamps", "discarded")
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    stamps: _containers.RepeatedScalarFieldContainer[int]
+    discarded: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, stamps: _Optional[_Iterable[int]] = ..., discarded: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ChecksumRequest(_message.Message):
+    __slots__ = ("group", "blocks")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ChecksumResponse(_message.Message):
+    __slots__ = ("checksums", "stamps", "discarded")
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    checksums: _containers.RepeatedScalarFieldContainer[int]
+    stamps: _containers.RepeatedScalarFieldContainer[int]
+    discarded: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, checksums: _Optional[_Iterable[int]] = ..., stamps: _Optional[_Iterable[int]] = ..., discarded: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ClaimRequest(_message.Message):
+    __slots__ = ("token", "epoch")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    token: str
+    epoch: int
+    def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class ClaimResponse(_message.Message):
+    __slots__ = ("incarnation", "generation", "stamps")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    generation: int
+    stamps: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., stamps: _Optional[bytes] = ...) -> None: ...

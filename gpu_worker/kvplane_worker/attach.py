@@ -1,0 +1,107 @@
+"""The engine's side: map the pages that a worker of this host holds."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from google.protobuf.message import Message
+from torch import Tensor
+
+from kvplane.base.rank_plan import RankPlan
+from kvplane.base.stamp_table import StampTable
+from kvplane.calls import Answer, Call
+from kvplane.channel import open_channel
+from kvplane.unary import Client
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker import wire
+from kvplane_worker.holdings import Holdings
+from kvplane_worker.pages import PageBuffers
+from kvplane_worker.rundir import SOCKET, read_token
+from kvplane_worker.writer import ProcessName
+
+WORKER = "kvplane.v1.Worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The pages of a worker, mapped here: what is written on one side is read on the other.
+
+    They stay with this process until it exits; `close` only unmaps them.
+    """
+
+    holdings: Holdings
+
+    @property
+    def plan(self) -> RankPlan:
+        """What lies where."""
+        return self.holdings.buffers.plan
+
+    @property
+    def buffers(self) -> PageBuffers:
+        """The pages."""
+        return self.holdings.buffers
+
+    @property
+    def stamps(self) -> StampTable:
+        """Their stamp table."""
+        return self.holdings.stamps
+
+    @property
+    def staging(self) -> Tensor:
+        """The worker's staging buffer, uint8 [bytes] on the host."""
+        return self.holdings.staging
+
+    def close(self) -> None:
+        """Unmap; no view may be used afterwards."""
+        self.holdings.close()
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach(where: str | Path, plan_digest: str = "") -> Attached:
+    """Take the pages of a worker over for this process.
+
+    Args:
+        where: the worker's directory, or its address as `DescribeReplica` shows it.
+        plan_digest: when given, of the plan that the pages must have.
+
+    Raises:
+        OtherWriter: another process has them; `metadata["pid"]`.
+        PermissionDenied: the worker runs as another user.
+        NotFound, Unavailable: no worker serves there.
+        WrongPlan: the pages have another plan.
+        FailedPrecondition: the memory is damaged.
+    """
+    run_dir = run_dir_of(where)
+    request = pb.AttachRequest(token=read_token(run_dir), plan_digest=plan_digest)
+    name = ProcessName.of(os.getpid())
+    request.pid, request.start_ticks = name.pid, name.start_ticks
+    with WorkerClient(run_dir) as worker:
+        answer = worker.call("Attach", request, pb.AttachResponse)
+    return Attached(Holdings.map(*wire.decode_attached(answer)))
+
+
+def run_dir_of(where: str | Path) -> Path:
+    """The worker's directory, from that or from its address."""
+    path = Path(str(where).removeprefix("unix:"))
+    return path.parent if path.name == SOCKET else path
+
+
+class WorkerClient(Client):
+    """Calls of kvplane.v1.Worker on the socket of a worker's directory; raises as Client does."""
+
+    def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
+        super().__init__(open_channel(f"unix:{run_dir / SOCKET}"), timeout_s=timeout_s)
+
+    def call(self, method: str, request: Message, answer_type: type[Answer]) -> Answer:
+        """One call, tried again when the worker cannot be reached."""
+        return self._do(Call(f"/{WORKER}/{method}", request, answer_type))

@@ -1,0 +1,35 @@
+"""`kvplane worker`. What is heavy (torch, gRPC) is imported inside, so that `kvplane --help` stays quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    service: Annotated[str, typer.Option(help="Address of the kvplane service.")],
+    replica: Annotated[str, typer.Option(help="Name of the replica, registered by a model or by layers.")],
+    rank: Annotated[int, typer.Option(help="Rank whose pages to hold.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu (shared memory) or cuda:N.")] = "cpu",
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Directory of socket and token; the user's alone. Default: one per rank.")
+    ] = None,
+    staging_mib: Annotated[int, typer.Option(help="Host buffer for pages on their way, in MiB.")] = 16,
+    grace_s: Annotated[float, typer.Option(help="After SIGTERM, an attached engine has so long to exit.")] = 20.0,
+) -> None:
+    """Hold the pages of one rank until SIGTERM or Ctrl-C; a second signal does not wait for the engine."""
+    import logging
+
+    from kvplane_worker.process import WorkerOptions, run
+
+    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    run(WorkerOptions(service, replica, rank, device, run_dir, staging_mib << 20, grace_s), _tell_address)
+
+
+def _tell_address(address: str) -> None:
+    """On standard output and at once, so that who started the worker can attach."""
+    sys.stdout.write(f"kvplane: pages at {address}\n")
+    sys.stdout.flush()

@@ -1,0 +1,54 @@
+"""Handlers from a servicer's methods: refusals become rich status here and nowhere else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError
+from kvplane.status import DETAILS_KEY, encode_status, status_code
+
+Context: TypeAlias = grpc.ServicerContext
+_log = logging.getLogger(__name__)
+
+
+def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
+    """A servicer has a method of each name, which takes the request and returns the answer."""
+    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _handler(method: MethodDescriptor, behaviour: Callable[[Any], Message]) -> Any:  # noqa: ANN401
+    request_class = GetMessageClass(method.input_type)
+
+    def call(raw: bytes, context: Context) -> bytes:
+        try:
+            return behaviour(_parse(request_class, raw)).SerializeToString()
+        except KvplaneError as error:
+            _abort(error, context)
+        except Exception as error:
+            _log.exception("a bug in the worker")
+            _abort(InternalError(f"{type(error).__name__}: a bug, the log of the worker says more"), context)
+
+    return grpc.unary_unary_rpc_method_handler(call)
+
+
+def _parse(request_class: type[Message], raw: bytes) -> Message:
+    try:
+        return request_class.FromString(raw)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"the message cannot be read: {error}", remedy="generate the client from the same contract"
+        ) from None
+
+
+def _abort(error: KvplaneError, context: Context) -> NoReturn:
+    context.set_trailing_metadata(((DETAILS_KEY, encode_status(error).SerializeToString()),))
+    context.abort(status_code(error), str(error))
+    raise AssertionError("abort returned")

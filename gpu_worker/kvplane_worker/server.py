@@ -1,0 +1,177 @@
+"""The service kvplane.v1.Worker on the worker's Unix socket, with gRPC health."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvplane import wire as client_wire
+from kvplane.base.errors import PermissionDenied, Unavailable, WrongPlan
+from kvplane.base.worker import WorkerInfo
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker import wire
+from kvplane_worker.grpc_server import service_handler
+from kvplane_worker.holdings import Holdings
+from kvplane_worker.memory import free_bytes
+from kvplane_worker.ops.interface import PageOps
+from kvplane_worker.transfers import checksum, transfer
+from kvplane_worker.writer import ProcessName, Writer
+
+MAX_MESSAGE_BYTES = 32 << 20
+MAX_THREADS = 4
+_WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What moves pages.
+
+    Attributes:
+        ops: the operations.
+        name: shown by Describe.
+        reasons: why it was chosen, and others were not.
+    """
+
+    ops: PageOps
+    name: str
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Post:
+    """What a worker serves, from where and as whom.
+
+    Attributes:
+        replica: its name.
+        info: as it is registered; replaced when it changes.
+        token: of its directory.
+    """
+
+    replica: str
+    info: WorkerInfo
+    token: str
+    holdings: Holdings
+    backend: Backend
+
+
+class WorkerServicer:
+    """See the contract. One call at a time: pages and stamp table have one writer here too."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._writer = Writer()
+        self._one_at_a_time = threading.Lock()
+        self._leaving = False
+
+    @property
+    def attached_pid(self) -> int:
+        """The process that has the pages, 0 = none."""
+        with self._one_at_a_time:
+            return self._writer.pid
+
+    def refuse_new(self) -> None:
+        """Lend the pages to nobody else."""
+        self._leaving = True
+
+    def close(self) -> None:
+        """Stop watching who has the pages."""
+        with self._one_at_a_time:
+            self._writer.close()
+
+    def Describe(self, _: pb.DescribeRequest) -> Message:  # noqa: N802
+        """See the contract."""
+        post, stamps = self._post, self._post.holdings.stamps
+        seq, part = stamps.position
+        groups = range(post.holdings.buffers.num_groups)
+        return pb.DescribeResponse(
+            replica=post.replica,
+            worker=client_wire.encode_worker(post.info),
+            generation=stamps.generation,
+            carried_seq=seq,
+            carried_part=part,
+            executed_seq=stamps.executed,
+            size_bytes=post.holdings.buffers.memory.numel(),
+            free_bytes=free_bytes(post.info.device),
+            backend=post.backend.name,
+            backend_reasons=post.backend.reasons,
+            attached_pid=self.attached_pid,
+            staging_rows=[post.holdings.rows(group) for group in groups],
+        )
+
+    def Attach(self, request: pb.AttachRequest) -> Message:  # noqa: N802
+        """See the contract."""
+        self._check_token(request.token)
+        digest = self._post.info.plan_digest
+        if request.plan_digest and request.plan_digest != digest:
+            raise WrongPlan(
+                f"the pages have plan {digest}, {request.plan_digest} is expected",
+                field="plan_digest",
+                remedy="attach to a worker of this registration of the replica, or restart the worker",
+            )
+        if self._leaving:
+            raise Unavailable("the worker is going away", remedy="attach to its successor")
+        with self._one_at_a_time:
+            self._writer.lend(ProcessName(request.pid, request.start_ticks))
+        return wire.encode_attached(self._post.holdings)
+
+    def Transfer(self, request: pb.TransferRequest) -> Message:  # noqa: N802
+        """See the contract."""
+        self._check_token(request.token)
+        order = wire.decode_transfer(request)
+        with self._one_at_a_time:
+            self._post.holdings.stamps.check_owner(request.epoch)
+            return wire.encode_transferred(transfer(self._post.holdings, self._post.backend.ops, order))
+
+    def Checksum(self, request: pb.ChecksumRequest) -> Message:  # noqa: N802
+        """See the contract."""
+        outcome = checksum(self._post.holdings, self._post.backend.ops, request.group, list(request.blocks))
+        return wire.encode_checksums(outcome)
+
+    def Claim(self, request: pb.ClaimRequest) -> Message:  # noqa: N802
+        """See the contract."""
+        self._check_token(request.token)
+        with self._one_at_a_time:
+            self._post.holdings.stamps.claim(request.epoch)
+            return wire.encode_claimed(self._post.holdings)
+
+    def _check_token(self, token: str) -> None:
+        if not hmac.compare_digest(token.encode(), self._post.token.encode()):
+            raise PermissionDenied(
+                "this is not the worker's token", field="token", remedy="send the content of its file 'token'"
+            )
+
+
+class WorkerServer:
+    """Serves a servicer on the address of its post."""
+
+    def __init__(self, servicer: WorkerServicer, address: str) -> None:
+        """Listen; calls are answered after `start`."""
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
+        self._server = grpc.server(ThreadPoolExecutor(MAX_THREADS, "kvplane-worker"), options=options)
+        self._server.add_generic_rpc_handlers((service_handler(_WORKER, servicer),))
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_insecure_port(address)
+
+    def start(self) -> None:
+        """Begin to answer, and say so."""
+        self._server.start()
+        self._tell(health_pb2.HealthCheckResponse.SERVING)
+
+    def leaving(self) -> None:
+        """Send nothing new here."""
+        self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Stop; calls under way have so long."""
+        self._server.stop(grace_s).wait()
+
+    def _tell(self, status: int) -> None:
+        for name in ("", _WORKER.full_name):
+            self._health.set(name, status)

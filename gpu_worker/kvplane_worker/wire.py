@@ -1,0 +1,82 @@
+"""kvplane.v1.Worker: messages <-> our types; the one place of the worker where protobuf is known, with `server`."""
+
+from __future__ import annotations
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.rank_plan import RankPlan
+from kvplane.v1 import worker_pb2 as pb
+from kvplane.wire.spec import decode_enum
+from kvplane_worker.holdings import Handles, Holdings
+from kvplane_worker.memory import MemoryHandle, MemoryKind
+from kvplane_worker.transfers import Outcome, Transfer, TransferKind
+
+
+def encode_handle(handle: MemoryHandle) -> pb.MemoryHandle:
+    """The message of a handle."""
+    message = pb.MemoryHandle(offset_bytes=handle.offset_bytes, size_bytes=handle.size_bytes, device=handle.device)
+    if handle.kind is MemoryKind.SHARED:
+        message.shared_path = handle.path
+    else:
+        message.cuda_ipc = handle.ipc
+    return message
+
+
+def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
+    """The handle of a message; raises InvalidArgument for one that names nothing."""
+    kinds = {"shared_path": MemoryKind.SHARED, "cuda_ipc": MemoryKind.CUDA_IPC}
+    kind = kinds.get(message.WhichOneof("kind") or "")
+    if kind is None:
+        raise InvalidArgument("a memory handle names nothing", field="kind", remedy="use one version of both sides")
+    return MemoryHandle(
+        kind, message.size_bytes, message.device, message.shared_path, message.cuda_ipc, message.offset_bytes
+    )
+
+
+def encode_attached(holdings: Holdings) -> pb.AttachResponse:
+    """What an engine needs to map the holdings."""
+    handles = holdings.handles
+    return pb.AttachResponse(
+        pages=encode_handle(handles.pages),
+        stamps=encode_handle(handles.stamps),
+        staging=encode_handle(handles.staging),
+        plan=wire.encode_plan(holdings.buffers.plan),
+        incarnation=holdings.stamps.incarnation,
+    )
+
+
+def decode_attached(message: pb.AttachResponse) -> tuple[RankPlan, Handles]:
+    """Plan and handles of the answer."""
+    handles = Handles(*(decode_handle(one) for one in (message.pages, message.stamps, message.staging)))
+    return wire.decode_plan(message.plan), handles
+
+
+def decode_transfer(message: pb.TransferRequest) -> Transfer:
+    """The order of a message; raises InvalidArgument naming the field of one without a kind."""
+    if not message.kind:
+        raise InvalidArgument("no kind is given", field="kind", remedy="use a value of TransferKind")
+    kind = decode_enum(pb.TransferKind, "TRANSFER_KIND", message.kind, "kind", TransferKind.COPY)
+    return Transfer(
+        kind,
+        message.group,
+        tuple(message.blocks),
+        tuple(message.dst_blocks),
+        message.first_row,
+        tuple(message.expected_stamps),
+    )
+
+
+def encode_transferred(outcome: Outcome) -> pb.TransferResponse:
+    """The answer to a transfer."""
+    return pb.TransferResponse(stamps=outcome.stamps, discarded=outcome.discarded)
+
+
+def encode_checksums(outcome: Outcome) -> pb.ChecksumResponse:
+    """The answer with checksums."""
+    return pb.ChecksumResponse(checksums=outcome.checksums, stamps=outcome.stamps, discarded=outcome.discarded)
+
+
+def encode_claimed(holdings: Holdings) -> pb.ClaimResponse:
+    """What the stamp table says."""
+    stamps = holdings.stamps
+    return pb.ClaimResponse(incarnation=stamps.incarnation, generation=stamps.generation, stamps=stamps.stamp_bytes())

@@ -1,0 +1,105 @@
+"""The one process that writes the pages: an engine's, watched until it has exited."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvplane.base.errors import InvalidArgument, OtherWriter, PermissionDenied
+
+# Fields of /proc/PID/stat behind the name, which ends with the last parenthesis: the start time is field 22.
+_START_FIELD = 22 - 3
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessName:
+    """A process of this host, which no later one can be taken for.
+
+    Attributes:
+        pid: its number.
+        start_ticks: when it was started, in ticks since boot.
+    """
+
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessName:
+        """The process of this number. Raises InvalidArgument when there is none."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            raise InvalidArgument(f"there is no process {pid}", field="pid", remedy="send your own") from None
+        return cls(pid, int(text.rpartition(")")[2].split()[_START_FIELD]))
+
+
+class Writer:
+    """Who the pages are lent to. A process keeps them until it has exited; nothing else takes them from it."""
+
+    def __init__(self) -> None:
+        self._name: ProcessName | None = None
+        self._pidfd = -1
+
+    @property
+    def pid(self) -> int:
+        """The process that has the pages; 0 when none has, or it has exited."""
+        if self._name is None:
+            return 0
+        if _has_exited(self._pidfd):
+            self.close()
+            return 0
+        return self._name.pid
+
+    def lend(self, name: ProcessName) -> None:
+        """Lend the pages to a process; the same one may ask again.
+
+        Raises:
+            OtherWriter: another process has them and lives; `metadata["pid"]`.
+            InvalidArgument: there is no such process, or no longer.
+            PermissionDenied: it belongs to another user.
+        """
+        holder = self.pid
+        if self._name == name:
+            return
+        if holder:
+            raise OtherWriter(
+                f"process {holder} has the pages",
+                field="pid",
+                remedy="end it; they change hands when it has exited",
+                metadata={"pid": str(holder)},
+            )
+        self._pidfd, self._name = _open_pidfd(name), name
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._name is not None:
+            os.close(self._pidfd)
+            self._name, self._pidfd = None, -1
+
+
+def _open_pidfd(name: ProcessName) -> int:
+    """A descriptor of exactly this process, checked behind its opening: the number cannot pass on meanwhile."""
+    try:
+        pidfd = os.pidfd_open(name.pid)
+    except OSError as error:
+        raise InvalidArgument(f"process {name.pid}: {error.strerror}", field="pid", remedy="send your own") from None
+    with contextlib.ExitStack() as unless_it_is_right:
+        unless_it_is_right.callback(os.close, pidfd)
+        if ProcessName.of(name.pid) != name or _has_exited(pidfd):
+            raise InvalidArgument(f"process {name.pid} is another one", field="start_ticks", remedy="send your own")
+        owner = Path(f"/proc/{name.pid}").stat().st_uid
+        if owner != os.getuid():
+            raise PermissionDenied(
+                f"process {name.pid} is user {owner}'s", field="pid", remedy="run the engine as the worker's user"
+            )
+        unless_it_is_right.pop_all()
+    return pidfd
+
+
+def _has_exited(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

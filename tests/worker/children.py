@@ -1,0 +1,109 @@
+"""What runs in processes of its own: a worker, or an engine that a test tells what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import kvplane
+from kvplane.base.errors import KvplaneError
+from kvplane.rank import Rank, RankGroup
+from kvplane_worker.attach import Attached, attach
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.pages import PageMover
+from kvplane_worker.process import WorkerOptions, run
+
+
+def worker(connection: Connection, options: WorkerOptions) -> None:
+    """A worker until it is told to leave; says its address, or its refusal."""
+    torch.set_num_threads(1)
+    try:
+        run(options, connection.send)
+    except KvplaneError as error:
+        connection.send(told(error))
+
+
+def engine(connection: Connection, user: int = 0) -> None:
+    """Does what it is told until the test has gone."""
+    torch.set_num_threads(1)
+    if user:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+    hands = Hands()
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments = connection.recv()
+            act: Callable[..., object] = getattr(hands, name)
+            try:
+                connection.send(act(*arguments))
+            except KvplaneError as error:
+                connection.send(told(error))
+
+
+def told(error: KvplaneError) -> KvplaneError:
+    """The refusal as something that can be pickled."""
+    return kvplane.status.error_of_reason(
+        error.reason, error.message, field=error.field, remedy=error.remedy, metadata=error.metadata
+    )
+
+
+class Hands:
+    """An engine's process: pages of its ranks, and a session. Every block it writes is filled with one byte."""
+
+    def __init__(self) -> None:
+        self.attached: list[Attached] = []
+        self.ranks: list[Rank] = []
+        self.session: Any = None
+        self.client: Any = None
+
+    def attach(self, where: str) -> tuple[int, int]:
+        """Take the pages of one more rank."""
+        one = attach(where)
+        self.attached.append(one)
+        self.ranks.append(Rank(one.stamps, PageMover(one.buffers, TorchOps())))
+        return one.stamps.incarnation, one.stamps.owner_epoch
+
+    def open(self, address: str, replica: str) -> tuple[int, int]:
+        """Begin an engine life on what the ranks' memory shows; epoch and keys kept."""
+        self.client = kvplane.connect(address)
+        group = RankGroup([one.stamps for one in self.attached])
+        self.session = self.client.session(replica, stamp_table=group.agreed_stamps())
+        group.claim(self.session.epoch)
+        return self.session.epoch, self.session.kept_keys
+
+    def serve(self, slot: int, tokens: list[int]) -> tuple[int, list[int]]:
+        """Prefill a request and end it; tokens that were hit, and the block table of group 0."""
+        part = kvplane.part_of(kvplane.NewsRow(slot, tokens=tokens), kvplane.AdmitRow(slot))
+        answer = self.step(part)
+        table = answer.tables.by_row()[0][0]
+        self.step(kvplane.part_of(kvplane.FactRow(slot, end=kvplane.End.FREE)))
+        return answer.admit_hit[0], table
+
+    def step(self, part: Any) -> Any:
+        """One step, executed on every rank."""
+        group = RankGroup([one.stamps for one in self.attached])
+        through = group.executed_through(self.session.epoch)
+        result = self.session.apply(part, executed_through=through)
+        for rank in self.ranks:
+            rank.carry_out(self.session.epoch, result.seq, result.part, result.parts[0].orders)
+            rank.executed(result.seq)
+        return result.parts[0]
+
+    def fill(self, rank: int, group: int, block: int, byte: int) -> None:
+        for layer in self.attached[rank].buffers.group(group).layers:
+            layer[block] = byte
+
+    def look(self, rank: int, group: int, block: int) -> set[int]:
+        return {byte for layer in self.attached[rank].buffers.group(group).layers for byte in layer[block].tolist()}
+
+    def restamp(self, rank: int, block: int, stamp: int) -> None:
+        self.attached[rank].stamps.write([block], [stamp])
+
+    def stamps(self, rank: int) -> tuple[int, ...]:
+        return self.attached[rank].stamps.read_all()

@@ -1,0 +1,153 @@
+"""Workers and engines in processes of their own, on a running service."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvplane.base.errors import KvplaneError
+from kvplane.sources import LayerSource
+from kvplane.unary import connect
+from kvplane.v1 import plan_pb2
+from kvplane_service.config import Config
+from kvplane_worker.memory.shared import SHM_FOLDER
+from kvplane_worker.process import WorkerOptions
+from tests.core.planner_layers import full, named, window
+from tests.service.rig import Service, running
+from tests.worker import children
+
+WAIT_S = 30
+# A process that has loaded torch once and forks: a worker starts in a moment, not in seconds.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.worker.children"])
+LAYERS = named(f=(2, full()), w=(2, window()))
+BLOCKS = 64
+
+
+class Child:
+    """A process and what it says."""
+
+    def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
+        self.process = process
+        self.connection = connection
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def hear(self) -> Any:
+        """What it says next."""
+        assert self.connection.poll(WAIT_S), f"process {self.pid} says nothing"
+        return self.connection.recv()
+
+    def do(self, name: str, *arguments: object) -> Any:
+        """Let an engine do something; what came of it, a refusal too."""
+        self.connection.send((name, arguments))
+        return self.hear()
+
+    def kill(self) -> None:
+        """Kill -9, and wait until it is dead."""
+        self.process.kill()
+        self.wait()
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self) -> int | None:
+        """Until it has exited; its exit code."""
+        self.process.join(WAIT_S)
+        assert self.process.exitcode is not None, f"process {self.pid} goes on"
+        self.connection.close()
+        return self.process.exitcode
+
+
+class World:
+    """A service with a planned replica "r", and the processes that a test starts."""
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self.service = service
+        self.folder = folder
+        self.children: list[Child] = []
+
+    def register(self, name: str = "r", num_ranks: int = 1, **source: Any) -> None:
+        given = {"layers": LAYERS, "num_blocks": BLOCKS, "max_model_len": 256, "max_batched_tokens": 256, **source}
+        with connect(self.service.address) as client:
+            client.register_replica(name, LayerSource(**given), num_ranks=num_ranks)
+
+    def options(self, rank: int = 0, replica: str = "r", folder: str = "") -> WorkerOptions:
+        run_dir = self.folder / (folder or f"{replica}-{rank}")
+        return WorkerOptions(self.service.address, replica, rank, "cpu", run_dir, staging_bytes=1 << 16, grace_s=5)
+
+    def start(self, target: Any, *arguments: object) -> Child:
+        ours, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=target, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        child = Child(process, ours)
+        self.children.append(child)
+        return child
+
+    def worker(self, rank: int = 0, replica: str = "r", folder: str = "") -> tuple[Child, str]:
+        """A worker that is ready, and its address."""
+        child = self.start(children.worker, self.options(rank, replica, folder))
+        address = child.hear()
+        assert isinstance(address, str), address
+        return child, address
+
+    def refused_worker(self, **where: Any) -> KvplaneError:
+        """The refusal of a worker that does not start."""
+        child = self.start(children.worker, self.options(**where))
+        error = child.hear()
+        assert isinstance(error, KvplaneError), error
+        child.wait()
+        return error
+
+    def engine(self, user: int = 0) -> Child:
+        return self.start(children.engine, user)
+
+    def shown(self, name: str = "r") -> list[plan_pb2.WorkerInfo]:
+        return list(self.service.describe(name).workers)
+
+    def end(self) -> None:
+        for child in self.children:
+            if child.process.is_alive():
+                child.kill()
+
+
+@contextmanager
+def world(folder: Path, **config: Any) -> Iterator[World]:
+    """A service and nothing else yet."""
+    given = {"listen": "127.0.0.1:0", "worker_lease_ms": 60_000, "lease_ms": 60_000, **config}
+    with running(Config(**given)) as service:
+        it = World(service, folder)
+        try:
+            yield it
+        finally:
+            it.end()
+
+
+def shared_files() -> set[str]:
+    """Our files of shared memory."""
+    return {path.name for path in SHM_FOLDER.glob(f"kvplane-{os.getuid()}-*")}
+
+
+def open_files() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def refusal(act: Any, *arguments: object) -> KvplaneError:
+    """The refusal that a call must end with."""
+    with pytest.raises(KvplaneError) as caught:
+        act(*arguments)
+    return caught.value

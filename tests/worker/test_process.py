@@ -1,0 +1,176 @@
+"""The worker process from start to end, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvplane.base.errors import (
+    InvalidArgument,
+    NoPlan,
+    NotFound,
+    OutOfMemory,
+    PermissionDenied,
+    WorkerExists,
+    WrongPlan,
+)
+from kvplane.unary import connect
+from kvplane.v1 import plan_pb2
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker.attach import WorkerClient, attach, run_dir_of
+from kvplane_worker.process import WorkerProcess
+from tests.core.planner_layers import full, named
+from tests.service.rig import SPEC, until
+from tests.worker.rig import BLOCKS, World, refusal, shared_files, world
+
+READY = plan_pb2.WORKER_STATE_READY
+
+
+def describe(address: str) -> pb.DescribeResponse:
+    with WorkerClient(run_dir_of(address)) as client:
+        return client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
+
+
+def test_a_worker_is_shown_and_shows_itself(here: World):
+    child, address = here.worker()
+    (shown,) = here.shown()
+    assert (shown.rank, shown.address, shown.pid, shown.device, shown.state) == (0, address, child.pid, "cpu", READY)
+    told = describe(address)
+    assert told.worker == shown
+    assert (told.replica, told.size_bytes, told.backend) == ("r", BLOCKS * 512, "torch")
+    assert list(told.staging_rows) == [128, 128]
+    assert told.free_bytes > 0
+    assert shown.incarnation
+    assert shown.plan_digest
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="kvplane.v1.Worker"))
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_worker_that_is_told_to_leave_leaves_nothing(here: World):
+    before = shared_files()
+    child, address = here.worker()
+    assert len(shared_files() - before) == 3
+    child.terminate()
+    assert child.wait() == 0
+    assert shared_files() == before
+    assert here.shown() == []
+    assert {path.name for path in run_dir_of(address).iterdir()} == {"lock"}
+    assert isinstance(refusal(attach, address), NotFound)
+
+
+def test_a_leaving_worker_waits_for_the_engine(here: World):
+    child, address = here.worker()
+    engine = here.engine()
+    engine.do("attach", address)
+    child.terminate()
+    until(lambda: [worker.state for worker in here.shown()] == [plan_pb2.WORKER_STATE_LEAVING])
+    assert engine.do("look", 0, 1, 1) == {0}
+    engine.kill()
+    assert child.wait() == 0
+
+
+def test_a_second_signal_does_not_wait(here: World):
+    child, address = here.worker()
+    engine = here.engine()
+    engine.do("attach", address)
+    child.terminate()
+    until(lambda: [worker.state for worker in here.shown()] == [plan_pb2.WORKER_STATE_LEAVING])
+    child.terminate()
+    assert child.wait() == 0
+
+
+def test_a_rank_has_one_worker_whatever_its_directory(here: World):
+    child, address = here.worker()
+    before = describe(address)
+    same, other = here.refused_worker(), here.refused_worker(folder="elsewhere")
+    for error in (same, other):
+        assert isinstance(error, WorkerExists)
+        assert error.metadata == {"pid": str(child.pid), "address": address}
+    assert describe(address).worker == before.worker
+    assert [worker.pid for worker in here.shown()] == [child.pid]
+    assert len(list((here.folder / "elsewhere").iterdir())) == 1  # its lock
+
+
+def test_what_cannot_be_a_worker_is_refused_by_name(here: World):
+    here.service.register("explicit", SPEC)
+    before = shared_files()
+    assert isinstance(here.refused_worker(replica="explicit"), NoPlan)
+    assert isinstance(here.refused_worker(replica="nobody"), NotFound)
+    wrong = here.refused_worker(rank=1)
+    assert (type(wrong), wrong.field) == (InvalidArgument, "worker.rank")
+    assert shared_files() == before
+    assert here.shown() == []
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", "cuda:-1", ""])
+def test_a_device_that_is_not_there_is_refused(here: World, device):
+    error = refusal(WorkerProcess, replace(here.options(), device=device))
+    assert (type(error), error.field) == (InvalidArgument, "device")
+    assert not (here.folder / "r-0").exists()
+
+
+def test_too_little_memory_says_how_much_would_fit(here: World):
+    wide = full(num_kv_heads=64, head_size=1 << 15)
+    here.register("large", layers=named(f=(16, wide)), num_blocks=1 << 12)
+    before = shared_files()
+    error = here.refused_worker(replica="large")
+    assert isinstance(error, OutOfMemory)
+    asked, free, fits = (int(error.metadata[name]) for name in ("asked", "free", "num_blocks"))
+    per_block = 16 * wide.page_bytes
+    assert asked >= (1 << 12) * per_block > free
+    assert fits * per_block < free < (fits + 2) * (per_block + 8) + per_block
+    assert f"at most {fits} blocks" in str(error)
+    assert shared_files() == before
+    assert here.shown("large") == []
+
+
+def test_a_directory_that_others_can_enter_is_refused(here: World):
+    path = here.folder / "r-0"
+    path.mkdir(mode=0o755)
+    error = here.refused_worker()
+    assert (type(error), error.field) == (PermissionDenied, "run_dir")
+    assert list(path.iterdir()) == []
+
+
+def test_token_and_memory_are_the_users_alone(here: World):
+    before = shared_files()
+    _, address = here.worker()
+    run_dir = run_dir_of(address)
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert (run_dir / "token").stat().st_mode & 0o777 == 0o600
+    for name in shared_files() - before:
+        assert os.stat(f"/dev/shm/{name}").st_mode & 0o777 == 0o600
+
+
+def test_the_service_may_begin_anew(tmp_path):
+    """The worker registers again, and the next engine life is numbered above the one that owns its pages."""
+    with world(tmp_path, worker_lease_ms=300) as here:
+        here.register()
+        child, address = here.worker()
+        engine = here.engine()
+        engine.do("attach", address)
+        engine.do("open", here.service.address, "r")
+        epoch, _ = engine.do("open", here.service.address, "r")
+        with connect(here.service.address) as client:
+            client.deregister_replica("r")
+        here.register()
+        until(lambda: [worker.owner_epoch for worker in here.shown()] == [epoch])
+        assert here.service.open("r").opened.epoch == epoch + 1
+        assert child.process.is_alive()
+
+
+def test_another_plan_needs_another_worker(tmp_path):
+    with world(tmp_path, worker_lease_ms=300) as here:
+        here.register()
+        child, _ = here.worker()
+        with connect(here.service.address) as client:
+            client.deregister_replica("r")
+        here.register(num_blocks=BLOCKS + 1)
+        assert isinstance(child.hear(), WrongPlan)
+        child.wait()
+        here.worker()
