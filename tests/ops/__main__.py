@@ -6,6 +6,8 @@ import argparse
 import sys
 import time
 
+import torch
+
 from tests.ops.contract import CHECKS, run
 from tests.ops.subjects import SUBJECTS
 
@@ -23,6 +25,7 @@ def main() -> int:
     first, _, last = asked.seeds.partition(":")
     seeds = range(int(first), int(last)) if asked.seed is None else [asked.seed]
     subject = SUBJECTS[asked.backend](asked.device)
+    torch.set_num_threads(1)  # cases are small
     failed = 0
     for operation in asked.operations or CHECKS:
         begun = time.monotonic()

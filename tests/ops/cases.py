@@ -7,7 +7,7 @@ that a window off by one is seen whatever the element type.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -209,7 +209,7 @@ class PageShape:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, forms: tuple[Format, ...]) -> PageShape:
-        form = forms[int(rng.integers(0, len(forms)))]
+        form = FLOAT8 if FLOAT8 in forms and rng.random() < 0.25 else forms[int(rng.integers(0, len(forms)))]
         while True:
             size = int(rng.choice(HEAD_SIZES))
             size_v = size if rng.random() < 0.8 else int(rng.choice(HEAD_SIZES))
@@ -336,19 +336,25 @@ def write_kv(rng: np.random.Generator, forms: tuple[Format, ...]) -> WriteCase:
     pages = KeyValues.draw(rng, shape, num_blocks)
     slots = draw_slots(rng, num_blocks, shape.block_size)
     form = partner(rng, shape.form, forms)
-    key = Array.draw(rng, (len(slots), shape.kv_heads, shape.head_size), form)
-    value = Array.draw(rng, (len(slots), shape.kv_heads, shape.head_size_v), form)
+    key = with_outliers(rng, Array.draw(rng, (len(slots), shape.kv_heads, shape.head_size), form))
+    value = with_outliers(rng, Array.draw(rng, (len(slots), shape.kv_heads, shape.head_size_v), form))
     return WriteCase(key, value, pages, slots)
 
 
+def with_outliers(rng: np.random.Generator, array: Array) -> Array:
+    """The array with large and tiny elements here and there: past the range of 8 bits, and below its normal numbers."""
+    factor = rng.choice([1.0, 1000.0, 0.001], array.values.shape, p=[0.94, 0.03, 0.03])
+    return replace(array, data=array.form.encode(array.values * factor))
+
+
 def draw_slots(rng: np.random.Generator, num_blocks: int, block_size: int) -> np.ndarray:
-    """Distinct slots outside the null block, in any order or in a run, some of them skipped."""
+    """Distinct slots outside the null block, in any order or in a run; some of them skipped, or all."""
     room = np.arange(block_size, num_blocks * block_size)
     few, many = int(rng.integers(1, 40)), int(rng.integers(40, 90))
-    count = int(min(len(room), rng.choice([0, 1, few, many])))
+    count = int(min(len(room), rng.choice([0, 1, few, few, many, many])))
     first = int(rng.integers(0, len(room) - count + 1))
     slots = room[first : first + count] if rng.random() < 0.5 else rng.permutation(room)[:count]
-    return np.where(rng.random(count) < rng.choice([0, 0.2, 1]), -1, slots).astype(np.int64)
+    return np.where(rng.random(count) < rng.choice([0, 0.2, 0.2, 1]), -1, slots).astype(np.int64)
 
 
 @dataclass(frozen=True)

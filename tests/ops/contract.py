@@ -216,7 +216,8 @@ def gather(subject: Subject, rng: np.random.Generator) -> None:
     inverse = np.frombuffer(b"".join(wanted), np.uint8) ^ 0xFF  # wrong in every byte until it is written
     staging = torch.from_numpy(inverse.reshape(len(wanted), group.bytes_per_block)).to(subject.device)
     subject.ops.gather(group, case.blocks, staging)
-    assert [row.tobytes() for row in staging.cpu().numpy()] == wanted
+    wrong = [i for i, row in enumerate(staging.cpu().numpy()) if row.tobytes() != wanted[i]]
+    assert not wrong, f"rows {wrong} of the staging buffer are wrong"
     assert_only_written(memory, case.memory.buffer)
 
 
@@ -237,8 +238,9 @@ def checksum(subject: Subject, rng: np.random.Generator) -> None:
     group, memory = case.on(subject.device)
     with poisoned_results():
         sums = subject.ops.checksum(group, case.blocks)
-    assert sums.dtype == torch.int64
-    assert sums.tolist() == [float64.checksum(float64.block_bytes(case.layers(), block)) for block in case.blocks]
+    assert sums.dtype == torch.int64, f"{sums.dtype}, wanted int64"
+    wanted = [float64.checksum(float64.block_bytes(case.layers(), block)) for block in case.blocks]
+    assert sums.tolist() == wanted, f"{sums.tolist()}, wanted {wanted}"
     assert_only_written(memory, case.memory.buffer)
 
 
@@ -262,13 +264,21 @@ CHECKS: dict[str, Check] = {
 }
 
 
+def check(subject: Subject, operation: str, seed: int) -> None:
+    """Try one case.
+
+    Raises:
+        AssertionError: the backend does not do what the interface promises.
+    """
+    CHECKS[operation](subject, np.random.default_rng([seed, zlib.crc32(operation.encode())]))
+
+
 def run(subject: Subject, operation: str, seeds: Iterable[int]) -> list[str]:
     """Try the seeds; returns a line per failure, with the command that repeats it."""
     failures = []
     for seed in seeds:
-        rng = np.random.default_rng([seed, zlib.crc32(operation.encode())])
         try:
-            CHECKS[operation](subject, rng)
+            check(subject, operation, seed)
         except (AssertionError, KvplaneError, RuntimeError, IndexError) as error:
             again = f"{operation} --seed {seed} --backend {subject.ops.name} --device {subject.device}"
             failures.append(f"python -m tests.ops {again}\n    {type(error).__name__}: {error}")

@@ -66,12 +66,12 @@ def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionR
         queries_at_once = max(1, PIECE_ELEMENTS // max(1, seq_len * query.shape[1]))
         for start in range(starts[row], starts[row + 1], queries_at_once):
             end = min(start + queries_at_once, starts[row + 1])
-            position = torch.arange(start, end, device=query.device)[None] + (seq_len - starts[row + 1])
-            last = position[:, -1]
+            position = torch.arange(start, end)[None] + (seq_len - starts[row + 1])  # on the host: shapes follow
             first_column = int(first_attended(rule, position[:, :1])) // pages.k.shape[1]
-            end_column = -(-int(last + 1) // pages.k.shape[1])
+            end_column = int(position[0, -1]) // pages.k.shape[1] + 1
             column = torch.arange(first_column, end_column, device=query.device)[None]
-            context = gathered(pages, batch.block_table[row : row + 1], column, last, query.dtype)
+            position = position.to(query.device)
+            context = gathered(pages, batch.block_table[row : row + 1], column, position[:, -1], query.dtype)
             out[start:end] = attended(query[None, start:end], context, position, rule)[0]
     return out
 

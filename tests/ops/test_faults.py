@@ -1,0 +1,29 @@
+"""The proof of the proof: each of the usual mistakes, planted in a sound backend, breaks the contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.ops.contract import CHECKS, check
+from tests.ops.faults import FAULTS
+from tests.ops.subjects import SUBJECTS
+
+SEEDS = range(400)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.operation}: {fault.name}")
+def test_the_contract_catches(fault):
+    sound = SUBJECTS["torch"]("cpu")
+    faulty = replace(sound, ops=fault.planted(sound.ops))
+    for seed in SEEDS:
+        try:
+            check(faulty, fault.operation, seed)
+        except AssertionError:
+            return
+    pytest.fail(f"{len(SEEDS)} cases of {fault.operation} pass although {fault.name}")
+
+
+def test_every_operation_has_its_faults():
+    assert {fault.operation for fault in FAULTS} == CHECKS.keys()

@@ -1,0 +1,63 @@
+"""Bad input: every backend names the argument and what to give instead, and writes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_worker.ops.checks import check_scales
+from kvplane_worker.ops.interface import AttentionPages
+from tests.ops.contract import CHECKS
+from tests.ops.refusals import BAD, SOUND, attention_pages, call, sound, tensors
+from tests.ops.subjects import SUBJECTS
+
+DEVICE = "cpu"
+
+
+@pytest.fixture(params=sorted(SUBJECTS))
+def ops(request):
+    return SUBJECTS[request.param](DEVICE).ops
+
+
+@pytest.mark.parametrize("operation", SOUND)
+def test_the_sound_call_is_accepted(ops, operation):
+    call(ops, operation, sound(operation, DEVICE))
+
+
+@pytest.mark.parametrize("wrong", BAD, ids=lambda bad: f"{bad.operation}: {bad.field} {bad.what}")
+def test_a_wrong_argument_is_named_and_nothing_is_written(ops, wrong):
+    arguments = sound(wrong.operation, DEVICE)
+    wrong.spoil(arguments)
+    present = [tensor for tensor in tensors(arguments) if tensor.device.type != "meta"]
+    before = [tensor.clone() for tensor in present]
+    with pytest.raises(InvalidArgument) as refusal:
+        call(ops, wrong.operation, arguments)
+    assert refusal.value.field == wrong.field
+    assert refusal.value.remedy
+    assert all(torch.equal(now, then) for now, then in zip(present, before, strict=True))
+
+
+def test_every_operation_has_its_refusals():
+    assert {wrong.operation for wrong in BAD} == set(SOUND) == CHECKS.keys()
+
+
+def eight_bit(**scales: torch.Tensor | None) -> AttentionPages:
+    pages = attention_pages()
+    k, v = pages.k.to(torch.float8_e4m3fn), pages.v.to(torch.float8_e4m3fn)
+    return AttentionPages(k, v, **{"k_scale": torch.ones(1), "v_scale": torch.ones(2), **scales})
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("field", ["k_scale", "v_scale"])
+def test_a_scale_that_cannot_be_divided_by_is_refused(field, scale):
+    check_scales(eight_bit())
+    with pytest.raises(InvalidArgument) as refusal:
+        check_scales(eight_bit(**{field: torch.tensor([1.0, scale])}))
+    assert refusal.value.field == f"pages.{field}"
+
+
+@pytest.mark.parametrize("scale", [None, torch.ones(3), torch.ones(1).double()])
+def test_a_scale_for_no_head_is_refused(scale):
+    with pytest.raises(InvalidArgument, match=r"pages\.v_scale"):
+        check_scales(eight_bit(v_scale=scale))
