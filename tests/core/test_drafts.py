@@ -115,6 +115,19 @@ def test_a_dropping_group_registers_one_block_past_the_common_boundary():
     assert dropping.would_hit("a" * 36 + "b").num_tokens == 32
 
 
+@pytest.mark.parametrize(("drops", "boundary"), [(False, 20), (True, 16)])
+def test_beside_a_dropping_group_the_state_is_kept_one_block_lower(drops, boundary):
+    """Full attention has 20 of 22 tokens and drops the last block for the drafter: the state worth a key is at 16."""
+    engine = Engine(state(), full(drops_last_block=drops), retention_interval=0, num_blocks=60)
+    engine.admit(0, "a" * 22, cap=4)
+    for _ in range(5):
+        engine.run(0, cap=4)
+    states = [block for block in engine.keyed() if engine.pool.key[block].group == 0]
+    assert [engine.pool.key_tokens[block] for block in states] == [boundary]
+    engine.end(0)
+    assert engine.would_hit("a" * 22).num_tokens == boundary
+
+
 # -- drafters of several modules ---------------------------------------------------------------------------------------
 
 

@@ -95,6 +95,20 @@ def test_keys_of_a_failed_load_that_were_registered_are_dropped():
     assert engine.would_hit(PROMPT).num_tokens == 4
 
 
+def test_blocks_for_external_tokens_are_zeroed_when_handed_out_so_a_failed_load_leaves_zeros():
+    """Orders run before any load of this step begins. A load that fails leaves zeros or its own bytes, never those of
+    the page's last owner, so nothing is zeroed a second time.
+    """
+    engine = Engine(full(zero_new_blocks=True))
+    admitted = engine.admit(0, PROMPT, external=8, cap=1, flags=DELAY)
+    assert admitted.result.orders.zero_block == admitted.table[0]
+    assert len(admitted.table[0]) == 3
+    assert engine.fact(0, computed=4, commit=4).orders.zero_block == []
+    again = engine.run(0)
+    assert again.granted == [9]
+    assert again.result.orders.zero_block == again.new[0][0], "only the block that is new now"
+
+
 # -- windows and states ------------------------------------------------------------------------------------------------
 
 

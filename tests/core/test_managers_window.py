@@ -66,6 +66,19 @@ def test_giving_back_is_done_once():
     assert engine.num_free == 100 - 8 - 2
 
 
+def test_a_request_that_ends_frees_its_window_and_not_the_nulls_before_it():
+    engine = Engine(window(4), num_blocks=8, enable_caching=False)
+    engine.admit(0, "a" * 16)
+    run_to(engine, 0, 18)
+    null, *_, last, running = engine.table(0)
+    assert (null, engine.table(0).count(0)) == (0, 3)
+    before = engine.num_free
+    engine.end(0)
+    assert engine.num_free == before + 2 == 7
+    assert engine.free_order[:2] == [running, last]
+    assert 0 not in engine.free_order
+
+
 def test_blocks_that_leave_together_go_tail_first():
     engine = Engine(window(4), num_blocks=20, enable_caching=False)
     engine.admit(0, "a" * 16)
@@ -186,6 +199,18 @@ def test_a_hit_ends_at_a_boundary_that_all_groups_share():
 def test_the_cap_of_the_hit_comes_first():
     assert find_in(window(8), "xxxx", max_tokens=15) == "0xx"
     assert find_in(window(8), "xxxx", max_tokens=3) == ""
+
+
+def test_a_hit_shortened_by_another_group_keeps_its_nulls():
+    """The window has 16 tokens as two nulls and two blocks; cut to the 12 of full attention, as one and two."""
+    engine = Engine(window(8), full())
+    tables = engine.serve(0, "a" * 17).table
+    assert engine.would_hit("a" * 17).blocks[0] == [0, 0, *tables[0][2:4]]
+    engine.cache(evicted=[tables[1][3]])
+    assert engine.would_hit("a" * 17).blocks == ([0, *tables[0][1:3]], tables[1][:3])
+    again = engine.admit(1, "a" * 17)
+    assert again.hit == 12
+    assert again.table[0][:3] == [0, *tables[0][1:3]]
 
 
 def test_an_adopted_window_starts_with_nulls():
