@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from kvplane.base.errors import Unavailable
 from kvplane_service.config import Config
@@ -15,6 +17,11 @@ from kvplane_service.registry import Registry
 from kvplane_service.rpc.server import RpcServer
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.http import MetricsServer
+from kvplane_service.telemetry.sampling import is_asked_for
+
+if TYPE_CHECKING:
+    from kvplane_service.rpc.traced import TracingInterceptor
+    from kvplane_service.telemetry.tracing import Tracing
 
 _SWEEPS_PER_LEASE = 4
 
@@ -24,11 +31,18 @@ _log = logging.getLogger(__name__)
 class App:
     """One service process. Create it inside the running event loop."""
 
-    def __init__(self, config: Config, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        config: Config,
+        clock: Callable[[], int] = time.monotonic_ns,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`environment`: OpenTelemetry's variables. Raises InvalidArgument for one that cannot be."""
         self.config = config
         self.registry = Registry(config, clock)
         self.address = self.metrics_address = ""  # once it serves
-        self._server = RpcServer(self.registry, config)
+        self._tracing: Tracing | None = None
+        self._server = RpcServer(self.registry, config, self._start_tracing(environment))
         self._metrics = MetricsServer(ServiceCollector(self.registry))
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -56,6 +70,17 @@ class App:
         await self._server.stop()
         await self._end()
 
+    def _start_tracing(self, environment: Mapping[str, str]) -> list[TracingInterceptor]:
+        """Trace what the environment asks for; the library is loaded only then."""
+        if not is_asked_for(environment):
+            return []
+        from kvplane_service.rpc.traced import TracingInterceptor
+        from kvplane_service.telemetry.tracing import Tracing
+
+        self._tracing = tracing = Tracing(environment)
+        self.registry.watch(lambda entry: entry.host.decisions.follow(tracing.follower(entry.host.name)))
+        return [TracingInterceptor(tracing)]
+
     async def _sweep(self) -> None:
         """Withdraw what silent replicas have published."""
         while True:
@@ -65,6 +90,8 @@ class App:
 
     async def _end(self) -> None:
         await self._metrics.stop()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.shutdown)
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):

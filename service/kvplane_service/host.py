@@ -33,6 +33,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.order import StepOrder, count_rows
+from kvplane_service.telemetry.context import CURRENT
 from kvplane_service.telemetry.tally import Tally
 
 Clock = Callable[[], int]  # nanoseconds, never going back
@@ -272,6 +273,7 @@ class ReplicaHost:
             part=order.next_part,
             last=not at.more,
             executed_through=order.seq if at.executed_through is None else at.executed_through,
+            traceparent=CURRENT.get(),
         )
         rows = self._check_step(step)
         result = self._apply(step)

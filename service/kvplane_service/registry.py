@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound
@@ -58,6 +58,7 @@ class Registry:
         self._config = config
         self._clock = clock
         self._entries: dict[str, Entry] = {}
+        self._watchers: list[Callable[[Entry], None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -120,7 +121,13 @@ class Registry:
             workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock)
             entry = Entry(registration, host, UnaryCalls(host, self._config), workers)
             self._entries[name] = entry
+            for watcher in self._watchers:
+                watcher(entry)
         return entry
+
+    def watch(self, watcher: Callable[[Entry], None]) -> None:
+        """Call this with every replica that is entered from now on."""
+        self._watchers.append(watcher)
 
     def remove(self, name: str, epoch: int | None = None) -> None:
         """Forget a replica and tell those who use it.

@@ -64,6 +64,7 @@ class NewsRow(Row):
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     skip_reading: bool = False
     max_tokens: int = 0
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

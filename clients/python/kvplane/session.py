@@ -24,6 +24,7 @@ from kvplane.base.session import Opened, OpenRequest, SessionTransport
 from kvplane.base.step import Part, StepResult
 from kvplane.retry import RetryPolicy
 from kvplane.session_state import SessionState
+from kvplane.tracing import current_traceparent
 from kvplane.turn import Turn
 
 BEATS_PER_LEASE = 3
@@ -194,6 +195,7 @@ class Session:
 
     def _submit(self, parts: tuple[Part, ...], last: bool, executed_through: int | None) -> int:
         step = self._state.register(parts, last, executed_through)
+        step.traceparent = current_traceparent()
         try:
             self._transport.send(step)
         except KvplaneError:

@@ -25,6 +25,7 @@ from kvplane.retry import RetryPolicy
 from kvplane.session import Session, draw_nonce
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.status import RpcOutcome, error_of_rpc
+from kvplane.tracing import trace_metadata
 from kvplane.transport import GrpcTransport
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2_grpc
 
@@ -221,7 +222,8 @@ class Client:
         delays = self._retry.delays_s() if call.repeatable else iter(())
         while True:
             try:
-                return method(call.request, timeout=call.timeout_s or self._timeout_s)
+                timeout_s = call.timeout_s or self._timeout_s
+                return method(call.request, timeout=timeout_s, metadata=trace_metadata())
             except grpc.RpcError as outcome:
                 error = error_of_rpc(cast(RpcOutcome, outcome))
                 if not isinstance(error, Unavailable):

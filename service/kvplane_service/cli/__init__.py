@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": "kvplane_service.cli.serve",
     "worker": "kvplane_worker.cli",
     "config": "kvplane_service.cli.config",
+    "decode": "kvplane_service.cli.decode",
     "version": "kvplane_service.cli.version",
 }
 

@@ -33,7 +33,16 @@ from kvplane_service.core.requests import MAX_SLOTS, Requests
 MAX_LOOKAHEAD = 4096
 MAX_TOKEN_ID = (1 << 32) - 1
 DIGEST_SIZES = (16, 32)
-_NEWS_COLUMNS = ("num_tokens", "num_hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
+_NEWS_COLUMNS = (
+    "num_tokens",
+    "num_hashes",
+    "request_id",
+    "domain",
+    "extra_keys",
+    "skip_reading",
+    "max_tokens",
+    "traceparent",
+)
 _ADMIT_COLUMNS = (
     "extra",
     "cap",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -35,9 +36,11 @@ _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 class RpcServer:
     """Serves a registry. Create it inside the running event loop."""
 
-    def __init__(self, registry: Registry, config: Config) -> None:
+    def __init__(
+        self, registry: Registry, config: Config, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    ) -> None:
         self._config = config
-        self._server = grpc.aio.server(options=_options(config))
+        self._server = grpc.aio.server(options=_options(config), interceptors=interceptors)
         self._streams = SessionStreams(registry)
         self._events = EventsServicer(registry)
         self._allocation = AllocationServicer(registry, self._streams, ContentHasher(config))

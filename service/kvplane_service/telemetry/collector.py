@@ -16,10 +16,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
+from kvplane.base.trace import parse_traceparent
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Registry
-from kvplane_service.telemetry.tally import REFUSALS, REMOVALS, STEP_BOUNDS_NS, StepTimes
+from kvplane_service.telemetry.tally import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 
 _NS = 1e-9
 _MAX_STEPS_EXPONENT = 20  # of histograms in steps; longer spans count in the last bucket
@@ -219,9 +220,16 @@ def _step_buckets(times: StepTimes) -> list[tuple[str, float] | tuple[str, float
         if example is None:
             buckets.append((bound, float(count)))
         else:
-            where = {"epoch": str(example.epoch), "seq": str(example.seq)}
-            buckets.append((bound, float(count), Exemplar(where, example.took_ns * _NS)))
+            buckets.append((bound, float(count), Exemplar(_where(example), example.took_ns * _NS)))
     return buckets
+
+
+def _where(example: Example) -> dict[str, str]:
+    """The trace that holds the step, when the engine's is recorded; else the step."""
+    context = parse_traceparent(example.traceparent)
+    if context is None:
+        return {"epoch": str(example.epoch), "seq": str(example.seq)}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
 def _buckets_in_steps(counts: Sequence[int]) -> list[tuple[str, float]]:

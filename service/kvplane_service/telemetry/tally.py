@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvplane.base.step import AdmitStatus, CacheEvent, End, EventKind, Part, PartResult, RemoveReason, Step
+from kvplane.base.trace import is_sampled
 from kvplane_service.decisions import Decision, Entry
 
 STEP_BOUNDS_NS = tuple(
@@ -33,11 +34,12 @@ REMOVALS = {reason: reason.name.lower() for reason in RemoveReason if reason is 
 
 
 class Example(NamedTuple):
-    """A step that stands for a bucket of the histogram."""
+    """A step that stands for a bucket of the histogram; `traceparent` is "" when its trace is not recorded."""
 
     epoch: int
     seq: int
     took_ns: int
+    traceparent: str
 
 
 class StepTimes:
@@ -45,7 +47,7 @@ class StepTimes:
 
     Attributes:
         counts: by bucket, not cumulative.
-        examples: by bucket, the latest decision.
+        examples: by bucket, the latest step of a recorded trace, or else the latest.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,10 @@ class StepTimes:
         bucket = bisect_left(STEP_BOUNDS_NS, took_ns)
         self.counts[bucket] += 1
         self.sum_ns += took_ns
-        self.examples[bucket] = Example(step.epoch, step.seq, took_ns)
+        old = self.examples[bucket]
+        traceparent = step.traceparent if is_sampled(step.traceparent) else ""
+        if traceparent or old is None or not old.traceparent:
+            self.examples[bucket] = Example(step.epoch, step.seq, took_ns, traceparent)
 
 
 class Tally:

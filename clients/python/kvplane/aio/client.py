@@ -26,6 +26,7 @@ from kvplane.retry import RetryPolicy
 from kvplane.session import draw_nonce
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.status import error_of_rpc
+from kvplane.tracing import trace_metadata
 from kvplane.unary import TIMEOUT_S, UNARY_RETRY
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2_grpc
 
@@ -196,7 +197,8 @@ class Client:
         delays = self._retry.delays_s() if call.repeatable else iter(())
         while True:
             try:
-                return await method(call.request, timeout=call.timeout_s or self._timeout_s)
+                timeout_s = call.timeout_s or self._timeout_s
+                return await method(call.request, timeout=timeout_s, metadata=trace_metadata())
             except grpc.aio.AioRpcError as outcome:
                 error = error_of_rpc(outcome)
                 if not isinstance(error, Unavailable):

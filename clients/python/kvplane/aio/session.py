@@ -18,6 +18,7 @@ from kvplane.base.step import Part, Step, StepResult
 from kvplane.retry import RetryPolicy
 from kvplane.session import BEATS_PER_LEASE, FATAL, draw_nonce
 from kvplane.session_state import SessionState
+from kvplane.tracing import current_traceparent
 
 _T = TypeVar("_T")
 
@@ -189,6 +190,7 @@ class Session:
 
     async def _submit(self, parts: tuple[Part, ...], last: bool, executed_through: int | None) -> int:
         step = self._state.register(parts, last, executed_through)
+        step.traceparent = current_traceparent()
         try:
             await self._transport.send(step)
         except KvplaneError:

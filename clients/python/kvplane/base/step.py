@@ -157,6 +157,7 @@ class News:
     extra_keys: list[ExtraKeys] = field(default_factory=list)  # default none; used when tokens are given
     skip_reading: list[int] = field(default_factory=list)  # default 0; 1 = look nothing up, still register
     max_tokens: list[int] = field(default_factory=list)  # default 0 = max_model_len: most tokens it may reach
+    traceparent: list[str] = field(default_factory=list)  # default "": W3C context, see kvplane.base.trace
 
 
 @dataclass(slots=True)
@@ -243,6 +244,7 @@ class Step:
         part: number of parts[0] within the step.
         last: no more parts of this step follow.
         executed_through: all steps up to this one have finished on all ranks.
+        traceparent: W3C context of the engine's step, see kvplane.base.trace; "" = none.
     """
 
     epoch: int
@@ -251,6 +253,7 @@ class Step:
     part: int = 0
     last: bool = True
     executed_through: int = 0
+    traceparent: str = ""
 
 
 @dataclass(slots=True)

@@ -22,25 +22,28 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvplane.v1 import step_pb2 as kvplane_dot_v1_dot_step__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvplane/v1/admin.proto\x12\nkvplane.v1\"3\n\x0fSnapshotRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\x08\"n\n\tCachedKey\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\ttentative\x18\x06 \x01(\x08\"\x96\x01\n\x0cRequestState\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12&\n\x06tables\x18\x05 \x03(\x0b\x32\x16.kvplane.v1.BlockTable\x12\x0f\n\x07running\x18\x06 \x01(\x08\"\x1f\n\nBlockTable\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"\xc7\x01\n\x10SnapshotResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x03(\r\x12\x15\n\rdistinct_keys\x18\x03 \x01(\r\x12#\n\x04keys\x18\x04 \x03(\x0b\x32\x15.kvplane.v1.CachedKey\x12*\n\x08requests\x18\x05 \x03(\x0b\x32\x18.kvplane.v1.RequestState\x12\r\n\x05usage\x18\x06 \x01(\x01\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r2N\n\x05\x41\x64min\x12\x45\n\x08Snapshot\x12\x1b.kvplane.v1.SnapshotRequest\x1a\x1c.kvplane.v1.SnapshotResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvplane/v1/admin.proto\x12\nkvplane.v1\x1a\x15kvplane/v1/step.proto\"3\n\x0fSnapshotRequest\x12\x0f\n\x07replica\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x01(\x08\"n\n\tCachedKey\x12\r\n\x05\x62lock\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x0e\n\x06\x64omain\x18\x03 \x01(\t\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\x12\x11\n\ttentative\x18\x06 \x01(\x08\"\x96\x01\n\x0cRequestState\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12&\n\x06tables\x18\x05 \x03(\x0b\x32\x16.kvplane.v1.BlockTable\x12\x0f\n\x07running\x18\x06 \x01(\x08\"\x1f\n\nBlockTable\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"\xc7\x01\n\x10SnapshotResponse\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x03(\r\x12\x15\n\rdistinct_keys\x18\x03 \x01(\r\x12#\n\x04keys\x18\x04 \x03(\x0b\x32\x15.kvplane.v1.CachedKey\x12*\n\x08requests\x18\x05 \x03(\x0b\x32\x18.kvplane.v1.RequestState\x12\r\n\x05usage\x18\x06 \x01(\x01\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\"R\n\x08\x44\x65\x63ision\x12\x1e\n\x04step\x18\x01 \x01(\x0b\x32\x10.kvplane.v1.Step\x12&\n\x06result\x18\x02 \x01(\x0b\x32\x16.kvplane.v1.StepResult2N\n\x05\x41\x64min\x12\x45\n\x08Snapshot\x12\x1b.kvplane.v1.SnapshotRequest\x1a\x1c.kvplane.v1.SnapshotResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvplane.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SNAPSHOTREQUEST']._serialized_start=38
-  _globals['_SNAPSHOTREQUEST']._serialized_end=89
-  _globals['_CACHEDKEY']._serialized_start=91
-  _globals['_CACHEDKEY']._serialized_end=201
-  _globals['_REQUESTSTATE']._serialized_start=204
-  _globals['_REQUESTSTATE']._serialized_end=354
-  _globals['_BLOCKTABLE']._serialized_start=356
-  _globals['_BLOCKTABLE']._serialized_end=387
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=390
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=589
-  _globals['_ADMIN']._serialized_start=591
-  _globals['_ADMIN']._serialized_end=669
+  _globals['_SNAPSHOTREQUEST']._serialized_start=61
+  _globals['_SNAPSHOTREQUEST']._serialized_end=112
+  _globals['_CACHEDKEY']._serialized_start=114
+  _globals['_CACHEDKEY']._serialized_end=224
+  _globals['_REQUESTSTATE']._serialized_start=227
+  _globals['_REQUESTSTATE']._serialized_end=377
+  _globals['_BLOCKTABLE']._serialized_start=379
+  _globals['_BLOCKTABLE']._serialized_end=410
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=413
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=612
+  _globals['_DECISION']._serialized_start=614
+  _globals['_DECISION']._serialized_end=696
+  _globals['_ADMIN']._serialized_start=698
+  _globals['_ADMIN']._serialized_end=776
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from kvplane.v1 import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -68,3 +69,11 @@ class SnapshotResponse(_message.Message):
     usage: float
     num_free_blocks: int
     def __init__(self, digest: _Optional[str] = ..., free_blocks: _Optional[_Iterable[int]] = ..., distinct_keys: _Optional[int] = ..., keys: _Optional[_Iterable[_Union[CachedKey, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestState, _Mapping]]] = ..., usage: _Optional[float] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("step", "result")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    step: _step_pb2.Step
+    result: _step_pb2.StepResult
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ...) -> None: ...

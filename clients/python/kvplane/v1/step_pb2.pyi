@@ -102,7 +102,7 @@ class ExtraKeys(_message.Message):
     def __init__(self, lora_name: _Optional[str] = ..., lora_path: _Optional[str] = ..., salt: _Optional[str] = ..., multimodal: _Optional[_Iterable[_Union[MultimodalItem, _Mapping]]] = ..., prompt_embeds: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class News(_message.Message):
-    __slots__ = ("slot", "num_tokens", "tokens", "num_hashes", "hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
+    __slots__ = ("slot", "num_tokens", "tokens", "num_hashes", "hashes", "request_id", "domain", "extra_keys", "skip_reading", "max_tokens", "traceparent")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,7 @@ class News(_message.Message):
     EXTRA_KEYS_FIELD_NUMBER: _ClassVar[int]
     SKIP_READING_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     num_tokens: bytes
     tokens: bytes
@@ -123,7 +124,8 @@ class News(_message.Message):
     extra_keys: _containers.RepeatedCompositeFieldContainer[ExtraKeys]
     skip_reading: bytes
     max_tokens: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ...) -> None: ...
+    traceparent: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ..., traceparent: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Run(_message.Message):
     __slots__ = ("slot", "extra", "cap", "lookahead", "in_flight", "flags", "victims", "on_refusal")
@@ -216,20 +218,22 @@ class Part(_message.Message):
     def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts")
+    __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts", "traceparent")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
     MORE_FIELD_NUMBER: _ClassVar[int]
     EXECUTED_THROUGH_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     seq: int
     part: int
     more: bool
     executed_through: int
     parts: _containers.RepeatedCompositeFieldContainer[Part]
-    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., part: _Optional[int] = ..., more: bool = ..., executed_through: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., part: _Optional[int] = ..., more: bool = ..., executed_through: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Blocks(_message.Message):
     __slots__ = ("row", "group", "count", "ids")

@@ -92,6 +92,7 @@ def encode_step(step: Step) -> pb.Step:
         "more": not step.last,
         "executed_through": step.executed_through,
         "parts": [_encode_part(part, f"parts[{index}]") for index, part in enumerate(step.parts)],
+        "traceparent": step.traceparent,
     }
     return build(pb.Step, "step", fields)
 
@@ -114,6 +115,7 @@ def decode_step(message: pb.Step, digest_size: int) -> Step:
         part=message.part,
         last=not message.more,
         executed_through=message.executed_through,
+        traceparent=message.traceparent,
     )
 
 
@@ -188,6 +190,8 @@ def _encode_news(news: News, where: str) -> dict[str, Any]:
         fields["request_id"] = news.request_id
     if news.domain:
         fields["domain"] = news.domain
+    if news.traceparent:
+        fields["traceparent"] = news.traceparent
     if news.extra_keys:
         fields["extra_keys"] = [encode_extra_keys(keys) for keys in news.extra_keys]
     return fields
@@ -268,6 +272,7 @@ def _decode_news(message: pb.News, digest_size: int, where: str) -> News:
         hashes=message.hashes,
         request_id=list(message.request_id),
         domain=list(message.domain),
+        traceparent=list(message.traceparent),
         extra_keys=[decode_extra_keys(keys) for keys in message.extra_keys],
         **columns,
     )
@@ -275,6 +280,7 @@ def _decode_news(message: pb.News, digest_size: int, where: str) -> News:
     for name, entries in (
         ("request_id", len(news.request_id)),
         ("domain", len(news.domain)),
+        ("traceparent", len(news.traceparent)),
         ("extra_keys", len(news.extra_keys)),
     ):
         if entries not in (0, rows):

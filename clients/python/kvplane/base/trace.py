@@ -1,0 +1,39 @@
+"""W3C trace context, as it travels in steps and requests: "00-<trace id>-<span id>-<flags>".
+
+https://www.w3.org/TR/trace-context/, version 00. What is not well-formed counts as none, as the standard asks.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+SAMPLED = 1
+_LENGTH = 55
+_ODD = frozenset("13579bdf")
+_FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+
+
+class TraceContext(NamedTuple):
+    """Who asked: a span of some trace, and whether that trace is recorded."""
+
+    trace_id: int
+    span_id: int
+    flags: int
+
+    def __str__(self) -> str:
+        return f"00-{self.trace_id:032x}-{self.span_id:016x}-{self.flags:02x}"
+
+
+def is_sampled(traceparent: str) -> bool:
+    """Whether the trace is recorded, by its flags alone: cheap, so it can be asked of every step."""
+    return len(traceparent) == _LENGTH and traceparent[-1] in _ODD
+
+
+def parse_traceparent(traceparent: str) -> TraceContext | None:
+    """The context; None when there is none, or it is not well-formed."""
+    found = _FORM.fullmatch(traceparent)
+    if found is None:
+        return None
+    trace_id, span_id, flags = (int(text, 16) for text in found.groups())
+    return TraceContext(trace_id, span_id, flags) if trace_id and span_id else None

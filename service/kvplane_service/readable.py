@@ -1,0 +1,65 @@
+"""Decisions as lines for people: one per row, in the order in which they were done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvplane.base.step import AdmitStatus, End, Part, PartResult, Step, StepResult
+
+
+def operation_lines(step: Step, result: StepResult) -> Iterator[str]:
+    """What was asked for and what was decided, such as "run slot 3: 1 token, blocks 0:[17]"."""
+    yield f"step {step.seq} of epoch {step.epoch}, executed through {step.executed_through}"
+    for number, (part, decided) in enumerate(zip(step.parts, result.parts, strict=True), step.part):
+        if len(step.parts) > 1 or number:
+            yield f"part {number}"
+        yield from _part_lines(part, decided)
+
+
+def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
+    yield from _fact_lines(part)
+    cache = part.cache
+    if cache.failed_steps or cache.evicted or cache.released or cache.reset:
+        done = f", reset: {result.reset_done}" if cache.reset else ""
+        yield f"cache: failed steps {cache.failed_steps}, evicted {cache.evicted}, released {cache.released}{done}"
+    for row, slot in enumerate(part.news.slot):
+        name = f" {part.news.request_id[row]!r}" if part.news.request_id else ""
+        yield f"new slot {slot}{name}: {_tokens(part.news.num_tokens[row])}"
+    blocks = result.new_blocks.by_row()
+    for row, (slot, granted) in enumerate(zip(part.run.slot, result.granted, strict=True)):
+        yield f"run slot {slot}: {_tokens(granted)}{_blocks(blocks, row)}"
+    for row, slot in enumerate(part.admit.slot):
+        status = AdmitStatus(result.admit_status[row]).name.lower().replace("_", " ")
+        amounts = f"hit {result.admit_hit[row]}, {_tokens(result.admit_granted[row])}"
+        yield f"admit slot {slot}: {status}, {amounts}{_blocks(blocks, len(result.granted) + row)}"
+    yield from (f"preempted slot {slot}" for slot in result.preempted)
+    yield from (f"peek slot {slot}: hit {hit}" for slot, hit in zip(part.peek.slot, result.peek_hit, strict=True))
+    yield f"{result.free_blocks} blocks free"
+
+
+def _fact_lines(part: Part) -> Iterator[str]:
+    facts = part.facts
+    for row, slot in enumerate(facts.slot):
+        said = []
+        if _at(facts.appended, row):
+            said.append(f"{_tokens(facts.appended[row])} more")
+        if facts.computed and facts.computed[row] >= 0:
+            said.append(f"computed {facts.computed[row]}")
+        if facts.commit and facts.commit[row] >= 0:
+            said.append(f"commit {facts.commit[row]}")
+        if _at(facts.end, row):
+            said.append(f"ends: {End(facts.end[row]).name.lower()}")
+        yield f"fact slot {slot}: {', '.join(said) or 'nothing'}"
+
+
+def _at(column: Sequence[int], row: int) -> int:
+    return column[row] if column else 0
+
+
+def _tokens(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
+
+
+def _blocks(blocks: dict[int, dict[int, list[int]]], row: int) -> str:
+    mine = blocks.get(row, {})
+    return "".join(f", blocks {group}:{ids}" for group, ids in mine.items())

@@ -1,0 +1,84 @@
+"""Spans of unary calls, by OpenTelemetry's conventions for RPC (1.4x): the server's side.
+
+Sampled before the tracing library is touched: a call that is not traced goes straight to its handler. Streams are not
+spans, they last for hours; their steps are (see `kvplane_service.telemetry.tracing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import grpc
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from kvplane.base.trace import TraceContext
+from kvplane_service.rpc.methods import Context
+from kvplane_service.telemetry.context import CURRENT, UNTRACED
+from kvplane_service.telemetry.tracing import Tracing, context_of
+
+Unary = Callable[[bytes, Context], Awaitable[bytes]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+# Codes that are the server's fault, by the conventions; the others are answers.
+_FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
+
+
+class TracingInterceptor(grpc.aio.ServerInterceptor):
+    """A span around each sampled unary call; what the call decides becomes its child."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401
+        """See grpc.aio.ServerInterceptor."""
+        handler = await continuation(details)
+        if handler is None or handler.unary_unary is None:
+            return handler
+        given = next((value for key, value in details.invocation_metadata if key == "traceparent"), "")
+        traceparent = given if isinstance(given, str) else ""
+        call = handler.unary_unary
+        is_traced = self._tracing.sampling.takes(traceparent)
+        call = self._traced(call, details.method, traceparent) if is_traced else _untraced(call)
+        return grpc.unary_unary_rpc_method_handler(call, handler.request_deserializer, handler.response_serializer)
+
+    def _traced(self, call: Unary, method: str, traceparent: str) -> Unary:
+        async def traced(raw: bytes, context: Context) -> bytes:
+            name = method.lstrip("/")
+            span = self._tracing.tracer.start_span(
+                name,
+                context=context_of(traceparent),
+                kind=SpanKind.SERVER,
+                attributes={"rpc.system.name": "grpc", "rpc.method": name},
+            )
+            here = span.get_span_context()
+            token = CURRENT.set(str(TraceContext(here.trace_id, here.span_id, int(here.trace_flags))))
+            try:
+                return await call(raw, context)
+            finally:
+                CURRENT.reset(token)
+                code = _code_of(context)
+                span.set_attribute("rpc.response.status_code", code)
+                if code in _FAULTS:
+                    span.set_attribute("error.type", code)
+                    span.set_status(Status(StatusCode.ERROR))
+                span.end()
+
+        return traced
+
+
+def _untraced(call: Unary) -> Unary:
+    async def untraced(raw: bytes, context: Context) -> bytes:
+        token = CURRENT.set(UNTRACED)
+        try:
+            return await call(raw, context)
+        finally:
+            CURRENT.reset(token)
+
+    return untraced
+
+
+def _code_of(context: Context) -> str:
+    """Name of the call's status. What grpc.aio gives is a number, 0 until it is set, whatever its types say."""
+    code = cast(object, context.code())
+    return next((one.name for one in grpc.StatusCode if code in (one, one.value[0])), "OK")

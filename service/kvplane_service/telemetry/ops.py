@@ -1,0 +1,61 @@
+"""The operations of a step in one attribute of its span: `kvplane.v1.Decision`, deflated, in base64.
+
+Without hashes, tokens, extra keys, tables, orders and events: what was asked for, and what was decided.
+`kvplane decode` turns it back into rows.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from dataclasses import replace
+
+from google.protobuf.message import DecodeError
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import Blocks, Orders, Part, PartResult, Step, StepResult
+from kvplane.v1.admin_pb2 import Decision as Message
+from kvplane_service.decisions import Decision
+
+MAX_PACKED_CHARS = 32 << 10
+_MAX_UNPACKED_BYTES = 16 << 20
+_LEVEL = 1  # of deflate: speed, for it is done while an engine waits
+
+
+def pack(decision: Decision) -> str:
+    """The attribute; "" when it would be longer than MAX_PACKED_CHARS."""
+    step, result = decision.step, decision.result
+    message = Message(
+        step=wire.encode_step(replace(step, traceparent="", parts=[_asked(part) for part in step.parts])),
+        result=wire.encode_result(replace(result, parts=[_decided(part) for part in result.parts])),
+    )
+    text = base64.b64encode(zlib.compress(message.SerializeToString(), _LEVEL)).decode()
+    return text if len(text) <= MAX_PACKED_CHARS else ""
+
+
+def unpack(text: str) -> tuple[Step, StepResult]:
+    """What was packed. Raises InvalidArgument for anything else."""
+    try:
+        inflater = zlib.decompressobj()
+        raw = inflater.decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED_BYTES)
+        message = Message.FromString(raw)
+    except (binascii.Error, zlib.error, DecodeError, ValueError) as error:
+        raise InvalidArgument(
+            f"these are no packed operations: {error}", remedy="give the attribute kvcache.ops of a span as it is"
+        ) from None
+    return wire.decode_step(message.step, 0), wire.decode_result(message.result)
+
+
+def _asked(part: Part) -> Part:
+    facts, news = part.facts, part.news
+    if facts.hashes:
+        facts = replace(facts, num_hashes=[], hashes=b"")
+    if news.slot:
+        news = replace(news, num_hashes=[], hashes=b"", extra_keys=[], traceparent=[])
+    return replace(part, facts=facts, news=news)
+
+
+def _decided(part: PartResult) -> PartResult:
+    return replace(part, tables=Blocks(), orders=Orders(), events=[], num_hashes=[], last_hash=[])

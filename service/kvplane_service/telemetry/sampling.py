@@ -1,0 +1,85 @@
+"""Whether there are traces, and which steps and calls are traced: decided before the tracing library is touched, so
+that the others cost nothing.
+
+By the standard variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG. One default differs from the standard, which
+would trace everything that comes without a context: of those, one in a hundred is traced here, since an engine may send
+hundreds of steps a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.trace import is_sampled
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_DEFAULT = "parentbased_traceidratio"
+_DEFAULT_RATIO = "0.01"
+_RATIO_OF = {"always_on": 1.0, "always_off": 0.0, "traceidratio": None}
+_PARENT = "parentbased_"
+
+
+def is_asked_for(environment: Mapping[str, str]) -> bool:
+    """Whether the environment turns traces on. Raises InvalidArgument for an exporter that is not there."""
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return False
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "")
+    if exporter not in ("", "none", "otlp"):
+        raise InvalidArgument(f"{exporter!r} is not here", field="OTEL_TRACES_EXPORTER", remedy="use otlp or none")
+    wanted = exporter == "otlp" or (not exporter and any(environment.get(name) for name in _ENDPOINTS))
+    protocol = next((name for name in _PROTOCOLS if environment.get(name, "grpc") != "grpc"), None)
+    if wanted and protocol is not None:
+        raise InvalidArgument(
+            f"{environment[protocol]!r} is not here",
+            field=protocol,
+            remedy="use grpc, and the collector's port for it (4317)",
+        )
+    return wanted
+
+
+class Sampling:
+    """Follows the sampled flag of a context, where that is asked for; else takes evenly spaced ones.
+
+    Args:
+        by_parent: whether a context decides.
+        ratio: 0 to 1, of what has no context (of everything unless by_parent).
+    """
+
+    def __init__(self, by_parent: bool, ratio: float) -> None:
+        self._by_parent = by_parent
+        self._ratio = ratio
+        self._due = 0.0
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Sampling:
+        """Raises InvalidArgument naming the variable that holds nonsense."""
+        name = environment.get("OTEL_TRACES_SAMPLER") or _DEFAULT
+        inner = name.removeprefix(_PARENT)
+        if inner not in _RATIO_OF:
+            known = ", ".join([*_RATIO_OF, *(_PARENT + one for one in _RATIO_OF)])
+            raise InvalidArgument(f"{name!r} is unknown", field="OTEL_TRACES_SAMPLER", remedy=f"use one of {known}")
+        ratio = _RATIO_OF[inner]
+        return cls(name != inner, _ratio(environment) if ratio is None else ratio)
+
+    def takes(self, traceparent: str) -> bool:
+        """Whether to trace what came with this context ("" = none)."""
+        if traceparent and self._by_parent:
+            return is_sampled(traceparent)
+        self._due += self._ratio
+        if self._due < 1.0:
+            return False
+        self._due -= 1.0
+        return True
+
+
+def _ratio(environment: Mapping[str, str]) -> float:
+    text = environment.get("OTEL_TRACES_SAMPLER_ARG") or _DEFAULT_RATIO
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0.0 <= ratio <= 1.0:
+        raise InvalidArgument(f"{text!r} is no ratio", field="OTEL_TRACES_SAMPLER_ARG", remedy="give 0 to 1")
+    return ratio

@@ -1,0 +1,48 @@
+"""`kvplane decode`."""
+
+from __future__ import annotations
+
+from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Peek, Run
+from kvplane_service.decisions import Decision
+from kvplane_service.telemetry.ops import pack
+from tests.service.hosts import HostWorld
+
+
+def test_operations_are_printed_row_by_row(kvplane):
+    world = HostWorld()
+    engine = world.open()
+    new = News(slot=[3, 4], num_tokens=[20, 20], tokens=[9] * 40, request_id=["first", "second"])
+    engine.step(Part(news=new, admit=Admit(slot=[3, 4])))
+    facts = Facts(slot=[3, 4], appended=[1, 0], tokens=[7], end=[End.NONE, End.FREE])
+    engine.step(Part(facts=facts, cache=Cache(evicted=[2]), run=Run(slot=[3])), Part(peek=Peek(slot=[3])))
+    packed = [pack(entry) for entry in world.host.decisions if isinstance(entry, Decision)]
+    assert kvplane("decode", packed[0]) == (
+        0,
+        "step 1 of epoch 2, executed through 0\n"
+        "new slot 3 'first': 20 tokens\n"
+        "new slot 4 'second': 20 tokens\n"
+        "admit slot 3: granted, hit 0, 20 tokens, blocks 0:[1, 2]\n"
+        "admit slot 4: granted, hit 16, 4 tokens, blocks 0:[3]\n"
+        "17 blocks free\n",
+        "",
+    )
+    code, out, _ = kvplane("decode", packed[1])
+    assert code == 0
+    assert out.splitlines() == [
+        "step 2 of epoch 2, executed through 1",
+        "part 0",
+        "fact slot 3: 1 token more",
+        "fact slot 4: ends: free",
+        "cache: failed steps [], evicted [2], released []",
+        "run slot 3: 1 token",
+        "18 blocks free",
+        "part 1",
+        "peek slot 3: hit 16",
+        "18 blocks free",
+    ]
+
+
+def test_nonsense_is_wrong_use(kvplane):
+    code, out, told = kvplane("decode", "nonsense")
+    assert (code, out) == (2, "")
+    assert "no packed operations" in told
