@@ -351,7 +351,7 @@ def test_a_mutation_that_is_tried_again_is_done_once(world, name):
         def unary_unary(self, *args, **facts):
             method = self._channel.unary_unary(*args, **facts)
 
-            def call(request, timeout):
+            def call(request, timeout, metadata):
                 self.answers.append(method(request, timeout=timeout))
                 if len(self.answers) == 1:
                     raise Lost
