@@ -26,6 +26,17 @@ if ! "$python" -c 'import ensurepip' 2>/dev/null; then
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
 fi
 
+# Tests of the store start Redis servers of their own.
+if [[ ",$extras," == *,dev,* ]] && ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        say "there is no redis-server; installing it for the tests of the store"
+        apt-get update -qq
+        RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server >/dev/null
+    else
+        say "there is no redis-server: tests of the store on Redis will be skipped (sudo apt-get install redis-server)"
+    fi
+fi
+
 # An environment left half made, or whose interpreter has gone, is made anew.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     say "making .venv with $("$python" --version)"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import MAX_BLOCKS, MAX_GROUPS
@@ -75,6 +75,33 @@ class Config(BaseModel):
     """After SIGTERM, wait so long before refusing new sessions, until load balancers have noticed."""
     drain_grace_ms: Pause = 20_000
     """After SIGTERM, sessions have so long to finish."""
+    store: str = "none"
+    """Where published entries outlive this process: none, memory, sqlite:PATH, redis://HOST:PORT[/DB],
+    redis+cluster://HOST:PORT,..., redis+sentinel://HOST:PORT,.../NAME; rediss for TLS. None by default: where a
+    file may lie, and whether services share a store, is not ours to guess.
+    """
+    store_prefix: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,64}$")] = "kvplane"
+    """First part of every key in Redis."""
+    store_username: str = ""
+    """User of Redis's ACL."""
+    store_password: SecretStr = SecretStr("")
+    """Password for Redis; best given by the environment."""
+    store_tls_ca: str = ""
+    """PEM file of the authorities that Redis's certificate is checked against; empty = the system's."""
+    store_tls_cert: str = ""
+    """PEM file of our certificate, where Redis asks for one."""
+    store_tls_key: str = ""
+    """PEM file of its key."""
+    store_timeout_ms: Millis = 2000
+    """A store that does not answer for so long counts as gone."""
+    store_ttl_ms: Millis = 24 * 3600 * 1000
+    """Redis forgets what no service has renewed for so long."""
+    store_flush_ms: Millis = 100
+    """What changed is written so long afterwards, together."""
+    store_lag_entries: Count = 100_000
+    """So many changes may wait for the store; then they are shed, and all is told anew when it is back."""
+    store_lag_ms: Millis = 5000
+    """Changes that wait for longer make the service say that it is degraded."""
     keepalive_ms: Millis = 30_000
     """Ping a silent connection so often."""
     keepalive_timeout_ms: Millis = 10_000
@@ -133,7 +160,9 @@ class Loaded:
         """The configuration as a file that says the same, each line with the source of its value."""
         lines = []
         for key in KEYS:
-            text = yaml.safe_dump({key: getattr(self.config, key)}, width=1000).rstrip()
+            value = getattr(self.config, key)
+            shown = str(value) if isinstance(value, SecretStr) else value
+            text = yaml.safe_dump({key: shown}, width=1000).rstrip()
             lines.append(f"{text}  # {self.sources[key]}\n")
         return "".join(lines)
 

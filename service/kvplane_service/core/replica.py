@@ -155,6 +155,11 @@ class Replica:
         return collect(pool, blocks, self._scheme.digest.size)
 
     @property
+    def digest_size(self) -> int:
+        """Bytes of a block hash."""
+        return self._scheme.digest.size
+
+    @property
     def free_blocks(self) -> int:
         """Blocks that can be handed out now."""
         return self._pool.num_free

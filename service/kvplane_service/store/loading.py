@@ -1,0 +1,51 @@
+"""Reads a log back: what can be used of it, and what was refused, by name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kvplane_service.core.entries import Entries
+from kvplane_service.store.errors import RecordRefused, Refusal
+from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
+from kvplane_service.store.record import unpack_chunk
+
+
+@dataclass(slots=True)
+class LoadedLog:
+    """A log as it was found.
+
+    Attributes:
+        chunks: with their entries, None where the chunk was refused.
+        rows, num_bytes: of all.
+        refused: chunks by reason.
+    """
+
+    chunks: list[tuple[StoredChunk, Entries | None]] = field(default_factory=list)
+    rows: int = 0
+    num_bytes: int = 0
+    refused: Counter[Refusal] = field(default_factory=Counter)
+
+    def entries(self) -> list[Entries]:
+        """Of the chunks that can be used, the newest first: what they say of a block is what holds."""
+        return [entries for _, entries in reversed(self.chunks) if entries is not None]
+
+    def add(self, log: LogName, chunk: StoredChunk) -> None:
+        """Read one more chunk."""
+        self.num_bytes += len(chunk.raw)
+        try:
+            entries = unpack_chunk(log, chunk)
+        except RecordRefused as error:
+            self.refused[error.why] += 1
+            self.chunks.append((chunk, None))
+        else:
+            self.rows += len(entries)
+            self.chunks.append((chunk, entries))
+
+
+def load_log(store: IndexStore, log: LogName) -> LoadedLog:
+    """Everything that is stored under this name. Raises a StoreError when the store fails."""
+    loaded = LoadedLog()
+    for chunk in store.load(log):
+        loaded.add(log, chunk)
+    return loaded

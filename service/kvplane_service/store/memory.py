@@ -1,0 +1,59 @@
+"""The in-memory twin of a store: what it is given is gone with the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvplane_service.store.interface import LogName, StoredChunk
+
+
+class MemoryStore:
+    """Implements IndexStore. `logs` and `records_by_name` are open, so that a simulation can tear and lose."""
+
+    def __init__(self) -> None:
+        self.logs: dict[LogName, dict[int, bytes]] = {}
+        self.records_by_name: dict[str, bytes] = {}
+
+    def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
+        """See IndexStore."""
+        chunks = self.logs.setdefault(log, {})
+        if not chunks or chunk.seq > max(chunks):
+            chunks[chunk.seq] = chunk.raw
+        for seq in [seq for seq in chunks if seq < trim_below]:
+            del chunks[seq]
+        return len(chunks)
+
+    def load(self, log: LogName) -> Iterator[StoredChunk]:
+        """See IndexStore."""
+        yield from [StoredChunk(seq, raw) for seq, raw in sorted(self.logs.get(log, {}).items())]
+
+    def drop(self, log: LogName) -> None:
+        """See IndexStore."""
+        self.logs.pop(log, None)
+
+    def size_bytes(self, log: LogName) -> int:
+        """See IndexStore."""
+        return sum(map(len, self.logs.get(log, {}).values()))
+
+    def put_record(self, replica: str, record: bytes) -> None:
+        """See IndexStore."""
+        self.records_by_name[replica] = record
+
+    def get_record(self, replica: str) -> bytes | None:
+        """See IndexStore."""
+        return self.records_by_name.get(replica)
+
+    def records(self) -> Iterator[tuple[str, bytes]]:
+        """See IndexStore."""
+        yield from sorted(self.records_by_name.items())
+
+    def drop_record(self, replica: str) -> None:
+        """See IndexStore."""
+        self.records_by_name.pop(replica, None)
+
+    def keep_alive(self, log: LogName) -> None:
+        """See IndexStore; nothing is forgotten in time."""
+        del log
+
+    def close(self) -> None:
+        """See IndexStore."""

@@ -1,0 +1,127 @@
+"""From the configuration to a store.
+
+    none | memory | sqlite:PATH
+    redis://HOST:PORT[/DB] | redis+cluster://HOST:PORT,... | redis+sentinel://HOST:PORT,.../NAME     (rediss: TLS)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane_service.config import Config
+from kvplane_service.store.interface import IndexStore
+from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.sqlite import SqliteStore
+
+if TYPE_CHECKING:
+    import redis
+    from redis.cluster import RedisCluster
+
+_URL = re.compile(r"(?P<scheme>rediss?)(?:\+(?P<kind>cluster|sentinel))?://(?P<hosts>[^/@?#]+)(?:/(?P<rest>[^/?#]*))?")
+_DEFAULT_PORT = {"sentinel": 26379}
+
+
+def open_store(config: Config) -> IndexStore | None:
+    """The store that the configuration names; None without one. Blocks while it connects.
+
+    Raises:
+        InvalidArgument, NotFound: the configuration cannot be.
+        KvplaneError: of `errors`, when the store cannot be used; it was not touched.
+    """
+    name = config.store
+    if name == "none":
+        return None
+    if name == "memory":
+        return MemoryStore()
+    if name.startswith("sqlite:"):
+        return SqliteStore(Path(name.removeprefix("sqlite:")))
+    return _open_redis(config)
+
+
+def _open_redis(config: Config) -> IndexStore:
+    from kvplane_service.store.redis_store import RedisStore
+
+    return RedisStore(_connector(config), config.store_prefix, config.store_ttl_ms)
+
+
+def _connector(config: Config) -> Callable[[], redis.Redis | RedisCluster]:
+    """What connects, as the URL says. The driver is imported where it is used."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.cluster import ClusterNode, RedisCluster
+    from redis.retry import Retry
+
+    if "@" in config.store:
+        raise InvalidArgument(
+            "a user does not belong into the address, which is shown",
+            field="store",
+            remedy="use store_username and store_password",
+        )
+    match = _URL.fullmatch(config.store)
+    if match is None:
+        raise InvalidArgument(
+            f"{config.store!r} names no store",
+            field="store",
+            remedy="use none, memory, sqlite:PATH, redis://HOST:PORT, redis+cluster://... or redis+sentinel://.../NAME",
+        )
+    kind, rest = match["kind"], match["rest"] or ""
+    hosts = [_host(text, _DEFAULT_PORT.get(kind, 6379)) for text in match["hosts"].split(",")]
+    options = _options(config, match["scheme"] == "rediss")
+    # The writer tries again itself: a driver that does so in silence would hide that something may be lost.
+    once = Retry(NoBackoff(), 0)
+    if kind == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
+        return lambda: RedisCluster(startup_nodes=nodes, retry=once, **options)
+    if kind == "sentinel":
+        if not rest:
+            raise InvalidArgument("no NAME of the service", field="store", remedy="write redis+sentinel://HOSTS/NAME")
+        return lambda: _primary(hosts, rest, options)
+    if rest and not rest.isdecimal():
+        raise InvalidArgument(f"{rest!r} is no database", field="store", remedy="write redis://HOST:PORT/NUMBER")
+    host, port = hosts[0]
+    return lambda: redis.Redis(host, port, db=int(rest or 0), retry=once, **options)
+
+
+def _primary(hosts: list[tuple[str, int]], name: str, options: dict[str, Any]) -> redis.Redis:
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+    from redis.sentinel import Sentinel
+
+    shared = ("socket_timeout", "socket_connect_timeout", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
+    to_sentinels = {key: value for key, value in options.items() if key in shared}
+    sentinel = Sentinel(hosts, sentinel_kwargs=to_sentinels, retry=Retry(NoBackoff(), 0), **options)  # type: ignore[no-untyped-call]
+    primary: redis.Redis = sentinel.master_for(name)  # type: ignore[no-untyped-call]
+    return primary
+
+
+def _options(config: Config, tls: bool) -> dict[str, Any]:
+    timeout_s = config.store_timeout_ms / 1000
+    options: dict[str, Any] = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    if config.store_username:
+        options["username"] = config.store_username
+    if config.store_password.get_secret_value():
+        options["password"] = config.store_password.get_secret_value()
+    if tls:
+        files = (("ssl_ca_certs", "store_tls_ca"), ("ssl_certfile", "store_tls_cert"), ("ssl_keyfile", "store_tls_key"))
+        options |= {"ssl": True} | {option: _file(config, key) for option, key in files if getattr(config, key)}
+    return options
+
+
+def _file(config: Config, key: str) -> str:
+    path = Path(getattr(config, key))
+    if not path.is_file():
+        raise NotFound(f"{path} is no file", field=key, remedy="name a PEM file")
+    return str(path)
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if not colon:
+        host, port = text, str(default_port)
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise InvalidArgument(f"{text!r} is no address", field="store", remedy="write HOST:PORT")
+    return host.strip("[]"), int(port)

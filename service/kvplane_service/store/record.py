@@ -1,0 +1,159 @@
+"""The one format of stored records, little-endian.
+
+    byte 0      4         6      8        12           16         24
+         | magic | version | kind | length | (reserved) | checksum | body ...
+
+`length` counts the body; the checksum (XXH3, 64 bits) covers the header before it and the body. A chunk's body:
+
+    namespace 16 | incarnation 8 | seq 8 | digest size 2 | domains 2 | runs 4 | rows 4 | bare 4 | used 4
+    domains: length 4, UTF-8 each
+    runs:    domain 2, group 2, rows 4 each
+    columns: block 4·rows, num_tokens 4·rows, age 4·rows, stamp 8·rows
+             bare block 4·bare, bare stamp 8·bare, used block 4·used, used age 4·used
+    digests: digest size·rows
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+from itertools import pairwise
+
+import xxhash
+
+from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.store.errors import RecordRefused, Refusal
+from kvplane_service.store.interface import LogName, StoredChunk
+
+MAGIC = b"kvps"
+VERSION = 1
+CHUNK, REGISTRATION = 1, 2
+HEADER_BYTES = 24
+ROW_BYTES = 20  # of a chunk, beside the digest
+
+_HEADER = struct.Struct("<4sHHIIQ")
+_CHECKED = 16  # bytes of the header that the checksum covers
+_CHUNK = struct.Struct("<16sQQHHIIII")
+_RUN = struct.Struct("<HHI")
+_SIZES = {"I": 4, "Q": 8}
+_MAX_DOMAINS = 0xFFFF
+
+
+def seal(kind: int, body: bytes) -> bytes:
+    """A record of this body."""
+    head = _HEADER.pack(MAGIC, VERSION, kind, len(body), 0, 0)[:_CHECKED]
+    return head + struct.pack("<Q", _checksum(head, body)) + body
+
+
+def unseal(kind: int, raw: bytes) -> memoryview:
+    """The body of a record; raises RecordRefused."""
+    if len(raw) < HEADER_BYTES:
+        raise RecordRefused(Refusal.TRUNCATED, f"{len(raw)} bytes")
+    magic, version, found, length, _, checksum = _HEADER.unpack_from(raw)
+    if magic != MAGIC:
+        raise RecordRefused(Refusal.FOREIGN, f"it begins with {magic!r}")
+    if version != VERSION:
+        raise RecordRefused(Refusal.OTHER_VERSION, f"version {version}, this service reads {VERSION}")
+    body = memoryview(raw)[HEADER_BYTES:]
+    if len(body) < length:
+        raise RecordRefused(Refusal.TRUNCATED, f"{len(body)} of {length} bytes")
+    if len(body) > length or _checksum(raw[:_CHECKED], body) != checksum:
+        raise RecordRefused(Refusal.DAMAGED, "its checksum is another")
+    if found != kind:
+        raise RecordRefused(Refusal.OTHER_KIND, f"kind {found}, not {kind}")
+    return body
+
+
+def _checksum(head: bytes, body: bytes | memoryview) -> int:
+    digest = xxhash.xxh3_64(head)
+    digest.update(body)
+    return digest.intdigest()
+
+
+def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
+    """The chunk of these entries under the number `seq`."""
+    domains = sorted({run.domain for run in entries.runs})
+    assert len(domains) <= _MAX_DOMAINS, "a chunk has fewer rows than that"
+    number = {domain: index for index, domain in enumerate(domains)}
+    counts = (len(domains), len(entries.runs), len(entries), len(entries.bare_block), len(entries.used_block))
+    parts = [_CHUNK.pack(log.namespace, log.incarnation, seq, entries.digest_size, *counts)]
+    for domain in domains:
+        text = domain.encode()
+        parts.append(struct.pack("<I", len(text)) + text)
+    parts += [_RUN.pack(number[run.domain], run.group, run.count) for run in entries.runs]
+    parts += [_pack(values, code) for values, code in _columns(entries)]
+    parts.append(entries.digests)
+    return StoredChunk(seq, seal(CHUNK, b"".join(parts)))
+
+
+def unpack_chunk(log: LogName, chunk: StoredChunk) -> Entries:
+    """The entries of a chunk of this log; raises RecordRefused."""
+    body = unseal(CHUNK, chunk.raw)
+    if len(body) < _CHUNK.size:
+        raise RecordRefused(Refusal.IMPOSSIBLE, f"a chunk of {len(body)} bytes")
+    namespace, incarnation, seq, *_ = head = _CHUNK.unpack_from(body)
+    if namespace != log.namespace:
+        raise RecordRefused(Refusal.OTHER_NAMESPACE, namespace.hex())
+    if incarnation != log.incarnation:
+        raise RecordRefused(Refusal.OTHER_INCARNATION, f"{incarnation:016x}")
+    if seq != chunk.seq:
+        raise RecordRefused(Refusal.MISPLACED, f"chunk {seq} lies under number {chunk.seq}")
+    try:
+        return _unpack_body(body, *head[3:])
+    except (struct.error, IndexError, UnicodeDecodeError, ValueError) as error:
+        raise RecordRefused(Refusal.IMPOSSIBLE, str(error)) from error
+
+
+def _unpack_body(
+    body: memoryview, digest_size: int, num_domains: int, num_runs: int, rows: int, *other: int
+) -> Entries:
+    at, domains = _CHUNK.size, []
+    for _ in range(num_domains):
+        (length,) = struct.unpack_from("<I", body, at)
+        domains.append(bytes(body[at + 4 : at + 4 + length]).decode())
+        at += 4 + length
+    runs = []
+    for _ in range(num_runs):
+        domain, group, count = _RUN.unpack_from(body, at)
+        runs.append(KeyRun(domains[domain], group, count))
+        at += _RUN.size
+    bare, used = other
+    lengths = ((rows, "I"), (rows, "I"), (rows, "I"), (rows, "Q"), (bare, "I"), (bare, "Q"), (used, "I"), (used, "I"))
+    ends = [at]
+    for count, code in lengths:
+        ends.append(ends[-1] + count * _SIZES[code])
+    if ends[-1] + rows * digest_size != len(body) or sum(run.count for run in runs) != rows:
+        raise ValueError(f"{len(body)} bytes do not hold {rows} rows")
+    spans = zip(pairwise(ends), lengths, strict=True)
+    block, num_tokens, age, stamp, *rest = [_unpack(body[start:end], code) for (start, end), (_, code) in spans]
+    return Entries(digest_size, runs, block, stamp, num_tokens, age, bytes(body[ends[-1] :]), *rest)
+
+
+def _columns(entries: Entries) -> tuple[tuple[Sequence[int], str], ...]:
+    return (
+        (entries.block, "I"),
+        (entries.num_tokens, "I"),
+        (entries.age, "I"),
+        (entries.stamp, "Q"),
+        (entries.bare_block, "I"),
+        (entries.bare_stamp, "Q"),
+        (entries.used_block, "I"),
+        (entries.used_age, "I"),
+    )
+
+
+def _pack(values: Sequence[int], code: str) -> bytes:
+    column = array(code, values)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tobytes()
+
+
+def _unpack(raw: memoryview, code: str) -> list[int]:
+    column = array(code)
+    column.frombytes(raw)
+    if sys.byteorder == "big":
+        column.byteswap()
+    return column.tolist()

@@ -1,0 +1,198 @@
+"""A store in one SQLite file, in WAL mode: a chunk is a row.
+
+The file is ours by its application id; its user version is the version of the tables. Both are read before anything is
+written, so that a foreign or newer file is left as it is.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvplane_service.store.errors import StoreForeign, StoreFull, StoreNewer, StoreReadOnly, StoreUnavailable
+from kvplane_service.store.interface import LogName, StoredChunk
+
+APPLICATION_ID = 0x6B767073  # "kvps"
+TABLES_VERSION = 1
+BUSY_TIMEOUT_S = 5.0
+_WAL_PAGES = 256  # the write-ahead log is folded into the file every megabyte
+# Of SQLite's file format: user version at byte 60, application id at 68, the first page's kind and cells at 100.
+_MAGIC = b"SQLite format 3\0"
+_HEAD_BYTES = 108
+_VERSION_AT = struct.Struct(">60x i 4x i")
+_LEAF_PAGE = b"\x0d"
+_TABLES = """
+CREATE TABLE log (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
+CREATE TABLE chunk (log INTEGER NOT NULL, seq INTEGER NOT NULL, raw BLOB NOT NULL, UNIQUE (log, seq)) STRICT;
+CREATE TABLE record (replica TEXT PRIMARY KEY, raw BLOB NOT NULL) STRICT;
+"""
+
+
+class SqliteStore:
+    """Implements IndexStore. One connection, used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file, or make it.
+
+        Raises:
+            StoreForeign, StoreNewer: it is not ours, or newer than we are.
+            StoreReadOnly: it, or its folder, cannot be written.
+        """
+        self._path = path
+        self._lock = threading.Lock()
+        with self._named_errors():
+            if path.exists():
+                _check_file(path)
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._set_up()
+
+    def _set_up(self) -> None:
+        run = self._connection.execute
+        with self._writing():  # before WAL mode, so that the file's header says whose it is
+            if run("PRAGMA application_id").fetchone()[0] == 0:
+                for statement in _TABLES.split(";"):
+                    run(statement)
+                run(f"PRAGMA application_id = {APPLICATION_ID}")
+                run(f"PRAGMA user_version = {TABLES_VERSION}")
+        run("PRAGMA journal_mode = WAL")
+        run("PRAGMA synchronous = NORMAL")  # the last writes may be lost with the machine: they cost hits, no truth
+        run(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
+        run(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
+
+    def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
+        """See IndexStore."""
+        with self._lock, self._named_errors(), self._writing():
+            run = self._connection.execute
+            run("INSERT OR IGNORE INTO log (name) VALUES (?)", (str(log),))
+            number = self._number(log)
+            run("DELETE FROM chunk WHERE log = ? AND seq < ?", (number, trim_below))
+            (last,) = run("SELECT max(seq) FROM chunk WHERE log = ?", (number,)).fetchone()
+            if chunk.seq >= trim_below and (last is None or chunk.seq > last):
+                run("INSERT INTO chunk VALUES (?, ?, ?)", (number, chunk.seq, chunk.raw))
+            count: int = run("SELECT count(*) FROM chunk WHERE log = ?", (number,)).fetchone()[0]
+            return count
+
+    def load(self, log: LogName) -> Iterator[StoredChunk]:
+        """See IndexStore."""
+        after = -1
+        while True:
+            with self._lock, self._named_errors():
+                rows = self._connection.execute(
+                    "SELECT seq, raw FROM chunk WHERE log = ? AND seq > ? ORDER BY seq LIMIT 64",
+                    (self._number(log), after),
+                ).fetchall()
+            if not rows:
+                return
+            yield from (StoredChunk(seq, raw) for seq, raw in rows)
+            after = rows[-1][0]
+
+    def drop(self, log: LogName) -> None:
+        """See IndexStore."""
+        with self._lock, self._named_errors(), self._writing():
+            number = self._number(log)
+            self._connection.execute("DELETE FROM chunk WHERE log = ?", (number,))
+            self._connection.execute("DELETE FROM log WHERE id = ?", (number,))
+
+    def size_bytes(self, log: LogName) -> int:
+        """See IndexStore."""
+        with self._lock, self._named_errors():
+            query = "SELECT coalesce(sum(length(raw)), 0) FROM chunk WHERE log = ?"
+            size: int = self._connection.execute(query, (self._number(log),)).fetchone()[0]
+            return size
+
+    def put_record(self, replica: str, record: bytes) -> None:
+        """See IndexStore."""
+        with self._lock, self._named_errors(), self._writing():
+            self._connection.execute("INSERT OR REPLACE INTO record VALUES (?, ?)", (replica, record))
+
+    def get_record(self, replica: str) -> bytes | None:
+        """See IndexStore."""
+        with self._lock, self._named_errors():
+            row = self._connection.execute("SELECT raw FROM record WHERE replica = ?", (replica,)).fetchone()
+            return row[0] if row else None
+
+    def records(self) -> Iterator[tuple[str, bytes]]:
+        """See IndexStore."""
+        with self._lock, self._named_errors():
+            rows = self._connection.execute("SELECT replica, raw FROM record ORDER BY replica").fetchall()
+        yield from rows
+
+    def drop_record(self, replica: str) -> None:
+        """See IndexStore."""
+        with self._lock, self._named_errors(), self._writing():
+            self._connection.execute("DELETE FROM record WHERE replica = ?", (replica,))
+
+    def keep_alive(self, log: LogName) -> None:
+        """See IndexStore; a file forgets nothing in time."""
+        del log
+
+    def close(self) -> None:
+        """See IndexStore."""
+        with self._lock:
+            self._connection.close()
+
+    def _number(self, log: LogName) -> int:
+        row = self._connection.execute("SELECT id FROM log WHERE name = ?", (str(log),)).fetchone()
+        return row[0] if row else -1
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """One transaction, undone when it fails."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._connection.execute("COMMIT")
+        finally:
+            if self._connection.in_transaction:  # it failed; a full disk has ended it already
+                self._connection.execute("ROLLBACK")
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise _named(self._path, error) from error
+
+
+def _check_file(path: Path) -> None:
+    """Raise StoreForeign or StoreNewer. Only the file's header is read: to open a database is to write beside it."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if not head:
+        return
+    version, application = _VERSION_AT.unpack_from(head.ljust(_HEAD_BYTES))
+    is_empty = head[100:101] == _LEAF_PAGE and head[103:105] == bytes(2)
+    is_new = is_empty and application == version == 0
+    if not head.startswith(_MAGIC) or not (application == APPLICATION_ID or is_new):
+        raise StoreForeign(
+            f"{path} was written by another program", field="store", remedy="name another file; it was not touched"
+        )
+    if version > TABLES_VERSION:
+        raise StoreNewer(
+            f"{path} has tables of version {version}, this service knows {TABLES_VERSION}",
+            field="store",
+            remedy="run a newer kvplane, or name another file; it was not touched",
+        )
+
+
+def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
+    text = f"{path}: {error}"
+    if code == sqlite3.SQLITE_NOTADB:
+        return StoreForeign(text, field="store", remedy="name another file; it was not touched")
+    if code == sqlite3.SQLITE_FULL:
+        return StoreFull(text, field="store", remedy="make room on the disk; allocation goes on meanwhile")
+    if code in (
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_AUTH,
+    ) or isinstance(error, PermissionError):
+        return StoreReadOnly(text, field="store", remedy="make the file and its folder writable for this user")
+    return StoreUnavailable(text, field="store", remedy="look at the disk; allocation goes on meanwhile")

@@ -1,0 +1,239 @@
+"""Writes behind: takes chunks from the journals and gives them to the store, beside the event loop.
+
+The hot path never waits for it. While the store is away the writer tries again with growing pauses; what changes
+meanwhile waits in the journals, which shed it at their bound. So nothing here is queued, and catching up needs no care.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Protocol, TypeVar
+
+from kvplane.base.errors import KvplaneError
+from kvplane_service.store.errors import STORE_ERRORS
+from kvplane_service.store.interface import IndexStore, LogName
+from kvplane_service.store.journal import ReplicaJournal
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 5.0
+_NS_PER_MS = 1_000_000
+_RENEWALS_PER_TTL = 4
+_MAX_DROPS = 4096
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class Offload(Protocol):
+    """Runs a blocking call beside the event loop, one at a time."""
+
+    def __call__(self, call: Callable[[], _T], /) -> Awaitable[_T]:
+        """Its outcome."""
+        ...
+
+
+class StoreState(Enum):
+    """How the durable side is."""
+
+    OFF = "off"  # none is configured
+    OK = "ok"
+    CATCHING_UP = "catching up"  # a resync is under way
+    DEGRADED = "degraded"  # the store is away, or more changes wait than may
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Pauses and bounds of the writer."""
+
+    flush_ms: int
+    lag_entries: int
+    lag_ms: int
+    ttl_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the writer does not make itself, so that a simulation can.
+
+    Attributes:
+        clock: monotonic nanoseconds.
+        sleep: of the event loop.
+        offload: runs the store's calls.
+        jitter: draws from [0, 1).
+    """
+
+    clock: Callable[[], int]
+    sleep: Callable[[float], Awaitable[None]]
+    offload: Offload
+    jitter: Callable[[], float]
+
+
+@dataclass(slots=True)
+class Watch:
+    """One replica: its journal, and the record that the store keeps of it.
+
+    Attributes:
+        record: packs the record as it is now.
+        record_due: it has changed since it was stored.
+    """
+
+    journal: ReplicaJournal
+    record: Callable[[], bytes]
+    record_due: bool = True
+    renewed_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What operators see.
+
+    Attributes:
+        lag_entries, lag_ms: changes that wait, and for how long the oldest has.
+        resync_left: blocks that must still be gone through.
+        failures: calls of the store that failed, since the start.
+        problem: the last failure, "" when the last call went well.
+    """
+
+    state: StoreState
+    lag_entries: int = 0
+    lag_ms: int = 0
+    resync_left: int = 0
+    failures: int = 0
+    problem: str = ""
+
+
+class StoreWriter:
+    """Keeps the store up to date with every replica that it watches."""
+
+    def __init__(self, store: IndexStore, limits: Limits, around: Surroundings) -> None:
+        self.store = store
+        self._limits = limits
+        self._around = around
+        self._watched: dict[str, Watch] = {}
+        self._drops: dict[str, LogName] = {}  # records and logs to forget, by the log's text
+        self._gone: dict[str, None] = {}  # replicas whose records are to be forgotten
+        self._failures = 0
+        self._problem = ""
+        self._pause_s = 0.0
+
+    # -- what is watched ---------------------------------------------------------------------------------------------
+
+    def watch(self, name: str, watch: Watch) -> None:
+        """Keep a replica in the store from now on."""
+        self._gone.pop(name, None)
+        self._watched[name] = watch
+
+    def forget(self, name: str) -> None:
+        """The replica was deregistered: the store shall forget it."""
+        watch = self._watched.pop(name, None)
+        if watch is not None:
+            self.drop(watch.journal.log)
+            self._gone[name] = None
+
+    def drop(self, log: LogName) -> None:
+        """The store shall forget a log. When too many wait the oldest is left to its time to live."""
+        self._drops[str(log)] = log
+        if len(self._drops) > _MAX_DROPS:
+            del self._drops[next(iter(self._drops))]
+
+    def record_changed(self, name: str) -> None:
+        """Store the replica's record anew."""
+        if name in self._watched:
+            self._watched[name].record_due = True
+
+    # -- what is shown -----------------------------------------------------------------------------------------------
+
+    def report(self, name: str | None = None) -> StoreReport:
+        """How the store is, for one replica or for all together."""
+        watched = [self._watched[name]] if name in self._watched else [] if name else list(self._watched.values())
+        lags = [watch.journal.lag for watch in watched]
+        lag_ms = max((lag.waiting_ns for lag in lags), default=0) // _NS_PER_MS
+        left = sum(lag.resync_left for lag in lags)
+        if any(lag.shed for lag in lags) or lag_ms > self._limits.lag_ms or self._problem:
+            state = StoreState.DEGRADED
+        else:
+            state = StoreState.CATCHING_UP if left else StoreState.OK
+        return StoreReport(state, sum(lag.entries for lag in lags), lag_ms, left, self._failures, self._problem)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        while True:
+            pause_s = self._pause_s or self._limits.flush_ms / 1000
+            await self._around.sleep(pause_s)
+            await self.write_all()
+
+    async def write_all(self) -> bool:
+        """Store everything that waits; False when the store failed meanwhile, and the rest waits for the next time."""
+        try:
+            await self._forget_dropped()
+            while await self._write_round():
+                pass
+        except STORE_ERRORS as error:
+            self._note_failure(error)
+            return False
+        if self._problem:
+            _log.info("the store is back")
+        self._problem, self._pause_s = "", 0.0
+        return True
+
+    async def _write_round(self) -> bool:
+        """One chunk of each replica, in turn, so that none waits for another's backlog; False when there was none."""
+        any_left = False
+        for name, watch in list(self._watched.items()):
+            await self._write_record(name, watch)
+            journal = watch.journal
+            batch = journal.take()
+            if batch is None:
+                continue
+            count = await self._call(partial(self.store.append, batch.log, batch.chunk, batch.trim_below))
+            journal.wrote(batch, count)
+            any_left = any_left or journal.has_work
+        return any_left
+
+    async def _write_record(self, name: str, watch: Watch) -> None:
+        """The record before chunks of its epoch, and now and then so that the store does not forget in time."""
+        now = self._around.clock()
+        renew = now - watch.renewed_ns > self._limits.ttl_ms * _NS_PER_MS // _RENEWALS_PER_TTL
+        if not (watch.record_due or renew):
+            return
+        watch.record_due = False
+        record = watch.record()
+        try:
+            await self._call(partial(self.store.put_record, name, record))
+            await self._call(partial(self.store.keep_alive, watch.journal.log))
+        except STORE_ERRORS:
+            watch.record_due = True
+            raise
+        watch.renewed_ns = now
+
+    async def _forget_dropped(self) -> None:
+        for text, log in list(self._drops.items()):
+            await self._call(partial(self.store.drop, log))
+            self._drops.pop(text, None)
+        for name in list(self._gone):
+            if name not in self._watched:
+                await self._call(partial(self.store.drop_record, name))
+            self._gone.pop(name, None)
+
+    async def _call(self, call: Callable[[], _T]) -> _T:
+        return await self._around.offload(call)
+
+    def _note_failure(self, error: KvplaneError) -> None:
+        if not self._problem:
+            _log.warning("the store cannot be written, allocation goes on: %s", error)
+        self._failures += 1
+        self._problem = str(error)
+        longer_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) or _FIRST_PAUSE_S
+        self._pause_s = longer_s * (1.0 - self._around.jitter() / 2)
+
+
+async def offload_to_thread(call: Callable[[], _T]) -> _T:
+    """Beside the event loop, on one of its threads."""
+    return await asyncio.to_thread(call)

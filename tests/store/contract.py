@@ -1,0 +1,103 @@
+"""What every store must do. A module of tests imports this class and gives it a fixture `store`."""
+
+from __future__ import annotations
+
+from kvplane_service.config import Config
+from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
+from kvplane_service.store.opening import open_store
+
+LOG = LogName("replica/0", b"n" * 16, 0xABCDEF)
+OTHER_LOGS = (
+    LogName("replica/1", LOG.namespace, LOG.incarnation),
+    LogName(LOG.replica, b"m" * 16, LOG.incarnation),
+    LogName(LOG.replica, LOG.namespace, LOG.incarnation + 1),
+)
+
+
+def chunk(seq: int, size: int = 100) -> StoredChunk:
+    return StoredChunk(seq, bytes([seq % 251]) * size)
+
+
+def opened(config: Config) -> IndexStore:
+    store = open_store(config)
+    assert store is not None
+    return store
+
+
+class StoreContract:
+    def test_what_was_appended_is_loaded_in_order(self, store):
+        chunks = [chunk(seq) for seq in (1, 2, 5, 300)]
+        assert [store.append(LOG, one, 0) for one in chunks] == [1, 2, 3, 4]
+        assert list(store.load(LOG)) == chunks
+
+    def test_more_chunks_than_one_answer_holds(self, store):
+        chunks = [chunk(seq) for seq in range(1, 200)]
+        for one in chunks:
+            store.append(LOG, one, 0)
+        assert list(store.load(LOG)) == chunks
+
+    def test_a_repeat_adds_nothing(self, store):
+        store.append(LOG, chunk(1), 0)
+        store.append(LOG, chunk(2), 0)
+        assert store.append(LOG, chunk(2), 0) == 2
+        assert store.append(LOG, chunk(1), 0) == 2
+        assert list(store.load(LOG)) == [chunk(1), chunk(2)]
+
+    def test_an_append_can_trim(self, store):
+        for seq in range(1, 6):
+            store.append(LOG, chunk(seq), 0)
+        assert store.append(LOG, chunk(6), 4) == 3
+        assert list(store.load(LOG)) == [chunk(4), chunk(5), chunk(6)]
+        assert store.append(LOG, chunk(7), 7) == 1
+
+    def test_a_chunk_that_is_lost_is_seen_by_the_count(self, store):
+        store.append(LOG, chunk(1), 0)
+        store.drop(LOG)
+        assert store.append(LOG, chunk(2), 0) == 1
+
+    def test_logs_are_apart_by_replica_namespace_and_incarnation(self, store):
+        store.append(LOG, chunk(1), 0)
+        for other in OTHER_LOGS:
+            assert list(store.load(other)) == []
+            store.append(other, chunk(9), 0)
+        store.drop(OTHER_LOGS[0])
+        assert [list(store.load(log)) for log in (LOG, *OTHER_LOGS)] == [[chunk(1)], [], [chunk(9)], [chunk(9)]]
+
+    def test_a_log_that_is_not_there_is_empty(self, store):
+        assert list(store.load(LOG)) == []
+        assert store.size_bytes(LOG) == 0
+        store.drop(LOG)
+        store.keep_alive(LOG)
+
+    def test_size_follows_the_content(self, store):
+        store.append(LOG, chunk(1, 10_000), 0)
+        before = store.size_bytes(LOG)
+        assert 10_000 <= before < 30_000
+        store.append(LOG, chunk(2, 10_000), 0)
+        assert store.size_bytes(LOG) > before
+        store.append(LOG, chunk(3, 10_000), 3)
+        assert store.size_bytes(LOG) < 30_000
+
+    def test_a_large_chunk_is_one_piece(self, store):
+        large = chunk(1, 4 << 20)
+        store.append(LOG, large, 0)
+        assert list(store.load(LOG)) == [large]
+
+    def test_a_record_takes_the_place_of_the_one_before(self, store):
+        assert store.get_record("b") is None
+        store.put_record("b", b"first")
+        store.put_record("b", b"second")
+        store.put_record("a/1", b"\x00\xff")
+        assert store.get_record("b") == b"second"
+        assert list(store.records()) == [("a/1", b"\x00\xff"), ("b", b"second")]
+
+    def test_a_dropped_record_is_gone(self, store):
+        store.put_record("a", b"one")
+        store.put_record("b", b"two")
+        store.drop_record("a")
+        store.drop_record("nobody")
+        assert list(store.records()) == [("b", b"two")]
+
+    def test_it_is_closed_more_than_once(self, store):
+        store.close()
+        store.close()

@@ -1,0 +1,198 @@
+"""Real Redis servers that the tests start: each in a folder of its own, on free ports, killed at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+START_LIMIT_S = 30.0
+USER, PASSWORD = "kvplane", "a-long-secret"
+# What the store needs, and nothing besides.
+ACL = (
+    f"user {USER} on >{PASSWORD} ~kvplane* resetchannels -@all +xadd +xtrim +xlen +xrange +pexpire +get "
+    "+set +del +zadd +zrange +zrem +zremrangebyscore +time +memory|usage +multi +exec +ping +hello"
+)
+
+
+def require_redis() -> str:
+    if REDIS is None:
+        pytest.skip("there is no redis-server: install it, or let scripts/setup.sh do so")
+    return REDIS
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until(happened, what: str, limit_s: float = START_LIMIT_S) -> None:
+    """Ask until it is so. There is no event to wait for: the other side is a process that tells nobody."""
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline, f"{what}: not within {limit_s} s"
+        time.sleep(0.02)
+
+
+class Server:
+    """One redis-server. `stop` and `start` keep its folder, so that it comes back as what it was."""
+
+    def __init__(self, folder: Path, *options: str, sentinel: bool = False, port: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.port = port or free_port()
+        self.options = options
+        self.sentinel = sentinel
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        config = self.folder / "redis.conf"
+        if not config.exists():
+            config.write_text("")
+        command = [require_redis(), str(config)]
+        if self.sentinel:
+            command.append("--sentinel")
+        command += ["--port", str(self.port), "--dir", str(self.folder), "--save", "", *self.options]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_until(self.answers, f"redis-server: {' '.join(command)}")
+
+    def answers(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, (self.folder / "log").read_text()
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
+            return True
+        return False
+
+    def client(self, **options) -> redis.Redis:
+        return redis.Redis("127.0.0.1", self.port, **options)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *options: str) -> Iterator[Server]:
+    server = Server(folder, *options)
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[tuple[Server, Path]]:
+    """A server with TLS alone and one ACL user; and the authority's certificate."""
+    authority = make_certificates(folder)
+    acl = folder / "users.acl"
+    acl.write_text(f"user default off\n{ACL}\n")
+    port = free_port()
+    options = f"--tls-port {port} --tls-auth-clients no".split()
+    files = ("--tls-cert-file", "server.pem", "--tls-key-file", "server.key", "--tls-ca-cert-file", "ca.pem")
+    options += [str(folder / text) if text.endswith((".pem", ".key")) else text for text in files]
+    server = Server.__new__(Server)
+    server.folder, server.port, server.sentinel, server.process = folder, port, False, None
+    server.options = ("--port", "0", *options, "--aclfile", str(acl))
+    server.start()
+    try:
+        yield server, authority
+    finally:
+        server.kill()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[list[Server]]:
+    """Three nodes that share the slots."""
+    options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+    nodes = []
+    try:
+        for number in range(3):
+            port = free_port()
+            bus = ("--cluster-port", str(free_port()))
+            nodes.append(Server(folder / str(number), *options, *bus, port=port))
+        first = nodes[0].client()
+        for number, node in enumerate(nodes):
+            bounds = number * 16384 // 3, (number + 1) * 16384 // 3 - 1
+            node.client().execute_command("CLUSTER", "ADDSLOTSRANGE", *bounds)
+            if node is not nodes[0]:
+                first.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, int(node.options[-1]))
+        wait_until(lambda: all(_is_whole(node) for node in nodes), "a cluster of three nodes")
+        yield nodes
+    finally:
+        for node in nodes:
+            node.kill()
+
+
+def _is_whole(node: Server) -> bool:
+    lines = node.client().execute_command("CLUSTER", "INFO").split()
+    return b"cluster_state:ok" in lines and b"cluster_known_nodes:3" in lines
+
+
+class Watched:
+    """A primary, its replica, and a Sentinel that watches them under the name `main`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.primary = Server(folder / "primary")
+        self.replica = Server(folder / "replica", "--replicaof", "127.0.0.1", str(self.primary.port))
+        (folder / "sentinel").mkdir()
+        lines = (
+            f"sentinel monitor main 127.0.0.1 {self.primary.port} 1",
+            "sentinel down-after-milliseconds main 300",
+            "sentinel failover-timeout main 2000",
+        )
+        (folder / "sentinel" / "redis.conf").write_text("\n".join(lines) + "\n")
+        self.sentinel = Server(folder / "sentinel", sentinel=True)
+        wait_until(self._is_complete, "Sentinel knows the replica")
+
+    def _is_complete(self) -> bool:
+        return any(one["flags"] == "slave" for one in self.sentinel.client().sentinel_slaves("main"))
+
+    def fail_over(self) -> None:
+        """Kill the primary and wait until the replica has taken its place."""
+        self.primary.kill()
+        wait_until(lambda: self.replica.client().role()[0] == b"master", "the replica has become the primary")
+
+    def kill(self) -> None:
+        for server in (self.primary, self.replica, self.sentinel):
+            server.kill()
+
+
+@contextlib.contextmanager
+def watched(folder: Path) -> Iterator[Watched]:
+    servers = Watched(folder)
+    try:
+        yield servers
+    finally:
+        servers.kill()
+
+
+def make_certificates(folder: Path) -> Path:
+    """An authority and a server's certificate for 127.0.0.1, made by openssl."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=test authority", "-days", "2")
+    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=127.0.0.1")
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names", "-days", "2")
+    openssl("x509", "-req", "-in", "server.csr", "-out", "server.pem", *signing)
+    return folder / "ca.pem"

@@ -1,0 +1,346 @@
+"""What a replica's journal tells a store: always enough to get back what others may see, and never without bound."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane.base.step import Part, RowFlag, Step
+from kvplane_service.core import inspect
+from kvplane_service.core.replica import Replica
+from kvplane_service.store.interface import LogName
+from kvplane_service.store.journal import ReplicaJournal
+from kvplane_service.store.loading import load_log
+from kvplane_service.store.memory import MemoryStore
+from tests.core.builders import GRANTED, Engine, full, state, window
+
+LOG = LogName("r", b"n" * 16, 1)
+PROMPT = "aaaabbbbccccd"
+
+
+class Journaled(Engine):
+    """An engine whose steps a journal notes, and the store that it writes to."""
+
+    def __init__(self, *groups, max_entries=100_000, **changes):
+        super().__init__(*groups, **changes)
+        self.now_ns = 0
+        self.checks = self.spec.num_blocks < 1000
+        self.store = MemoryStore()
+        self.max_entries = max_entries
+        self.journal = self.new_journal()
+
+    def new_journal(self):
+        return ReplicaJournal(LOG, self.replica, self.max_entries, lambda: self.now_ns)
+
+    def step(self, *parts: Part):
+        self.seq += 1
+        done = self.seq - 1 if self.executed is None else self.executed
+        step = Step(0, self.seq, list(parts), executed_through=done)
+        result = self.replica.apply(step)
+        self.journal.note(self.seq, done, zip(step.parts, result.parts, strict=True))
+        if self.checks:
+            inspect.check(self.replica)
+        self.last = result.parts
+        return self.last
+
+    def flush(self) -> int:
+        """Write all that waits; chunks written."""
+        for count in itertools.count():
+            batch = self.journal.take()
+            if batch is None:
+                return count
+            kept = self.store.append(batch.log, batch.chunk, batch.trim_below)
+            self.journal.wrote(batch, kept)
+        raise AssertionError
+
+    def restart(self) -> None:
+        """A new process: the core comes back from the store, and the journal goes on."""
+        table = list(self.pool.stamp)
+        loaded = load_log(self.store, LOG)
+        self.replica = Replica(self.spec)
+        self.replica.recover(self.pool.epoch + 2, [table], loaded.entries())
+        inspect.check(self.replica)
+        self.journal = self.new_journal()
+        self.journal.resume(loaded.chunks)
+        self.seq = 0
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.store.size_bytes(LOG)
+
+
+def test_what_is_published_is_told_and_what_is_not_executed_is_not():
+    engine = Journaled(full())
+    engine.executed = 0
+    engine.admit(0, PROMPT)
+    assert engine.journal.take() is None
+    engine.executed = 1
+    engine.idle()
+    assert engine.flush() == 1
+    (entries,) = load_log(engine.store, LOG).entries()
+    assert sorted(entries.block) == [1, 2, 3]
+    assert engine.flush() == 0, "nothing is told twice"
+
+
+def test_a_restart_finds_every_published_prefix():
+    engine = Journaled(full(), window(8))
+    for slot, prompt in enumerate((PROMPT, "aaaabbbbeeeef", "zzzzzzzzz")):
+        engine.serve(slot, prompt)
+    engine.idle()
+    engine.flush()
+    engine.restart()
+    assert [engine.outside(text) for text in (PROMPT, "aaaabbbbeeeef", "zzzzzzzzz")] == [12, 12, 8]
+
+
+def test_an_evicted_block_is_told_as_bare_once():
+    engine = Journaled(full(), num_blocks=6)
+    engine.serve(0, PROMPT)
+    engine.idle()
+    engine.flush()
+    engine.admit(1, "z" * 17)
+    engine.flush()
+    newest = load_log(engine.store, LOG).entries()[0]
+    assert len(newest.bare_block) == 3
+    engine.end(1)
+    engine.idle()
+    engine.flush()
+    assert engine.flush() == 0
+
+
+def test_a_block_that_was_never_told_is_not_told_to_be_bare():
+    engine = Journaled(full())
+    engine.admit(0, "abc")
+    engine.end(0)
+    assert engine.flush() == 0
+    assert not engine.journal.has_work
+
+
+def test_many_changes_of_one_block_are_told_once():
+    engine = Journaled(full(), num_blocks=5)
+    for slot in range(20):
+        engine.serve(slot, chr(97 + slot) * 13)
+    engine.idle()
+    engine.flush()
+    assert engine.journal.written.rows <= 4
+
+
+def test_the_last_word_of_a_state_that_moved_to_another_page():
+    engine = Journaled(full(), state(), partial_hits=True, hash_block_size=2, scheduler_block_size=4)
+    engine.admit(0, "aaaabbc")
+    engine.run(0, text="d")
+    engine.run(0, text="e")
+    engine.end(0)
+    engine.idle()
+    keyed, hit = engine.keyed(), engine.outside("aaaabbx")
+    engine.flush()
+    engine.restart()
+    assert (engine.keyed(), engine.outside("aaaabbx")) == (keyed, hit)
+
+
+def test_a_batch_is_given_again_until_it_is_written():
+    engine = Journaled(full())
+    engine.serve(0, PROMPT)
+    engine.idle()
+    batch = engine.journal.take()
+    engine.serve(1, "zzzzz")
+    engine.idle()
+    assert engine.journal.take() is batch
+    engine.journal.wrote(batch, 1)
+    assert engine.journal.take().chunk.seq == 2
+
+
+def test_lag_is_counted_and_timed():
+    engine = Journaled(full())
+    engine.now_ns = 50
+    assert (engine.journal.lag.entries, engine.journal.lag.waiting_ns) == (0, 0)
+    engine.serve(0, PROMPT)
+    engine.idle()
+    engine.now_ns = 80
+    assert (engine.journal.lag.entries, engine.journal.lag.waiting_ns) == (3, 30)
+    batch = engine.journal.take()
+    assert engine.journal.lag.entries == 3, "taken is not written"
+    engine.journal.wrote(batch, 1)
+    assert (engine.journal.lag.entries, engine.journal.lag.waiting_ns) == (0, 0)
+
+
+def test_too_many_changes_are_shed_and_a_resync_tells_them():
+    engine = Journaled(full(), max_entries=4)
+    engine.serve(0, PROMPT)
+    engine.idle()
+    assert not engine.journal.lag.shed
+    engine.serve(1, "zzzzyyyyx")
+    engine.idle()
+    assert engine.journal.lag.shed
+    engine.serve(2, "wwwwvvvvu")
+    engine.idle()
+    assert engine.journal.lag.entries == 0, "nothing is kept meanwhile"
+    engine.flush()
+    assert engine.journal.written.resyncs == 1
+    assert not engine.journal.lag.shed
+    engine.restart()
+    assert [engine.outside(text) for text in (PROMPT, "zzzzyyyyx", "wwwwvvvvu")] == [12, 8, 8]
+
+
+def test_a_step_that_was_in_flight_when_changes_were_shed_is_told_when_it_is_executed():
+    engine = Journaled(full(), max_entries=2)
+    engine.serve(0, PROMPT)
+    engine.executed = engine.seq
+    engine.admit(1, "zzzzyyyyx")
+    assert engine.journal.lag.shed
+    engine.flush()
+    engine.executed = engine.seq
+    engine.idle()
+    engine.flush()
+    engine.restart()
+    assert [engine.outside(text) for text in (PROMPT, "zzzzyyyyx")] == [12, 8]
+
+
+@pytest.mark.parametrize("lost", [slice(None), slice(-1, None), slice(0, 1)], ids=["all", "the last", "the first"])
+def test_a_store_that_lost_chunks_gets_them_back(lost):
+    engine = Journaled(full())
+    for slot, prompt in enumerate(("aaaab", "ccccd", "eeeef")):
+        engine.serve(slot, prompt)
+        engine.idle()
+        engine.flush()
+    chunks = engine.store.logs[LOG]
+    for seq in sorted(chunks)[lost]:
+        del chunks[seq]
+    engine.serve(3, "ggggh")
+    engine.idle()
+    engine.flush()
+    engine.restart()
+    assert [engine.outside(text) for text in ("aaaab", "ccccd", "eeeef", "ggggh")] == [4, 4, 4, 4]
+
+
+def test_memory_anew_voids_what_was_told():
+    engine = Journaled(full())
+    engine.serve(0, PROMPT)
+    engine.idle()
+    batch = engine.journal.take()
+    new = LogName("r", b"n" * 16, 2)
+    assert engine.journal.switch(new) == LOG
+    engine.journal.wrote(batch, 1)
+    assert engine.journal.take() is None
+    engine.replica.begin_epoch(3)
+    engine.journal.note_lost(engine.replica.take_events())
+    engine.seq, engine.executed = 0, None
+    engine.serve(0, PROMPT)
+    engine.idle()
+    assert engine.journal.take().log == new
+
+
+def test_a_life_that_kept_nothing_takes_back_what_was_told():
+    engine = Journaled(full())
+    engine.serve(0, PROMPT)
+    engine.idle()
+    engine.flush()
+    engine.replica.begin_epoch(1)
+    engine.journal.note_lost(engine.replica.take_events())
+    engine.flush()
+    assert sorted(load_log(engine.store, LOG).entries()[0].bare_block) == [1, 2, 3]
+
+
+def test_the_log_stays_short_however_long_it_is_written():
+    """Rows of 52 bytes, 900 live blocks; never more than twice what is true, and everything true is in it."""
+    engine = Journaled(full(), num_blocks=4001)
+    longest = 0
+    for turn in range(400):
+        engine.serve(turn % 8, f"{turn % 260:04d}" * 50)
+        if turn % 3 == 0:
+            engine.flush()
+            longest = max(longest, engine.stored_bytes)
+    engine.idle()
+    engine.flush()
+    live = len(engine.keyed())
+    assert live > 3000
+    assert longest < 2 * live * 52
+    keyed = engine.keyed()
+    engine.restart()
+    assert engine.keyed() == keyed
+    engine.serve(9, "another prompt that is new")
+    engine.idle()
+    engine.flush()
+    assert engine.stored_bytes < 2 * live * 52, "the next process goes on with the same log"
+
+
+def test_small_chunks_are_merged():
+    engine = Journaled(full(), num_blocks=3001)
+    for turn in range(1200):
+        engine.serve(0, f"{turn:04d}!")
+        engine.idle()
+        engine.flush()
+    assert engine.stored_bytes < 1200 * 52 * 2 + (64 << 10)
+    engine.restart()
+    assert len(engine.keyed()) == 1200
+
+
+def test_what_was_bare_is_forgotten_with_the_chunks_that_said_otherwise():
+    engine = Journaled(full(), num_blocks=3001, max_model_len=9000)
+    engine.serve(0, "".join(f"{number:04d}" for number in range(1500)))
+    engine.idle()
+    engine.flush()
+    engine.admit(1, "z" * 7500, flags=RowFlag.DELAY_CACHING)
+    engine.flush()
+    entries = load_log(engine.store, LOG).entries()
+    assert sum(len(one.bare_block) for one in entries) > 300
+    for turn in range(5000):
+        engine.serve(2, f"{turn:04d}!")
+        if turn % 50 == 0:
+            engine.flush()
+    live = set(engine.keyed())
+    bare = [block for one in load_log(engine.store, LOG).entries() for block in one.bare_block if block not in live]
+    assert bare == []
+
+
+@pytest.mark.parametrize("told_anew", [False, True])
+def test_eviction_order_survives_by_last_use(told_anew):
+    engine = Journaled(full(), num_blocks=12)
+    for slot, prompt in enumerate(("aaaaAAAAx", "bbbbBBBBx", "ccccCCCCx")):
+        engine.serve(slot, prompt)
+        engine.idle()
+        engine.flush()
+    engine.serve(3, "aaaaAAAAy")
+    engine.idle()
+    if told_anew:
+        engine.store.logs.clear()
+    engine.serve(4, "ddddx")
+    engine.idle()
+    engine.flush()
+    engine.restart()
+    engine.admit(0, "z" * 24)
+    engine.admit(1, "y" * 8)
+    hits = {text[0]: engine.outside(text) for text in ("aaaaAAAAx", "bbbbBBBBx", "ccccCCCCx")}
+    assert hits["a"] == 8, "used again, so evicted last"
+    assert hits["b"] < 8
+
+
+texts = st.text("ab", min_size=1, max_size=18)
+GROUPS = {"full": (full(),), "window": (full(), window(8)), "state": (full(), state())}
+
+
+@given(st.sampled_from(sorted(GROUPS)), st.lists(st.tuples(texts, st.integers(0, 5)), max_size=12), st.integers(2, 9))
+def test_after_a_flush_nothing_published_is_missing(kind, turns, max_entries):
+    """Whatever was evicted, shed, lost by the store, dropped or reset before."""
+    engine = Journaled(*GROUPS[kind], num_blocks=17, max_entries=max_entries)
+    for slot, (text, deed) in enumerate(turns):
+        if engine.admit(slot, text).status is GRANTED and deed:
+            engine.end(slot)
+        if deed == 2:
+            engine.flush()
+        if deed == 3:
+            engine.cache(evicted=[1, 2], reset=slot % 2 == 0)
+        if deed == 4:
+            engine.store.logs.clear()
+    for slot in engine.replica.requests.slots():
+        engine.end(slot)
+    engine.serve(99, "zzzzz")  # a loss is seen by the next chunk
+    engine.idle()
+    engine.flush()
+    engine.replica.begin_epoch(1, tuple(engine.pool.stamp))
+    keyed, hits = engine.keyed(), [engine.outside(text) for text, _ in turns]
+    engine.restart()
+    assert engine.keyed() == keyed
+    assert [engine.outside(text) for text, _ in turns] == hits

@@ -1,0 +1,131 @@
+"""Stored records: whatever became of the bytes, what is wrong with them has a name, and nothing of it is used."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.store.errors import RecordRefused, Refusal
+from kvplane_service.store.interface import LogName, StoredChunk
+from kvplane_service.store.loading import load_log
+from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.record import CHUNK, HEADER_BYTES, REGISTRATION, pack_chunk, seal, unpack_chunk, unseal
+
+LOG = LogName("r", b"n" * 16, 7)
+ENTRIES = Entries(
+    digest_size=4,
+    runs=[KeyRun("", 0, 2), KeyRun("tenant é", 3, 1)],
+    block=[1, 2, 2**32 - 1],
+    stamp=[5, 2**64 - 1, 6],
+    num_tokens=[16, 32, 0],
+    age=[1, 1, 2],
+    digests=b"aaaabbbbcccc",
+    bare_block=[9],
+    bare_stamp=[77],
+    used_block=[1, 2],
+    used_age=[3, 3],
+)
+PACKED = pack_chunk(LOG, 12, ENTRIES)
+
+
+def why(raw: bytes, seq: int = 12, log: LogName = LOG) -> Refusal:
+    with pytest.raises(RecordRefused) as refused:
+        unpack_chunk(log, StoredChunk(seq, raw))
+    assert refused.value.why.value in str(refused.value)
+    return refused.value.why
+
+
+def sealed(body: bytes, version: int = 1, kind: int = CHUNK) -> bytes:
+    head = struct.pack("<4sHHII", b"kvps", version, kind, len(body), 0)
+    return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head + body)) + body
+
+
+def test_a_chunk_comes_back_as_it_was():
+    assert unpack_chunk(LOG, PACKED) == ENTRIES
+    empty = Entries(32)
+    assert unpack_chunk(LOG, pack_chunk(LOG, 1, empty)) == empty
+
+
+def test_the_format_is_what_is_written_down():
+    body = PACKED.raw[HEADER_BYTES:]
+    assert PACKED.raw == sealed(body)
+    assert body.startswith(b"n" * 16 + struct.pack("<QQHHIIII", 7, 12, 4, 2, 2, 3, 1, 2))
+    assert body.endswith(b"aaaabbbbcccc")
+
+
+def test_a_part_of_it_is_truncated():
+    for length in range(len(PACKED.raw)):
+        assert why(PACKED.raw[:length]) is Refusal.TRUNCATED
+
+
+def test_any_flipped_bit_is_found():
+    for at in range(len(PACKED.raw)):
+        for bit in (1, 128):
+            raw = bytearray(PACKED.raw)
+            raw[at] ^= bit
+            found = why(bytes(raw))
+            if at >= 16:
+                assert found is Refusal.DAMAGED
+            else:
+                assert found in (Refusal.FOREIGN, Refusal.OTHER_VERSION, Refusal.DAMAGED, Refusal.TRUNCATED)
+
+
+def test_what_is_behind_the_end_damages_it():
+    assert why(PACKED.raw + b"x") is Refusal.DAMAGED
+
+
+def test_another_version_namespace_incarnation_and_number_have_their_names():
+    body = PACKED.raw[HEADER_BYTES:]
+    assert why(sealed(body, version=2)) is Refusal.OTHER_VERSION
+    assert why(sealed(body, kind=REGISTRATION)) is Refusal.OTHER_KIND
+    assert why(b"GIF89a" + PACKED.raw) is Refusal.FOREIGN
+    assert why(PACKED.raw, log=replace(LOG, namespace=b"m" * 16)) is Refusal.OTHER_NAMESPACE
+    assert why(PACKED.raw, log=replace(LOG, incarnation=8)) is Refusal.OTHER_INCARNATION
+    assert why(PACKED.raw, seq=13) is Refusal.MISPLACED
+
+
+@given(st.binary(max_size=200))
+def test_a_body_of_anything_is_refused_or_read(body):
+    head = PACKED.raw[HEADER_BYTES:][:32]
+    for candidate in (body, head + body):
+        try:
+            entries = unpack_chunk(LOG, StoredChunk(12, sealed(candidate)))
+        except RecordRefused:
+            continue
+        assert len(entries.block) == len(entries.stamp) == len(entries.digests) // max(1, entries.digest_size)
+
+
+def test_a_record_of_another_kind_and_its_own():
+    raw = seal(REGISTRATION, b"body")
+    assert bytes(unseal(REGISTRATION, raw)) == b"body"
+    with pytest.raises(RecordRefused, match="other kind"):
+        unseal(CHUNK, raw)
+
+
+def test_a_log_is_used_without_what_was_refused_and_that_is_counted():
+    store = MemoryStore()
+    good = [pack_chunk(LOG, seq, replace(ENTRIES, age=[seq] * 3)) for seq in range(1, 8)]
+    flipped = bytearray(good[1].raw)
+    flipped[60] ^= 4
+    store.logs[LOG] = {one.seq: one.raw for one in good} | {
+        2: bytes(flipped),
+        3: good[2].raw[:50],
+        4: good[4].raw,
+        5: good[3].raw,
+        6: pack_chunk(replace(LOG, namespace=b"x" * 16), 6, ENTRIES).raw,
+    }
+    loaded = load_log(store, LOG)
+    assert loaded.refused == {
+        Refusal.DAMAGED: 1,
+        Refusal.TRUNCATED: 1,
+        Refusal.MISPLACED: 2,
+        Refusal.OTHER_NAMESPACE: 1,
+    }
+    assert [entries.age[0] for entries in loaded.entries()] == [7, 1]
+    assert loaded.rows == 6
