@@ -201,9 +201,10 @@ class BlockPool:
         self.registered.append((block, key))
 
     def restore_keys(self, domain: str, group: int, digests: Sequence[bytes], blocks: list[int]) -> None:
-        """Let blocks that had no key be found under these digests; the caller sets the columns of the blocks."""
+        """Let free blocks that had no key be found under these digests; the caller sets the columns of the blocks."""
         if not blocks:
             return
+        self.num_evictable += len(blocks)
         by_digest = self._by_digest(domain, group)
         owners = list(map(by_digest.setdefault, digests, blocks))
         if owners == blocks:
