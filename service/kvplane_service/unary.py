@@ -243,7 +243,7 @@ class UnaryCalls:
         else:
             part = Part(facts=Facts(slot=[request.slot], end=[_ENDS[end]], fence=[fence]))
         step = self._apply(at, part)
-        if end in (EndKind.FREE, EndKind.RELEASED):
+        if not self.host.replica.requests.is_live(request.slot):
             self._book.remove(request)
         return step
 

@@ -58,3 +58,11 @@ def test_a_held_request_keeps_its_table_until_it_is_released():
         tables.update(part, step(part).parts[0])
         seen.append(0 in tables)
     assert seen == [True, True, False]
+
+
+def test_a_load_that_is_over_leaves_the_table_of_a_request_that_runs_on():
+    step, tables = Stepper(Replica(spec_of(FULL))), BlockTables(1)
+    late = AdmitRow(0, cap=0, external=16, flags=RowFlag.DELAY_CACHING)
+    for part in (part_of(NewsRow(0, range(20)), late), part_of(cache=Cache(released=[0])), part_of(RunRow(0))):
+        tables.update(part, step(part).parts[0])
+    assert tables[0] == [[1, 2]]

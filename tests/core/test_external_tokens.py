@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
-from kvplane.base.step import RowFlag
-from tests.core.builders import GRANTED, NO_ROOM, REFUSED, STALE_HIT, Engine, full, state, window
+import pytest
+
+from kvplane.base.step import End, RowFlag
+from tests.core.builders import DEFERRED, GRANTED, NO_ROOM, REFUSED, STALE_HIT, Engine, full, state, window
 
 DELAY = RowFlag.DELAY_CACHING
 PROMPT = "aaaabbbbccccd"
@@ -160,3 +162,63 @@ def test_reserved_blocks_stay_for_others():
     assert engine.admit(0, PROMPT, reserved=5).status is REFUSED
     assert engine.admit(0, reserved=4).status is GRANTED
     assert engine.num_free == 4
+
+
+# -- a load that runs while its request loses its blocks ---------------------------------------------------------------
+
+
+def preempted_while_loading():
+    """Slot 1 has adopted what slot 0 computes, and waits for a load behind it; then the step of slot 0 fails."""
+    engine = Engine(full(), num_blocks=9)
+    engine.executed = 0
+    engine.admit(0, "aaaab")
+    loading = engine.admit(1, PROMPT, external=8, cap=0, flags=DELAY)
+    assert (loading.hit, len(loading.table[0])) == (4, 3)
+    assert engine.cache(failed_steps=[1]).preempted == [0, 1]
+    return engine
+
+
+def test_pages_under_a_load_stay_with_it_when_the_request_is_preempted():
+    engine = preempted_while_loading()
+    assert engine.num_free == 5
+    assert engine.admit(0, cap=100).status is GRANTED, "others go on"
+    assert engine.admit(1).status is DEFERRED, "a second life would wait for a second load into other pages"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        lambda engine: engine.cache(released=[1]),
+        lambda engine: engine.fact(1, commit=12),
+        lambda engine: engine.preempt(1),
+        lambda engine: engine.end(1),
+    ],
+    ids=["released", "committed", "preempted", "ended"],
+)
+def test_they_return_when_the_load_is_told_to_be_over(told):
+    engine = preempted_while_loading()
+    told(engine)
+    assert engine.num_free == 8
+    assert engine.keyed() == [], "what was loaded for a life that is over has no name"
+
+
+def test_they_can_be_handed_over_to_a_transfer_that_reads_them():
+    engine = preempted_while_loading()
+    engine.end(1, how=End.HELD)
+    assert engine.num_free == 5
+    engine.cache(released=[1])
+    assert engine.num_free == 8
+
+
+def test_a_load_that_ends_while_its_request_has_its_blocks_changes_nothing():
+    engine = Engine(full())
+    loading = engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
+    engine.cache(released=[0])
+    assert engine.table(0) == loading.table[0]
+    assert engine.run(0).granted == [1]
+
+
+def test_a_new_life_of_the_engine_ends_all_loads():
+    engine = preempted_while_loading()
+    engine.replica.begin_epoch(1)
+    assert engine.num_free == 8

@@ -132,3 +132,58 @@ def test_a_fence_holds_the_blocks_of_a_preempted_request_too():
     assert made.free_blocks == free
     apply(made, 3, executed=1)
     assert made.free_blocks == free + 3
+
+
+def test_a_window_that_was_given_back_cannot_be_written_again():
+    """From the start nothing is attended to, but the blocks that would be written are gone."""
+    made = replica(GroupSpec(GroupKind.CHUNKED_LOCAL, 4, chunk=4), hash_block_size=4, scheduler_block_size=4)
+    apply(made, 1, news=news(0, TOKENS[:9]), admit=Admit(slot=[0]))
+    apply(made, 2, facts=Facts(slot=[0], appended=[1], tokens=[7]), run=Run(slot=[0]))
+    assert made.coordinator.tables(0)[0][:2] == [0, 0]
+    assert apply(made, 3, facts=Facts(slot=[0], computed=[0]), run=Run(slot=[0])).preempted == [0]
+
+
+def test_the_gap_behind_a_kept_prompt_does_not_stop_rejected_drafts():
+    kept = replica(GroupSpec(GroupKind.R_SWA, 4, window=4), hash_block_size=4, scheduler_block_size=4)
+    apply(kept, 1, news=news(0, TOKENS[:4]), admit=Admit(slot=[0]))
+    grown = Facts(slot=[0], appended=[16], tokens=TOKENS[4:20])
+    apply(kept, 2, facts=grown, run=Run(slot=[0]))
+    apply(kept, 3, facts=Facts(slot=[0], appended=[1], tokens=[7]), run=Run(slot=[0], extra=[2]))
+    assert 0 in kept.coordinator.tables(0)[0]
+    assert apply(kept, 4, facts=Facts(slot=[0], computed=[21])).preempted == [], "the window is there"
+    assert apply(kept, 5, facts=Facts(slot=[0], computed=[10])).preempted == [0], "it would lie in the gap"
+
+
+def with_draft_states() -> Replica:
+    states = GroupSpec(STATE, 4, mamba_mode=MambaMode.ALIGN, lookup_class=1, speculative_blocks=2)
+    sizes = {"hash_block_size": 4, "scheduler_block_size": 4, "retention_interval": -1}
+    return replica(GroupSpec(FULL, 4), states, **sizes)
+
+
+def test_after_a_rejected_draft_no_state_lies_at_the_boundary():
+    """The launch left the state of 9 tokens; that of 8 lies beside it, not in the block of tokens 4 to 8."""
+    made = with_draft_states()
+    apply(made, 1, news=news(0, TOKENS[:7]), admit=Admit(slot=[0]))
+    grown = Facts(slot=[0], appended=[1], tokens=[TOKENS[7]])
+    apply(made, 2, facts=grown, run=Run(slot=[0], extra=[1], flags=[int(RowFlag.DELAY_CACHING)]))
+    apply(made, 3, facts=Facts(slot=[0], computed=[8], commit=[8]))
+    assert states(made, 1) == []
+
+
+def test_a_state_does_not_go_back_to_a_block_that_never_was():
+    """One launch from 4 to 13 tokens, the last two drafts: blocks between hold no state, so 11 has none to write."""
+    made = with_draft_states()
+    apply(made, 1, news=news(0, TOKENS[:11]), admit=Admit(slot=[0], cap=[4]))
+    apply(made, 2, run=Run(slot=[0], extra=[2]))
+    assert made.coordinator.tables(0)[1][2] == 0
+    assert apply(made, 3, facts=Facts(slot=[0], computed=[11]), run=Run(slot=[0])).preempted == [0]
+
+
+def test_a_held_request_keeps_its_pages_though_it_could_not_go_back():
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=4, lookup_class=1)
+    made = replica(GroupSpec(FULL, 4), window, hash_block_size=4, scheduler_block_size=4)
+    apply(made, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0]))
+    apply(made, 2, facts=Facts(slot=[0], appended=[1], tokens=[7]), run=Run(slot=[0]))
+    free = made.free_blocks
+    ended = apply(made, 3, facts=Facts(slot=[0], computed=[9], end=[int(End.HELD)]))
+    assert (ended.preempted, made.free_blocks) == ([], free)

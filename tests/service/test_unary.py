@@ -250,6 +250,11 @@ class TestEnding:
         assert world.calls.free(NOW, "a", EndKind.HELD, 0).parts[0].free_blocks == 17
         assert world.calls.free(NOW, "a", EndKind.RELEASED, 0).parts[0].free_blocks == 20
 
+    def test_a_load_that_is_over_is_no_end(self, world):
+        world.allocate("a", PROMPT, external=16, cap=0, flags=RowFlag.DELAY_CACHING)
+        world.calls.free(NOW, "a", EndKind.RELEASED, 0)
+        assert world.allocate("a").granted == 24
+
     def test_a_preempted_request_keeps_its_tokens(self, world):
         world.allocate("a", PROMPT)
         world.calls.free(NOW, "a", EndKind.PREEMPTED, 0)

@@ -15,6 +15,7 @@ class BlockTables:
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
         self._tables: dict[int, list[list[int]]] = {}
+        self._held: set[int] = set()  # slots that ended as held
 
     def __getitem__(self, slot: int) -> list[list[int]]:
         """The tables of a request by group; KeyError when it holds no blocks."""
@@ -32,7 +33,13 @@ class BlockTables:
         for slot, end in zip(facts.slot, facts.end, strict=False):
             if end in (End.FREE, End.PREEMPTED):
                 self._tables.pop(slot, None)
-        for slot in (*part.cache.released, *result.preempted):
+            elif end == End.HELD:
+                self._held.add(slot)
+        for slot in part.cache.released:
+            if slot in self._held:  # else a load into it is over, and it may run on
+                self._held.remove(slot)
+                self._tables.pop(slot, None)
+        for slot in result.preempted:
             self._tables.pop(slot, None)
         admitted = self._take_whole(part, result.tables)
         self._append(part.run.slot, result.new_blocks, admitted)

@@ -177,7 +177,10 @@ def _check_requests(replica: Replica) -> None:
             )
     for slot in requests.slots():
         assert requests.in_flight[slot] >= 0, f"slot {slot}: {requests.in_flight[slot]} tokens in flight"
-        assert requests.held[slot] == (slot in replica.ledger.held), f"slot {slot}: held flag and blocks disagree"
+        kept = requests.held[slot] or (slot in requests.loading and not requests.running[slot])
+        is_kept = slot in replica.ledger.held
+        assert kept == is_kept, f"slot {slot}: what a transfer needs is not kept, or kept too long"
+    assert requests.loading <= set(requests.slots()), f"loads into slots {requests.loading} that are not live"
 
 
 def _index(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
@@ -225,6 +228,7 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
         requests.domain[slot],
         requests.running[slot],
         requests.held[slot],
+        slot in requests.loading,
         requests.skip_reading[slot],
         requests.limit[slot],
         requests.num_prompt[slot],
@@ -233,6 +237,7 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
         requests.in_flight[slot],
         requests.granted_step[slot],
         requests.junction[slot],
+        requests.running[slot] and requests.launch_end(slot),
         content.digests,
         content.hasher.tail if content.hasher else None,
         [manager.slot_state(slot) for manager in replica.coordinator.managers],

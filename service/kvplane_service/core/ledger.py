@@ -61,13 +61,15 @@ class Ledger:
         self.tentative: dict[int, list[TentativeKey]] = {}
         self.adoptions: dict[int, list[tuple[int, Life]]] = {}  # (block with a key of that step, who hit it)
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
-        self.held: dict[int, list[int]] = {}  # slot -> blocks of a request that ended while a transfer reads them
+        self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (it ended as held) or fills
 
     # -- notes -------------------------------------------------------------------------------------------------------
 
     def note_grants(self, slots: Sequence[int], num_tokens: Sequence[int], seq: int) -> None:
         """These requests may compute so many tokens each in this step."""
         requests = self._requests
+        if requests.loading:
+            requests.loading.difference_update(slots)  # what runs has what it waited for
         in_flight, granted_step, serial = requests.in_flight, requests.granted_step, requests.serial
         for slot, count in zip(slots, num_tokens, strict=True):
             in_flight[slot] += count
@@ -169,7 +171,10 @@ class Ledger:
             self._take_back(life, from_step)
             queue.extend(self._withdraw(life, from_step))
             if self._runs(life):
-                self._give_back(life.slot, fence)
+                if life.slot in self._requests.loading:
+                    self._keep(life.slot)
+                else:
+                    self._give_back(life.slot, fence)
                 self._requests.stop(life.slot)
                 self._requests.serial[life.slot] += 1
                 self._counters.preempted += 1
@@ -205,6 +210,16 @@ class Ledger:
         else:
             self._blocks.free(slot)
 
+    def _keep(self, slot: int) -> None:
+        """A transfer cannot be stopped from here: its pages are no others' until it is told to be over."""
+        self.held[slot] = self.held.pop(slot, []) + self._blocks.take_all(slot)[::-1]
+
+    def load_is_over(self, slot: int, fence: int = 0) -> None:
+        """The transfer into a request's pages has ended or failed; if it was preempted meanwhile, they return."""
+        self._requests.loading.discard(slot)
+        if slot in self.held and not self._requests.held[slot]:
+            self.release_later(self.held.pop(slot), fence)
+
     def granted_in(self, seq: int) -> frozenset[int]:
         """Slots that earlier parts of the step gave tokens to: a request runs once a step, unless commit=reference."""
         return frozenset(self.grants[seq].slot) if self._safe and seq in self.grants else frozenset()
@@ -220,14 +235,18 @@ class Ledger:
     def hold(self, slot: int, seq: int) -> list[int]:
         """End a request but keep its blocks until `release_held`."""
         adopters = self._forget_ungranted(slot, seq)
-        self.held[slot] = self._blocks.take_all(slot)[::-1]
+        self._keep(slot)
+        self._requests.loading.discard(slot)
         self._requests.stop(slot)
         self._requests.held[slot] = True
         self._counters.ended += 1
         return self._lose(adopters, seq)
 
     def release_held(self, slot: int) -> None:
-        """The transfers of a held request are done."""
+        """The transfers of a held request are done, or the load of another one is."""
+        if not self._requests.held[slot]:
+            self.load_is_over(slot)
+            return
         self._blocks.pool.release(self.held.pop(slot))
         self._requests.end(slot)
 
@@ -243,8 +262,9 @@ class Ledger:
     def abandon(self) -> None:
         """The epoch ended: nothing that was in flight will be told executed; all blocks return."""
         for slot in self._requests.slots():
-            if self._requests.held[slot]:
+            if slot in self.held:
                 self.release_held(slot)
+            if not self._requests.is_live(slot):
                 continue
             self._blocks.free(slot)
             self._requests.end(slot)

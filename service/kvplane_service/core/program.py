@@ -189,6 +189,8 @@ class Program:
 
     def _admit_row(self, rows: Admit, row: int, slot: int) -> AdmitStatus:
         requests, result = self._requests, self._result
+        if slot in requests.loading:
+            return AdmitStatus.DEFERRED
         hit = self._blocks.find_hit(slot)
         result.admit_hit[row] = hit.num_tokens
         result.admit_junction[row] = hit.junction
@@ -209,6 +211,8 @@ class Program:
         requests.computed[slot] = hit.num_tokens + external + wanted
         self._spend(wanted)
         self._ledger.note_grants([slot], [wanted], self._seq)
+        if external and self._flag(rows, row, RowFlag.DELAY_CACHING):
+            requests.loading.add(slot)
         self._ledger.note_keys(slot, self._seq)
         self._ledger.note_admission(slot, hit.num_tokens, hit.blocks)
         result.admit_granted[row] = wanted

@@ -256,8 +256,9 @@ class Replica:
         facts, requests = part.facts, self.requests
         given, token_at = _given_hashes(facts), 0
         for row, slot in enumerate(facts.slot):
+            end = End(facts.end[row]) if facts.end else End.NONE
             if facts.computed and facts.computed[row] != UNCHANGED:
-                self._correct(slot, facts.computed[row], seq, result)
+                self._correct(slot, facts.computed[row], end, seq, result)
             appended = facts.appended[row] if facts.appended else 0
             requests.num_tokens[slot] += appended
             if facts.tokens and appended:
@@ -268,20 +269,22 @@ class Replica:
                 self._commit(slot, facts.commit[row], seq)
             if part.with_hashes:
                 _tell_hashes(requests.content[slot].digests, result)
-            if facts.end and facts.end[row]:
-                self._end(slot, End(facts.end[row]), facts.fence[row] if facts.fence else 0, seq, result)
+            if end is not End.NONE:
+                self._end(slot, end, facts.fence[row] if facts.fence else 0, seq, result)
 
-    def _correct(self, slot: int, computed: int, seq: int, result: PartResult) -> None:
+    def _correct(self, slot: int, computed: int, end: End, seq: int, result: PartResult) -> None:
         """Drafts were rejected. Only a grant can raise the count: what was not granted was not computed.
 
-        A request that goes back behind what it still holds starts again: it is preempted.
+        A request that goes back behind what it still holds starts again: it is preempted, unless it ends anyway (a
+        transfer may still want its pages).
         """
         requests = self.requests
         if computed < requests.computed[slot] and self.spec.commit is CommitRule.SAFE:
-            if not self.coordinator.can_rewind(slot, computed):
+            if end is End.NONE and not self.coordinator.can_rewind(slot, computed):
                 result.preempted.extend(self.ledger.preempt(slot, seq))
                 return
             self.coordinator.rewind(slot, computed)
+        requests.ends_at[slot] = requests.launch_end(slot)
         requests.computed[slot] = min(requests.computed[slot], computed)
         requests.wake(slot)
 
@@ -297,15 +300,18 @@ class Replica:
     def _commit(self, slot: int, num_tokens: int, seq: int) -> None:
         """Register what became true, never beyond what is computed; what is not in flight has been executed already."""
         requests, pool = self.requests, self._pool
+        self.ledger.load_is_over(slot)
         num_tokens = min(num_tokens, requests.computed[slot], requests.num_tokens[slot])
         pool.step = pool.executed_through if self.ledger.is_executed(slot, num_tokens) else seq
-        requests.ends_at[slot] = requests.computed[slot]
+        requests.ends_at[slot] = requests.launch_end(slot)
         self.coordinator.commit(slot, num_tokens)
         self.ledger.note_keys(slot, pool.step)
         pool.step = seq
         requests.wake(slot)
 
     def _end(self, slot: int, end: End, fence: int, seq: int, result: PartResult) -> None:
+        if end is not End.HELD:
+            self.ledger.load_is_over(slot, fence)
         if end is End.FREE:
             result.preempted.extend(self.ledger.end(slot, seq, fence))
         elif end is End.HELD:

@@ -48,11 +48,12 @@ class Requests:
         self.junction: list[int] = []
         self.granted_step: list[int] = []  # last step that granted tokens
         self.content: list[Content] = []
-        self.ends_at: list[int] = []  # tokens whose state the last launch leaves, drafts included
+        self.ends_at: list[int] = []  # tokens whose state the last launch leaves, drafts included; see `launch_end`
         self.quiet_until: list[int] = []
         self.blocks_until: list[int] = []
         self.keys_from: list[int] = []
         self.num_running = 0
+        self.loading: set[int] = set()  # slots whose pages a transfer still fills, running or preempted meanwhile
 
     def is_live(self, slot: int) -> bool:
         """Whether the slot names a request, running or not."""
@@ -102,6 +103,10 @@ class Requests:
         self.junction[slot] = 0
         self.stop(slot)
 
+    def launch_end(self, slot: int) -> int:
+        """Tokens whose state the last launch leaves; `ends_at` is not kept up in the quiet zone, where none go back."""
+        return max(self.ends_at[slot], self.computed[slot])
+
     def start(self, slot: int) -> None:
         """The request was admitted."""
         assert not self.running[slot]
@@ -129,6 +134,7 @@ class Requests:
         """End the life of the slot."""
         self.stop(slot)
         self.live[slot] = self.held[slot] = False
+        self.loading.discard(slot)
         self.content[slot] = Content([])
 
     def slots(self) -> list[int]:

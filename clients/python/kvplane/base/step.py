@@ -61,7 +61,7 @@ class AdmitStatus(IntEnum):
     NOT_REACHED = 0  # the section had ended: budget, max_running, or an earlier refusal
     GRANTED = 1
     REFUSED = 2  # out of blocks; nothing was allocated
-    DEFERRED = 3  # its hit is a state of a step that has not been executed; ask again next step
+    DEFERRED = 3  # its hit is a state in flight, or its old pages are under a load; ask again later
     STALE_HIT = 4  # the hit is not `expected_hit`; `hit` says what it is now
     NO_ROOM = 5  # the budget left does not hold it (WHOLE rows and aligned chunks of 0 tokens)
     NEVER_FITS = 6  # more blocks than the empty pool has
@@ -108,9 +108,9 @@ class Facts:
 class Cache:
     """What happened to pages rather than to requests."""
 
-    failed_steps: list[int] = field(default_factory=list)  # u64: steps of this epoch that will never run
+    failed_steps: list[int] = field(default_factory=list)  # u64: steps of this epoch that never run, nor their orders
     evicted: list[int] = field(default_factory=list)  # blocks whose keys must go (failed loads), in order
-    released: list[int] = field(default_factory=list)  # slots ended as HELD whose transfers are done
+    released: list[int] = field(default_factory=list)  # slots ended as HELD whose transfers, or any whose load, is over
     reset: bool = False  # drop every key; works only when no block is in use
 
 

@@ -350,9 +350,9 @@ class GroupManager(ABC):
         return hit[-1] == NULL_BLOCK or self.pool.key_step[hit[-1]] < self.pool.step
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether the blocks that the token after `num_computed` attends to are still there."""
+        """Whether the blocks are still there that tokens from `num_computed` on attend to and are written into."""
         first = max(self.skipped_tokens(num_computed), 0) // self.block_size
-        return NULL_BLOCK not in self.table[slot][first : self._blocks_for(num_computed)]
+        return NULL_BLOCK not in self.table[slot][first:]
 
     def rewind(self, slot: int, num_computed: int) -> None:
         """Prepare for tokens from `num_computed` on to be computed again; an attention page gets the same content."""

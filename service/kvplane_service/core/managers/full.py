@@ -144,6 +144,11 @@ class RetainedWindowManager(FullAttentionManager):
         window_start = max(prompt, num_processed - self.spec.window)
         self._release_range(slot, self._blocks_for(prompt), window_start // self.block_size)
 
+    def can_rewind(self, slot: int, num_computed: int) -> bool:
+        """See GroupManager.can_rewind: the gap stays as it is while the window does not reach back into it."""
+        window_start = max(self.requests.num_prompt[slot], num_computed - self.spec.window)
+        return NULL_BLOCK not in self.table[slot][window_start // self.block_size :]
+
     def quiet_window(self, slot: int, num_processed: int) -> int:
         """See GroupManager.quiet_window."""
         prompt = self.requests.num_prompt[slot]

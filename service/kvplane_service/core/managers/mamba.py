@@ -113,7 +113,7 @@ class AlignedStateManager(GroupManager):
     def slot_state(self, slot: int) -> tuple[object, ...]:
         """See GroupManager.slot_state."""
         own = self.last_state[slot], self.num_retired[slot], self.has_allocated[slot]
-        return *super().slot_state(slot), *own
+        return *super().slot_state(slot), *own, sorted(self._stopped_at.get(slot, {}).items())
 
     def step_state(self) -> tuple[object, ...]:
         """See GroupManager.step_state."""
@@ -284,8 +284,10 @@ class AlignedStateManager(GroupManager):
         self._registered_this_step.update(key for key in keys if key is not None)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """A state cannot go back further than the drafts whose states lie beside it."""
-        return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
+        """A state cannot go back further than the drafts whose states lie beside it, nor to a block that is gone."""
+        back = self.requests.computed[slot] - num_computed
+        there = NULL_BLOCK not in self.table[slot][num_computed // self.block_size :]
+        return back <= self.spec.speculative_blocks and there
 
     def rewind(self, slot: int, num_computed: int) -> None:
         """States are overwritten: what lies past `num_computed` is no longer what its key says."""

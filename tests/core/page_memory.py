@@ -1,0 +1,221 @@
+"""Page memory that remembers what was written into it: an independent picture of what ranks do with a step.
+
+What a layer writes for a token depends on every token before it, so a slot of an attention page holds a *prefix*: the
+text up to and with its token. A draft layer also reads the token behind (EAGLE), so its slot holds one token more. A
+recurrent state is the prefix that it was computed over. Content is compared by these texts; None is garbage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.step import Orders
+
+SCRATCH = (GroupKind.MAMBA, GroupKind.RING)  # no slot per token
+
+
+class WrongPage(AssertionError):
+    """A launch read, or a key names, a page that holds something else."""
+
+
+@dataclass
+class Page:
+    """What one block holds: slots of the group that wrote it last."""
+
+    group: int
+    slots: list[str | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one request computes in one launch: tokens [start, end) of a text that may end in drafts.
+
+    Attributes:
+        life: (slot, stay): who.
+        script: all that the request will ever say; what is computed past a wrong draft is garbage.
+        launched: the text that is computed, drafts included; as long as `end`.
+        loaded: tokens from here to `start` are loaded from outside before the launch.
+        tables: per group, as the launch sees them.
+        states: lengths at which drafts left a state beside the running one.
+    """
+
+    life: tuple[int, int]
+    script: str
+    launched: str
+    start: int
+    loaded: int
+    tables: list[list[int]]
+    states: frozenset[int] = frozenset()
+
+    @property
+    def end(self) -> int:
+        return len(self.launched)
+
+
+@dataclass
+class Launch:
+    """One step on its way to the ranks."""
+
+    seq: int
+    orders: list[Orders]
+    rows: list[Row]
+
+
+@dataclass
+class Memory:
+    """Pages by block id, and the stamp table beside them."""
+
+    spec: ReplicaSpec
+    pages: dict[int, Page] = field(default_factory=dict)
+    stamps: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stamps = [0] * self.spec.num_blocks
+
+    def run(self, launch: Launch, lost: set[tuple[int, int]]) -> None:
+        """Carry out a step: orders, loads, then all rows together.
+
+        Rows of `lost` lives may read garbage, and write garbage then. States are read before any is written; a row may
+        attend to what an earlier row of the same launch writes, layer by layer, and no later row may spoil it.
+        """
+        for orders in launch.orders:
+            self._obey(orders)
+        for row in launch.rows:
+            self.load(row.tables, row.script, row.loaded, row.start)
+        rows = [row for row in launch.rows if row.end > row.start]
+        no_state = {
+            row.life for row in rows if (wrong := self._wrong_state(row)) and self._must_be_lost(row, wrong, lost)
+        }
+        good = []
+        for row in rows:
+            wrong = self._wrong_token(row)
+            if (wrong and self._must_be_lost(row, wrong, lost)) or row.life in no_state:
+                self._write(row, good=False)
+            else:
+                self._write(row, good=True)
+                good.append(row)
+        for row in good:
+            if wrong := self._wrong_token(row):
+                raise WrongPage(wrong + ", spoilt by a later row")
+
+    def load(self, tables: list[list[int]], script: str, first: int, end: int) -> None:
+        """What a transfer writes: tokens [first, end) where the tables have blocks, and the state at the end."""
+        for number, group in enumerate(self.spec.groups):
+            if group.kind is GroupKind.MAMBA and end > first:
+                self._put(number, tables[number][(end - 1) // group.block_size], 0, script[:end])
+                continue
+            for at in range(first, end):
+                block = self._block(tables[number], at, group)
+                if block:
+                    self._put(number, block, at % group.block_size, script[: at + 1 + _sees_ahead(group)])
+
+    def holds(self, number: int, block: int, num_tokens: int, text: str) -> bool:
+        """Whether the block holds what a request needs of it that has computed so many tokens: slots, or its state.
+
+        The text may be longer, when more is known of what a draft layer has seen.
+        """
+        group, page = self.spec.groups[number], self.pages.get(block)
+        if page is None or page.group != number:
+            return False
+        if group.kind is GroupKind.MAMBA:
+            return page.slots[0] == text[:num_tokens]
+        first = (num_tokens - 1) // group.block_size * group.block_size
+        wanted = [text[: at + 1 + _sees_ahead(group)] for at in range(first, num_tokens)]
+        return all(got is not None and got.startswith(want) for want, got in zip(wanted, page.slots, strict=False))
+
+    # -- the parts of a launch ---------------------------------------------------------------------------------------
+
+    def _obey(self, orders: Orders) -> None:
+        for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
+            self.stamps[block] = stamp
+        for block, group in zip(orders.zero_block, orders.zero_group, strict=True):
+            self.pages[block] = self._blank(group)
+        for source, target in zip(orders.copy_src, orders.copy_dst, strict=True):
+            page = self.pages.get(source)
+            self.pages.pop(target, None)
+            if page is not None:
+                self.pages[target] = Page(page.group, list(page.slots))
+
+    @staticmethod
+    def _must_be_lost(row: Row, wrong: str, lost: set[tuple[int, int]]) -> bool:
+        if row.life not in lost:
+            raise WrongPage(wrong)
+        return True
+
+    def _wrong_state(self, row: Row) -> str:
+        if row.start == 0 or row.start in row.states:
+            return ""
+        for number, group in enumerate(self.spec.groups):
+            if group.kind is GroupKind.MAMBA:
+                block = row.tables[number][(row.start - 1) // group.block_size]
+                if not self.holds(number, block, row.start, row.script):
+                    return f"{row.life}: group {number}, block {block}: {self.pages.get(block)}, not state {row.start}"
+        return ""
+
+    def _wrong_token(self, row: Row) -> str:
+        for number, group in enumerate(self.spec.groups):
+            if group.kind in SCRATCH:
+                continue
+            for at in range(_first_seen(group, row.start), row.start):
+                block = self._block(row.tables[number], at, group)
+                page = self.pages.get(block)
+                want = row.script[: at + 1 + self._proven_ahead(group, at)]
+                got = page.slots[at % group.block_size] if page and page.group == number else None
+                if block == 0 or got is None or not got.startswith(want):
+                    return f"{row.life}: group {number}, token {at}, block {block}: {got!r}, not {want!r}"
+        return ""
+
+    def _write(self, row: Row, good: bool) -> None:
+        for number, group in enumerate(self.spec.groups):
+            table = row.tables[number]
+            if group.kind is GroupKind.MAMBA:
+                self._put(number, table[(row.end - 1) // group.block_size], 0, row.launched if good else None)
+            elif group.kind is not GroupKind.RING:
+                self._write_attention(number, group, row, good)
+
+    def _write_attention(self, number: int, group: GroupSpec, row: Row, good: bool) -> None:
+        for at in range(row.start, row.end):
+            right = row.launched[: at + 1] == row.script[: at + 1]
+            text = row.script[: at + 1 + _sees_ahead(group)] if right else row.launched[: at + 1] + "?"
+            block = self._block(row.tables[number], at, group)
+            self._put(number, block, at % group.block_size, text if good else None)
+
+    def _proven_ahead(self, group: GroupSpec, at: int) -> int:
+        """Tokens behind this one that a draft layer must have seen. What follows a block is in its hash only if hashes
+        look ahead; without, the draft for that one token is a worse guess, and is verified as any draft is.
+        """
+        ends_block = (at + 1) % group.block_size == 0
+        return 0 if ends_block and self.spec.hash_lookahead_tokens == 0 else _sees_ahead(group)
+
+    # -- small words -------------------------------------------------------------------------------------------------
+
+    def _blank(self, number: int) -> Page:
+        group = self.spec.groups[number]
+        return Page(number, [None] * (1 if group.kind is GroupKind.MAMBA else group.block_size))
+
+    def _put(self, number: int, block: int, slot: int, text: str | None) -> None:
+        if block == 0:
+            raise WrongPage(f"group {number} writes the null block")
+        page = self.pages.get(block)
+        if page is None or page.group != number:
+            page = self.pages[block] = self._blank(number)
+        page.slots[slot] = text
+
+    @staticmethod
+    def _block(table: list[int], at: int, group: GroupSpec) -> int:
+        index = at // group.block_size
+        return table[index] if index < len(table) else 0
+
+
+def _sees_ahead(group: GroupSpec) -> int:
+    return int(group.is_draft)
+
+
+def _first_seen(group: GroupSpec, at: int) -> int:
+    """First token that the token at this position attends to."""
+    if group.kind is GroupKind.SLIDING_WINDOW:
+        return max(0, at - group.window + 1)
+    if group.kind is GroupKind.CHUNKED_LOCAL:
+        return at // group.chunk * group.chunk
+    return 0

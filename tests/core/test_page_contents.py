@@ -1,0 +1,70 @@
+"""No hit is ever wrong: whatever an honest engine does, pages hold what keys say, and launches read what they need.
+
+The pages are simulated (`page_memory`), the engine does everything at random (`page_engine`). A failing example is a
+seed: `run("mix", seed)` repeats it.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplane.base.groups import AlignSpec, GroupSpec
+from tests.core.builders import chunked, full, replica_spec, ring, state, window
+from tests.core.page_engine import RandomEngine
+
+STEPS = 30
+MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
+    "window and full": ([window(6), full()], {"retention_interval": 0}),
+    "chunks and full": ([chunked(8), full(lookup_class=5)], {}),
+    "states and full": ([state(), full()], {"align": AlignSpec(4, 4096)}),
+    "states, hits inside blocks": (
+        [state(8), full(8)],
+        {"hash_block_size": 4, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
+    ),
+    "three sizes, hits inside blocks": (
+        [window(5, 2), full(8), full(4, lookup_class=5)],
+        {"hash_block_size": 2, "partial_hits": True},
+    ),
+    "seven groups": (
+        [full(), window(6), window(6), window(6), window(10, lookup_class=8), state(), ring()],
+        {"retention_interval": 8, "num_blocks": 60},
+    ),
+    "drafts": ([full(), window(6, is_draft=True, drops_last_block=True)], {}),
+    "drafts, hashes that look ahead": (
+        [full(), window(6, is_draft=True, drops_last_block=True)],
+        {"hash_lookahead_tokens": 1},
+    ),
+    "states and drafts": ([state(speculative_blocks=2), full(is_draft=True, drops_last_block=True)], {}),
+}
+
+
+def run(mix: str, seed: int, steps: int = STEPS) -> RandomEngine:
+    """One engine life (or a few): raises WrongPage, or what `inspect.check` finds."""
+    rng = Random(seed)
+    groups, changes = MIXES[mix]
+    blocks = {"num_blocks": rng.choice([10, 16, 24, 40]), **changes}
+    spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
+    engine = RandomEngine(spec, rng, most_drafts=2 if "drafts" in mix else 0)
+    for _ in range(steps):
+        engine.step()
+    return engine
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@settings(max_examples=15)
+@given(seed=st.integers(0, 2**32))
+def test_a_page_holds_what_its_key_says(mix, seed):
+    run(mix, seed)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_the_random_engine_gets_hits(mix):
+    """Were there none, the test above would say nothing."""
+    engines = [run(mix, seed) for seed in range(6)]
+    assert sum(engine.hits for engine in engines) > 5
+    assert sum(engine.keys_seen for engine in engines) > 1000
