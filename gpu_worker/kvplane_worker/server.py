@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 from google.protobuf.message import Message
@@ -91,7 +91,7 @@ class WorkerServicer:
         groups = range(post.holdings.buffers.num_groups)
         return pb.DescribeResponse(
             replica=post.replica,
-            worker=client_wire.encode_worker(post.info),
+            worker=client_wire.encode_worker(replace(post.info, owner_epoch=stamps.owner_epoch)),
             generation=stamps.generation,
             carried_seq=seq,
             carried_part=part,

@@ -21,6 +21,7 @@ from kvplane.v1 import plan_pb2
 from kvplane_service.config import Config
 from kvplane_worker.memory.shared import SHM_FOLDER
 from kvplane_worker.process import WorkerOptions
+from kvplane_worker.rundir import LOCK, RunDir
 from tests.core.planner_layers import full, named, window
 from tests.service.rig import Service, running
 from tests.worker import children
@@ -37,13 +38,11 @@ class Child:
     """A process and what it says."""
 
     def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
+        assert process.pid is not None
         self.process = process
         self.connection = connection
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+        self.pid = process.pid
+        self.ended = False
 
     def hear(self) -> Any:
         """What it says next."""
@@ -63,12 +62,15 @@ class Child:
     def terminate(self) -> None:
         os.kill(self.pid, signal.SIGTERM)
 
-    def wait(self) -> int | None:
+    def wait(self) -> int:
         """Until it has exited; its exit code."""
         self.process.join(WAIT_S)
-        assert self.process.exitcode is not None, f"process {self.pid} goes on"
+        code = self.process.exitcode
+        assert code is not None, f"process {self.pid} goes on"
         self.connection.close()
-        return self.process.exitcode
+        self.process.close()
+        self.ended = True
+        return code
 
 
 class World:
@@ -120,8 +122,10 @@ class World:
 
     def end(self) -> None:
         for child in self.children:
-            if child.process.is_alive():
+            if not child.ended:
                 child.kill()
+        for lock in self.folder.glob(f"*/{LOCK}"):
+            RunDir(lock.parent).leave()
 
 
 @contextmanager

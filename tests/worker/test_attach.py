@@ -1,0 +1,220 @@
+"""Pages are lent to one process of the same user, without a copy, and come back when it has exited."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvplane.base.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OtherWriter,
+    PermissionDenied,
+    StaleEpoch,
+    WrongPlan,
+)
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker.attach import Attached, WorkerClient, attach, run_dir_of
+from kvplane_worker.rundir import RunDir, read_token
+from kvplane_worker.writer import ProcessName, Writer
+from tests.worker.rig import BLOCKS, Child, World, open_files, refusal
+
+NOBODY = 65534
+
+
+class Lent:
+    """A worker, what it says of its pages, and who may ask."""
+
+    def __init__(self, here: World) -> None:
+        self.world = here
+        self.worker, self.address = here.worker()
+        self.client = WorkerClient(run_dir_of(self.address))
+        self.token = read_token(run_dir_of(self.address))
+
+    def describe(self) -> pb.DescribeResponse:
+        return self.client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
+
+    def checksums(self, group: int = 0) -> list[int]:
+        request = pb.ChecksumRequest(group=group, blocks=range(BLOCKS))
+        return list(self.client.call("Checksum", request, pb.ChecksumResponse).checksums)
+
+    def transfer(self, **fields) -> pb.TransferResponse:
+        request = pb.TransferRequest(**{"token": self.token, "epoch": 1, **fields})
+        return self.client.call("Transfer", request, pb.TransferResponse)
+
+    def claim(self, epoch: int, token: str | None = None) -> pb.ClaimResponse:
+        request = pb.ClaimRequest(token=self.token if token is None else token, epoch=epoch)
+        return self.client.call("Claim", request, pb.ClaimResponse)
+
+    def ask(self, **fields) -> pb.AttachResponse:
+        me = ProcessName.of(os.getpid())
+        request = pb.AttachRequest(**{"token": self.token, "pid": me.pid, "start_ticks": me.start_ticks, **fields})
+        return self.client.call("Attach", request, pb.AttachResponse)
+
+    def state(self) -> tuple[object, ...]:
+        """Everything that a refusal must not change."""
+        told = self.describe()
+        told.ClearField("free_bytes")
+        return (*self.checksums(0), *self.checksums(1), told.SerializeToString(), self.claim(1).stamps)
+
+
+@pytest.fixture
+def lent(here: World):
+    it = Lent(here)
+    it.claim(1)
+    with it.client:
+        yield it
+
+
+@pytest.fixture
+def attached(lent: Lent):
+    with attach(lent.address) as it:
+        yield it
+
+
+def test_both_sides_see_one_memory(lent: Lent, attached: Attached):
+    empty = lent.checksums()
+    attached.buffers.attention("f.0").k[3] = 1.5
+    written = lent.checksums()
+    assert [block for block in range(BLOCKS) if written[block] != empty[block]] == [3]
+    lent.transfer(kind="TRANSFER_KIND_COPY", group=0, blocks=[3], dst_blocks=[5])
+    assert (attached.buffers.attention("f.0").k[5] == 1.5).all()
+    lent.transfer(kind="TRANSFER_KIND_ZERO", group=0, blocks=[3])
+    assert attached.buffers.attention("f.0").k[3].count_nonzero() == 0
+    attached.stamps.write([5], [77])
+    assert lent.claim(1).stamps[5 * 8 : 6 * 8] == (77).to_bytes(8, "little")
+
+
+def test_what_is_attached_says_what_it_is(lent: Lent, attached: Attached):
+    told = lent.describe()
+    assert attached.plan.digest() == told.worker.plan_digest
+    assert attached.stamps.incarnation == attached.buffers.read_incarnation() == told.worker.incarnation
+    assert attached.stamps.num_blocks == attached.buffers.num_blocks == BLOCKS
+    assert told.attached_pid == os.getpid()
+
+
+def test_a_process_may_attach_again_and_its_descriptors_stay_few(lent: Lent):
+    attach(lent.address).close()
+    before = open_files()
+    for where in (lent.address, run_dir_of(lent.address), str(run_dir_of(lent.address))):
+        attach(where).close()
+    assert open_files() == before
+
+
+def test_the_pages_stay_with_a_process_until_it_has_exited(lent: Lent):
+    first, second = lent.world.engine(), lent.world.engine()
+    incarnation, _ = first.do("attach", lent.address)
+    first.do("fill", 0, 0, 4, 9)
+    before = lent.state()
+    error = second.do("attach", lent.address)
+    assert (type(error), error.metadata) == (OtherWriter, {"pid": str(first.pid)})
+    assert lent.state() == before
+    first.kill()
+    assert second.do("attach", lent.address) == (incarnation, 1)
+    assert second.do("look", 0, 0, 4) == {9}
+    assert lent.describe().attached_pid == second.pid
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
+def test_another_user_is_refused_by_name(lent: Lent):
+    before = lent.state()
+    stranger = lent.world.engine(NOBODY)
+    error = stranger.do("attach", lent.address)
+    assert (type(error), error.field) == (PermissionDenied, "run_dir")
+    assert str(NOBODY) in str(error)
+    # Even with the token in its hands the pages are not lent to it.
+    them = ProcessName.of(stranger.pid)
+    error = refusal(lambda: lent.ask(pid=them.pid, start_ticks=them.start_ticks))
+    assert (type(error), error.field) == (PermissionDenied, "pid")
+    assert lent.state() == before
+
+
+def test_an_attach_that_cannot_be_changes_nothing(lent: Lent):
+    before = lent.state()
+    gone = lent.world.engine()
+    name = ProcessName.of(gone.pid)
+    gone.kill()
+    for fields, kind, field in (
+        ({"token": "guessed"}, PermissionDenied, "token"),
+        ({"token": ""}, PermissionDenied, "token"),
+        ({"pid": name.pid, "start_ticks": name.start_ticks}, InvalidArgument, "pid"),
+        ({"start_ticks": 1}, InvalidArgument, "start_ticks"),
+        ({"plan_digest": "another"}, WrongPlan, "plan_digest"),
+    ):
+        error = refusal(lambda fields=fields: lent.ask(**fields))
+        assert (type(error), error.field) == (kind, field)
+    assert lent.state() == before
+    assert lent.describe().attached_pid == 0
+
+
+def test_there_is_nothing_to_attach_to_where_no_worker_is(tmp_path: Path):
+    assert isinstance(refusal(attach, tmp_path), NotFound)
+    assert isinstance(refusal(attach, f"unix:{tmp_path}/none/worker.sock"), NotFound)
+
+
+def test_memory_that_was_damaged_is_not_taken(lent: Lent, attached: Attached):
+    attached.buffers.write_incarnation(5)
+    error = refusal(attach, lent.address)
+    assert (type(error), error.field) == (FailedPrecondition, "incarnation")
+
+
+def test_an_owner_never_goes_back(lent: Lent):
+    assert len(lent.claim(7).stamps) == 8 * BLOCKS
+    assert lent.describe().worker.owner_epoch == 7
+    before = lent.claim(7).SerializeToString()
+    error = refusal(lent.claim, 6)
+    assert (type(error), error.metadata) == (StaleEpoch, {"epoch": "7"})
+    assert isinstance(refusal(lent.claim, 0), InvalidArgument)
+    assert isinstance(refusal(lent.claim, 8, "guessed"), PermissionDenied)
+    assert lent.claim(7).SerializeToString() == before
+    assert isinstance(refusal(lambda: lent.transfer(kind="TRANSFER_KIND_ZERO", blocks=[1], epoch=6)), StaleEpoch)
+
+
+# ---- the parts
+
+
+def test_a_process_is_watched_until_it_has_exited(here: World):
+    writer, first, second = Writer(), here.engine(), here.engine()
+    writer.lend(ProcessName.of(first.pid))
+    writer.lend(ProcessName.of(first.pid))
+    assert writer.pid == first.pid
+    assert refusal(writer.lend, ProcessName.of(second.pid)).metadata == {"pid": str(first.pid)}
+    first.kill()
+    assert writer.pid == 0
+    writer.lend(ProcessName.of(second.pid))
+    before = open_files()
+    writer.close()
+    assert (writer.pid, open_files()) == (0, before - 1)
+
+
+def test_a_directory_in_use_is_not_cleaned(tmp_path: Path):
+    mine = RunDir(tmp_path / "r")
+    mine.write_state(5)
+    left = mine.shared_path("pages")
+    left.touch()
+    assert refusal(RunDir, tmp_path / "r").metadata["pid"] == str(os.getpid())
+    assert left.exists()
+    assert (tmp_path / "r" / "token").read_text() == mine.token
+    mine.leave()
+    assert not left.exists()
+    RunDir(tmp_path / "r").leave()
+
+
+def test_a_worker_that_died_is_cleaned_up_after_and_named(tmp_path: Path, here: World):
+    child: Child
+    child, address = here.worker()
+    child.kill()
+    path = run_dir_of(address)
+    again = RunDir(path)
+    assert again.last is not None
+    assert again.last.pid == child.pid
+    assert not (path / "worker.sock").exists()
+    again.leave()
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path):
+    error = refusal(RunDir, tmp_path / ("x" * 100))
+    assert (type(error), error.field) == (InvalidArgument, "run_dir")

@@ -1,0 +1,78 @@
+"""Either side may die by kill -9 at any time: nothing stays behind, and nobody waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvplane.v1 import plan_pb2
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker.attach import WorkerClient, run_dir_of
+from tests.service.rig import until
+from tests.worker.rig import World, open_files, shared_files
+
+KILLS = 25  # of each side
+
+
+def descriptors_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def attached_pid(address: str) -> int:
+    with WorkerClient(run_dir_of(address)) as client:
+        return client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).attached_pid
+
+
+def test_engines_that_are_killed_leave_nothing(here: World):
+    worker, address = here.worker()
+    (info,) = here.shown()
+
+    def life() -> tuple[int, int]:
+        """One engine: attaches, opens a session, computes, and is killed."""
+        engine = here.engine()
+        incarnation, _ = engine.do("attach", address)
+        assert incarnation == info.incarnation
+        opened = engine.do("open", here.service.address, "r")
+        engine.do("serve", 0, list(range(40)))
+        engine.kill()
+        return opened
+
+    life()
+    assert attached_pid(address) == 0
+    before = shared_files(), open_files(), descriptors_of(worker.pid), len(here.shown())
+    epochs = [life() for _ in range(KILLS)]
+    assert attached_pid(address) == 0
+    assert [epoch for epoch, _ in epochs] == list(range(3, 3 + KILLS))
+    assert all(kept for _, kept in epochs)
+    until(lambda: here.service.state() == "LAPSED")  # the lease of the last engine went with its stream
+    assert (shared_files(), len(here.shown())) == (before[0], before[3])
+    until(lambda: open_files() <= before[1])
+    until(lambda: descriptors_of(worker.pid) <= before[2])
+
+
+def test_workers_that_are_killed_leave_nothing(here: World):
+    def life() -> plan_pb2.WorkerInfo:
+        """One worker and an engine on it; the worker is killed, then the engine."""
+        worker, address = here.worker()
+        engine = here.engine()
+        engine.do("attach", address)
+        engine.do("fill", 0, 0, 1, 7)
+        (info,) = here.shown()
+        worker.kill()
+        assert engine.do("look", 0, 0, 1) == {7}  # its mapping outlives the worker
+        engine.kill()
+        return info
+
+    already = shared_files()
+    life()
+    before = shared_files() - already, open_files()
+    incarnations = {life().incarnation for _ in range(KILLS)}
+    assert len(incarnations) == KILLS
+    worker, _ = here.worker()
+    # What the last one left was removed by this one: as many files, none of them the same.
+    assert len(shared_files() - already) == len(before[0]) == 3
+    assert not shared_files() & before[0]
+    assert [info.pid for info in here.shown()] == [worker.pid]
+    worker.terminate()
+    assert worker.wait() == 0
+    assert shared_files() == already
+    until(lambda: open_files() <= before[1])

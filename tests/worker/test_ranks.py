@@ -1,0 +1,128 @@
+"""Several ranks of a replica: equal plans, every order on every rank, and a hit only where all ranks agree."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.rank_plan import RankPlan
+from kvplane.base.step import Orders
+from kvplane.rank import Rank, RankGroup
+from kvplane_worker.attach import attach
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.pages import PageMover
+from tests.worker.rig import World, world
+
+PROMPT = list(range(1000, 1100))  # six whole blocks of 16, and four tokens
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two ranks with their workers; addresses by rank."""
+    with world(tmp_path) as it:
+        it.register(num_ranks=2, retention_interval=-1)
+        yield it, [it.worker(rank)[1] for rank in range(2)]
+
+
+def test_ranks_have_equal_plans_and_memory_of_their_own(pair: tuple[World, list[str]]):
+    here, addresses = pair
+    with attach(addresses[0]) as first, attach(addresses[1]) as second:
+        plans: list[RankPlan] = [first.plan, second.plan]
+        assert plans[0] == plans[1]
+        first.buffers.group(0).layers[0][1] = 3
+        assert second.buffers.memory[8:].count_nonzero() == 0
+    shown = here.shown()
+    assert [worker.rank for worker in shown] == [0, 1]
+    assert len({worker.incarnation for worker in shown}) == 2
+
+
+def test_orders_reach_every_rank(pair: tuple[World, list[str]]):
+    here, addresses = pair
+    engine = here.engine()
+    for address in addresses:
+        engine.do("attach", address)
+    engine.do("open", here.service.address, "r")
+    hit, table = engine.do("serve", 0, PROMPT)
+    assert hit == 0
+    stamps = [engine.do("stamps", rank) for rank in range(2)]
+    assert stamps[0] == stamps[1]
+    assert all(stamps[0][block] for block in table)
+
+
+def test_a_rank_that_lags_or_dies_holds_the_others_back(pair: tuple[World, list[str]]):
+    """Its stamp table stays where it was, also when its process has gone."""
+    _, addresses = pair
+    with attach(addresses[0]) as first, attach(addresses[1]) as second:
+        group = RankGroup([first.stamps, second.stamps])
+        group.claim(1)
+        ranks = [Rank(one.stamps, PageMover(one.buffers, TorchOps())) for one in (first, second)]
+        for seq in (1, 2, 3):
+            for rank in ranks:
+                rank.carry_out(1, seq, 0, Orders(zero_block=[1], zero_group=[0]))
+            ranks[0].executed(seq)
+        assert group.executed_through(1) == 0
+        ranks[1].executed(2)
+        assert group.executed_through(1) == 2
+        del ranks[1]
+        assert group.executed_through(1) == 2
+
+
+@pytest.mark.parametrize(
+    ("differs", "hit"), [(None, 96), (5, 80), (2, 32), (0, 0)], ids=["agree", "last", "third", "first"]
+)
+def test_a_block_that_one_rank_does_not_vouch_for_is_a_miss(pair: tuple[World, list[str]], differs, hit):
+    """The first request of a new engine life, after kill -9 of the one before."""
+    here, addresses = pair
+    first = here.engine()
+    for address in addresses:
+        first.do("attach", address)
+    first.do("open", here.service.address, "r")
+    assert first.do("serve", 0, PROMPT)[0] == 0
+    hit_before, table = first.do("serve", 1, PROMPT)
+    assert hit_before == 96
+    if differs is not None:
+        first.do("restamp", 1, table[differs], 12345)
+    first.kill()
+    second = here.engine()
+    for address in addresses:
+        second.do("attach", address)
+    _, kept = second.do("open", here.service.address, "r")
+    assert kept
+    assert second.do("serve", 0, PROMPT)[0] == hit
+
+
+def test_a_rank_whose_memory_is_new_makes_every_block_a_miss(pair: tuple[World, list[str]]):
+    here, addresses = pair
+    first = here.engine()
+    for address in addresses:
+        first.do("attach", address)
+    first.do("open", here.service.address, "r")
+    first.do("serve", 0, PROMPT)
+    here.children[1].kill()  # the worker of rank 1
+    first.kill()
+    address = here.worker(1)[1]
+    second = here.engine()
+    for where in (addresses[0], address):
+        second.do("attach", where)
+    epoch, kept = second.do("open", here.service.address, "r")
+    assert (epoch, kept) == (3, 0)
+    assert second.do("serve", 0, PROMPT)[0] == 0
+
+
+def test_an_engine_that_restarts_on_a_live_worker_keeps_its_cache(here: World):
+    """The pages hold what the keys say: every byte that the first life wrote is there at the hit of the second."""
+    _, address = here.worker()
+    first = here.engine()
+    first.do("attach", address)
+    epoch, _ = first.do("open", here.service.address, "r")
+    _, table = first.do("serve", 0, PROMPT)
+    for block in table:
+        first.do("fill", 0, 0, block, 100 + block)
+    first.do("serve", 1, [7] * 20)  # steps on, so that what the first request stored has been executed
+    first.kill()
+    second = here.engine()
+    second.do("attach", address)
+    assert second.do("open", here.service.address, "r")[0] == epoch + 1
+    hit, again = second.do("serve", 0, PROMPT)
+    assert hit == 96
+    assert again[:6] == table[:6]
+    assert [second.do("look", 0, 0, block) for block in again[:6]] == [{100 + block} for block in table[:6]]
