@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvplane.base.errors import NotFound
 
 
 def command(
@@ -23,10 +26,17 @@ def command(
     """Hold the pages of one rank until SIGTERM or Ctrl-C; a second signal does not wait for the engine."""
     import logging
 
+    _require_torch()
     from kvplane_worker.process import WorkerOptions, run
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run(WorkerOptions(service, replica, rank, device, run_dir, staging_mib << 20, grace_s), _tell_address)
+
+
+def _require_torch() -> None:
+    missing = [name for name in ("torch", "grpc_health") if find_spec(name) is None]
+    if missing:
+        raise NotFound(f"{missing[0]} is not installed", field="worker", remedy="install kvplane[worker]")
 
 
 def _tell_address(address: str) -> None:

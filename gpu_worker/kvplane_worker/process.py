@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvplane.base.errors import KvplaneError, NotFound, Unavailable, WrongPlan
+from kvplane.base.errors import DeadlineExceeded, InternalError, KvplaneError, NotFound, Unavailable, WrongPlan
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.channel import open_channel
 from kvplane.workers import WorkersClient
@@ -25,6 +25,7 @@ from kvplane_worker.server import Backend, Post, WorkerServer, WorkerServicer
 RENEWALS_PER_LEASE = 3
 LOOK_S = 0.05  # how often a leaving worker looks whether the engine has exited
 LAST_CALLS_S = 1.0
+SILENCE = (Unavailable, DeadlineExceeded, InternalError)  # of a service that may be well again later
 
 _log = logging.getLogger(__name__)
 
@@ -107,9 +108,11 @@ class WorkerProcess:
             WrongPlan, NoPlan: the replica was registered anew with another plan.
         """
         lease_s = 1.0
-        while not self._leave.wait(lease_s / RENEWALS_PER_LEASE):
-            lease_s = self._renew() or lease_s
-        self._see_engine_off()
+        try:
+            while not self._leave.wait(lease_s / RENEWALS_PER_LEASE):
+                lease_s = self._renew() or lease_s
+        finally:
+            self._see_engine_off()
 
     def leave(self) -> None:
         """Begin to go; a second call does not wait for the engine. For signal handlers."""
@@ -146,24 +149,24 @@ class WorkerProcess:
                 return
 
     def _renew(self) -> float:
-        """Keep the lease; returns it in seconds, 0 when the service cannot be reached: pages outlive it."""
+        """Keep the lease; returns it in seconds, 0 when the service does not answer: pages outlive it."""
         assert self._post is not None
         self._tell()
         try:
             return self._service.renew_worker(self._options.replica, self._post.info) / 1000
-        except Unavailable as error:
-            _log.warning("%s", error)
-            return 0.0
         except NotFound:
             return self._register_again() / 1000
+        except SILENCE as error:
+            _log.warning("%s", error)
+            return 0.0
 
     def _register_again(self) -> int:
         """The service forgot the worker, or began anew: the pages stay good as long as their plan does."""
         assert self._post is not None
         try:
             assignment = self._service.register_worker(self._options.replica, self._post.info)
-        except NotFound as error:
-            _log.warning("%s", error)  # not registered yet, or no more
+        except (NotFound, *SILENCE) as error:
+            _log.warning("%s", error)  # the replica is not registered yet, or no more
             return 0
         self._check_plan(assignment)
         return assignment.lease_ms

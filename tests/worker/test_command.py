@@ -1,0 +1,29 @@
+"""`kvplane worker` as a person starts it."""
+
+from __future__ import annotations
+
+import signal
+
+from kvplane_worker.attach import attach
+from tests.cli.processes import LIMIT_S, run_kvplane, running
+from tests.worker.rig import World, shared_files
+
+
+def test_a_worker_by_command(here: World):
+    before = shared_files()
+    run_dir = here.folder / "by hand"
+    where = ("--service", here.service.address, "--replica", "r", "--run-dir", run_dir)
+    with running("worker", *where, "--grace-s", "0") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"kvplane: pages at unix:{run_dir}/worker.sock\n"
+        attach(run_dir).close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == 0
+    assert shared_files() == before
+
+
+def test_a_refusal_is_one_line(here: World):
+    done = run_kvplane("worker", "--service", here.service.address, "--replica", "r", "--device", "tpu")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvplane: device: 'tpu': no device is called so")
+    assert "Traceback" not in done.stderr
