@@ -39,6 +39,7 @@ from kvplane.base.step import (
     Run,
     Watermark,
 )
+from tests.conformance.divergence import Divergence
 from tests.conformance.forms import BadRecording, Record, refusals_named
 from tests.conformance.header import read_records, trace_spec
 from tests.conformance.operations import OPERATIONS, check_operation
@@ -54,28 +55,6 @@ class Request:
     prompt: int
     extra: ExtraKeys
     computed: int = 0  # as the replica counts
-
-
-@dataclass
-class Divergence(Exception):
-    """The first output that differs."""
-
-    line: int
-    op: Record
-    name: str
-    expected: Any
-    got: Any
-
-    def __str__(self) -> str:
-        return (
-            f"line {self.line}: {self.name}: expected {_short(self.expected)}, got {_short(self.got)}\n"
-            f"  operation: {_short(self.op)}"
-        )
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 600 else text[:600] + "..."
 
 
 @dataclass

@@ -191,7 +191,7 @@ class UnaryReplayer(Replayer):
         return Outcome(self._mutated(answer.result, op["id"]), _hashes(answer.num_hashes, answer.last_hash))
 
     def _call_cache(self, op: Record) -> Outcome:
-        commit = Commit(op["id"], computed_tokens=op["n"], commit_tokens=op["n"])
+        commit = Commit(op["id"], commit_tokens=op["n"])
         return Outcome(self._mutated(self._client.commit_blocks(self._name, commit, _MORE).result, op["id"]))
 
     def _call_free(self, op: Record) -> Outcome:

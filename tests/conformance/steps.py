@@ -23,10 +23,11 @@ from typing import Any
 
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import ExtraKeys, Part, PartResult
+from tests.conformance.divergence import Divergence
 from tests.conformance.forms import BadRecording, Record, refusals_named
 from tests.conformance.header import read_records, step_spec
 from tests.conformance.paths import InProcessPath, Path, PathPart, Seen
-from tests.conformance.replay import Divergence, EventWriter, segment_tokens
+from tests.conformance.replay import EventWriter, segment_tokens
 from tests.conformance.scheduler import Plan, Request, Scheduler
 from tests.conformance.step_records import check_input, check_step
 

@@ -12,9 +12,10 @@ import pytest
 
 from kvplane.unary import connect
 from kvplane_service.cli.child import ServiceChild
+from tests.conformance.divergence import Divergence
 from tests.conformance.forms import BadRecording
 from tests.conformance.planting import changes, records_of, write_records
-from tests.conformance.replay import Divergence, main, replay_file
+from tests.conformance.replay import main, replay_file
 from tests.conformance.rpc import make_replayer
 
 TRACES = Path(__file__).parent / "traces"

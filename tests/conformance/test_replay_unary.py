@@ -5,16 +5,20 @@ A trace per sort of call and of group; `python -m tests.conformance.replay --rpc
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from kvplane.unary import connect
 from kvplane_service.cli.child import ServiceChild
+from tests.conformance.divergence import Divergence
 from tests.conformance.planting import changes, records_of, write_records
-from tests.conformance.replay import Divergence, main, replay_file
+from tests.conformance.replay import replay_file
 from tests.conformance.rpc import make_replayer
 
+ROOT = Path(__file__).resolve().parents[2]
 TRACES = Path(__file__).parent / "traces"
 NAMES = [
     "llama-full-b60-s1", "llama-full-spec-b150-s4", "llama-full-ext-b150-s5", "gpt-oss-async-b250-s27",
@@ -47,7 +51,15 @@ def test_a_planted_change_is_found_and_nothing_is_left_behind(client, tmp_path):
     assert list(client.list_replicas()) == []
 
 
-def test_the_command_says_a_line_per_file(capsys):
-    assert main(["--rpc=unary", str(SMALL)]) == 0
-    line, _ = capsys.readouterr().out.splitlines()
-    assert line.startswith("same   dsv4-5groups-b1500-s71.jsonl.gz: 1455 values, 1.00 ")
+def test_the_command_says_a_line_per_file_also_when_one_differs(tmp_path):
+    """As a program of its own."""
+    records = records_of(SMALL)
+    records[2]["free"] -= 1
+    planted = write_records(tmp_path / "planted.jsonl.gz", records)
+    command = [sys.executable, "-m", "tests.conformance.replay", "--rpc=unary", str(planted), str(SMALL)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    differs, _, same, total = done.stdout.splitlines()
+    assert differs.startswith("DIFFER planted.jsonl.gz: line 3: free: expected ")
+    assert same.startswith("same   dsv4-5groups-b1500-s71.jsonl.gz: 1455 values, 1.00 ")
+    assert total == "1 identical, 1 not; 1.00 operations per message"

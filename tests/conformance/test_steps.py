@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conformance.divergence import Divergence
 from tests.conformance.planting import changes, records_of, write_records
-from tests.conformance.replay import Divergence
 from tests.conformance.steps import main, replay_file
 
 STEPS = sorted((Path(__file__).parent / "steps").glob("*.jsonl.gz"))

@@ -208,6 +208,12 @@ class TestHits:
         assert (found.hit_tokens, found.num_tokens, found.num_hashes) == (32, 41, 2)
         assert [len(group.block_ids) for group in found.blocks] == [2, 2]
 
+    def test_content_that_skips_reading_finds_nothing(self, service):
+        allocate(service)
+        commit(service)
+        skipped = find(service, [*PROMPT, 1], skip_reading=True)
+        assert (skipped.hit_tokens, skipped.junction, skipped.num_hashes) == (0, 0, 2)
+
     def test_a_look_up_touches_nothing(self, service, unchanged):
         find(service)
 

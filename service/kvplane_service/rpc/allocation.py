@@ -91,7 +91,8 @@ class AllocationServicer:
         host.check_readable()
         replica = host.replica
         digests = replica.digests_of(decode.as_probe(content))
-        hit = replica.lookup(digests, content.domain, content.num_tokens)
+        most = 1 if content.skip_reading else content.num_tokens  # of which the last is never hit
+        hit = replica.lookup(digests, content.domain, most)
         return _found(hit, content.num_tokens, _hashes(digests), request.with_blocks)
 
     async def AllocateSlots(self, request: pb.AllocateSlotsRequest, raw: bytes) -> bytes:  # noqa: N802

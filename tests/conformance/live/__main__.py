@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind in options.kind or list(KINDS):
             tally = Tally()
             for seed in range(options.seed_base, options.seed_base + options.seeds):
-                tally.add(run_seed(peer, kind, seed, options.operations))
+                tally.add(run_seed(peer, kind, seed, options.operations, options.keep))
             print(f"{kind:18}{tally}", flush=True)
             total.add(tally)
     print(f"{'all':18}{total}")
@@ -53,6 +53,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=50, help="configurations per kind")
     parser.add_argument("--seed-base", type=int, default=0, help="the first seed")
     parser.add_argument("--operations", type=int, default=300, help="operations per seed, at least")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="record there what both answered, for a replay")
     parser.add_argument("--recorded", type=Path, nargs="+", help="compare the reference with recordings")
     return parser.parse_args(argv)
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvplane.base.errors import KvplaneError
+from tests.conformance.divergence import Divergence
 from tests.conformance.live import intents
 from tests.conformance.live.intents import Intent
 from tests.conformance.live.peer import Asked
 from tests.conformance.operations import OPERATIONS
 from tests.conformance.paths import InProcessPath
-from tests.conformance.replay import Divergence, Replayer
+from tests.conformance.replay import Replayer
 
 Record = dict[str, Any]
 # A crash of our side where the reference answers is a difference like any other.

@@ -10,13 +10,13 @@ from random import Random
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument
+from tests.conformance.divergence import Divergence
 from tests.conformance.live.driver import Driver
 from tests.conformance.live.generator import Generator
 from tests.conformance.live.intents import Intent, Look
 from tests.conformance.live.kinds import draw_header
 from tests.conformance.live.peer import Asked, ReferenceFailed
 from tests.conformance.live.shrink import shrink
-from tests.conformance.replay import Divergence
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
 Record = dict[str, Any]
@@ -77,8 +77,8 @@ class Tally:
 HEADING = " seeds operations   values   hits refusals removals copies differences"
 
 
-def run_seed(peer: Asked, kind: str, seed: int, operations: int) -> Tally:
-    """Draw a configuration and drive both with it."""
+def run_seed(peer: Asked, kind: str, seed: int, operations: int, keep: Path | None = None) -> Tally:
+    """Draw a configuration and drive both with it; `keep`: the folder where a run without a difference is recorded."""
     header, habits = draw_header(kind, seed)
     try:
         driver = Driver(peer.ask(header), peer)
@@ -94,6 +94,8 @@ def run_seed(peer: Asked, kind: str, seed: int, operations: int) -> Tally:
             if len(driver.records) >= operations:
                 break
         driver.perform(Look())
+        if keep is not None:
+            write_scenario(keep / f"{kind}-s{seed}.jsonl.gz", driver)
     except Divergence as error:
         tally.differences = 1
         print(f"DIFFER {kind} seed {seed}: {error}", flush=True)
@@ -117,7 +119,7 @@ def _keep(peer: Asked, header: Record, done: list[Intent], found: Divergence) ->
 
 def write_scenario(path: Path, driver: Driver) -> None:
     """The operations and the reference's answers as a kvtrace/1 file; equal content gives an equal file."""
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     lines = [driver.header, *driver.records, {"op": "end", "stats": None}]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     path.write_bytes(gzip.compress(text.encode(), mtime=0))

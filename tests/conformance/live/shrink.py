@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tests.conformance.divergence import Divergence
 from tests.conformance.live.driver import Driver
 from tests.conformance.live.intents import Intent
 from tests.conformance.live.peer import Asked, ReferenceFailed
-from tests.conformance.replay import Divergence
 
 MOST_RUNS = 400
 

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from tests.conformance.divergence import Divergence
 from tests.conformance.header import read_records
 from tests.conformance.live import session
 from tests.conformance.live.driver import AnswerEach, Driver
@@ -16,7 +17,7 @@ from tests.conformance.live.intents import Admit, Look
 from tests.conformance.live.kinds import KINDS, Habits, draw_header
 from tests.conformance.live.shrink import shrink
 from tests.conformance.operations import OPERATIONS
-from tests.conformance.replay import Divergence, replay_file
+from tests.conformance.replay import replay_file
 
 TRACES = Path(__file__).parents[1] / "traces"
 HABITS = Habits(in_flight=1, drafts=2, lookahead=2, external=0.2)
@@ -96,6 +97,14 @@ def test_a_difference_is_found_shrunk_and_kept(tmp_path):
     with pytest.raises(Divergence) as caught:
         replay_file(path)
     assert (caught.value.op, caught.value.name) == (again.op, "free")
+
+
+def test_a_run_without_a_difference_is_kept_and_replays(tmp_path, monkeypatch):
+    header = recorded_header(HEADERS[0])
+    monkeypatch.setattr(session, "draw_header", lambda kind, seed: (header, HABITS))
+    tally = session.run_seed(Mirror(), "a-kind", 3, 60, tmp_path / "kept")
+    assert tally.sound
+    assert replay_file(tmp_path / "kept" / "a-kind-s3.jsonl.gz").values == tally.values
 
 
 def test_a_crash_of_the_core_is_a_difference(monkeypatch):

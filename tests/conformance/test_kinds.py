@@ -1,0 +1,53 @@
+"""Short recordings of what the traces leave out, each kind on all three paths.
+
+Retention by intervals, context parallelism, drafts beside states, states that are not cached, cross attention, rings,
+reference windows, reserved blocks, weak hashes, held requests: `python -m tests.conformance.live --keep` made them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvplane.unary import connect
+from kvplane_service.cli.child import ServiceChild
+from tests.conformance.planting import records_of
+from tests.conformance.replay import Replayer, replay_file
+from tests.conformance.rpc import make_replayer
+
+KINDS = sorted((Path(__file__).parent / "kinds").glob("*.jsonl.gz"))
+
+
+@pytest.fixture(scope="module")
+def paths():
+    with ServiceChild() as service, connect(service.address) as client:
+        over = {way: make_replayer(way, client) for way in ("session", "unary")}
+        yield {"in process": Replayer} | over
+
+
+@pytest.mark.parametrize("way", ["in process", "session", "unary"])
+@pytest.mark.parametrize("path", KINDS, ids=lambda path: path.name.removesuffix(".jsonl.gz"))
+def test_kind(path, way, paths):
+    assert replay_file(path, paths[way]).values > 350
+
+
+def test_they_have_what_the_traces_leave_out():
+    headers, operations = [], []
+    for path in KINDS:
+        header, *rest = records_of(path)
+        headers.append(header)
+        operations += rest
+    groups = [group for header in headers for group in header["groups"]]
+    arguments = [header["manager_args"] for header in headers]
+    assert {group["manager"] for group in groups} >= {"RSWAManager", "CircularBufferManager", "CrossAttentionManager"}
+    assert {group["mamba_cache_mode"] for group in groups} == {None, "align", "none"}
+    assert any(group["num_speculative_blocks"] and group["mamba_cache_mode"] == "align" for group in groups)
+    assert {header["hash_algo"] for header in headers} == {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}
+    assert any(header["retention_interval"] for header in headers)
+    assert {one["dcp_world_size"] for one in arguments} == {1, 2}
+    assert any(one["num_prefill_lookahead"] for one in arguments)
+    assert any(one.get("num_hash_lookahead_tokens") for one in arguments)
+    assert {one["op"] for one in operations} >= {"hold", "release", "evict", "preempt"}
+    given = {name for one in operations for name in one if one["op"] in ("alloc", "new")}
+    assert given >= {"reserved", "enc", "skip", "ext", "delay", "infl", "look", "full", "has_sched"}
