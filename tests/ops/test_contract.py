@@ -10,19 +10,12 @@ from tests.ops.subjects import SUBJECTS
 
 CASES = 400
 CASES_PER_TEST = 100
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Cases are small; threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+PLACES = [("torch", "cpu"), *([("torch", "cuda:0")] if torch.cuda.is_available() else [])]
 
 
 @pytest.mark.parametrize("first", range(0, CASES, CASES_PER_TEST))
 @pytest.mark.parametrize("operation", CHECKS)
-def test_torch_on_the_cpu(operation, first):
-    failures = run(SUBJECTS["torch"]("cpu"), operation, range(first, first + CASES_PER_TEST))
+@pytest.mark.parametrize(("backend", "device"), PLACES)
+def test_the_backend_keeps_the_contract(backend, device, operation, first):
+    failures = run(SUBJECTS[backend](device), operation, range(first, first + CASES_PER_TEST))
     assert not failures, "\n".join([f"{len(failures)} of {CASES_PER_TEST} cases", *failures[:5]])

@@ -94,19 +94,18 @@ def first_attended(rule: AttentionRule, position: Tensor) -> Tensor:
 def gathered(pages: AttentionPages, table: Tensor, column: Tensor, last: Tensor, dtype: torch.dtype) -> Context:
     """The pages in the columns [rows, columns] of the table, up to each row's `last` token.
 
-    Columns past the table's end are taken as null.
+    Columns past the table's end are past `last` too, so what is taken for them does not matter.
     """
     block_size, max_blocks = pages.k.shape[1], table.shape[1]
     block = table.long().gather(1, column.clamp(max=max_blocks - 1))
-    block = torch.where(column < max_blocks, block, 0)
-    position = (column[:, :, None] * block_size + torch.arange(block_size, device=table.device)).flatten(1)
-    present = (block != 0).repeat_interleave(block_size, dim=1) & (position <= last[:, None])
+    position = column[:, :, None] * block_size + torch.arange(block_size, device=table.device)
+    present = ((block != 0)[:, :, None] & (position <= last[:, None, None])).flatten(1)
     sums = torch.float64 if dtype == torch.float64 else torch.float32
     k, v = (
         scaled(bits(part)[block].view(part.dtype).flatten(1, 2).to(sums), scale)
         for part, scale in ((pages.k, pages.k_scale), (pages.v, pages.v_scale))
     )
-    return Context(k, torch.where(present[:, :, None, None], v, 0), position, present)
+    return Context(k, v.masked_fill_(~present[:, :, None, None], 0), position.flatten(1), present)
 
 
 def scaled(values: Tensor, scale: Tensor | None) -> Tensor:
@@ -128,10 +127,10 @@ def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionR
 
 
 def softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of [rows, kv_heads, group, queries, tokens] where the mask is true, 0 elsewhere."""
-    logits = logits.masked_fill(~mask, float("-inf"))
+    """Weights of [rows, kv_heads, group, queries, tokens] where the mask is true, 0 elsewhere; spoils the logits."""
+    logits = logits.masked_fill_(~mask, float("-inf"))
     if sinks is None:
-        return torch.where(mask, logits.softmax(-1), 0)
+        return logits.softmax(-1).masked_fill_(~mask, 0)
     rows, kv_heads, group, queries, tokens = logits.shape
     sink = sinks.to(logits.dtype).reshape(1, kv_heads, group, 1, 1).expand(rows, -1, -1, queries, -1)
-    return torch.where(mask, torch.cat([logits, sink], -1).softmax(-1)[..., :tokens], 0)
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :tokens].masked_fill_(~mask, 0)

@@ -1,8 +1,7 @@
-"""The step of a recurrent state: token after token, all rows at once."""
+"""The step of a recurrent state: the convolution for all tokens at once, then token after token, all rows at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,78 +11,94 @@ from torch.nn.functional import silu
 from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
 
 
-@dataclass(slots=True)
-class State:
-    """The running state of the rows, longest row first. `advance` moves the first ones on, in place.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """In which order tokens are taken: the first of each row, the second of each row that has one, ...
+
+    Rows are taken by falling length, so that those that still run are always the first ones.
 
     Attributes:
-        last: [rows, channels, width - 1]; ssm: [rows, heads, head_size, state_size], both in the type of the sums.
+        rows: row ids in that order.
+        tokens: token ids in that order, column after column.
+        columns: where each column is in `tokens`.
     """
 
-    last: Tensor
-    ssm: Tensor
+    rows: list[int]
+    tokens: list[int]
+    columns: list[slice]
 
-    def advance(self, x: Tensor, dt: Tensor, weights: StateWeights) -> Tensor:
-        """One token x [n, channels], dt [n, heads] of the first n rows; returns y [n, heads, head_size]."""
-        n, (_, heads, head_size, state_size) = x.shape[0], self.ssm.shape
-        inputs = torch.cat([self.last[:n], x[:, :, None]], -1)
-        self.last[:n] = inputs[..., 1:]
-        u = silu((inputs * weights.conv_weight).sum(-1) + weights.conv_bias)
-        v = u[:, : heads * head_size].reshape(n, heads, head_size)
-        b, c = u[:, -2 * state_size : -state_size], u[:, -state_size:]
-        decay = torch.exp(dt * weights.a)[:, :, None, None]
-        self.ssm[:n] = decay * self.ssm[:n] + (dt[:, :, None] * v)[..., None] * b[:, None, None, :]
-        y: Tensor = torch.einsum("nhds,ns->nhd", self.ssm[:n], c) + weights.d[:, None] * v
-        return y
+    @classmethod
+    def of(cls, starts: list[int]) -> Schedule:
+        """The schedule of rows whose tokens are [starts[r], starts[r + 1])."""
+        rows = sorted(range(len(starts) - 1), key=lambda row: starts[row] - starts[row + 1])
+        longest = starts[rows[0] + 1] - starts[rows[0]] if rows else 0
+        tokens: list[int] = []
+        columns = []
+        for i in range(longest):
+            begun = len(tokens)
+            tokens += [starts[row] + i for row in rows if starts[row] + i < starts[row + 1]]
+            columns.append(slice(begun, len(tokens)))
+        return cls(rows, tokens, columns)
 
 
 def step(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
-    """See `interface.StateOps.state_step`. Results do not depend on how a row's tokens are cut into launches."""
+    """See `interface.StateOps.state_step`."""
     sums = torch.float64 if inputs.x.dtype == torch.float64 else torch.float32
-    x, dt, weights = inputs.x.to(sums), inputs.dt.to(sums), in_type(weights, sums)
-    starts, write_block = inputs.query_start.tolist(), inputs.write_block.tolist()
-    rows = longest_first(starts)
-    state = initial(pages, inputs.read_block[torch.tensor(rows, dtype=torch.int64)], sums)
-    y = x.new_empty((x.shape[0], *state.ssm.shape[1:3]))
-    for tokens in columns(rows, starts):
-        at = torch.tensor(tokens, device=x.device)
-        y[at] = state.advance(x[at], dt[at], weights)
-        keep(pages, state, [write_block[token] for token in tokens])
-    return y.to(inputs.x.dtype)
+    heads, head_size, state_size = pages.ssm.shape[1:]
+    schedule = Schedule.of(inputs.query_start.tolist())
+    blocks = inputs.read_block.long()
+    order = index(schedule.tokens, blocks)
+    history = histories(initial(pages.conv, blocks, sums), inputs, sums)[order]
+    u = silu((history * weights.conv_weight.to(sums).T).sum(1) + weights.conv_bias.to(sums))
+    v = u[:, : heads * head_size].reshape(-1, heads, head_size)
+    b, c = u[:, None, None, -2 * state_size : -state_size], u[:, None, -state_size:, None]
+    dt = inputs.dt[order].to(sums)
+    decay, dt_v = torch.exp(dt * weights.a.to(sums))[..., None, None], (dt[..., None] * v)[..., None]
+    state = initial(pages.ssm, blocks[index(schedule.rows, blocks)], sums)
+    kept = inputs.write_block[order].tolist()
+    y = weights.d.to(sums)[:, None] * v
+    for column in schedule.columns:
+        running = state[: column.stop - column.start]
+        running.mul_(decay[column]).addcmul_(dt_v[column], b[column])
+        y[column] += (running @ c[column])[..., 0]
+        if any(kept[column]):
+            keep(pages, running, history[column, 1:], kept[column])
+    out = torch.empty_like(y, dtype=inputs.x.dtype)
+    out[order] = y.to(out.dtype)
+    return out
 
 
-def in_type(weights: StateWeights, dtype: torch.dtype) -> StateWeights:
-    """The parameters in another type."""
-    return StateWeights(
-        weights.conv_weight.to(dtype), weights.conv_bias.to(dtype), weights.a.to(dtype), weights.d.to(dtype)
-    )
+def index(values: list[int], like: Tensor) -> Tensor:
+    """An index on the device of `like`."""
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
-def longest_first(starts: list[int]) -> list[int]:
-    """Rows by falling number of tokens, so that the rows that still run are always the first."""
-    return sorted(range(len(starts) - 1), key=lambda row: starts[row] - starts[row + 1])
+def initial(states: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copies of the states in the blocks, 0 for block 0: what the rows start from."""
+    found = (blocks != 0).reshape(-1, *[1] * (states.dim() - 1))
+    return torch.where(found, states[blocks].to(dtype), 0)
 
 
-def columns(rows: list[int], starts: list[int]) -> Iterator[list[int]]:
-    """The first token of each row that has one, the second ones, ..."""
-    index = 0
-    while tokens := [starts[row] + index for row in rows if starts[row] + index < starts[row + 1]]:
-        yield tokens
-        index += 1
+def histories(last: Tensor, inputs: StateInputs, dtype: torch.dtype) -> Tensor:
+    """Inputs of the convolution [tokens, width, channels]: each token after those before it, in its row or before it.
+
+        known:  [row 0: w - 1 inputs before it][row 1: ...] ... [the launch's tokens]
+    """
+    rows, channels, before = last.shape
+    start = inputs.query_start.long()
+    row = torch.repeat_interleave(torch.arange(rows, device=last.device), start.diff(), output_size=len(inputs.x))
+    token = torch.arange(len(inputs.x), device=last.device)
+    # Where each input is, counted from the row's first token; below 0 it is in the state.
+    offset = (token - start[row])[:, None] + torch.arange(-before, 1, device=last.device)
+    in_state = row[:, None] * before + offset + before
+    in_launch = rows * before + start[row][:, None] + offset
+    known = torch.cat([last.transpose(1, 2).reshape(-1, channels), inputs.x.to(dtype)])
+    return known[torch.where(offset < 0, in_state, in_launch)]
 
 
-def initial(pages: StatePages, read_block: Tensor, dtype: torch.dtype) -> State:
-    """Copies of the states that the rows start from: all reads are done here."""
-    found = read_block.long()
-    last = torch.where((found != 0)[:, None, None], pages.conv[found].to(dtype), 0)
-    return State(last, torch.where((found != 0)[:, None, None, None], pages.ssm[found].to(dtype), 0))
-
-
-def keep(pages: StatePages, state: State, blocks: list[int]) -> None:
-    """Write the states of the first rows into their blocks, but for block 0."""
-    kept = [row for row, block in enumerate(blocks) if block]
-    if not kept:
-        return
-    rows, targets = torch.tensor([kept, [blocks[row] for row in kept]], device=pages.ssm.device)
-    pages.conv[targets] = state.last[rows].to(pages.conv.dtype)
-    pages.ssm[targets] = state.ssm[rows].to(pages.ssm.dtype)
+def keep(pages: StatePages, state: Tensor, last: Tensor, targets: list[int]) -> None:
+    """Write states [rows, ...] and last inputs [rows, width - 1, channels] into their blocks, but for block 0."""
+    rows = index([row for row, block in enumerate(targets) if block], state)
+    blocks = index([block for block in targets if block], state)
+    pages.conv[blocks] = last[rows].transpose(1, 2).to(pages.conv.dtype)
+    pages.ssm[blocks] = state[rows].to(pages.ssm.dtype)

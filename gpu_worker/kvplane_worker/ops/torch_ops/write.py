@@ -26,7 +26,7 @@ def write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
 
 
 def quantized(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values [tokens, heads, size] / scale in an 8-bit type, saturated: torch's own conversion makes NaN beyond it."""
+    """Values [tokens, heads, size] / scale in an 8-bit type, saturated; without the clamp, older torch makes NaN."""
     largest = torch.finfo(dtype).max
     exact = values.double() if values.dtype == torch.float64 else values.float()
     return (exact / scale[:, None]).clamp(-largest, largest).to(dtype)
