@@ -40,6 +40,12 @@ def default_run_dir(replica: str, rank: int) -> Path:
     return Path(home) / f"kvplane-{os.getuid()}" / f"{name}-{rank}"
 
 
+def shared_prefix(path: Path) -> str:
+    """What the names of the shared memory of a directory's worker begin with."""
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    return f"kvplane-{os.getuid()}-{name}-"
+
+
 class RunDir:
     """The directory of a living worker.
 
@@ -86,7 +92,7 @@ class RunDir:
 
     def shared_path(self, name: str) -> Path:
         """Name for a file of shared memory that belongs to this directory."""
-        return SHM_FOLDER / f"{self._shared_prefix}{secrets.token_hex(8)}-{name}"
+        return SHM_FOLDER / f"{shared_prefix(self.path)}{secrets.token_hex(8)}-{name}"
 
     def write_state(self, worker_id: int) -> None:
         """Say who holds the directory."""
@@ -98,16 +104,11 @@ class RunDir:
         (self.path / STATE).unlink(missing_ok=True)
         os.close(self._lock)
 
-    @property
-    def _shared_prefix(self) -> str:
-        name = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
-        return f"kvplane-{os.getuid()}-{name}-"
-
     def _remove_leftovers(self) -> None:
         """Of this worker, or of one that died: who holds the lock knows that nobody serves them."""
         for name in (SOCKET, TOKEN):
             (self.path / name).unlink(missing_ok=True)
-        for left in SHM_FOLDER.glob(f"{self._shared_prefix}*"):
+        for left in SHM_FOLDER.glob(f"{shared_prefix(self.path)}*"):
             left.unlink(missing_ok=True)
 
     def _read_state(self) -> LastWorker | None:

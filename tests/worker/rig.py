@@ -21,7 +21,7 @@ from kvplane.v1 import plan_pb2
 from kvplane_service.config import Config
 from kvplane_worker.memory.shared import SHM_FOLDER
 from kvplane_worker.process import WorkerOptions
-from kvplane_worker.rundir import LOCK, RunDir
+from kvplane_worker.rundir import LOCK, RunDir, shared_prefix
 from tests.core.planner_layers import full, named, window
 from tests.service.rig import Service, running
 from tests.worker import children
@@ -120,6 +120,11 @@ class World:
     def shown(self, name: str = "r") -> list[plan_pb2.WorkerInfo]:
         return list(self.service.describe(name).workers)
 
+    def shared_files(self) -> set[str]:
+        """Shared memory of this world's workers, living or dead."""
+        prefixes = [shared_prefix(path) for path in self.folder.iterdir()]
+        return {file.name for prefix in prefixes for file in SHM_FOLDER.glob(f"{prefix}*")}
+
     def end(self) -> None:
         for child in self.children:
             if not child.ended:
@@ -138,11 +143,6 @@ def world(folder: Path, **config: Any) -> Iterator[World]:
             yield it
         finally:
             it.end()
-
-
-def shared_files() -> set[str]:
-    """Our files of shared memory."""
-    return {path.name for path in SHM_FOLDER.glob(f"kvplane-{os.getuid()}-*")}
 
 
 def open_files() -> int:

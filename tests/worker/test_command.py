@@ -6,11 +6,10 @@ import signal
 
 from kvplane_worker.attach import attach
 from tests.cli.processes import LIMIT_S, run_kvplane, running
-from tests.worker.rig import World, shared_files
+from tests.worker.rig import World
 
 
 def test_a_worker_by_command(here: World):
-    before = shared_files()
     run_dir = here.folder / "by hand"
     where = ("--service", here.service.address, "--replica", "r", "--run-dir", run_dir)
     with running("worker", *where, "--grace-s", "0") as process:
@@ -19,7 +18,7 @@ def test_a_worker_by_command(here: World):
         attach(run_dir).close()
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0
-    assert shared_files() == before
+    assert here.shared_files() == set()
 
 
 def test_a_refusal_is_one_line(here: World):

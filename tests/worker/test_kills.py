@@ -8,7 +8,7 @@ from kvplane.v1 import plan_pb2
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker.attach import WorkerClient, run_dir_of
 from tests.service.rig import until
-from tests.worker.rig import World, open_files, shared_files
+from tests.worker.rig import World, open_files
 
 KILLS = 25  # of each side
 
@@ -38,13 +38,13 @@ def test_engines_that_are_killed_leave_nothing(here: World):
 
     life()
     assert attached_pid(address) == 0
-    before = shared_files(), open_files(), descriptors_of(worker.pid), len(here.shown())
+    before = here.shared_files(), open_files(), descriptors_of(worker.pid), len(here.shown())
     epochs = [life() for _ in range(KILLS)]
     assert attached_pid(address) == 0
     assert [epoch for epoch, _ in epochs] == list(range(3, 3 + KILLS))
     assert all(kept for _, kept in epochs)
     until(lambda: here.service.state() == "LAPSED")  # the lease of the last engine went with its stream
-    assert (shared_files(), len(here.shown())) == (before[0], before[3])
+    assert (here.shared_files(), len(here.shown())) == (before[0], before[3])
     until(lambda: open_files() <= before[1])
     until(lambda: descriptors_of(worker.pid) <= before[2])
 
@@ -62,17 +62,17 @@ def test_workers_that_are_killed_leave_nothing(here: World):
         engine.kill()
         return info
 
-    already = shared_files()
+    assert here.shared_files() == set()
     life()
-    before = shared_files() - already, open_files()
+    before = here.shared_files(), open_files()
     incarnations = {life().incarnation for _ in range(KILLS)}
     assert len(incarnations) == KILLS
     worker, _ = here.worker()
     # What the last one left was removed by this one: as many files, none of them the same.
-    assert len(shared_files() - already) == len(before[0]) == 3
-    assert not shared_files() & before[0]
+    assert len(here.shared_files()) == len(before[0]) == 3
+    assert not here.shared_files() & before[0]
     assert [info.pid for info in here.shown()] == [worker.pid]
     worker.terminate()
     assert worker.wait() == 0
-    assert shared_files() == already
+    assert here.shared_files() == set()
     until(lambda: open_files() <= before[1])

@@ -25,7 +25,7 @@ from kvplane_worker.attach import WorkerClient, attach, run_dir_of
 from kvplane_worker.process import WorkerProcess
 from tests.core.planner_layers import full, named
 from tests.service.rig import SPEC, until
-from tests.worker.rig import BLOCKS, World, refusal, shared_files, world
+from tests.worker.rig import BLOCKS, World, refusal, world
 
 READY = plan_pb2.WORKER_STATE_READY
 
@@ -52,12 +52,11 @@ def test_a_worker_is_shown_and_shows_itself(here: World):
 
 
 def test_a_worker_that_is_told_to_leave_leaves_nothing(here: World):
-    before = shared_files()
     child, address = here.worker()
-    assert len(shared_files() - before) == 3
+    assert len(here.shared_files()) == 3
     child.terminate()
     assert child.wait() == 0
-    assert shared_files() == before
+    assert here.shared_files() == set()
     assert here.shown() == []
     assert {path.name for path in run_dir_of(address).iterdir()} == {"lock"}
     assert isinstance(refusal(attach, address), NotFound)
@@ -98,12 +97,11 @@ def test_a_rank_has_one_worker_whatever_its_directory(here: World):
 
 def test_what_cannot_be_a_worker_is_refused_by_name(here: World):
     here.service.register("explicit", SPEC)
-    before = shared_files()
     assert isinstance(here.refused_worker(replica="explicit"), NoPlan)
     assert isinstance(here.refused_worker(replica="nobody"), NotFound)
     wrong = here.refused_worker(rank=1)
     assert (type(wrong), wrong.field) == (InvalidArgument, "worker.rank")
-    assert shared_files() == before
+    assert here.shared_files() == set()
     assert here.shown() == []
 
 
@@ -117,7 +115,6 @@ def test_a_device_that_is_not_there_is_refused(here: World, device):
 def test_too_little_memory_says_how_much_would_fit(here: World):
     wide = full(num_kv_heads=64, head_size=1 << 15)
     here.register("large", layers=named(f=(16, wide)), num_blocks=1 << 12)
-    before = shared_files()
     error = here.refused_worker(replica="large")
     assert isinstance(error, OutOfMemory)
     asked, free, fits = (int(error.metadata[name]) for name in ("asked", "free", "num_blocks"))
@@ -125,7 +122,7 @@ def test_too_little_memory_says_how_much_would_fit(here: World):
     assert asked >= (1 << 12) * per_block > free
     assert fits * per_block < free < (fits + 2) * (per_block + 8) + per_block
     assert f"at most {fits} blocks" in str(error)
-    assert shared_files() == before
+    assert here.shared_files() == set()
     assert here.shown("large") == []
 
 
@@ -138,12 +135,11 @@ def test_a_directory_that_others_can_enter_is_refused(here: World):
 
 
 def test_token_and_memory_are_the_users_alone(here: World):
-    before = shared_files()
     _, address = here.worker()
     run_dir = run_dir_of(address)
     assert run_dir.stat().st_mode & 0o777 == 0o700
     assert (run_dir / "token").stat().st_mode & 0o777 == 0o600
-    for name in shared_files() - before:
+    for name in here.shared_files():
         assert os.stat(f"/dev/shm/{name}").st_mode & 0o777 == 0o600
 
 
