@@ -39,6 +39,8 @@ class Config(BaseModel):
     """Largest message that the service accepts."""
     max_rows_per_step: Count = 4096
     """Rows of one step, all its parts together."""
+    max_tokens_per_message: Count = 1 << 20
+    """Token ids that one message of a session may bring; the event loop hashes them, 0.4 s for so many."""
     max_steps_in_flight: Annotated[int, Field(ge=1, le=1024)] = 4
     """Steps of a session that are not known to be executed; so many answers are kept for a client that asks
     again.
@@ -61,8 +63,12 @@ class Config(BaseModel):
     """A worker that is silent for longer is forgotten."""
     op_window: Count = 4096
     """Answers of unary calls with an op_id that a replica keeps for repeats."""
+    op_window_bytes: Count = 64 << 20
+    """Bytes that these answers may take; the oldest go first."""
     events_resume: Count = 4096
     """Event batches that a replica keeps; a subscriber that falls further behind is ended."""
+    events_resume_bytes: Count = 256 << 20
+    """Bytes that these batches may take, about; the oldest go first."""
     max_subscribers: Count = 64
     """Event subscribers of a replica."""
     decision_log_steps: Count = 4096

@@ -18,6 +18,8 @@ from kvplane.base.step import CacheEvent, EventKind
 
 Wake = Callable[[], None]
 _Key = tuple[int, str, bytes, int]
+_EVENT_BYTES = 400  # what an event takes in memory, about
+_HASH_BYTES = 160  # what each of its hashes takes: a digest, a block, a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,11 @@ class Batch:
     gap: bool = False
     withdrawn: bool = False
     restored: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory, about."""
+        return _EVENT_BYTES + sum(_EVENT_BYTES + len(event.hashes) * _HASH_BYTES for event in self.events)
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +130,6 @@ class PublicationHold:
             stored.gone.add(at)
         return bool(found)
 
-
     def _moved(self, removed: CacheEvent) -> list[tuple[_Stored, int]]:
         """A state's key moves to a copy of its page without a word: it is held under the block that it was told for."""
         for group, domain, digest, _ in _keys(removed):
@@ -139,10 +145,13 @@ def _keys(event: CacheEvent) -> list[_Key]:
 
 
 class EventLog:
-    """The last batches of a replica, and who follows them."""
+    """The last batches of a replica, bounded by number and bytes, and who follows them."""
 
-    def __init__(self, capacity: int, max_subscribers: int) -> None:
-        self._batches: deque[Batch] = deque(maxlen=capacity)
+    def __init__(self, capacity: int, max_bytes: int, max_subscribers: int) -> None:
+        self._batches: deque[Batch] = deque()
+        self._capacity = capacity
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._max_subscribers = max_subscribers
         self._subscribers: set[Subscription] = set()
         self._last_seq = 0
@@ -238,12 +247,17 @@ class EventLog:
         return Batch(after_seq, self._epoch)
 
     def _append(self, batch: Batch) -> None:
-        if len(self._batches) == self._batches.maxlen:
-            oldest = self._batches[0]
-            self._withdrawn_before = oldest.withdrawn or (self._withdrawn_before and not oldest.restored)
         self._batches.append(batch)
+        self._num_bytes += batch.num_bytes
+        while len(self._batches) > self._capacity or (self._num_bytes > self._max_bytes and len(self._batches) > 1):
+            self._drop_oldest()
         self._last_seq = batch.seq
         self._wake()
+
+    def _drop_oldest(self) -> None:
+        oldest = self._batches.popleft()
+        self._num_bytes -= oldest.num_bytes
+        self._withdrawn_before = oldest.withdrawn or (self._withdrawn_before and not oldest.restored)
 
     def _wake(self) -> None:
         for subscription in self._subscribers:
@@ -269,7 +283,7 @@ class Subscription:
         if self._seq < self._log.oldest_resumable:
             raise LimitExceeded(
                 f"batch {self._seq + 1} is no longer kept: the subscriber is too slow",
-                remedy=f"subscribe again with after_seq = {self._seq}, or raise events_resume",
+                remedy=f"subscribe again with after_seq = {self._seq}, or raise events_resume and events_resume_bytes",
                 metadata={"after_seq": str(self._seq)},
             )
         batches = self._opening + self._log.after(self._seq)

@@ -94,7 +94,7 @@ class ReplicaHost:
         self.name = name
         self.replica = replica
         self.scheme = HashScheme.of(replica.spec)
-        self.events = EventLog(config.events_resume, config.max_subscribers)
+        self.events = EventLog(config.events_resume, config.events_resume_bytes, config.max_subscribers)
         self.decisions = DecisionLog(config.decision_log_steps, config.decision_log_entries)
         self.tally = Tally()
         self.decisions.follow(self.tally.add)
@@ -108,6 +108,7 @@ class ReplicaHost:
         self._left = False  # ... and has closed: the engine is gone, the epoch has ended
         self._kept_keys = 0
         self._in_core = False
+        self._retired: KvplaneError | None = None  # why nothing more is done here
         self._owner_epoch = 0  # that the memory names
 
     # ---- what others see; touches nothing
@@ -289,7 +290,8 @@ class ReplicaHost:
     # ---- the end
 
     def retire(self, reason: KvplaneError) -> None:
-        """The replica is removed: tell its session and its subscribers."""
+        """The replica is removed: tell its session and its subscribers, and refuse who still holds this host."""
+        self._retired = reason
         session, self._session = self._session, None
         self.events.close(reason)
         if session is not None and not session.broken:
@@ -370,7 +372,18 @@ class ReplicaHost:
                 field="parts",
                 remedy=f"send at most {self._config.max_rows_per_step} rows a step",
             )
+        self._check_tokens(step)
         return rows
+
+    def _check_tokens(self, step: Step) -> None:
+        """Tokens of a session are hashed while everyone else waits, so there are not many at once."""
+        num_tokens = sum(len(part.facts.tokens) + len(part.news.tokens) for part in step.parts)
+        if num_tokens > self._config.max_tokens_per_message:
+            raise LimitExceeded(
+                f"{num_tokens} token ids in one message",
+                field="parts",
+                remedy=f"send hashes, or at most {self._config.max_tokens_per_message} tokens at once",
+            )
 
     def _apply(self, step: Step) -> StepResult:
         """Let the core apply a step and publish what may be seen.
@@ -404,6 +417,8 @@ class ReplicaHost:
         order.advance(step, 0)
 
     def _check_sound(self) -> None:
+        if self._retired is not None:
+            raise self._retired
         if self._in_core:
             raise InternalError(f"{self.name} broke in an earlier step", remedy="deregister it and register it anew")
 

@@ -10,10 +10,15 @@ MAX_OP_ID_CHARS = 128
 
 
 class OpWindow:
-    """The answers of the last `size` calls that had an op_id."""
+    """The answers of the last `size` calls that had an op_id, fewer when they take more than `max_bytes`.
 
-    def __init__(self, size: int) -> None:
+    The newest is always kept: a client that repeats its last call gets its answer, however long.
+    """
+
+    def __init__(self, size: int, max_bytes: int) -> None:
         self._size = size
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._answers: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
 
     def find(self, op_id: str, fingerprint: bytes) -> bytes | None:
@@ -40,11 +45,15 @@ class OpWindow:
 
     def keep(self, op_id: str, fingerprint: bytes, answer: bytes) -> None:
         """Keep an answer, in place of the oldest when the window is full; nothing for an empty op_id."""
-        if op_id:
-            self._answers[op_id] = (fingerprint, answer)
-            if len(self._answers) > self._size:
-                self._answers.popitem(last=False)
+        if not op_id:
+            return
+        self._answers[op_id] = (fingerprint, answer)
+        self._num_bytes += len(answer)
+        while len(self._answers) > self._size or (self._num_bytes > self._max_bytes and len(self._answers) > 1):
+            _, (_, oldest) = self._answers.popitem(last=False)
+            self._num_bytes -= len(oldest)
 
     def clear(self) -> None:
         """Forget all answers: a new engine life has begun and they hold no longer."""
         self._answers.clear()
+        self._num_bytes = 0

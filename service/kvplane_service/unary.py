@@ -182,7 +182,7 @@ class UnaryCalls:
         self._config = config
         self._epoch = host.epoch
         self._book = RequestBook(config.max_requests)
-        self._ops = OpWindow(config.op_window)
+        self._ops = OpWindow(config.op_window, config.op_window_bytes)
 
     @property
     def ops(self) -> OpWindow:

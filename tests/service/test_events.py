@@ -124,7 +124,7 @@ def numbers(batches) -> list[int]:
 class TestEventLog:
     @pytest.fixture
     def log(self):
-        return EventLog(capacity=4, max_subscribers=2)
+        return EventLog(capacity=4, max_bytes=1 << 20, max_subscribers=2)
 
     def fill(self, log, count):
         for block in range(count):
@@ -142,6 +142,19 @@ class TestEventLog:
         self.fill(log, 3)
         assert numbers(log.subscribe(1, nothing).take()) == [2, 3]
         assert numbers(log.subscribe(0, nothing).take()) == [1, 2, 3]
+
+    def test_batches_of_many_hashes_leave_sooner_and_the_newest_stays(self):
+        log = EventLog(capacity=100, max_bytes=20_000, max_subscribers=9)
+        slow = log.subscribe(0, nothing)
+        for _ in range(3):
+            log.publish(1, [stored(*range(50))])
+        assert log.oldest_resumable == 1, "each takes about 9 KB"
+        with pytest.raises(LimitExceeded, match="too slow"):
+            slow.take()
+        log.publish(1, [stored(*range(500))])
+        assert numbers(log.subscribe(3, nothing).take()) == [4]
+        self.fill(log, 3)
+        assert numbers(log.subscribe(4, nothing).take()) == [5, 6, 7]
 
     def test_from_now_on_shows_nothing_old(self, log):
         self.fill(log, 3)

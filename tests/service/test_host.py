@@ -199,6 +199,18 @@ class TestSteps:
         assert engine.step(executed_through=1).published_through == 1
 
 
+class TestTokens:
+    def test_many_at_once_are_refused_because_hashing_them_takes_long(self):
+        world = HostWorld(Config(max_tokens_per_message=40))
+        engine = world.open()
+        many = [part_of(NewsRow(slot, range(20))) for slot in range(3)]
+        with world.refuses(LimitExceeded, "60 token ids in one message", "parts"):
+            engine.step(*many)
+        engine.step(*many[:2])
+        with world.refuses(LimitExceeded, "41 token ids"):
+            engine.step(part_of(FactRow(0, tokens=range(41))))
+
+
 class TestLease:
     def test_a_silent_session_lapses_and_any_message_brings_it_back(self, world):
         engine = world.open()
@@ -376,6 +388,21 @@ class TestClosing:
         assert engine.told == [gone]
         with pytest.raises(NotFound):
             subscription.take()
+
+    def test_who_still_holds_a_removed_replica_is_refused_by_name(self, world):
+        engine = world.open()
+        world.host.retire(NotFound("r was deregistered"))
+        acts = (
+            engine.step,
+            world.open,
+            world.host.check_readable,
+            lambda: world.host.heartbeat(engine.nonce),
+            lambda: world.host.close(engine.nonce),
+            lambda: world.host.apply_unary(UnaryStep(), [Part()]),
+        )
+        for act in acts:
+            with world.refuses(NotFound, "r was deregistered"):
+                act()
 
 
 class TestUnaryWriters:
