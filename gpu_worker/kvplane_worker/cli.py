@@ -22,6 +22,7 @@ def command(
     ] = None,
     staging_mib: Annotated[int, typer.Option(help="Host buffer for pages on their way, in MiB.")] = 16,
     grace_s: Annotated[float, typer.Option(help="After SIGTERM, an attached engine has so long to exit.")] = 20.0,
+    backend: Annotated[str, typer.Option(help="Of the operations on pages; auto: the best that fits.")] = "auto",
 ) -> None:
     """Hold the pages of one rank until SIGTERM or Ctrl-C; a second signal does not wait for the engine."""
     import logging
@@ -30,7 +31,7 @@ def command(
     from kvplane_worker.process import WorkerOptions, run
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run(WorkerOptions(service, replica, rank, device, run_dir, staging_mib << 20, grace_s), _tell_address)
+    run(WorkerOptions(service, replica, rank, device, run_dir, staging_mib << 20, grace_s, backend), _tell_address)
 
 
 def _require_torch() -> None:

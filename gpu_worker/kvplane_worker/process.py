@@ -18,9 +18,9 @@ from kvplane.channel import open_channel
 from kvplane.workers import WorkersClient
 from kvplane_worker.holdings import Holdings
 from kvplane_worker.memory import check_device
-from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.ops.select import AUTO, choose
 from kvplane_worker.rundir import RunDir, default_run_dir
-from kvplane_worker.server import Backend, Post, WorkerServer, WorkerServicer
+from kvplane_worker.server import Post, WorkerServer, WorkerServicer
 
 RENEWALS_PER_LEASE = 3
 LOOK_S = 0.05  # how often a leaving worker looks whether the engine has exited
@@ -41,6 +41,7 @@ class WorkerOptions:
         run_dir: its directory; None = the default one of the rank.
         staging_bytes: of the staging buffer, at least one block.
         grace_s: after SIGTERM, an attached engine has so long to exit.
+        backend: of the operations on pages, by name; "auto" = the best that fits the device.
     """
 
     service: str
@@ -50,6 +51,7 @@ class WorkerOptions:
     run_dir: Path | None = None
     staging_bytes: int = 16 << 20
     grace_s: float = 20.0
+    backend: str = AUTO
 
 
 class WorkerProcess:
@@ -59,11 +61,13 @@ class WorkerProcess:
         """Take the directory of the rank.
 
         Raises:
-            InvalidArgument: the device is not there.
+            InvalidArgument: the device is not there, no backend has this name.
+            FailedPrecondition: the backend asked for cannot work on the device.
             WorkerExists: a worker of this rank lives on this host.
             PermissionDenied: the directory is another user's.
         """
         check_device(options.device)
+        self._backend = choose(options.device, options.backend)
         self._options = options
         self._place = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
         self._service = WorkersClient(open_channel(options.service))
@@ -91,8 +95,7 @@ class WorkerProcess:
         place.write_state(self._info.worker_id)
         assignment = self._service.register_worker(options.replica, self._info)
         holdings = Holdings.allocate(assignment.plan, options.device, place, options.staging_bytes)
-        ops = TorchOps()
-        self._post = Post(options.replica, self._info, place.token, holdings, Backend(ops, ops.name))
+        self._post = Post(options.replica, self._info, place.token, holdings, self._backend)
         self._tell(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=assignment.plan.digest())
         self._servicer = WorkerServicer(self._post)
         self._server = WorkerServer(self._servicer, place.address)

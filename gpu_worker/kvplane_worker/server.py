@@ -19,28 +19,13 @@ from kvplane_worker import wire
 from kvplane_worker.grpc_server import service_handler
 from kvplane_worker.holdings import Holdings
 from kvplane_worker.memory import free_bytes
-from kvplane_worker.ops.interface import PageOps
+from kvplane_worker.ops.select import Choice
 from kvplane_worker.transfers import checksum, transfer
 from kvplane_worker.writer import ProcessName, Writer
 
 MAX_MESSAGE_BYTES = 32 << 20
 MAX_THREADS = 4
 _WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """What moves pages.
-
-    Attributes:
-        ops: the operations.
-        name: shown by Describe.
-        reasons: why it was chosen, and others were not.
-    """
-
-    ops: PageOps
-    name: str
-    reasons: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -57,7 +42,7 @@ class Post:
     info: WorkerInfo
     token: str
     holdings: Holdings
-    backend: Backend
+    backend: Choice
 
 
 class WorkerServicer:
@@ -98,7 +83,7 @@ class WorkerServicer:
             executed_seq=stamps.executed,
             size_bytes=post.holdings.buffers.memory.numel(),
             free_bytes=free_bytes(post.info.device),
-            backend=post.backend.name,
+            backend=post.backend.ops.name,
             backend_reasons=post.backend.reasons,
             attached_pid=self.attached_pid,
             staging_rows=[post.holdings.rows(group) for group in groups],
