@@ -138,6 +138,10 @@ class ReplicaHost:
             return None
         return 0 if session.broken else max(0, session.deadline_ns - self._clock())
 
+    def age_ns(self, at_ns: int) -> int:
+        """How long ago that was, by the clock of decisions."""
+        return max(0, self._clock() - at_ns)
+
     def check_readable(self) -> None:
         """Raise when nothing can be promised about the replica's pages."""
         self._check_sound()

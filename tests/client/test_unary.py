@@ -32,6 +32,7 @@ from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, part_of
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.unary import Client, connect
+from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from tests.client.mini_engine import HYBRID, spec_of
 from tests.client.worlds import GrpcWorld
@@ -399,3 +400,11 @@ def test_a_closed_client_says_so(world, name):
     with pytest.raises(FailedPrecondition, match="closed"):
         session.apply(part_of())
     session.close()
+
+
+def test_a_prompt_and_a_request_are_explained(world, name):
+    with closing(Client(open_channel(world.service.address))) as client:
+        client.allocate_slots(name, Allocate("explained", PROMPT))
+        by_name = client.explain(name, "explained")
+        assert admin_pb2.MissCause.Name(by_name.cause) == "MISS_CAUSE_NEVER_CACHED"
+        assert client.explain(name, PROMPT).num_tokens == by_name.num_tokens

@@ -117,6 +117,13 @@ def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
     return Call(f"/{ADMIN}/Snapshot", request, admin_pb2.SnapshotResponse)
 
 
+def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse]:
+    """Why content, or a request by its name, hits so much and not more."""
+    content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
+    request = build(admin_pb2.ExplainRequest, "request", {"replica": replica, **content})
+    return Call(f"/{ADMIN}/Explain", request, admin_pb2.ExplainResponse)
+
+
 def subscription(replica: str, after_seq: int | None) -> events_pb2.SubscribeRequest:
     """What is sent to subscribe to events."""
     return build(events_pb2.SubscribeRequest, "request", {"replica": replica, "after_seq": after_seq})

@@ -183,6 +183,10 @@ class Client:
         """The allocator's state after a check of its invariants; only digest and counts with `summary`."""
         return self._do(calls.snapshot(replica, summary))
 
+    def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
+        """Why content would hit so much now, or why a request by its name did, and not more."""
+        return self._do(calls.explain(replica, what))
+
     def subscribe(self, replica: str, after_seq: int | None = None) -> Iterator[EventBatch]:
         """Batches of published events, without end.
 

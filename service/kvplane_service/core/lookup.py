@@ -52,7 +52,7 @@ class PrefixLookup:
         empty: tuple[list[int], ...] = tuple([] for _ in self._managers)
         if not self._spec.enable_caching or max_tokens <= 0 or not self._classes:
             return Hit(0, 0, empty)
-        search = _Search(self, digests, domain, horizon)
+        search = Search(self, digests, domain, horizon)
         if len(self._managers) == 1:
             only = self._classes[0]
             rows, length = only.manager.find(search.query(only, max_tokens, only.drops))
@@ -77,7 +77,7 @@ class PrefixLookup:
         return one.manager.block_size
 
 
-class _Search:
+class Search:
     """One run of the fixed point."""
 
     def __init__(self, lookup: PrefixLookup, digests: Sequence[bytes], domain: str, horizon: int) -> None:
@@ -102,7 +102,7 @@ class _Search:
         while True:
             length = candidate
             for number, one in enumerate(classes):
-                length = self._ask(number, one, length)
+                length = self.ask(number, one, length)
             if length >= candidate:
                 break
             candidate = length
@@ -110,7 +110,7 @@ class _Search:
                 break
         return self._hit(min(candidate, length))
 
-    def _ask(self, number: int, one: LookupClass, length: int) -> int:
+    def ask(self, number: int, one: LookupClass, length: int) -> int:
         """The candidate length after this class."""
         if one.manager.downward_closed and number in self._lengths:
             return min(length, self._lengths[number])  # looked up once, later only trimmed

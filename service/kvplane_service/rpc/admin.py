@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from google.protobuf.message import Message
 
-from kvplane.base.errors import InternalError
+from kvplane import wire
+from kvplane.base.errors import InternalError, InvalidArgument
+from kvplane.base.hashing import split_hashes
+from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
+from kvplane_service.contents import ContentHasher, hash_tokens
 from kvplane_service.core.inspect import take_snapshot
+from kvplane_service.explaining import Prompt, explain_prompt, explain_request
+from kvplane_service.host import ReplicaHost
 from kvplane_service.registry import Registry
-from kvplane_service.rpc.encode import encode_snapshot
+from kvplane_service.rpc import decode
+from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
 
 
 class AdminServicer:
     """Looks inside replicas."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, hasher: ContentHasher) -> None:
         self._registry = registry
+        self._hasher = hasher
 
     async def Snapshot(self, request: pb.SnapshotRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract. Works on the event loop, since the state must not change meanwhile."""
@@ -28,3 +36,31 @@ class AdminServicer:
                 remedy="report it, with the replica's log",
             ) from error
         return encode_snapshot(snapshot, request.summary)
+
+    async def Explain(self, request: pb.ExplainRequest, _: bytes) -> Message:  # noqa: N802
+        """See the contract. The log is read in a thread."""
+        host = self._registry.get(request.replica).host
+        kind = request.WhichOneof("what")
+        if kind is None:
+            raise InvalidArgument("nothing to explain", field="what", remedy="give content or request_id")
+        if kind == "request_id":
+            return encode_explanation(host, await explain_request(host, request.request_id))
+        host.check_readable()
+        prompt = await self._prompt(host, request)
+        host.check_readable()
+        return encode_explanation(host, await explain_prompt(host, prompt))
+
+    async def _prompt(self, host: ReplicaHost, request: pb.ExplainRequest) -> Prompt:
+        content = await decode.decode_content(request.content, host, self._hasher)
+        scheme, tokens = host.scheme, request.content.token_ids
+
+        def hash_with(keys: ExtraKeys) -> list[bytes]:
+            return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
+
+        return Prompt(
+            digests=host.replica.digests_of(decode.as_probe(content)),
+            num_tokens=content.num_tokens,
+            domain=content.domain,
+            extra_keys=wire.decode_extra_keys(request.content.extra_keys),
+            hash_with=hash_with if tokens else None,
+        )

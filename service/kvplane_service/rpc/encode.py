@@ -12,6 +12,7 @@ from kvplane_service.core.inspect import Snapshot
 from kvplane_service.core.pool import Residency
 from kvplane_service.core.replica import Replica
 from kvplane_service.events import Batch
+from kvplane_service.explaining import Explanation
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Entry
 from kvplane_service.unary import Allocated, Hashes
@@ -185,3 +186,30 @@ def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResp
             running=request.running,
         )
     return message
+
+
+def encode_explanation(host: ReplicaHost, told: Explanation) -> admin_pb2.ExplainResponse:
+    """Why a hit is not longer."""
+    account, why = told.account, told.why
+    kinds = (group.kind.value for group in host.replica.spec.groups)
+    return admin_pb2.ExplainResponse(
+        num_tokens=told.num_tokens,
+        hit_tokens=account.hit.num_tokens,
+        longest_hit=account.longest,
+        groups=[
+            admin_pb2.GroupHit(group=group, kind=f"GROUP_KIND_{kind.upper()}", hit_tokens=account.alone[group])
+            for group, kind in enumerate(kinds)
+        ],
+        cut_by=account.cut_by,
+        wanted=account.wanted,
+        cause=f"MISS_CAUSE_{why.cause.value.upper()}",
+        start=why.start,
+        end=why.end,
+        by=why.by,
+        epoch=why.epoch,
+        seq=why.seq,
+        age_ms=host.age_ns(why.at_ns) // 1_000_000 if why.at_ns else 0,
+        admit_status=int(told.status),
+        admit_seq=told.seq,
+        log_is_complete=told.is_complete,
+    )

@@ -43,14 +43,15 @@ class RpcServer:
         self._server = grpc.aio.server(options=_options(config), interceptors=interceptors)
         self._streams = SessionStreams(registry)
         self._events = EventsServicer(registry)
-        self._allocation = AllocationServicer(registry, self._streams, ContentHasher(config))
+        hasher = ContentHasher(config)
+        self._allocation = AllocationServicer(registry, self._streams, hasher)
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
         handlers = (
             service_handler(_ALLOCATION, self._allocation),
             service_handler(_EVENTS, self._events),
             service_handler(_WORKERS, WorkersServicer(registry)),
-            service_handler(_ADMIN, AdminServicer(registry)),
+            service_handler(_ADMIN, AdminServicer(registry, hasher)),
         )
         self._server.add_generic_rpc_handlers(handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)

@@ -166,6 +166,10 @@ class Client:
         """The allocator's state after a check of its invariants; only digest and counts with `summary`."""
         return await self._do(calls.snapshot(replica, summary))
 
+    async def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
+        """Why content would hit so much now, or why a request by its name did, and not more."""
+        return await self._do(calls.explain(replica, what))
+
     async def subscribe(self, replica: str, after_seq: int | None = None) -> AsyncIterator[EventBatch]:
         """Batches of published events, without end; see `kvplane.Client.subscribe`."""
         delays = self._retry.delays_s()

@@ -1,10 +1,58 @@
+from kvplane.v1 import allocation_pb2 as _allocation_pb2
+from kvplane.v1 import replica_pb2 as _replica_pb2
 from kvplane.v1 import step_pb2 as _step_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_CAUSE_UNSPECIFIED: _ClassVar[MissCause]
+    MISS_CAUSE_NOTHING: _ClassVar[MissCause]
+    MISS_CAUSE_CACHING_OFF: _ClassVar[MissCause]
+    MISS_CAUSE_NOT_READ: _ClassVar[MissCause]
+    MISS_CAUSE_BELOW_ONE_BLOCK: _ClassVar[MissCause]
+    MISS_CAUSE_EVICTED: _ClassVar[MissCause]
+    MISS_CAUSE_DROPPED: _ClassVar[MissCause]
+    MISS_CAUSE_WITHDRAWN: _ClassVar[MissCause]
+    MISS_CAUSE_UNVERIFIED: _ClassVar[MissCause]
+    MISS_CAUSE_RESET: _ClassVar[MissCause]
+    MISS_CAUSE_TENTATIVE: _ClassVar[MissCause]
+    MISS_CAUSE_WINDOW_NOT_RESIDENT: _ClassVar[MissCause]
+    MISS_CAUSE_NO_STATE_AT_BOUNDARY: _ClassVar[MissCause]
+    MISS_CAUSE_OTHER_DOMAIN: _ClassVar[MissCause]
+    MISS_CAUSE_OTHER_SALT: _ClassVar[MissCause]
+    MISS_CAUSE_OTHER_LORA: _ClassVar[MissCause]
+    MISS_CAUSE_OTHER_MULTIMODAL: _ClassVar[MissCause]
+    MISS_CAUSE_DIFFERS: _ClassVar[MissCause]
+    MISS_CAUSE_NEVER_CACHED: _ClassVar[MissCause]
+    MISS_CAUSE_LAST_BLOCK_DROPPED: _ClassVar[MissCause]
+    MISS_CAUSE_NOT_RECORDED: _ClassVar[MissCause]
+MISS_CAUSE_UNSPECIFIED: MissCause
+MISS_CAUSE_NOTHING: MissCause
+MISS_CAUSE_CACHING_OFF: MissCause
+MISS_CAUSE_NOT_READ: MissCause
+MISS_CAUSE_BELOW_ONE_BLOCK: MissCause
+MISS_CAUSE_EVICTED: MissCause
+MISS_CAUSE_DROPPED: MissCause
+MISS_CAUSE_WITHDRAWN: MissCause
+MISS_CAUSE_UNVERIFIED: MissCause
+MISS_CAUSE_RESET: MissCause
+MISS_CAUSE_TENTATIVE: MissCause
+MISS_CAUSE_WINDOW_NOT_RESIDENT: MissCause
+MISS_CAUSE_NO_STATE_AT_BOUNDARY: MissCause
+MISS_CAUSE_OTHER_DOMAIN: MissCause
+MISS_CAUSE_OTHER_SALT: MissCause
+MISS_CAUSE_OTHER_LORA: MissCause
+MISS_CAUSE_OTHER_MULTIMODAL: MissCause
+MISS_CAUSE_DIFFERS: MissCause
+MISS_CAUSE_NEVER_CACHED: MissCause
+MISS_CAUSE_LAST_BLOCK_DROPPED: MissCause
+MISS_CAUSE_NOT_RECORDED: MissCause
 
 class SnapshotRequest(_message.Message):
     __slots__ = ("replica", "summary")
@@ -77,3 +125,59 @@ class Decision(_message.Message):
     step: _step_pb2.Step
     result: _step_pb2.StepResult
     def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result: _Optional[_Union[_step_pb2.StepResult, _Mapping]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("replica", "content", "request_id")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    content: _allocation_pb2.RequestContent
+    request_id: str
+    def __init__(self, replica: _Optional[str] = ..., content: _Optional[_Union[_allocation_pb2.RequestContent, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
+
+class GroupHit(_message.Message):
+    __slots__ = ("group", "kind", "hit_tokens")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    kind: _replica_pb2.GroupKind
+    hit_tokens: int
+    def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[_replica_pb2.GroupKind, str]] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_HIT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    CUT_BY_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
+    LOG_IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    hit_tokens: int
+    longest_hit: int
+    groups: _containers.RepeatedCompositeFieldContainer[GroupHit]
+    cut_by: _containers.RepeatedScalarFieldContainer[int]
+    wanted: int
+    cause: MissCause
+    start: int
+    end: int
+    by: str
+    epoch: int
+    seq: int
+    age_ms: int
+    admit_status: int
+    admit_seq: int
+    log_is_complete: bool
+    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ...) -> None: ...

@@ -40,6 +40,11 @@ class AdminStub(object):
                 request_serializer=kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvplane.v1.Admin/Explain',
+                request_serializer=kvplane_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -54,6 +59,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Tells why a prompt, or the last attempt to admit a request, hits so much and not more: which group cut the hit, and
+        what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
+        INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -61,6 +75,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Snapshot,
                     request_deserializer=kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_admin__pb2.SnapshotResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvplane_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +110,33 @@ class Admin(object):
             '/kvplane.v1.Admin/Snapshot',
             kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
             kvplane_dot_v1_dot_admin__pb2.SnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.Admin/Explain',
+            kvplane_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
+            kvplane_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

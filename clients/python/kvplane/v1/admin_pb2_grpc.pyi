@@ -37,6 +37,11 @@ class AdminStub:
     """Returns the whole allocator state of a replica, after proving its invariants. NOT_FOUND: no such replica. INTERNAL: an
     invariant does not hold; the message names it.
     """
+    Explain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]
+    """Tells why a prompt, or the last attempt to admit a request, hits so much and not more: which group cut the hit, and
+    what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
+    INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -46,6 +51,11 @@ class AdminAsyncStub(AdminStub):
     Snapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Returns the whole allocator state of a replica, after proving its invariants. NOT_FOUND: no such replica. INTERNAL: an
     invariant does not hold; the message names it.
+    """
+    Explain: _aio.UnaryUnaryMultiCallable[_admin_pb2.ExplainRequest, _admin_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Tells why a prompt, or the last attempt to admit a request, hits so much and not more: which group cut the hit, and
+    what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
+    INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +69,17 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.SnapshotResponse, _abc.Awaitable[_admin_pb2.SnapshotResponse]]:
         """Returns the whole allocator state of a replica, after proving its invariants. NOT_FOUND: no such replica. INTERNAL: an
         invariant does not hold; the message names it.
+        """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _admin_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ExplainResponse, _abc.Awaitable[_admin_pb2.ExplainResponse]]:
+        """Tells why a prompt, or the last attempt to admit a request, hits so much and not more: which group cut the hit, and
+        what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
+        INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,375 @@
+"""Explanations: each cause is brought about and told exactly; beyond the log, "not recorded"."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvplane.base.errors import NotFound
+from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.hashing import split_hashes
+from kvplane.base.step import (
+    NO_EXTRA_KEYS,
+    Admit,
+    AdmitStatus,
+    Cache,
+    End,
+    ExtraKeys,
+    Facts,
+    Multimodal,
+    News,
+    Part,
+)
+from kvplane.v1 import admin_pb2 as pb
+from kvplane.v1.allocation_pb2 import RequestContent
+from kvplane_service.config import Config
+from kvplane_service.contents import hash_tokens
+from kvplane_service.explain import Cause
+from kvplane_service.explaining import Explanation, Prompt, explain_prompt, explain_request
+from tests.core.builders import chunked, full, replica_spec, state, window
+from tests.service.hosts import HostWorld
+from tests.service.rig import Stream, column, running
+
+SEEN: set[Cause] = set()  # by the scenarios below
+
+FULL = replica_spec(full(), num_blocks=9, max_in_flight_tokens=64)
+SPARSE = {"retention_interval": 0}
+
+
+class Desk:
+    """A replica with blocks of 4 tokens, an engine, and questions; a prompt is a string, one token per character."""
+
+    def __init__(self, spec: ReplicaSpec = FULL, config: Config | None = None) -> None:
+        self.world = HostWorld(config, spec)
+        self.engine = self.world.open()
+        self._slots: dict[str, int] = {}
+
+    def step(self, *parts: Part, **fields):
+        self.world.now_ns += 1_000_000_000
+        return self.engine.step(*parts, **fields)
+
+    def admit(self, name: str, text: str, **row) -> None:
+        """A new request, admitted at once."""
+        slot = self._slots[name] = len(self._slots)
+        news = News(slot=[slot], num_tokens=[len(text)], tokens=[ord(letter) for letter in text], request_id=[name])
+        for column_name, value in row.items():
+            setattr(news, column_name, [value])
+        self.step(Part(news=news, admit=Admit(slot=[slot])))
+
+    def again(self, name: str) -> None:
+        self.step(Part(admit=Admit(slot=[self._slots[name]])))
+
+    def free(self, *names: str, end: End = End.FREE) -> None:
+        slots = [self._slots[name] for name in names]
+        self.step(Part(facts=Facts(slot=slots, end=[end] * len(slots))))
+
+    def serve(self, name: str, text: str, **row) -> None:
+        self.admit(name, text, **row)
+        self.free(name)
+
+    def why(self, text: str, domain: str = "", keys: ExtraKeys = NO_EXTRA_KEYS) -> Explanation:
+        """Of a prompt, now."""
+        tokens, scheme = [ord(letter) for letter in text], self.world.host.scheme
+
+        def hash_with(keys: ExtraKeys) -> list[bytes]:
+            return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
+
+        before = self.world.digest
+        told = asyncio.run(
+            explain_prompt(self.world.host, Prompt(hash_with(keys), len(text), domain, keys, hash_with))
+        )
+        assert self.world.digest == before
+        SEEN.add(told.why.cause)
+        return told
+
+    def why_request(self, name: str) -> Explanation:
+        told = asyncio.run(explain_request(self.world.host, name))
+        SEEN.add(told.why.cause)
+        return told
+
+
+def told(explanation: Explanation) -> tuple[object, ...]:
+    """Cause, hit, who cut it, which tokens, by whom, in which step."""
+    account, why = explanation.account, explanation.why
+    return why.cause, account.hit.num_tokens, account.cut_by, (why.start, why.end), why.by, why.seq
+
+
+NOBODY = ("", 0)
+
+
+def test_nothing_cuts_a_whole_hit():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    assert told(desk.why("aaaabbbbc")) == (Cause.NOTHING, 8, (), (0, 0), *NOBODY)
+    assert told(desk.why("aaaabbbb")) == (Cause.NOTHING, 4, (), (0, 0), *NOBODY)
+
+
+def test_evicted_tells_when_and_by_whom():
+    desk = Desk()
+    desk.serve("old", "aaaabbbbcccc")
+    desk.admit("big", "1111222233334444555566667777")  # all but one block; the tail of "old" goes first
+    desk.world.now_ns += 5_000_000_000
+    explanation = desk.why("aaaabbbbccccd")
+    assert told(explanation) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
+    assert desk.world.host.age_ns(explanation.why.at_ns) == 5_000_000_000
+
+
+def test_dropped_by_the_engine():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    desk.step(Part(cache=Cache(evicted=[2])))
+    assert told(desk.why("aaaabbbbc")) == (Cause.DROPPED, 4, (0,), (4, 8), "", 3)
+
+
+def test_withdrawn_with_its_step():
+    desk = Desk()
+    desk.admit("a", "aaaabbbbc")
+    desk.step(Part(cache=Cache(failed_steps=[1])), executed_through=0)
+    assert told(desk.why("aaaabbbbc")) == (Cause.WITHDRAWN, 0, (0,), (0, 4), "", 2)
+
+
+def test_tentative_until_its_step_was_executed():
+    desk = Desk()
+    desk.admit("a", "aaaabbbbc")
+    assert told(desk.why("aaaabbbbc")) == (Cause.TENTATIVE, 0, (0,), (0, 4), "", 1)
+    desk.step()
+    assert desk.why("aaaabbbbc").why.cause is Cause.NOTHING
+
+
+def test_reset():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    desk.step(Part(cache=Cache(reset=True)))
+    assert told(desk.why("aaaabbbbc")) == (Cause.RESET, 0, (0,), (0, 4), "", 3)
+
+
+def test_unverified_after_a_restart_without_its_memory():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    desk.engine = desk.world.open()
+    explanation = desk.why("aaaabbbbc")
+    assert told(explanation) == (Cause.UNVERIFIED, 0, (0,), (0, 4), "", 0)
+    assert explanation.why.epoch == 3
+
+
+def test_an_inner_boundary_outlives_the_block_s_longer_key():
+    spec = replica_spec(full(8), full(4, lookup_class=1), num_blocks=40, hash_block_size=4, partial_hits=True)
+    desk = Desk(spec)
+    desk.serve("a", "aaaabbbbcccc1")  # the prompt's last hash boundary lies inside its second block
+    assert told(desk.why("aaaabbbbccccX")) == (Cause.NOTHING, 12, (), (0, 0), *NOBODY)
+    assert told(desk.why("aaaabbbbXcccX")) == (Cause.DIFFERS, 8, (0,), (8, 12), *NOBODY)
+
+
+def test_below_one_block():
+    desk = Desk()
+    desk.serve("a", "aaaa")
+    assert told(desk.why("aaaa")) == (Cause.BELOW_ONE_BLOCK, 0, (), (0, 0), *NOBODY)
+
+
+def test_never_cached():
+    desk = Desk()
+    assert told(desk.why("aaaabbbbc")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NOBODY)
+    desk.serve("a", "aaaabbbbc")
+    assert told(desk.why("aaaabbbbccccd")) == (Cause.NEVER_CACHED, 8, (0,), (8, 12), *NOBODY)
+
+
+def test_differs_by_position():
+    desk = Desk(replace(FULL, num_blocks=40))
+    desk.serve("a", "aaaabbbbccccdddde")
+    desk.serve("b", "aaaaxxxxyyyyz")
+    assert told(desk.why("aaaabbbbCcccddddeeee")) == (Cause.DIFFERS, 8, (0,), (8, 12), *NOBODY)
+    assert told(desk.why("Xaaabbbbc")) == (Cause.DIFFERS, 0, (0,), (0, 4), *NOBODY)
+
+
+def test_another_domain_has_it():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc", domain="tenant-1")
+    assert told(desk.why("aaaabbbbc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 0, (0,), (0, 4), "tenant-1", 0)
+
+
+def test_another_salt_is_told_without_the_salt():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc", extra_keys=ExtraKeys(salt="secret"))
+    explanation = desk.why("aaaabbbbc", keys=ExtraKeys(salt="mine"))
+    assert told(explanation) == (Cause.OTHER_SALT, 0, (0,), (0, 4), *NOBODY)
+    assert "secret" not in repr(explanation)
+
+
+def test_another_adapter():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc", extra_keys=ExtraKeys(lora=("sql", "path")))
+    assert told(desk.why("aaaabbbbc")) == (Cause.OTHER_LORA, 0, (0,), (0, 4), "sql", 0)
+
+
+def test_another_picture():
+    desk = Desk(replace(FULL, num_blocks=40))
+    picture = ExtraKeys(multimodal=(Multimodal("cat", 4, 4),))
+    desk.serve("a", "aaaabbbbccccd", extra_keys=picture)
+    other = ExtraKeys(multimodal=(Multimodal("dog", 4, 4),))
+    assert told(desk.why("aaaabbbbccccd", keys=other)) == (Cause.OTHER_MULTIMODAL, 4, (0,), (4, 8), *NOBODY)
+
+
+def test_a_window_that_was_not_kept():
+    desk = Desk(replica_spec(full(), window(8), num_blocks=60, **SPARSE))
+    desk.serve("a", "aaaabbbbccccddddeeeeffffg")
+    explanation = desk.why("aaaabbbbccccdX")  # its window ends at 12; the one kept ends at 24
+    assert told(explanation) == (Cause.WINDOW_NOT_RESIDENT, 0, (1,), (4, 8), *NOBODY)
+    assert explanation.account.alone == (12, 0)
+    assert explanation.account.wanted == 12
+
+
+def test_a_chunk_needs_its_own_blocks_alone():
+    desk = Desk(replica_spec(full(), chunked(8), num_blocks=60))
+    desk.serve("a", "aaaabbbbccccd")
+    desk.step(Part(cache=Cache(evicted=[5])))  # of the chunk before
+    assert told(desk.why("aaaabbbbccccd"))[:2] == (Cause.NOTHING, 12)
+    desk.step(Part(cache=Cache(evicted=[7])))
+    assert told(desk.why("aaaabbbbccccd")) == (Cause.DROPPED, 8, (1,), (8, 12), "", 4)
+
+
+def test_a_state_that_was_not_kept():
+    desk = Desk(replica_spec(full(), state(), num_blocks=60, **SPARSE))
+    desk.serve("a", "aaaabbbbccccddddeeee")
+    explanation = desk.why("aaaabbbbccX")
+    assert told(explanation) == (Cause.NO_STATE_AT_BOUNDARY, 0, (1,), (4, 8), *NOBODY)
+    assert explanation.account.alone == (8, 0)
+
+
+def test_a_draft_group_drops_the_last_block():
+    desk = Desk(replica_spec(full(), full(is_draft=True, drops_last_block=True, lookup_class=1), num_blocks=60))
+    desk.serve("a", "aaaabbbbccccd")
+    explanation = desk.why("aaaabbbbccccd")
+    assert told(explanation) == (Cause.LAST_BLOCK_DROPPED, 8, (1,), (0, 0), *NOBODY)
+
+
+def test_caching_is_off():
+    desk = Desk(replace(FULL, enable_caching=False))
+    desk.serve("a", "aaaabbbbc")
+    assert told(desk.why("aaaabbbbc"))[0] is Cause.CACHING_OFF
+
+
+def test_beyond_the_log_it_is_not_recorded():
+    desk = Desk(config=Config(decision_log_steps=2))
+    desk.serve("old", "aaaabbbbcccc")
+    desk.serve("big", "1111222233334444555566667777")
+    desk.step()
+    desk.step()
+    explanation = desk.why("aaaabbbbccccd")
+    assert told(explanation) == (Cause.NOT_RECORDED, 4, (0,), (4, 8), *NOBODY)
+    assert not explanation.is_complete
+
+
+def test_a_replica_without_events_records_nothing():
+    desk = Desk(replace(FULL, events=False))
+    assert desk.why("aaaabbbbc").why.cause is Cause.NOT_RECORDED
+
+
+# ---- requests, as the cache was when they were admitted
+
+
+def test_a_request_is_explained_as_the_cache_was():
+    desk = Desk()
+    desk.serve("old", "aaaabbbbcccc")
+    desk.serve("big", "1111222233334444555566667777")
+    desk.admit("late", "aaaabbbbccccd")
+    desk.free("late")
+    desk.serve("other", "9999888877776666555544443333")  # what happens later is no part of it
+    explanation = desk.why_request("late")
+    assert told(explanation) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
+    assert (explanation.status, explanation.seq) == (AdmitStatus.GRANTED, 5)
+
+
+def test_the_first_request_was_never_cached_though_it_is_now():
+    desk = Desk()
+    desk.serve("first", "aaaabbbbc")
+    desk.serve("second", "aaaabbbbc")
+    assert told(desk.why_request("first")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NOBODY)
+    assert told(desk.why_request("second")) == (Cause.NOTHING, 8, (), (0, 0), *NOBODY)
+
+
+def test_two_requests_of_one_step():
+    desk = Desk(replace(FULL, num_blocks=40))
+    text = [ord(letter) for letter in "aaaabbbbc"]
+    news = News(slot=[0, 1], num_tokens=[9, 9], tokens=text * 2, request_id=["one", "two"])
+    desk.step(Part(news=news, admit=Admit(slot=[0, 1])))
+    assert told(desk.why_request("one"))[:2] == (Cause.NEVER_CACHED, 0)
+    assert told(desk.why_request("two"))[:2] == (Cause.NOTHING, 8)
+
+
+def test_a_request_that_asked_for_no_look_up():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    desk.serve("b", "aaaabbbbc", skip_reading=1)
+    assert told(desk.why_request("b"))[:2] == (Cause.NOT_READ, 0)
+
+
+def test_a_refused_request():
+    desk = Desk()
+    desk.admit("big", "111122223333444455556666")
+    desk.admit("b", "aaaabbbbccccd")
+    explanation = desk.why_request("b")
+    assert explanation.status is AdmitStatus.REFUSED
+    assert explanation.why.cause is Cause.DIFFERS
+
+
+def test_a_request_whose_past_is_beyond_the_log():
+    desk = Desk(config=Config(decision_log_steps=2))
+    desk.serve("old", "aaaabbbbcccc")
+    desk.step(Part(cache=Cache(evicted=[2])))
+    desk.step()
+    desk.admit("late", "aaaabbbbccccd")
+    assert told(desk.why_request("late"))[:2] == (Cause.NOT_RECORDED, 4)
+
+
+def test_a_request_that_nobody_recorded():
+    desk = Desk()
+    with pytest.raises(NotFound, match="no attempt to admit 'nobody'"):
+        desk.why_request("nobody")
+
+
+@pytest.mark.parametrize("commit", CommitRule)
+def test_the_account_of_a_prompt_is_the_look_up(commit):
+    desk = Desk(replica_spec(full(), window(8), state(), num_blocks=30, commit=commit, **SPARSE))
+    for number, text in enumerate(["aaaabbbbccccddddeeee", "aaaabbbbXXXXddddeeee", "aaaabbbbccccddddffffgggg"] * 4):
+        desk.admit(f"{number}", text)
+        for question in ("aaaabbbbccccddddeeeef", "aaaabbbbXXXXd", "aaaab"):
+            told = desk.why(question)
+            news = News(slot=[0], num_tokens=[len(question)], tokens=[ord(letter) for letter in question])
+            replica = desk.world.host.replica
+            hit = replica.lookup(replica.digests_of(news), "", len(question))
+            assert told.account.hit == hit
+        desk.free(f"{number}")
+    for number in range(12):
+        assert desk.why_request(f"{number}").why.cause is not Cause.NOT_RECORDED
+
+
+def test_every_cause_has_a_scenario():
+    assert set(Cause) == SEEN
+
+
+# ---- over the wire
+
+
+def test_explain_over_the_wire():
+    with running() as service:
+        service.register()
+        stream: Stream = service.open()
+        tokens = column(*[7] * 40)
+        news = {"slot": column(0), "num_tokens": column(40), "tokens": tokens, "request_id": ["first"]}
+        stream.step({"news": news, "admit": {"slot": column(0)}})
+        stream.step()
+        ask = pb.ExplainRequest(replica="r", content=RequestContent(token_ids=[7] * 40 + [1] * 20))
+        answer = service.admin.Explain(ask)
+        assert (answer.num_tokens, answer.hit_tokens, answer.longest_hit) == (60, 32, 48)
+        assert [group.hit_tokens for group in answer.groups] == [32, 32]
+        assert (answer.cause, answer.start, answer.end) == (pb.MISS_CAUSE_NEVER_CACHED, 32, 48)
+        answer = service.admin.Explain(pb.ExplainRequest(replica="r", request_id="first"))
+        assert (answer.cause, answer.admit_status, answer.admit_seq) == (pb.MISS_CAUSE_NEVER_CACHED, 1, 1)
+        assert answer.log_is_complete
+
+
+def test_the_contract_names_every_cause():
+    names = {name.removeprefix("MISS_CAUSE_").lower() for name in pb.MissCause.keys()} - {"unspecified"}  # noqa: SIM118
+    assert names == {cause.value for cause in Cause}
