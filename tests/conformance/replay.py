@@ -389,7 +389,7 @@ def replay_all(paths: Sequence[FilePath], make: Callable[[Record], Replayer]) ->
             print(f"same   {path.name}: {done.values} values, {per_message:.2f} operations per message")
         except (Divergence, BadRecording) as error:
             failed += 1
-            print(f"DIFFER {path.name}: {error}")
+            print(f"{'DIFFER' if isinstance(error, Divergence) else 'REFUSED'} {path.name}: {error}")
     mean = f"; {operations / messages:.2f} operations per message" if messages else ""
     print(f"{len(paths) - failed} identical, {failed} not{mean}")
     return failed

@@ -238,7 +238,7 @@ def replay_all(paths: Sequence[FilePath], make_path: Callable[[ReplicaSpec], Pat
                 print(f"same   {way} {path.name}: {done.values} values, {per_step:.2f} messages per step{in_parts}")
             except (Divergence, BadRecording) as error:
                 failed += 1
-                print(f"DIFFER {way} {path.name}: {error}")
+                print(f"{'DIFFER' if isinstance(error, Divergence) else 'REFUSED'} {way} {path.name}: {error}")
     print(f"{2 * len(paths) - failed} identical, {failed} not")
     return failed
 

@@ -202,7 +202,7 @@ def test_what_is_not_of_the_format_is_refused_by_name(tmp_path, capsys, change, 
     change(records)
     assert main([str(write_records(tmp_path / "bad.jsonl.gz", records))]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("DIFFER bad.jsonl.gz: ")
+    assert out.startswith("REFUSED bad.jsonl.gz: ")
     assert named in out
 
 
@@ -231,13 +231,13 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, capsys, damage, named):
     path.write_bytes(damage(BY_NAME["gpt-oss-b90-s21"].read_bytes()))
     assert main([str(path)]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("DIFFER bad.jsonl.gz: ")
+    assert out.startswith("REFUSED bad.jsonl.gz: ")
     assert named in out
 
 
 def test_a_file_that_is_not_there_is_refused_by_name_and_the_others_are_replayed(tmp_path, capsys):
     assert main([str(tmp_path / "nowhere.jsonl.gz"), str(BY_NAME["dsv4-5groups-b1500-s71"])]) == 1
     out = capsys.readouterr().out
-    assert "nowhere.jsonl.gz: line 1: " in out
+    assert out.startswith("REFUSED nowhere.jsonl.gz: line 1: ")
     assert "same   dsv4-5groups" in out
     assert "1 identical, 1 not; " in out

@@ -181,7 +181,7 @@ def test_what_is_not_of_the_format_is_refused_by_name(tmp_path, capsys, change, 
     change(records)
     assert main([str(write_records(tmp_path / "bad.jsonl.gz", records))]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("DIFFER whole bad.jsonl.gz: ")
+    assert out.startswith("REFUSED whole bad.jsonl.gz: ")
     assert named in out
 
 
@@ -189,4 +189,4 @@ def test_a_truncated_file_is_refused_by_name(tmp_path, capsys):
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes(BY_NAME["llama-nocache-b100-s112"].read_bytes()[:20_000])
     assert main([str(path)]) == 1
-    assert "DIFFER whole cut.jsonl.gz: line " in capsys.readouterr().out
+    assert "REFUSED whole cut.jsonl.gz: line " in capsys.readouterr().out
