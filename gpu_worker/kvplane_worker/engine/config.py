@@ -1,0 +1,159 @@
+"""What the reference model is: a decoder whose layers mix kinds of attention, small enough to compute in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import MambaMode
+from kvplane.base.layer_spec import DType, LayerSpec
+from kvplane.base.layers import ChunkedLocalSpec, FullAttentionSpec, Layer, MambaSpec, SlidingWindowSpec
+
+NUM_BYTES = 256
+BOS = NUM_BYTES  # begins every prompt
+EOS = NUM_BYTES + 1  # ends an output
+VOCABULARY = NUM_BYTES + 2
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """A layer of attention.
+
+    Attributes:
+        kv_heads: over all ranks; divides the model's query heads.
+        block_size: tokens per page.
+        window: attended tokens, the query's own among them; 0 = all.
+        chunk: only the query's own chunk of so many tokens; 0 = all.
+    """
+
+    kv_heads: int
+    block_size: int
+    window: int = 0
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayer:
+    """A selective state (Mamba-2's form).
+
+    Attributes:
+        heads: over all ranks.
+        head_size, state_size: each head's state is [head_size, state_size].
+        conv_width: tokens that the causal convolution sees.
+        block_size: tokens between the states that are cached.
+    """
+
+    heads: int
+    head_size: int
+    state_size: int
+    block_size: int
+    conv_width: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model.
+
+    Attributes:
+        layers: in order; each is followed by a feed-forward block.
+        width: of the residual stream.
+        q_heads, head_size: of every attention layer, over all ranks.
+        hidden: width of the feed-forward blocks, over all ranks.
+        num_ranks: the heads and hidden units are divided over so many.
+        max_drafts: most draft tokens per step: so many states are kept beside the running one.
+        dtype: of weights, activations and pages.
+        seed: of the weights.
+    """
+
+    layers: tuple[AttentionLayer | StateLayer, ...]
+    width: int = 32
+    q_heads: int = 4
+    head_size: int = 8
+    hidden: int = 48
+    num_ranks: int = 2
+    max_drafts: int = 3
+    dtype: DType = DType.FLOAT64
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        counts = {"q_heads": self.q_heads, "hidden": self.hidden}
+        for number, layer in enumerate(self.layers):
+            heads = layer.kv_heads if isinstance(layer, AttentionLayer) else layer.heads
+            counts[f"layers[{number}].heads"] = heads
+        for name, count in counts.items():
+            if count % self.num_ranks:
+                raise InvalidArgument(f"{self.num_ranks} ranks do not divide {count}", field=name)
+
+    def cache_layers(self) -> tuple[Layer, ...]:
+        """What one rank's layers ask of the cache, for `kvplane.LayerSource`; every rank asks the same."""
+        return tuple(Layer(layer_name(at), self._format(layer)) for at, layer in enumerate(self.layers))
+
+    def channels(self, layer: StateLayer) -> int:
+        """Of the convolution on one rank: its heads' inputs, and B and C, which every rank has."""
+        return layer.heads // self.num_ranks * layer.head_size + 2 * layer.state_size
+
+    def _format(self, layer: AttentionLayer | StateLayer) -> LayerSpec:
+        if isinstance(layer, StateLayer):
+            return self._state_format(layer)
+        kv_heads, size = layer.kv_heads // self.num_ranks, self.head_size
+        if layer.window:
+            return SlidingWindowSpec(
+                block_size=layer.block_size,
+                num_kv_heads=kv_heads,
+                head_size=size,
+                dtype=self.dtype,
+                window=layer.window,
+            )
+        if layer.chunk:
+            return ChunkedLocalSpec(
+                block_size=layer.block_size, num_kv_heads=kv_heads, head_size=size, dtype=self.dtype, chunk=layer.chunk
+            )
+        return FullAttentionSpec(block_size=layer.block_size, num_kv_heads=kv_heads, head_size=size, dtype=self.dtype)
+
+    def _state_format(self, layer: StateLayer) -> LayerSpec:
+        conv = (self.channels(layer), layer.conv_width - 1)
+        ssm = (layer.heads // self.num_ranks, layer.head_size, layer.state_size)
+        return MambaSpec(
+            block_size=layer.block_size,
+            shapes=(conv, ssm),
+            dtypes=(self.dtype, self.dtype),
+            mode=MambaMode.ALIGN,
+            speculative_blocks=self.max_drafts,
+        )
+
+
+def layer_name(number: int) -> str:
+    """As the cache plan calls it."""
+    return f"layers.{number}"
+
+
+# Every kind. Pages are equally large, though a page of the full and state layers covers twice as many tokens: hits can
+# end inside those.
+MIXED = ModelConfig(
+    (
+        StateLayer(heads=4, head_size=4, state_size=8, block_size=16),
+        AttentionLayer(kv_heads=4, block_size=8, window=20),
+        AttentionLayer(kv_heads=2, block_size=16),
+        AttentionLayer(kv_heads=4, block_size=8, chunk=24),
+        StateLayer(heads=4, head_size=4, state_size=8, block_size=16),
+        AttentionLayer(kv_heads=2, block_size=16),
+    )
+)
+# One block size: hits end at blocks.
+EVEN = ModelConfig(
+    (
+        AttentionLayer(kv_heads=2, block_size=16, window=37),
+        StateLayer(heads=4, head_size=4, state_size=8, block_size=16),
+        AttentionLayer(kv_heads=2, block_size=16),
+        AttentionLayer(kv_heads=2, block_size=16, chunk=32),
+    )
+)
+# No recurrent state: chunks and drafts as they come.
+ATTENTION = ModelConfig(
+    (
+        AttentionLayer(kv_heads=4, block_size=8, window=20),
+        AttentionLayer(kv_heads=4, block_size=8),
+        AttentionLayer(kv_heads=4, block_size=8, chunk=24),
+        AttentionLayer(kv_heads=4, block_size=8, window=20),
+    )
+)

@@ -1,0 +1,125 @@
+"""The engine's loop: schedule, carry out the service's orders on every rank, compute, sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvplane.base.errors import KvplaneError
+from kvplane.base.stamp_table import StampTable
+from kvplane.base.step import StepResult
+from kvplane.rank import PageMover, Rank, RankGroup
+from kvplane.session import Session
+from kvplane_worker.engine.batch import Launch
+from kvplane_worker.engine.config import ModelConfig
+from kvplane_worker.engine.model import Model
+from kvplane_worker.engine.request import Request
+from kvplane_worker.engine.scheduler import Counts, Scheduled, Scheduler, SchedulerConfig, StateMove
+from kvplane_worker.engine.weights import Weights
+from kvplane_worker.ops.interface import PagedOps
+from kvplane_worker.pages import PageBuffers
+
+
+class LaunchFailed(KvplaneError):
+    """A forward pass did not run; what its step granted is not in the pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """One rank's pages, the stamp table beside them, and what moves whole pages."""
+
+    pages: PageBuffers
+    stamps: StampTable
+    mover: PageMover
+
+
+class Engine:
+    """One engine life on one replica, with all ranks in this process.
+
+    engine = Engine(client.session("replica"), memory, model, SchedulerConfig())
+    engine.add(Request("q", prompt, max_new=20))
+    while engine.has_work:
+        for request in engine.step():
+            ...                                 # request.output
+    """
+
+    def __init__(self, session: Session, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig) -> None:
+        """Claim the pages for the session's epoch. Raises StaleEpoch when a newer life has them."""
+        self._session = session
+        self._memory = memory
+        self._model = model
+        self._ranks = [Rank(one.stamps, one.mover) for one in memory]
+        self._group = RankGroup([one.stamps for one in memory])
+        self._group.claim(session.epoch)
+        self._scheduler = Scheduler(session.spec, config)
+        self._report_lag = config.report_lag
+        self._reported = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether another step is needed."""
+        return self._scheduler.has_work
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return self._scheduler.num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return self._scheduler.num_running
+
+    @property
+    def counts(self) -> Counts:
+        """What happened so far."""
+        return self._scheduler.counts
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidArgument when it could never end within max_model_len."""
+        self._scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """One scheduler iteration; the requests that ended in it."""
+        part = self._scheduler.plan()
+        answer = self._session.apply(part, executed_through=self._executed_through())
+        (result,) = answer.parts
+        self._carry_out(answer)
+        scheduled = self._scheduler.settle(part, result)
+        try:
+            moves = self._compute(scheduled)
+        except LaunchFailed:
+            self._scheduler.lose_step(answer.seq)
+        else:
+            self._move(moves)
+            for rank in self._ranks:
+                rank.executed(answer.seq)
+        return self._scheduler.take_finished()
+
+    def _executed_through(self) -> int:
+        """What all ranks have finished, told as late as the configuration says."""
+        finished = self._group.executed_through(self._session.epoch)
+        self._reported = max(self._reported, finished - self._report_lag)
+        return self._reported
+
+    def _carry_out(self, answer: StepResult) -> None:
+        for rank in self._ranks:
+            for number, part in enumerate(answer.parts, answer.part):
+                rank.carry_out(self._session.epoch, answer.seq, number, part.orders)
+
+    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+        """The forward pass of the scheduled rows, and their next tokens."""
+        if not scheduled:
+            return []
+        launch = Launch([one.row for one in scheduled], self._model.device)
+        return self._scheduler.take(scheduled, self._model.logits(launch))
+
+    def _move(self, moves: list[StateMove]) -> None:
+        for move in moves:
+            for one in self._memory:
+                one.mover.copy(move.group, [move.source], [move.target])
+
+
+def make_model(config: ModelConfig, weights: Weights, memory: Sequence[RankMemory], ops: PagedOps) -> Model:
+    """The model on these ranks' pages."""
+    return Model(config, weights, [one.pages for one in memory], ops)

@@ -1,0 +1,106 @@
+"""The forward pass of the reference model: each rank computes its heads on its pages, the ranks' shares are summed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from kvplane_worker.engine.batch import Launch
+from kvplane_worker.engine.config import AttentionLayer, ModelConfig, layer_name
+from kvplane_worker.engine.weights import AttentionWeights, SelectiveWeights, Weights, share_of
+from kvplane_worker.ops.interface import AttentionRule, PagedOps, StateInputs, StateWeights
+from kvplane_worker.pages import PageBuffers
+
+ROTARY_BASE = 100.0
+NORM_EPSILON = 1e-6
+
+
+class RankModel:
+    """One rank's share of every layer."""
+
+    def __init__(self, config: ModelConfig, share: Weights, pages: PageBuffers, ops: PagedOps) -> None:
+        self._config = config
+        self._share = share
+        self._pages = pages
+        self._ops = ops
+
+    def mix(self, number: int, x: Tensor, launch: Launch) -> Tensor:
+        """This rank's part of a layer's output, [tokens, width]; writes the tokens' keys and values, or states."""
+        weights = self._share.mixers[number]
+        if isinstance(weights, AttentionWeights):
+            return self._attend(number, weights, x, launch)
+        return self._advance(number, weights, x, launch)
+
+    def feed(self, number: int, x: Tensor) -> Tensor:
+        """This rank's part of a feed-forward block's output."""
+        block = self._share.feed_forwards[number]
+        return silu(x @ block.up) @ block.down
+
+    def _attend(self, number: int, weights: AttentionWeights, x: Tensor, launch: Launch) -> Tensor:
+        layer, name = self._config.layers[number], layer_name(number)
+        assert isinstance(layer, AttentionLayer)
+        place, pages = self._pages.layer(name), self._pages.attention(name)
+        slots, batch = launch.attention(place.group, pages.k.shape[1])
+        query = rotate(torch.einsum("tw,whs->ths", x, weights.q), launch.positions)
+        key = rotate(torch.einsum("tw,whs->ths", x, weights.k), launch.positions)
+        value = torch.einsum("tw,whs->ths", x, weights.v)
+        self._ops.write_kv(pages, key, value, slots)
+        attend = self._ops.decode_attention if launch.is_decode else self._ops.prefill_attention
+        heads = attend(query, pages, batch, _rule(self._config, layer))
+        return torch.einsum("ths,hsw->tw", heads, weights.out)
+
+    def _advance(self, number: int, weights: SelectiveWeights, x: Tensor, launch: Launch) -> Tensor:
+        place = self._pages.layer(layer_name(number))
+        read, write = launch.states(place.group, place.spec.block_size)
+        heads = torch.einsum("tw,whs->ths", x, weights.x).flatten(1)
+        inputs = StateInputs(
+            query_start=launch.query_start,
+            read_block=read,
+            write_block=write,
+            x=torch.cat([heads, x @ weights.b, x @ weights.c], dim=1),
+            dt=softplus(x @ weights.dt + weights.dt_bias),
+        )
+        taps = torch.cat([weights.conv_x.flatten(0, 1), weights.conv_b, weights.conv_c])
+        parameters = StateWeights(taps, torch.zeros_like(taps[:, 0]), weights.a, weights.d)
+        y = self._ops.state_step(self._pages.state(layer_name(number)), inputs, parameters)
+        return torch.einsum("ths,hsw->tw", y, weights.out)
+
+
+class Model:
+    """All ranks. The sum over them stands for the all-reduce of ranks in processes of their own."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, ranks: list[PageBuffers], ops: PagedOps) -> None:
+        self.device = ranks[0].memory.device
+        self._num_layers = len(config.layers)
+        shares = [share_of(weights, rank, len(ranks), self.device) for rank in range(len(ranks))]
+        self._whole = shares[0]
+        self._ranks = [RankModel(config, share, pages, ops) for share, pages in zip(shares, ranks, strict=True)]
+
+    def logits(self, launch: Launch) -> Tensor:
+        """[outputs, vocabulary]: what follows each token that was asked for."""
+        stream = self._whole.embedding[launch.tokens]
+        for number in range(self._num_layers):
+            x = normalise(stream)
+            stream = stream + sum(rank.mix(number, x, launch) for rank in self._ranks)
+            x = normalise(stream)
+            stream = stream + sum(rank.feed(number, x) for rank in self._ranks)
+        return normalise(stream[launch.outputs]) @ self._whole.head
+
+
+def normalise(x: Tensor) -> Tensor:
+    """RMSNorm without a gain."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions (Su et al., "RoFormer", 2021), halves of a head as real and imaginary parts."""
+    half = x.shape[-1] // 2
+    exponents = torch.arange(half, device=x.device, dtype=x.dtype) / half
+    angles = positions.to(x.dtype)[:, None] * ROTARY_BASE**-exponents
+    turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def _rule(config: ModelConfig, layer: AttentionLayer) -> AttentionRule:
+    return AttentionRule(scale=config.head_size**-0.5, window=layer.window, chunk=layer.chunk)

@@ -1,0 +1,65 @@
+"""One request of the engine, from its prompt to its last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvplane_worker.engine.config import EOS
+
+NO_SLOT = -1
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request inside the engine.
+
+    Attributes:
+        name: for explanations.
+        prompt: token ids.
+        max_new: most tokens to generate; fewer when EOS comes first.
+        domain: requests share pages only within a domain.
+        keep_logits: keep what each output token was chosen from.
+        tokens: the prompt and what was generated.
+        slot: the number that the service knows it by.
+        computed: leading tokens whose keys, values and states are in pages.
+        state_at: by state group: index in the block table of the state after `computed` tokens.
+        drafts: guesses of the next tokens.
+        logits: [vocabulary] per output token, when they are kept.
+        hits: tokens found cached, per admission.
+        error: why it was given up, "" when it was not.
+    """
+
+    name: str
+    prompt: list[int]
+    max_new: int
+    domain: str = ""
+    keep_logits: bool = False
+    tokens: list[int] = field(default_factory=list)
+    slot: int = NO_SLOT
+    computed: int = 0
+    state_at: dict[int, int] = field(default_factory=dict)
+    drafts: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    hits: list[int] = field(default_factory=list)
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        """What was generated."""
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has its last token."""
+        return len(self.output) >= self.max_new or (bool(self.output) and self.tokens[-1] == EOS)
+
+    def lose_blocks(self) -> None:
+        """It was preempted: its tokens stay, nothing of them is computed."""
+        self.computed = 0
+        self.drafts = []
+        self.state_at = {}

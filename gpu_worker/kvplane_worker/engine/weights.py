@@ -1,0 +1,172 @@
+"""The parameters of the reference model: drawn from a seed, and divided over ranks by heads and hidden units."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.engine.config import VOCABULARY, AttentionLayer, ModelConfig, StateLayer
+from kvplane_worker.pages.dtypes import TORCH_DTYPES
+
+# Outputs of a layer beside the residual stream: large enough that the context, not the last token, decides.
+LAYER_GAIN = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Of one attention layer: q [width, q_heads, size], k and v [width, kv_heads, size], out [q_heads, size, width]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveWeights:
+    """Of one state layer.
+
+    Attributes:
+        x: [width, heads, head_size]: the heads' inputs. b, c: [width, state_size].
+        dt: [width, heads]; dt_bias: [heads].
+        conv_x: [heads, head_size, conv_width]; conv_b, conv_c: [state_size, conv_width]. The bias is 0.
+        a, d: [heads]; a is negative.
+        out: [heads, head_size, width].
+    """
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    dt: Tensor
+    dt_bias: Tensor
+    conv_x: Tensor
+    conv_b: Tensor
+    conv_c: Tensor
+    a: Tensor
+    d: Tensor
+    out: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """Of one feed-forward block: up [width, hidden], down [hidden, width]."""
+
+    up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The whole model, or one rank's share of it: what is not divided is on every rank.
+
+    Attributes:
+        embedding: [vocabulary, width].
+        head: [width, vocabulary].
+        mixers, feed_forwards: one per layer.
+    """
+
+    embedding: Tensor
+    head: Tensor
+    mixers: tuple[AttentionWeights | SelectiveWeights, ...]
+    feed_forwards: tuple[FeedForward, ...]
+
+
+def draw_weights(config: ModelConfig) -> Weights:
+    """The parameters of the whole model, the same on every machine."""
+    draw = _Draw(config)
+    return Weights(
+        embedding=draw.normal(VOCABULARY, config.width),
+        head=draw.matrix(config.width, VOCABULARY),
+        mixers=tuple(draw.mixer(layer) for layer in config.layers),
+        feed_forwards=tuple(draw.feed_forward() for _ in config.layers),
+    )
+
+
+class _Draw:
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._dtype = TORCH_DTYPES[config.dtype]
+        self._generator = torch.Generator().manual_seed(config.seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return self._typed(torch.randn(shape, generator=self._generator, dtype=torch.float64))
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        return self._typed(low + (high - low) * torch.rand(shape, generator=self._generator, dtype=torch.float64))
+
+    def _typed(self, drawn: Tensor) -> Tensor:
+        return drawn.to(self._dtype)
+
+    def matrix(self, inputs: int, *outputs: int, gain: float = 1.0) -> Tensor:
+        """Outputs are as large as inputs, times the gain."""
+        return self.normal(inputs, *outputs) * (gain / math.sqrt(inputs))
+
+    def back(self, *inputs: int) -> Tensor:
+        """From heads to the residual stream."""
+        return self.normal(*inputs, self._config.width) * (LAYER_GAIN / math.sqrt(math.prod(inputs)))
+
+    def mixer(self, layer: AttentionLayer | StateLayer) -> AttentionWeights | SelectiveWeights:
+        return self.attention(layer) if isinstance(layer, AttentionLayer) else self.selective(layer)
+
+    def attention(self, layer: AttentionLayer) -> AttentionWeights:
+        width, q_heads, size = self._config.width, self._config.q_heads, self._config.head_size
+        return AttentionWeights(
+            q=self.matrix(width, q_heads, size, gain=1.5),
+            k=self.matrix(width, layer.kv_heads, size, gain=1.5),
+            v=self.matrix(width, layer.kv_heads, size),
+            out=self.back(q_heads, size),
+        )
+
+    def selective(self, layer: StateLayer) -> SelectiveWeights:
+        width, heads, size, states = self._config.width, layer.heads, layer.head_size, layer.state_size
+        return SelectiveWeights(
+            x=self.matrix(width, heads, size),
+            b=self.matrix(width, states),
+            c=self.matrix(width, states),
+            dt=self.matrix(width, heads, gain=0.5),
+            dt_bias=self.uniform(-2.0, 0.0, heads),
+            conv_x=self.uniform(-1.0, 1.0, heads, size, layer.conv_width),
+            conv_b=self.uniform(-1.0, 1.0, states, layer.conv_width),
+            conv_c=self.uniform(-1.0, 1.0, states, layer.conv_width),
+            a=-self.uniform(0.1, 1.0, heads),
+            d=self.uniform(0.5, 1.5, heads),
+            out=self.back(heads, size),
+        )
+
+    def feed_forward(self) -> FeedForward:
+        width, hidden = self._config.width, self._config.hidden
+        return FeedForward(up=self.matrix(width, hidden), down=self.back(hidden))
+
+
+def share_of(weights: Weights, rank: int, num_ranks: int, device: torch.device) -> Weights:
+    """One rank's heads and hidden units, on its device."""
+
+    def cut(tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(num_ranks, dim)[rank].contiguous().to(device)
+
+    def mixer(whole: AttentionWeights | SelectiveWeights) -> AttentionWeights | SelectiveWeights:
+        if isinstance(whole, AttentionWeights):
+            return AttentionWeights(cut(whole.q, 1), cut(whole.k, 1), cut(whole.v, 1), cut(whole.out, 0))
+        return SelectiveWeights(
+            x=cut(whole.x, 1),
+            b=whole.b.to(device),
+            c=whole.c.to(device),
+            dt=cut(whole.dt, 1),
+            dt_bias=cut(whole.dt_bias, 0),
+            conv_x=cut(whole.conv_x, 0),
+            conv_b=whole.conv_b.to(device),
+            conv_c=whole.conv_c.to(device),
+            a=cut(whole.a, 0),
+            d=cut(whole.d, 0),
+            out=cut(whole.out, 0),
+        )
+
+    return Weights(
+        embedding=weights.embedding.to(device),
+        head=weights.head.to(device),
+        mixers=tuple(mixer(one) for one in weights.mixers),
+        feed_forwards=tuple(FeedForward(cut(one.up, 1), cut(one.down, 0)) for one in weights.feed_forwards),
+    )

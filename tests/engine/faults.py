@@ -1,0 +1,248 @@
+"""Faults of an engine, planted one at a time: what the stress must not let pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from kvplane.base.stamp_table import StampTable
+from kvplane.base.step import End, StepResult
+from kvplane.rank import PageMover
+from kvplane.rows import FactRow
+from kvplane_worker import pages
+from kvplane_worker.engine.batch import state_index
+from kvplane_worker.engine.engine import Engine
+from kvplane_worker.engine.request import Request
+from kvplane_worker.engine.scheduler import Scheduled, StateMove
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, PagedOps
+from kvplane_worker.ops.torch_ops import TorchOps
+
+MakeMover = Callable[[pages.PageBuffers, PagedOps, int], PageMover]
+
+
+def sound_mover(buffers: pages.PageBuffers, ops: PagedOps, rank: int) -> PageMover:
+    del rank
+    return pages.PageMover(buffers, ops)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is put in the place of a sound part.
+
+    Attributes:
+        mix: of the stress in which it must be caught.
+        raises: name of the error that catches it; "" = differing tokens or logits, or a restart that keeps nothing.
+    """
+
+    name: str
+    mix: str
+    engine: type[Engine] = Engine
+    mover: MakeMover = sound_mover
+    stamps: type[StampTable] = StampTable
+    ops: type[TorchOps] | None = None
+    raises: str = ""
+
+
+# -- pages are not moved as ordered ------------------------------------------------------------------------------------
+
+
+class NoZeroes(pages.PageMover):
+    def zero(self, group: int, blocks: Sequence[int]) -> None:
+        return
+
+
+class NoCopies(pages.PageMover):
+    def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        return
+
+
+@dataclass
+class CopiesAgain:
+    """Each copy is made again before the next one: after the launch that wrote behind it."""
+
+    sound: PageMover
+    last: tuple[int, Sequence[int], Sequence[int]] | None = None
+    num_groups: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_groups = self.sound.num_groups
+
+    def zero(self, group: int, blocks: Sequence[int]) -> None:
+        self.sound.zero(group, blocks)
+
+    def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        if self.last:
+            self.sound.copy(*self.last)
+        self.sound.copy(group, src, dst)
+        self.last = (group, src, dst)
+
+
+class CopiesBeforeZeroes(pages.PageMover):
+    """A copy target is a fresh page, so it is also zeroed: the order matters."""
+
+    def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        super().copy(group, src, dst)
+        super().zero(group, dst)
+
+
+class OrdersTwice(Engine):
+    def _carry_out(self, answer: StepResult) -> None:
+        super()._carry_out(answer)
+        super()._carry_out(answer)
+
+
+class NoOrdersOnRankOne(Engine):
+    def _carry_out(self, answer: StepResult) -> None:
+        self._ranks = self._ranks[:1]
+        super()._carry_out(answer)
+
+
+class NoStamps(StampTable):
+    def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
+        return
+
+
+def copies_on_rank_zero(buffers: pages.PageBuffers, ops: PagedOps, rank: int) -> PageMover:
+    return NoCopies(buffers, ops) if rank else pages.PageMover(buffers, ops)
+
+
+# -- kernels read other pages than they should -------------------------------------------------------------------------
+
+
+class WrongBlock(Engine):
+    """Now and then a row's table of the last group names the page beside the right one."""
+
+    _rows = 0
+
+    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+        return super()._compute([self._changed(one) for one in scheduled])
+
+    def _changed(self, one: Scheduled) -> Scheduled:
+        self._rows += 1
+        tables = [list(table) for table in one.row.tables]
+        attended = [at for at, block in enumerate(tables[FULL_GROUP]) if block and at < one.row.start // 16]
+        if self._rows % 7 or not attended:
+            return one
+        at = attended[-1]
+        tables[FULL_GROUP][at] = tables[FULL_GROUP][at] % (self._session.spec.num_blocks - 1) + 1
+        return replace(one, row=replace(one.row, tables=tables))
+
+
+FULL_GROUP = 3  # of the model MIXED
+
+
+class LongerWindow(TorchOps):
+    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        return super().decode_attention(query, pages, batch, longer(rule))
+
+    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        return super().prefill_attention(query, pages, batch, longer(rule))
+
+
+def longer(rule: AttentionRule) -> AttentionRule:
+    return replace(rule, window=rule.window + 1) if rule.window else rule
+
+
+# -- states that are not those of the computed tokens ------------------------------------------------------------------
+
+
+class RejectedState(Engine):
+    """After rejected drafts the state of the last one is taken for the state of the last accepted token."""
+
+    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+        moves = super()._compute(scheduled)
+        for one in scheduled:
+            for group, at in one.request.state_at.items():
+                size = self._session.spec.groups[group].block_size
+                one.request.state_at[group] = min(at, state_index(one.row.end, size))
+        return moves
+
+
+class OlderState(Engine):
+    """A block's first step reads the state of one block before: what lay there when the block began."""
+
+    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+        for one in scheduled:
+            for group, at in one.request.state_at.items():
+                table = one.row.tables[group]
+                if at > 0 and one.row.start % self._session.spec.groups[group].block_size == 0:
+                    one.row.states[group] = table[at - 1]
+        return super()._compute(scheduled)
+
+
+class NoMoves(Engine):
+    """The state at a boundary stays where the drafts left it, though its page was committed."""
+
+    def _move(self, moves: list[StateMove]) -> None:
+        return
+
+
+# -- steps that never ran ----------------------------------------------------------------------------------------------
+
+
+class UncomputedHit(Engine):
+    """Chunks of a prompt are never computed; their requests start over, on the pages of the step that did not run."""
+
+    _chunks = 0
+
+    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+        lost = [one for one in scheduled if self._is_lost(one)]
+        for one in lost:
+            self._scheduler._preempt([one.request.slot])
+            self._scheduler._facts.append(FactRow(one.request.slot, end=End.PREEMPTED))
+        return super()._compute([one for one in scheduled if one not in lost])
+
+    def _is_lost(self, one: Scheduled) -> bool:
+        self._chunks += not one.row.num_outputs
+        return not one.row.num_outputs and self._chunks % 3 == 0
+
+
+class SilentLoss(Engine):
+    """A launch fails, and the service is not told."""
+
+    def step(self) -> list[Request]:
+        finished = super().step()
+        for seq in self._scheduler._lost_steps:
+            for rank in self._ranks:
+                rank.executed(seq)
+        self._scheduler._lost_steps.clear()
+        return finished
+
+
+# -- kernels that need zeroed pages ------------------------------------------------------------------------------------
+
+
+class WholePages(TorchOps):
+    """As kernels that load a row's last page whole and multiply what is masked by 0: 0 x NaN is NaN."""
+
+    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        return super().decode_attention(query, pages, batch, rule) + self._masked(pages, batch)
+
+    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        return super().prefill_attention(query, pages, batch, rule) + self._masked(pages, batch)
+
+    def _masked(self, pages: AttentionPages, batch: Batch) -> Tensor:
+        column = (batch.seq_lens.long() - 1) // pages.k.shape[1]
+        last = batch.block_table.long().gather(1, column[:, None])
+        return 0 * (pages.k[last].sum() + pages.v[last].sum())
+
+
+FAULTS = (
+    Fault("zeroing is skipped", "whole pages", mover=lambda b, o, _: NoZeroes(b, o)),
+    Fault("a copy is skipped", "hits inside blocks", mover=lambda b, o, _: NoCopies(b, o)),
+    Fault("a copy is skipped on one rank", "hits inside blocks", mover=copies_on_rank_zero),
+    Fault("a copy is made twice", "hits inside blocks", mover=lambda b, o, rank: CopiesAgain(sound_mover(b, o, rank))),
+    Fault("zeroes come after copies", "hits inside blocks", mover=lambda b, o, _: CopiesBeforeZeroes(b, o)),
+    Fault("orders are carried out twice", "tight", engine=OrdersTwice, raises="SequenceError"),
+    Fault("one rank carries out no orders", "tight", engine=NoOrdersOnRankOne, raises="LimitExceeded"),
+    Fault("one wrong block id", "tight", engine=WrongBlock),
+    Fault("a window off by one", "tight", ops=LongerWindow),
+    Fault("a state of rejected drafts", "tight", engine=RejectedState),
+    Fault("a state of the block before", "tight", engine=OlderState),
+    Fault("a boundary state is not moved", "kept drafts", engine=NoMoves),
+    Fault("stamps are not written", "restarts", stamps=NoStamps),
+    Fault("a hit on pages of a step that did not run", "dense states", engine=UncomputedHit),
+    Fault("a lost launch is not reported", "lost launches", engine=SilentLoss, raises="InternalError"),
+)

@@ -1,0 +1,215 @@
+"""The stress: many requests through engines whose caches have too little room, each answer compared with the twin's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+from kvplane.base.groups import DENSE_RETENTION
+from kvplane_service.config import Config
+from kvplane_service.registry import Registry
+from kvplane_worker.engine.config import ATTENTION, EVEN
+from kvplane_worker.engine.request import Request
+from kvplane_worker.engine.scheduler import Counts, SchedulerConfig
+from kvplane_worker.ops.torch_ops import TorchOps
+from tests.engine.faults import Fault, WholePages
+from tests.engine.workload import Answers, Pairs, Recall, Requests
+from tests.engine.world import SOUND, Pool, World
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One way to run.
+
+    Attributes:
+        engines: replicas on one service, stepped in turn, each with its own requests.
+        restart_every: requests after which an engine dies with its session open, and a new life takes the memory.
+        lose_every: launches after which one fails.
+        max_open: requests sent and not answered.
+        requests: what is asked.
+        ops: the backend.
+        wrong: share of wrong drafts of a drafter that remembers every output; below 0: drafts by n-gram.
+    """
+
+    name: str
+    pool: Pool
+    config: SchedulerConfig = SchedulerConfig(token_budget=64)  # noqa: RUF009 - frozen
+    engines: int = 1
+    restart_every: int = 0
+    lose_every: int = 0
+    max_open: int = 11
+    requests: type[Requests] = Requests
+    ops: type[TorchOps] = TorchOps
+    wrong: float = -1.0
+
+
+@dataclass
+class Report:
+    """What a run saw.
+
+    Attributes:
+        differing: output tokens that are not the twin's.
+        off: logits beyond TOLERANCE, in requests.
+        worst: largest difference of a logit.
+        tokens: how often each token was generated.
+        kept_keys: that survived each restart.
+    """
+
+    requests: int = 0
+    differing: int = 0
+    off: int = 0
+    worst: float = 0.0
+    tokens: Counter[int] = field(default_factory=Counter)
+    hit_lengths: Counter[int] = field(default_factory=Counter)
+    evicted: int = 0
+    refused: int = 0
+    kept_keys: list[int] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+
+    @property
+    def complaints(self) -> list[str]:
+        """What is wrong; nothing when all is right."""
+        said = {
+            "differing tokens": self.differing,
+            "requests with logits that are off": self.off,
+            "requests refused": self.refused,
+            "restarts that kept nothing": self.kept_keys.count(0),
+        }
+        return [f"{count} {what}" for what, count in said.items() if count]
+
+    def add_counts(self, counts: Counts) -> None:
+        for one in fields(Counts):
+            setattr(self.counts, one.name, getattr(self.counts, one.name) + getattr(counts, one.name))
+
+    def add(self, other: Report) -> None:
+        self.add_counts(other.counts)
+        self.worst = max(self.worst, other.worst)
+        for name in ("requests", "differing", "off", "tokens", "hit_lengths", "evicted", "refused"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.kept_keys += other.kept_keys
+
+
+class Side:
+    """One engine with its requests, through all its lives."""
+
+    def __init__(self, world: World, seed: int, mix: Mix, report: Report) -> None:
+        self.world = world
+        self.report = report
+        self._requests = mix.requests(world.pool.max_model_len, seed)
+        self._recall = world.config.drafter
+        self._mix = mix
+        self._open: dict[str, Request] = {}
+        self._left = 0
+        self._since_restart = 0
+
+    def start(self, count: int) -> None:
+        self._left = count
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left or self._open or self.world.engine.has_work)
+
+    def step(self) -> None:
+        engine = self.world.engine
+        while self._left and len(self._open) < self._mix.max_open:
+            self._add(self._requests.next())
+        for request in engine.step():
+            self._finish(request)
+        if self._mix.restart_every and self._since_restart >= self._mix.restart_every and self._left:
+            self._restart()
+
+    def _add(self, request: Request) -> None:
+        self._left -= 1
+        self._open[request.name] = request
+        self.world.engine.add(request)
+
+    def _finish(self, request: Request) -> None:
+        del self._open[request.name]
+        self._since_restart += 1
+        self.report.requests += 1
+        if request.error:
+            self.report.refused += 1
+            return
+        self._requests.done(request)
+        if isinstance(self._recall, Recall):
+            self._recall.learn(request.tokens)
+        self.report.hit_lengths.update(hit for hit in request.hits if hit)
+        self.report.tokens.update(request.output)
+        compare(self.world, request, self.report)
+
+    def _restart(self) -> None:
+        """The engine dies between two steps; whoever sent its open requests sends them again."""
+        self.report.add_counts(self.world.engine.counts)
+        self.world.engine = self.world.begin()
+        self.report.kept_keys.append(self.world.session.kept_keys)
+        again = [Request(one.name, one.prompt, one.max_new, one.domain, True) for one in self._open.values()]
+        self._since_restart = 0
+        for request in again:
+            self._open[request.name] = request
+            self.world.engine.add(request)
+
+    def close(self) -> None:
+        self.world.check()
+        self.report.add_counts(self.world.engine.counts)
+        self.report.evicted += sum(group.evicted_blocks for group in self.world.host.replica.group_counters())
+
+
+def compare(world: World, request: Request, report: Report) -> None:
+    """Count what differs from the twin: tokens one by one, logits beyond TOLERANCE."""
+    expected = world.twin.logits(request.tokens[:-1])[len(request.prompt) - 1 :]
+    report.differing += sum(a != b for a, b in zip(expected.argmax(dim=1).tolist(), request.output, strict=True))
+    distance = (expected - torch.stack(request.logits)).abs().max().item()
+    if not distance <= TOLERANCE:  # NaN too
+        report.off += 1
+    report.worst = max(report.worst, distance)
+
+
+def tuned(**changes: Any) -> SchedulerConfig:
+    return replace(SchedulerConfig(token_budget=64), **changes)
+
+
+DENSE: dict[str, Any] = {"retention_interval": DENSE_RETENTION}
+MIXES = (
+    Mix("tight", Pool(num_blocks=80)),
+    Mix("whole pages", Pool(num_blocks=120), ops=WholePages),
+    Mix("dense states", Pool(num_blocks=120, **DENSE), tuned(chunk_tokens=16)),
+    Mix("no early commits", Pool(num_blocks=80, **DENSE), tuned(commits=False, lookahead=3)),
+    Mix("late reports", Pool(num_blocks=110, batches=4, **DENSE), tuned(token_budget=48, report_lag=3)),
+    Mix("block outermost", Pool(num_blocks=90, block_outermost=True), tuned(max_running=5)),
+    Mix("no drafts", Pool(num_blocks=80, watermark=0.05), tuned(num_drafts=0, chunk_tokens=24)),
+    Mix("one block size", Pool(EVEN, num_blocks=60, **DENSE), tuned(token_budget=60)),
+    Mix("attention alone", Pool(ATTENTION, num_blocks=90, batches=2), tuned(token_budget=50, report_lag=1)),
+    Mix("two engines", Pool(num_blocks=80), engines=2),
+    Mix("known drafts", Pool(num_blocks=300, **DENSE), tuned(chunk_tokens=32), wrong=0.2),
+    Mix("hits inside blocks", Pool(num_blocks=150), tuned(), max_open=1, requests=Pairs),
+    Mix("kept drafts", Pool(num_blocks=200, **DENSE), tuned(), max_open=1, requests=Answers, wrong=0.1),
+    Mix("known, late", Pool(EVEN, num_blocks=150, batches=4), tuned(report_lag=3), wrong=0.3),
+    Mix("restarts", Pool(num_blocks=160, **DENSE), restart_every=3, max_open=5),
+    Mix("lost launches", Pool(num_blocks=90, **DENSE), lose_every=9),
+    Mix("lost, late", Pool(EVEN, num_blocks=80, batches=3), tuned(report_lag=2), lose_every=7),
+)
+
+
+def run_mix(mix: Mix, num_requests: int, seed: int, fault: Fault = SOUND) -> Report:
+    """Serve so many requests; the core is checked at the end. With a fault, end at the first sign of it."""
+    report = Report()
+    registry = Registry(Config(), lambda: 0)
+    sides = []
+    for number in range(mix.engines):
+        config = mix.config if mix.wrong < 0 else replace(mix.config, drafter=Recall(seed, mix.wrong))
+        world = World(mix.pool, config, registry, f"engine/{number}", mix.ops(), fault, mix.lose_every)
+        share = num_requests // mix.engines + (number < num_requests % mix.engines)
+        sides.append(Side(world, seed * 1000 + number, mix, report))
+        sides[-1].start(share)
+    while any(side.has_work for side in sides) and not (fault is not SOUND and report.complaints):
+        for side in sides:
+            if side.has_work:
+                side.step()
+    for side in sides:
+        side.close()
+    return report

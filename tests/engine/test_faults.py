@@ -1,0 +1,26 @@
+"""The proof of the proof: each planted fault is caught, by a differing token or logit, or by a named error."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base import errors
+from tests.engine.faults import FAULTS
+from tests.engine.stress import MIXES, run_mix
+from tests.engine.test_stress import SEED
+
+MIX_OF = {mix.name: mix for mix in MIXES}
+REQUESTS = 30
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_caught(fault):
+    mix = MIX_OF[fault.mix]
+    if fault.raises:
+        with pytest.raises(getattr(errors, fault.raises)):
+            run_mix(mix, REQUESTS, SEED, fault)
+        return
+    complaints = run_mix(mix, REQUESTS, SEED, fault).complaints
+    assert complaints
+    expected = "restarts that kept nothing" if fault.mix == "restarts" else "requests with logits that are off"
+    assert any(expected in complaint for complaint in complaints), complaints

@@ -1,0 +1,109 @@
+"""The engine's small parts: drafts, where states are kept, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, OtherWriter, StaleEpoch
+from kvplane_worker.engine.batch import Row, kept_states, state_index
+from kvplane_worker.engine.config import ATTENTION, EVEN, MIXED, ModelConfig
+from kvplane_worker.engine.drafter import draft
+from kvplane_worker.engine.engine import Engine
+from kvplane_worker.engine.request import Request
+from kvplane_worker.engine.scheduler import SchedulerConfig
+from tests.engine.world import Pool, World
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "drafts"),
+    [
+        ([1, 2, 3, 4, 1, 2, 3], 3, [4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2, 3], 1, [4]),
+        ([7, 1, 2, 8, 1, 2, 9, 1, 2], 2, [9, 1]),
+        ([1, 2, 3], 3, []),
+        ([5], 3, []),
+        ([5, 5], 0, []),
+    ],
+    ids=["longest match", "limit", "latest match", "nothing", "too short", "none asked for"],
+)
+def test_drafts_are_what_followed_last_time(tokens, most, drafts):
+    assert draft(tokens, most) == drafts
+
+
+@pytest.mark.parametrize(("tokens", "index"), [(0, -1), (1, 0), (16, 0), (17, 1)])
+def test_a_state_lies_in_the_block_of_its_last_token(tokens, index):
+    assert state_index(tokens, 16) == index
+
+
+def test_states_after_drafts_lie_in_the_blocks_behind_the_running_one():
+    """14 tokens, one known and three drafts: after all of them it is 18, in the second block."""
+    table = [90, 91, 92, 93, 94]
+    row = Row([1, 2, 3, 4], start=14, num_outputs=4, tables=[table])
+    assert kept_states(row, 0, 16) == [94, 93, 92, 91]
+    chunk = Row([1, 2, 3, 4], start=14, num_outputs=0, tables=[table])
+    assert kept_states(chunk, 0, 16) == [0, 0, 0, 91]
+
+
+@pytest.mark.parametrize(("prompt", "max_new"), [([], 1), ([1], 0), ([1] * 190, 11)])
+def test_a_request_that_cannot_end_is_refused(prompt, max_new):
+    world = World()
+    with pytest.raises(InvalidArgument) as refused:
+        world.engine.add(Request("q", prompt, max_new))
+    assert refused.value.field == "prompt"
+    assert not world.engine.has_work
+
+
+def test_more_drafts_than_states_are_refused():
+    with pytest.raises(InvalidArgument) as refused:
+        World(config=SchedulerConfig(num_drafts=MIXED.max_drafts + 1))
+    assert refused.value.field == "num_drafts"
+    World(Pool(ATTENTION), SchedulerConfig(num_drafts=8))
+
+
+def test_heads_that_ranks_do_not_divide_are_refused():
+    with pytest.raises(InvalidArgument) as refused:
+        ModelConfig(EVEN.layers, num_ranks=4)
+    assert refused.value.field == "layers[0].heads"
+
+
+def test_an_engine_whose_pages_went_to_a_newer_life_is_refused():
+    world = World()
+    old, session = world.engine, world.session
+    world.begin()
+    old.add(Request("q", [1, 2, 3], 1))
+    with pytest.raises(OtherWriter):
+        old.step()
+    with pytest.raises(StaleEpoch):
+        Engine(session, world.memory, old._model, SchedulerConfig())
+
+
+def test_two_ranks_compute_what_one_does():
+    def output(num_ranks: int) -> list[int]:
+        world = World(Pool(replace(EVEN, num_ranks=num_ranks), num_blocks=80))
+        request = Request("q", [1, 2, 3], 12)
+        world.engine.add(request)
+        while world.engine.has_work:
+            world.engine.step()
+        return request.output
+
+    assert output(1) == output(2)
+
+
+def test_the_first_request_after_a_crash_hits():
+    world = World(Pool(num_blocks=200))
+    first, second, other = (Request(name, list(range(90)), 3, keep_logits=True) for name in ("a", "b", "c"))
+    world.engine.add(first)
+    while not first.is_done:
+        world.engine.step()
+    world.engine = world.begin()
+    assert world.session.kept_keys > 0
+    world.engine.add(second)
+    world.engine.step()
+    assert second.hits == [88]
+    world.engine = world.begin()
+    world.engine.add(other)
+    while not other.is_done:
+        world.engine.step()
+    assert other.output == first.output

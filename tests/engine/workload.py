@@ -1,0 +1,133 @@
+"""Seeded requests: shared prefixes cut anywhere, repeats, conversations that go on, and prompts nobody sent before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+from kvplane_worker.engine.config import BOS, NUM_BYTES
+from kvplane_worker.engine.request import Request
+
+WORDS = "the a page block of key value state that was held free hit miss token rank step is not and it went".split()
+
+
+class Requests:
+    """An endless supply.
+
+    Args:
+        max_len: longest prompt with its output.
+        seed: equal seeds and equal outputs, equal requests.
+    """
+
+    def __init__(self, max_len: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._max_len = max_len
+        self._shared = [self._text(max_len // 2) for _ in range(3)]
+        self._past: list[Request] = []
+        self._number = 0
+
+    def done(self, request: Request) -> None:
+        """A request that later ones may repeat or continue."""
+        self._past = [*self._past[-5:], request]
+
+    def __iter__(self) -> Iterator[Request]:
+        while True:
+            yield self.next()
+
+    def next(self) -> Request:
+        """The next request; what it shares with earlier ones is drawn."""
+        rng = self._rng
+        prompt = rng.choice([self._fresh, *[self._prefixed, self._repeated, self._continued] * 2])()
+        max_new = rng.choice([1, rng.randrange(2, 8), rng.randrange(8, 40), rng.randrange(8, 40)])
+        self._number += 1
+        prompt = prompt[: self._max_len - max_new]
+        return Request(f"q{self._number}", prompt, max_new, rng.choice([""] * 7 + ["other"]), keep_logits=True)
+
+    def _fresh(self) -> list[int]:
+        return [BOS, *self._text(self._rng.randrange(0, self._max_len // 3))]
+
+    def _prefixed(self) -> list[int]:
+        """A system prompt or a part of it, and a question."""
+        rng = self._rng
+        shared = rng.choice(self._shared)
+        return [BOS, *shared[: rng.randrange(1, len(shared))], *self._text(rng.randrange(0, 24))]
+
+    def _repeated(self) -> list[int]:
+        """The same again, the same with its answer, or the beginning of that."""
+        if not self._past:
+            return self._fresh()
+        past, rng = self._rng.choice(self._past), self._rng
+        length = rng.choice(
+            [len(past.prompt), len(past.prompt), len(past.tokens), rng.randrange(1, len(past.tokens) + 1)]
+        )
+        return past.tokens[:length]
+
+    def _continued(self) -> list[int]:
+        """A conversation goes on."""
+        if not self._past:
+            return self._fresh()
+        return self._rng.choice(self._past).tokens + self._text(self._rng.randrange(1, 24))
+
+    def _text(self, num_bytes: int) -> list[int]:
+        rng = self._rng
+        if rng.random() < 0.2:
+            return [rng.randrange(NUM_BYTES) for _ in range(num_bytes)]
+        text = ""
+        while len(text) < num_bytes:
+            text += rng.choice(WORDS) + " "
+        return list(text.encode()[:num_bytes])
+
+
+class Answers(Requests):
+    """Threes: a prompt, the same for another domain, and that one's conversation going on.
+
+    The second finds no page and its tokens are known by then; the third finds the states that drafts left behind.
+    """
+
+    def next(self) -> Request:
+        number = self._number
+        self._number += 1
+        if number % 3 == 0:
+            prompt = [BOS, *self._text(self._rng.randrange(4, 40))]
+        else:
+            prompt = self._past[-1].prompt if number % 3 == 1 else self._past[-1].tokens + self._text(4)
+        max_new = 2 if number % 3 == 2 else 28
+        return Request(f"q{number}", prompt, max_new, f"domain {number // 3 * 2 + (number % 3 > 0)}", keep_logits=True)
+
+
+class Pairs(Requests):
+    """Each prompt twice, with other last tokens: the second hits as far as it can, mostly to the middle of a block."""
+
+    def next(self) -> Request:
+        self._number += 1
+        first = self._number % 2 == 1
+        prompt = [BOS, *self._text(self._rng.randrange(8, 60))] if first else [*self._past[-1].prompt[:-1], BOS]
+        return Request(f"q{self._number}", prompt, self._rng.randrange(1, 12), keep_logits=True)
+
+
+class Recall:
+    """A drafter that remembers what followed, in any request; some guesses are wrong, so that drafts are rejected.
+
+    Tokens at multiples of BOUNDARY are always guessed wrong: drafts are then kept just up to the end of a block.
+    """
+
+    def __init__(self, seed: int, wrong: float) -> None:
+        self._rng = random.Random(seed)
+        self._wrong = wrong
+        self._followed: dict[tuple[int, ...], int] = {}
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        for at in range(DEPTH, len(tokens)):
+            self._followed[tuple(tokens[at - DEPTH : at])] = tokens[at]
+
+    def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
+        guessed = list(tokens)
+        for at in range(len(tokens), len(tokens) + most):
+            token = self._followed.get(tuple(guessed[at - DEPTH : at]), 0)
+            is_wrong = at % BOUNDARY == 0 or self._rng.random() < self._wrong
+            guessed.append((token + is_wrong) % NUM_BYTES)
+        return guessed[len(tokens) :]
+
+
+DEPTH = 6
+BOUNDARY = 16

@@ -1,0 +1,163 @@
+"""The reference engine on a service in this process, with all that a test may want to break."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvplane.base.groups import CommitRule
+from kvplane.base.rank_plan import RankPlan
+from kvplane.base.session import OpenRequest, SessionTransport
+from kvplane.base.stamp_table import table_bytes
+from kvplane.rank import RankGroup
+from kvplane.session import Session, draw_nonce
+from kvplane.sources import LayerSource
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire.sources import encode_layer_source
+from kvplane_service.config import Config
+from kvplane_service.core import inspect
+from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
+from kvplane_service.host import ReplicaHost
+from kvplane_service.inprocess import InProcessTransport
+from kvplane_service.registry import Registration, Registry
+from kvplane_service.rpc.sources import plan_source
+from kvplane_worker.engine.batch import Launch
+from kvplane_worker.engine.config import MIXED, ModelConfig
+from kvplane_worker.engine.engine import Engine, LaunchFailed, RankMemory
+from kvplane_worker.engine.model import Model
+from kvplane_worker.engine.scheduler import SchedulerConfig
+from kvplane_worker.engine.weights import Weights, draw_weights
+from kvplane_worker.ops.interface import PagedOps
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.pages import PageBuffers
+from tests.engine.faults import Fault
+from tests.engine.twin import Twin
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One replica.
+
+    Attributes:
+        num_blocks: small ones evict and preempt.
+        batches: steps in flight that the engine may have.
+        retention_interval, watermark, block_outermost, commit: as in `LayerSource`.
+    """
+
+    model: ModelConfig = MIXED
+    num_blocks: int = 90
+    max_model_len: int = 200
+    max_batched_tokens: int = 64
+    batches: int = 1
+    retention_interval: int = 0
+    watermark: float = 0.0
+    block_outermost: bool = False
+    commit: CommitRule = CommitRule.SAFE
+
+    @property
+    def source(self) -> LayerSource:
+        return LayerSource(
+            layers=self.model.cache_layers(),
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            max_batched_tokens=self.max_batched_tokens,
+            max_concurrent_batches=self.batches,
+            retention_interval=self.retention_interval,
+            watermark=self.watermark,
+            block_outermost=self.block_outermost,
+            commit=self.commit,
+        )
+
+    @property
+    def rank_plan(self) -> RankPlan:
+        options = PlanOptions(
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            max_batched_tokens=self.max_batched_tokens,
+            max_concurrent_batches=self.batches,
+            retention_interval=self.retention_interval,
+            layout=Layout.BLOCK_OUTERMOST if self.block_outermost else Layout.LAYER_OUTERMOST,
+        )
+        return to_rank_plan(plan_cache([Worker(self.model.cache_layers())], options))
+
+
+def poisoned_memory(plan: RankPlan, ops: PagedOps, rank: int, fault: Fault) -> RankMemory:
+    """One rank's pages, NaN all over: what is read must have been written, or zeroed, before."""
+    pages = PageBuffers.allocate(plan)
+    pages.memory.view(torch.float64).fill_(float("nan"))
+    buffer = bytearray(table_bytes(plan.num_blocks))
+    stamps = fault.stamps.create(buffer, plan.num_blocks, incarnation=draw_nonce() | 1)
+    return RankMemory(pages, stamps, fault.mover(pages, ops, rank))
+
+
+class LossyModel(Model):
+    """Some launches fail half-way: rank 0 has computed, the others have not."""
+
+    lose_every = 0
+    _launches = 0
+
+    def logits(self, launch: Launch) -> Tensor:
+        self._launches += 1
+        if self.lose_every and self._launches % self.lose_every == 0:
+            sound, self._ranks = self._ranks, self._ranks[:1]
+            super().logits(launch)
+            self._ranks = sound
+            raise LaunchFailed("a rank is out of memory")
+        return super().logits(launch)
+
+
+SOUND = Fault("none", "")
+
+
+@dataclass
+class World:
+    """A registry with one replica, the memory of its ranks, and engine lives on it, one at a time.
+
+    Attributes:
+        registry: several worlds may share one.
+        fault: planted in the engine; none by default.
+        lose_every: launches after which one fails; 0 = never.
+        memory: by rank; outlives the engines.
+        engine: the present life.
+    """
+
+    pool: Pool = field(default_factory=Pool)
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    registry: Registry = field(default_factory=lambda: Registry(Config(), lambda: 0))
+    name: str = "engine"
+    ops: PagedOps = field(default_factory=TorchOps)
+    fault: Fault = SOUND
+    lose_every: int = 0
+
+    def __post_init__(self) -> None:
+        request = pb.RegisterReplicaRequest(replica=self.name, layers=encode_layer_source(self.pool.source))
+        self.registry.register(self.name, Registration(plan_source(request).spec, self.pool.model.num_ranks))
+        plan = self.pool.rank_plan
+        self.ops = self.fault.ops() if self.fault.ops else self.ops
+        self.memory = [poisoned_memory(plan, self.ops, rank, self.fault) for rank in range(self.pool.model.num_ranks)]
+        self.weights: Weights = draw_weights(self.pool.model)
+        self.twin = Twin(self.pool.model, self.weights)
+        self.engine = self.begin()
+
+    @property
+    def host(self) -> ReplicaHost:
+        return self.registry.get(self.name).host
+
+    def begin(self) -> Engine:
+        """A new engine life on the memory as it stands, as after a crash: nobody said goodbye."""
+        stamps = RankGroup([one.stamps for one in self.memory]).agreed_stamps()
+        request = OpenRequest(self.name, draw_nonce(), stamp_table=stamps)
+        self.session = Session(self.transport(), request, heartbeats=False)
+        buffers = [one.pages for one in self.memory]
+        model = LossyModel(self.pool.model, self.weights, buffers, self.ops)
+        model.lose_every = self.lose_every
+        return self.fault.engine(self.session, self.memory, model, self.config)
+
+    def transport(self) -> SessionTransport:
+        return InProcessTransport(lambda name: self.registry.get(name).host)
+
+    def check(self) -> None:
+        """The core's invariants."""
+        inspect.check(self.host.replica)
