@@ -18,11 +18,13 @@ from kvplane.unary import Client
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker import wire
 from kvplane_worker.holdings import Holdings
+from kvplane_worker.memory import SharedMemory
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.rundir import SOCKET, read_token
 from kvplane_worker.writer import ProcessName
 
 WORKER = "kvplane.v1.Worker"
+MAX_MESSAGE_BYTES = 1 << 30  # the stamps of 2^27 blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +83,25 @@ def attach(where: str | Path, plan_digest: str = "") -> Attached:
         WrongPlan: the pages have another plan.
         FailedPrecondition: the memory is damaged.
     """
-    run_dir = run_dir_of(where)
-    request = pb.AttachRequest(token=read_token(run_dir), plan_digest=plan_digest)
     name = ProcessName.of(os.getpid())
-    request.pid, request.start_ticks = name.pid, name.start_ticks
-    with WorkerClient(run_dir) as worker:
-        answer = worker.call("Attach", request, pb.AttachResponse)
+    answer = _ask(where, pb.AttachRequest(plan_digest=plan_digest, pid=name.pid, start_ticks=name.start_ticks))
     return Attached(Holdings.map(*wire.decode_attached(answer)))
+
+
+def read_stamps(where: str | Path) -> StampTable:
+    """Map the stamp table of a worker to read it, as a scheduler does whose ranks run in other processes.
+
+    A write raises TypeError. Raises NotFound, Unavailable and PermissionDenied as `attach`.
+    """
+    answer = _ask(where, pb.AttachRequest(stamps_only=True))
+    return StampTable(SharedMemory.open(wire.decode_handle(answer.stamps), writable=False).view)
+
+
+def _ask(where: str | Path, request: pb.AttachRequest) -> pb.AttachResponse:
+    run_dir = run_dir_of(where)
+    request.token = read_token(run_dir)
+    with WorkerClient(run_dir) as worker:
+        return worker.call("Attach", request, pb.AttachResponse)
 
 
 def run_dir_of(where: str | Path) -> Path:
@@ -100,7 +114,8 @@ class WorkerClient(Client):
     """Calls of kvplane.v1.Worker on the socket of a worker's directory; raises as Client does."""
 
     def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
-        super().__init__(open_channel(f"unix:{run_dir / SOCKET}"), timeout_s=timeout_s)
+        channel = open_channel(f"unix:{run_dir / SOCKET}", max_message_bytes=MAX_MESSAGE_BYTES)
+        super().__init__(channel, timeout_s=timeout_s, max_message_bytes=MAX_MESSAGE_BYTES)
 
     def call(self, method: str, request: Message, answer_type: type[Answer]) -> Answer:
         """One call, tried again when the worker cannot be reached."""

@@ -101,9 +101,10 @@ class WorkerServicer:
             )
         if self._leaving:
             raise Unavailable("the worker is going away", remedy="attach to its successor")
-        with self._one_at_a_time:
-            self._writer.lend(ProcessName(request.pid, request.start_ticks))
-        return wire.encode_attached(self._post.holdings)
+        if not request.stamps_only:
+            with self._one_at_a_time:
+                self._writer.lend(ProcessName(request.pid, request.start_ticks))
+        return wire.encode_attached(self._post.holdings, request.stamps_only)
 
     def Transfer(self, request: pb.TransferRequest) -> Message:  # noqa: N802
         """See the contract."""

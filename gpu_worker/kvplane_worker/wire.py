@@ -33,16 +33,18 @@ def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
     )
 
 
-def encode_attached(holdings: Holdings) -> pb.AttachResponse:
-    """What an engine needs to map the holdings."""
+def encode_attached(holdings: Holdings, stamps_only: bool) -> pb.AttachResponse:
+    """What an engine needs to map the holdings, or a scheduler to read the stamp table."""
     handles = holdings.handles
-    return pb.AttachResponse(
-        pages=encode_handle(handles.pages),
+    message = pb.AttachResponse(
         stamps=encode_handle(handles.stamps),
-        staging=encode_handle(handles.staging),
         plan=wire.encode_plan(holdings.buffers.plan),
         incarnation=holdings.stamps.incarnation,
     )
+    if not stamps_only:
+        message.pages.CopyFrom(encode_handle(handles.pages))
+        message.staging.CopyFrom(encode_handle(handles.staging))
+    return message
 
 
 def decode_attached(message: pb.AttachResponse) -> tuple[RankPlan, Handles]:

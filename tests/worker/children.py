@@ -95,6 +95,16 @@ class Hands:
             rank.executed(result.seq)
         return result.parts[0]
 
+    def claim(self, epoch: int) -> None:
+        for rank in self.ranks:
+            rank.claim(epoch)
+
+    def carry_out(self, epoch: int, seq: int) -> None:
+        """A step with nothing to do, executed."""
+        for rank in self.ranks:
+            rank.carry_out(epoch, seq, 0, kvplane.Orders())
+            rank.executed(seq)
+
     def fill(self, rank: int, group: int, block: int, byte: int) -> None:
         for layer in self.attached[rank].buffers.group(group).layers:
             layer[block] = byte

@@ -88,7 +88,7 @@ class World:
 
     def options(self, rank: int = 0, replica: str = "r", folder: str = "") -> WorkerOptions:
         run_dir = self.folder / (folder or f"{replica}-{rank}")
-        return WorkerOptions(self.service.address, replica, rank, "cpu", run_dir, staging_bytes=1 << 16, grace_s=5)
+        return WorkerOptions(self.service.address, replica, rank, run_dir=run_dir, staging_bytes=1 << 16, grace_s=5)
 
     def start(self, target: Any, *arguments: object) -> Child:
         ours, theirs = FORKS.Pipe()

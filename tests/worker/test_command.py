@@ -26,3 +26,14 @@ def test_a_refusal_is_one_line(here: World):
     assert done.returncode == 2
     assert done.stderr.startswith("kvplane: device: 'tpu': no device is called so")
     assert "Traceback" not in done.stderr
+
+
+def test_replicas_are_listed_with_their_workers(here: World):
+    child, address = here.worker()
+    here.register("idle", num_ranks=2)
+    done = run_kvplane("replicas", "--service", here.service.address)
+    idle, used, worker = done.stdout.splitlines()
+    assert idle == "idle  idle  epoch 1  63 of 64 blocks free  0 of 2 ranks have a worker"
+    assert used == "r  idle  epoch 1  63 of 64 blocks free  1 of 1 ranks have a worker"
+    incarnation = f"{here.shown()[0].incarnation:016x}"
+    assert worker == f"  rank 0  ready  cpu  process {child.pid}  incarnation {incarnation}  {address}"

@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.rank_plan import RankPlan
-from kvplane.base.step import Orders
-from kvplane.rank import Rank, RankGroup
-from kvplane_worker.attach import attach
-from kvplane_worker.ops.torch_ops import TorchOps
-from kvplane_worker.pages import PageMover
+from kvplane.rank import RankGroup
+from kvplane_worker.attach import attach, read_stamps
 from tests.worker.rig import World, world
 
 PROMPT = list(range(1000, 1100))  # six whole blocks of 16, and four tokens
@@ -49,21 +46,38 @@ def test_orders_reach_every_rank(pair: tuple[World, list[str]]):
 
 
 def test_a_rank_that_lags_or_dies_holds_the_others_back(pair: tuple[World, list[str]]):
-    """Its stamp table stays where it was, also when its process has gone."""
-    _, addresses = pair
-    with attach(addresses[0]) as first, attach(addresses[1]) as second:
-        group = RankGroup([first.stamps, second.stamps])
-        group.claim(1)
-        ranks = [Rank(one.stamps, PageMover(one.buffers, TorchOps())) for one in (first, second)]
-        for seq in (1, 2, 3):
-            for rank in ranks:
-                rank.carry_out(1, seq, 0, Orders(zero_block=[1], zero_group=[0]))
-            ranks[0].executed(seq)
-        assert group.executed_through(1) == 0
-        ranks[1].executed(2)
-        assert group.executed_through(1) == 2
-        del ranks[1]
-        assert group.executed_through(1) == 2
+    """A scheduler whose ranks run in processes of their own sees by their tables how far they are."""
+    here, addresses = pair
+    ranks = [here.engine(), here.engine()]
+    for rank, address in zip(ranks, addresses, strict=True):
+        rank.do("attach", address)
+        rank.do("claim", 5)
+    group = RankGroup([read_stamps(address) for address in addresses])
+    assert group.executed_through(5) == 0
+    for seq in (1, 2, 3):
+        ranks[0].do("carry_out", 5, seq)
+    assert group.executed_through(5) == 0
+    for seq in (1, 2):
+        ranks[1].do("carry_out", 5, seq)
+    assert group.executed_through(5) == 2
+    ranks[1].kill()
+    ranks[0].do("carry_out", 5, 4)
+    assert group.executed_through(5) == 2
+    assert group.executed_through(4) == 0
+
+
+def test_a_scheduler_reads_stamps_and_writes_none(pair: tuple[World, list[str]]):
+    here, addresses = pair
+    rank = here.engine()
+    rank.do("attach", addresses[0])
+    stamps = read_stamps(addresses[0])  # also while another process has the pages
+    rank.do("restamp", 0, 3, 77)
+    assert stamps.read(3) == 77
+    with pytest.raises(TypeError):
+        stamps.claim(9)
+    with pytest.raises(TypeError):
+        stamps.write([1], [1])
+    assert stamps.owner_epoch == 0
 
 
 @pytest.mark.parametrize(

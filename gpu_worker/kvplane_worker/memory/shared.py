@@ -55,7 +55,7 @@ class SharedMemory:
         return cls(MemoryHandle(MemoryKind.SHARED, size_bytes, CPU, path=str(path)), mapping, owned=True)
 
     @classmethod
-    def open(cls, handle: MemoryHandle) -> SharedMemory:
+    def open(cls, handle: MemoryHandle, writable: bool = True) -> SharedMemory:
         """Map what another process created.
 
         Raises:
@@ -63,13 +63,14 @@ class SharedMemory:
             PermissionDenied: it belongs to another user.
         """
         try:
-            descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(handle.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except FileNotFoundError:
             raise NotFound(f"{handle.path} is gone", field="pages", remedy="attach to a worker that lives") from None
         except PermissionError:
             raise PermissionDenied(f"{handle.path} is not yours", field="pages", remedy="run as its user") from None
         try:
-            mapping = mmap.mmap(descriptor, handle.size_bytes)
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            mapping = mmap.mmap(descriptor, handle.size_bytes, access=access)
         finally:
             os.close(descriptor)
         return cls(handle, mapping, owned=False)

@@ -19,6 +19,7 @@ FAILED, WRONG_USE, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 130
 COMMANDS = {
     "demo": "kvplane_service.cli.demo",
     "replay": "kvplane_service.cli.replay",
+    "replicas": "kvplane_service.cli.replicas",
     "serve": "kvplane_service.cli.serve",
     "worker": "kvplane_worker.cli",
     "config": "kvplane_service.cli.config",

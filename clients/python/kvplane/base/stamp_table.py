@@ -30,6 +30,7 @@ _PREFIX = struct.Struct("<8sII")
 _WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
 _INCARNATION, _OWNER_EPOCH, _GENERATION, _SEQ, _PART, _EXECUTED = range(2, 8)
 _BUSY = 1 << 32
+_A_GENERATION = Stamp(1, 0, 0).pack()  # stamps that share one
 
 
 def table_bytes(num_blocks: int) -> int:
@@ -67,8 +68,9 @@ def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
     first = readings[0]
     if any(reading.generation != first.generation for reading in readings):
         return (0,) * sizes.pop()
+    lowest = Stamp(first.generation, 0, 0).pack()
     return tuple(
-        each[0] if each.count(each[0]) == len(each) and Stamp.unpack(each[0]).generation == first.generation else 0
+        each[0] if lowest <= each[0] < lowest + _A_GENERATION and each.count(each[0]) == len(each) else 0
         for each in zip(*(reading.stamps for reading in readings), strict=True)
     )
 
