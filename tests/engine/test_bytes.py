@@ -17,7 +17,8 @@ from torch import Tensor
 from kvplane.base.groups import DENSE_RETENTION
 from kvplane_worker.engine.batch import Launch, Row
 from kvplane_worker.engine.config import MIXED, AttentionLayer, layer_name
-from kvplane_worker.engine.engine import Engine, RankMemory
+from kvplane_worker.engine.engine import Engine
+from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig, StateMove
 from tests.engine.faults import Fault
 from tests.engine.workload import Requests

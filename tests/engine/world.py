@@ -25,8 +25,9 @@ from kvplane_service.registry import Registration, Registry
 from kvplane_service.rpc.sources import plan_source
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.config import MIXED, ModelConfig
-from kvplane_worker.engine.engine import Engine, LaunchFailed, RankMemory
+from kvplane_worker.engine.engine import Engine, LaunchFailed
 from kvplane_worker.engine.model import Model
+from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import Weights, draw_weights
 from kvplane_worker.ops.interface import PagedOps

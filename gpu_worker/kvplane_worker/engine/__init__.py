@@ -9,5 +9,6 @@ It is made to be read, and to prove the whole: its tokens never change, whatever
     drafter     drafts by n-gram, so that there is something to reject
     request     one request, from its prompt to its last token
     scheduler   continuous batching on the session: what is asked of the service, what its answer means
+    ranks       the pages of all ranks, attached from their workers
     engine      schedule, order, compute, sample
 """

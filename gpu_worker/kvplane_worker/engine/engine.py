@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.stamp_table import StampTable
 from kvplane.base.step import StepResult
-from kvplane.rank import PageMover, Rank, RankGroup
+from kvplane.rank import Rank, RankGroup
 from kvplane.session import Session
 from kvplane_worker.engine.batch import Launch
-from kvplane_worker.engine.config import ModelConfig
 from kvplane_worker.engine.model import Model
+from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Counts, Scheduled, Scheduler, SchedulerConfig, StateMove
-from kvplane_worker.engine.weights import Weights
-from kvplane_worker.ops.interface import PagedOps
-from kvplane_worker.pages import PageBuffers
 
 
 class LaunchFailed(KvplaneError):
     """A forward pass did not run; what its step granted is not in the pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """One rank's pages, the stamp table beside them, and what moves whole pages."""
-
-    pages: PageBuffers
-    stamps: StampTable
-    mover: PageMover
-
-
 class Engine:
     """One engine life on one replica, with all ranks in this process.
 
-    engine = Engine(client.session("replica"), memory, model, SchedulerConfig())
-    engine.add(Request("q", prompt, max_new=20))
-    while engine.has_work:
-        for request in engine.step():
-            ...                                 # request.output
+        memory = attach_ranks(addresses, ops)
+        model = Model(config, weights, [one.pages for one in memory], ops)
+        engine = Engine(open_session(client, "replica", memory), memory, model, SchedulerConfig())
+        engine.add(Request("q", prompt, max_new=20))
+        while engine.has_work:
+            print([request.output for request in engine.step()])
+
+    Steps are synchronous: a launch has finished before the next step is asked for.
     """
 
     def __init__(self, session: Session, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig) -> None:
@@ -118,8 +107,3 @@ class Engine:
         for move in moves:
             for one in self._memory:
                 one.mover.copy(move.group, [move.source], [move.target])
-
-
-def make_model(config: ModelConfig, weights: Weights, memory: Sequence[RankMemory], ops: PagedOps) -> Model:
-    """The model on these ranks' pages."""
-    return Model(config, weights, [one.pages for one in memory], ops)

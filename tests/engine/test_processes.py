@@ -1,0 +1,78 @@
+"""The whole: a service over gRPC, two worker processes, an engine that is killed, and one that takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvplane_worker.engine.config import MIXED
+from kvplane_worker.engine.weights import draw_weights
+from tests.engine import child
+from tests.engine.twin import Twin
+from tests.engine.workload import Requests
+from tests.engine.world import Pool
+from tests.worker.rig import Child, World, world
+
+POOL = Pool(num_blocks=300)
+LIVES = 4
+Prompt = tuple[list[int], int]
+Ended = tuple[int, list[int], list[int]]  # number, hits, output
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as it:
+        source = POOL.source
+        it.register(
+            num_ranks=MIXED.num_ranks,
+            layers=source.layers,
+            num_blocks=source.num_blocks,
+            max_model_len=source.max_model_len,
+            max_batched_tokens=source.max_batched_tokens,
+        )
+        yield it
+
+
+def prompts(seed: int) -> list[Prompt]:
+    """Some requests, the first of them the only one that is long."""
+    requests = Requests(POOL.max_model_len, seed)
+    made = [requests.next() for _ in range(4)]
+    return [([(seed + at) % 251 for at in range(100)], 8), *((one.prompt[:60], one.max_new) for one in made)]
+
+
+def serve_until(engine: Child, num_ended: int) -> list[Ended]:
+    """What has ended by the time so many have; the engine goes on with the rest."""
+    ended: list[Ended] = []
+    while len(ended) < num_ended:
+        ended += engine.hear()
+    return ended
+
+
+def count_wrong(sent: list[Prompt], ended: list[Ended]) -> int:
+    """Tokens that are not the twin's."""
+    twin, wrong = Twin(MIXED, draw_weights(MIXED)), 0
+    for number, _, output in ended:
+        prompt = sent[number][0]
+        expected = twin.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].argmax(dim=1).tolist()
+        wrong += sum(a != b for a, b in zip(expected, output, strict=True))
+    return wrong
+
+
+def test_an_engine_that_is_killed_leaves_its_cache_to_the_next(here: World):
+    """Each life first repeats the long prompt of the life before, which is in the pages, and is killed at work."""
+    workers = [here.worker(rank)[1] for rank in range(MIXED.num_ranks)]
+    for life in range(LIVES):
+        sent = [*prompts(life - 1)[: life > 0], *prompts(life)]
+        engine = here.start(child.engine, here.service.address, "r", workers)
+        kept_keys = engine.hear()
+        engine.connection.send(sent)
+        ended = serve_until(engine, len(sent) - 2)
+        engine.kill()
+        assert count_wrong(sent, ended) == 0
+        hits = {number: hit for number, hit, _ in ended}
+        if life:
+            assert kept_keys > 0
+            assert hits[0] == [96], "of 100 tokens, up to the last hash boundary"
+        assert life > 0 or hits[0] == [0]
