@@ -14,7 +14,12 @@ from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 
 def encode_handle(handle: MemoryHandle) -> pb.MemoryHandle:
     """The message of a handle."""
-    message = pb.MemoryHandle(offset_bytes=handle.offset_bytes, size_bytes=handle.size_bytes, device=handle.device)
+    message = pb.MemoryHandle(
+        offset_bytes=handle.offset_bytes,
+        size_bytes=handle.size_bytes,
+        device=handle.device,
+        device_uuid=handle.device_uuid,
+    )
     if handle.kind is MemoryKind.SHARED:
         message.shared_path = handle.path
     else:
@@ -29,7 +34,13 @@ def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
     if kind is None:
         raise InvalidArgument("a memory handle names nothing", field="kind", remedy="use one version of both sides")
     return MemoryHandle(
-        kind, message.size_bytes, message.device, message.shared_path, message.cuda_ipc, message.offset_bytes
+        kind,
+        message.size_bytes,
+        message.device,
+        path=message.shared_path,
+        ipc=message.cuda_ipc,
+        offset_bytes=message.offset_bytes,
+        device_uuid=message.device_uuid,
     )
 
 

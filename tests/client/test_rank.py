@@ -183,6 +183,14 @@ def test_stamps_of_before_a_reset_count_no_more():
     assert group.agreed_stamps() == (0, 0, Stamp(1, EPOCH, 3).pack(), *(0,) * 5)
 
 
+def test_a_service_that_begins_anew_leaves_earlier_stamps_standing():
+    stamps = table()
+    earlier = Stamp(2, EPOCH, 1).pack()
+    stamps.write([1], [earlier])
+    stamps.write([2], [Stamp(0, EPOCH + 1, 1).pack()])
+    assert RankGroup([stamps]).agreed_stamps()[:3] == (0, earlier, Stamp(0, EPOCH + 1, 1).pack())
+
+
 def test_ranks_have_equal_pools():
     with pytest.raises(InvalidArgument):
         RankGroup([])

@@ -32,6 +32,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.worker.children"])
 LAYERS = named(f=(2, full()), w=(2, window()))
 BLOCKS = 64
+KILLS_ON_GPU = 5
 
 
 class Child:
@@ -79,6 +80,7 @@ class World:
     def __init__(self, service: Service, folder: Path) -> None:
         self.service = service
         self.folder = folder
+        self.device = "cpu"
         self.children: list[Child] = []
 
     def register(self, name: str = "r", num_ranks: int = 1, **source: Any) -> None:
@@ -88,7 +90,7 @@ class World:
 
     def options(self, rank: int = 0, replica: str = "r", folder: str = "") -> WorkerOptions:
         run_dir = self.folder / (folder or f"{replica}-{rank}")
-        return WorkerOptions(self.service.address, replica, rank, run_dir=run_dir, staging_bytes=1 << 16, grace_s=5)
+        return WorkerOptions(self.service.address, replica, rank, self.device, run_dir, 1 << 16, grace_s=5)
 
     def start(self, target: Any, *arguments: object) -> Child:
         ours, theirs = FORKS.Pipe()

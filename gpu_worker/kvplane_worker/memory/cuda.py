@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from kvplane.base.errors import OutOfMemory
+from kvplane.base.errors import NotFound, OutOfMemory
 from kvplane_worker.memory.handle import MemoryHandle, MemoryKind
 
 # Smaller allocations share one of the driver's granules, and a handle lends the whole granule.
@@ -27,8 +27,9 @@ class CudaMemory:
         handle: how others map it.
     """
 
-    def __init__(self, handle: MemoryHandle, base: int, owned: bool) -> None:
+    def __init__(self, handle: MemoryHandle, index: int, base: int, owned: bool) -> None:
         self.handle = handle
+        self._index = index  # of the device, as this process counts
         self._base = base
         self._owned = owned
 
@@ -37,7 +38,8 @@ class CudaMemory:
         """Allocate zeroes. Raises OutOfMemory."""
         cupy = _cupy()
         whole = -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
-        with cupy.cuda.Device(_index(device)):
+        index = torch.device(device).index or 0
+        with cupy.cuda.Device(index):
             try:
                 pointer = cupy.cuda.runtime.malloc(whole)
             except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -45,24 +47,26 @@ class CudaMemory:
             cupy.cuda.runtime.memset(pointer, 0, whole)
             ipc = bytes(cupy.cuda.runtime.ipcGetMemHandle(pointer))
         offset = pointer - _allocation_base(pointer)
-        handle = MemoryHandle(MemoryKind.CUDA_IPC, size_bytes, device, ipc=ipc, offset_bytes=offset)
-        return cls(handle, pointer - offset, owned=True)
+        handle = MemoryHandle(
+            MemoryKind.CUDA_IPC, size_bytes, device, ipc=ipc, offset_bytes=offset, device_uuid=_uuid(index)
+        )
+        return cls(handle, index, pointer - offset, owned=True)
 
     @classmethod
     def open(cls, handle: MemoryHandle) -> CudaMemory:
-        """Map what another process allocated."""
+        """Map what another process allocated. Raises NotFound when this process does not see the device."""
         cupy = _cupy()
-        with cupy.cuda.Device(_index(handle.device)):
+        index = _index_of(handle)
+        with cupy.cuda.Device(index):
             base = cupy.cuda.runtime.ipcOpenMemHandle(handle.ipc)
-        return cls(handle, base, owned=False)
+        return cls(handle, index, base, owned=False)
 
     def tensor(self) -> Tensor:
         """Its bytes as a uint8 tensor, valid until `close`."""
         cupy = _cupy()
         size, start = self.handle.size_bytes, self._base + self.handle.offset_bytes
-        index = _index(self.handle.device)
-        memory = cupy.cuda.UnownedMemory(start, size, self, index)
-        with cupy.cuda.Device(index):
+        memory = cupy.cuda.UnownedMemory(start, size, self, self._index)
+        with cupy.cuda.Device(self._index):
             array = cupy.ndarray((size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
             return from_dlpack(array)
 
@@ -71,7 +75,7 @@ class CudaMemory:
         if not self._base:
             return
         runtime = _cupy().cuda.runtime
-        with _cupy().cuda.Device(_index(self.handle.device)):
+        with _cupy().cuda.Device(self._index):
             if self._owned:
                 runtime.free(self._base + self.handle.offset_bytes)
             else:
@@ -91,8 +95,20 @@ def _cupy() -> Any:  # noqa: ANN401
     return cupy
 
 
-def _index(device: str) -> int:
-    return torch.device(device).index or 0
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _index_of(handle: MemoryHandle) -> int:
+    """The device of a handle, as this process counts."""
+    for index in range(torch.cuda.device_count()):
+        if _uuid(index) == handle.device_uuid:
+            return index
+    raise NotFound(
+        f"this process does not see the worker's {handle.device}, GPU {handle.device_uuid}",
+        field="device",
+        remedy="let the engine see the worker's device (CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES)",
+    )
 
 
 def _allocation_base(pointer: int) -> int:

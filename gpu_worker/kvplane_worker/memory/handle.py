@@ -24,6 +24,7 @@ class MemoryHandle:
         offset_bytes: where the piece begins in the file or allocation.
         size_bytes: of the piece.
         device: "cpu" or "cuda:N", N as the worker counts.
+        device_uuid: CUDA_IPC: of the device; processes may count differently.
     """
 
     kind: MemoryKind
@@ -32,3 +33,4 @@ class MemoryHandle:
     path: str = ""
     ipc: bytes = b""
     offset_bytes: int = 0
+    device_uuid: str = ""

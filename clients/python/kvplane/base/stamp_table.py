@@ -30,7 +30,6 @@ _PREFIX = struct.Struct("<8sII")
 _WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
 _INCARNATION, _OWNER_EPOCH, _GENERATION, _SEQ, _PART, _EXECUTED = range(2, 8)
 _BUSY = 1 << 32
-_A_GENERATION = Stamp(1, 0, 0).pack()  # stamps that share one
 
 
 def table_bytes(num_blocks: int) -> int:
@@ -57,7 +56,8 @@ def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
     """One stamp per block that every rank vouches for, 0 where they do not: for `OpenRequest.stamp_table`.
 
     A stamp counts only where all ranks show the same one. Stamps of before the last reset count no more, and none
-    counts when the ranks do not even agree on the reset.
+    counts when the ranks do not even agree on the reset. A service that lost its state begins with generation 0 in a
+    later epoch, so a higher generation than the last is no reason for doubt.
 
     Raises:
         InvalidArgument: no readings, or pools of different sizes.
@@ -70,7 +70,7 @@ def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
         return (0,) * sizes.pop()
     lowest = Stamp(first.generation, 0, 0).pack()
     return tuple(
-        each[0] if lowest <= each[0] < lowest + _A_GENERATION and each.count(each[0]) == len(each) else 0
+        each[0] if each[0] >= lowest and each.count(each[0]) == len(each) else 0
         for each in zip(*(reading.stamps for reading in readings), strict=True)
     )
 

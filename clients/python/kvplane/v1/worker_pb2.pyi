@@ -21,18 +21,20 @@ TRANSFER_KIND_GATHER: TransferKind
 TRANSFER_KIND_SCATTER: TransferKind
 
 class MemoryHandle(_message.Message):
-    __slots__ = ("shared_path", "cuda_ipc", "offset_bytes", "size_bytes", "device")
+    __slots__ = ("shared_path", "cuda_ipc", "offset_bytes", "size_bytes", "device", "device_uuid")
     SHARED_PATH_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
     OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     shared_path: str
     cuda_ipc: bytes
     offset_bytes: int
     size_bytes: int
     device: str
-    def __init__(self, shared_path: _Optional[str] = ..., cuda_ipc: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
+    device_uuid: str
+    def __init__(self, shared_path: _Optional[str] = ..., cuda_ipc: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., size_bytes: _Optional[int] = ..., device: _Optional[str] = ..., device_uuid: _Optional[str] = ...) -> None: ...
 
 class DescribeRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,90 @@
+"""The same on a GPU: memory lent by a raw CUDA IPC handle. Needs CUDA and CuPy."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from kvplane.base.errors import OtherWriter
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker import wire
+from kvplane_worker.attach import WorkerClient, run_dir_of
+from kvplane_worker.memory import MemoryHandle, MemoryKind
+from tests.worker.rig import KILLS_ON_GPU, World
+from tests.worker.test_ranks import PROMPT
+
+needs_gpu = pytest.mark.skipif(
+    not torch.cuda.is_available() or find_spec("cupy") is None, reason="there is no CUDA device, or no CuPy"
+)
+
+
+@pytest.fixture
+def on_gpu(here: World) -> World:
+    here.device = "cuda:0"
+    return here
+
+
+def free_bytes() -> int:
+    return torch.cuda.mem_get_info(0)[0]
+
+
+def checksums(address: str) -> list[int]:
+    with WorkerClient(run_dir_of(address)) as client:
+        request = pb.ChecksumRequest(group=0, blocks=range(8))
+        return list(client.call("Checksum", request, pb.ChecksumResponse).checksums)
+
+
+def test_a_handle_of_a_gpu_comes_back_as_it_was():
+    handle = MemoryHandle(MemoryKind.CUDA_IPC, 5, "cuda:1", ipc=b"i" * 64, offset_bytes=512, device_uuid="u")
+    assert wire.decode_handle(wire.encode_handle(handle)) == handle
+
+
+@needs_gpu
+def test_an_engine_writes_where_the_worker_reads(on_gpu: World):
+    _, address = on_gpu.worker()
+    engine = on_gpu.engine()
+    engine.do("attach", address)
+    before = checksums(address)
+    engine.do("fill", 0, 0, 3, 9)
+    after = checksums(address)
+    assert [block for block in range(8) if before[block] != after[block]] == [3]
+    second = on_gpu.engine()
+    assert isinstance(second.do("attach", address), OtherWriter)
+    engine.kill()
+    second.do("attach", address)
+    assert second.do("look", 0, 0, 3) == {9}
+
+
+@needs_gpu
+def test_an_engine_that_restarts_keeps_its_cache(on_gpu: World):
+    _, address = on_gpu.worker()
+    first = on_gpu.engine()
+    first.do("attach", address)
+    first.do("open", on_gpu.service.address, "r")
+    first.do("serve", 0, PROMPT)
+    first.do("serve", 1, [7] * 20)
+    first.kill()
+    second = on_gpu.engine()
+    second.do("attach", address)
+    second.do("open", on_gpu.service.address, "r")
+    assert second.do("serve", 0, PROMPT)[0] == 96
+
+
+@needs_gpu
+def test_kills_give_the_memory_back(on_gpu: World):
+    torch.cuda.init()
+
+    def life() -> None:
+        worker, address = on_gpu.worker()
+        engine = on_gpu.engine()
+        engine.do("attach", address)
+        engine.kill()
+        worker.kill()
+
+    life()
+    before = free_bytes()
+    for _ in range(KILLS_ON_GPU):
+        life()
+    assert free_bytes() >= before - (2 << 20)
