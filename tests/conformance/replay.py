@@ -116,7 +116,7 @@ class Replayer:
 
     @property
     def messages(self) -> int:
-        """Messages that carried the operations."""
+        """Messages that carried the operations; in process, parts."""
         return self.path.messages
 
     def close(self) -> None:
@@ -378,21 +378,24 @@ def _replay_records(replayer: Replayer, records: Iterator[Record]) -> None:
         raise BadRecording(f"line {number + 1}: there is more behind the `end` record")
 
 
-def replay_all(paths: Sequence[FilePath], make: Callable[[Record], Replayer]) -> int:
-    """Replay the files and print a line each; how many differ."""
+def replay_all(paths: Sequence[FilePath], make: Callable[[Record], Replayer], in_messages: bool) -> int:
+    """Replay the files and print a line each, and the mean of operations in a message, if any; how many differ."""
     failed = operations = messages = 0
     for path in paths:
         try:
             done = replay_file(path, make)
-            per_message = done.operations / done.messages
-            operations, messages = operations + done.operations, messages + done.messages
-            print(f"same   {path.name}: {done.values} values, {per_message:.2f} operations per message")
+            carried = done.messages if in_messages else 0
+            operations, messages = operations + done.operations, messages + carried
+            print(f"same   {path.name}: {done.values} values{_mean(', ', done.operations, carried)}")
         except (Divergence, BadRecording) as error:
             failed += 1
             print(f"{'DIFFER' if isinstance(error, Divergence) else 'REFUSED'} {path.name}: {error}")
-    mean = f"; {operations / messages:.2f} operations per message" if messages else ""
-    print(f"{len(paths) - failed} identical, {failed} not{mean}")
+    print(f"{len(paths) - failed} identical, {failed} not{_mean('; ', operations, messages)}")
     return failed
+
+
+def _mean(before: str, operations: int, messages: int) -> str:
+    return f"{before}{operations / messages:.2f} operations per message" if messages else ""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -402,13 +405,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rpc", choices=["unary", "session"], help="over gRPC, to a service of its own")
     options = parser.parse_args(arguments)
     if options.rpc is None:
-        return 1 if replay_all(options.files, Replayer) else 0
+        return 1 if replay_all(options.files, Replayer, in_messages=False) else 0
     from kvplane.unary import connect
     from kvplane_service.cli.child import ServiceChild
     from tests.conformance.rpc import make_replayer
 
     with ServiceChild() as service, connect(service.address) as client:
-        return 1 if replay_all(options.files, make_replayer(options.rpc, client)) else 0
+        return 1 if replay_all(options.files, make_replayer(options.rpc, client), in_messages=True) else 0
 
 
 if __name__ == "__main__":
