@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import Unavailable
+from kvplane_service.about import About
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.server import RpcServer
@@ -42,7 +43,8 @@ class App:
         self.registry = Registry(config, clock)
         self.address = self.metrics_address = ""  # once it serves
         self._tracing: Tracing | None = None
-        self._server = RpcServer(self.registry, config, self._start_tracing(environment))
+        self.about = About()
+        self._server = RpcServer(self.registry, config, self.about, self._start_tracing(environment))
         self._metrics = MetricsServer(ServiceCollector(self.registry))
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -50,6 +52,7 @@ class App:
         """Begin to serve; returns the address. Raises Unavailable when it, or that of metrics, is taken."""
         if self.config.metrics_listen:
             self.metrics_address = await self._metrics.start(self.config.metrics_listen)
+        self.about.metrics_address, self.about.tracing = self.metrics_address, self._tracing is not None
         try:
             self.address = await self._server.start()
         except Unavailable:
@@ -60,6 +63,7 @@ class App:
 
     async def drain(self) -> None:
         """Go without losing an answer: unhealthy first, then no new sessions, then wait for the open ones."""
+        self.about.draining = True
         await self._server.announce_drain()
         await asyncio.sleep(self.config.drain_delay_ms / 1000)
         await self._server.drain(self.config.drain_grace_ms)
@@ -99,7 +103,7 @@ class App:
 
 
 async def serve(config: Config, ready: Callable[[App], None]) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
+    """Serve until SIGTERM, SIGINT or a Drain, then drain; the next signal stops at once.
 
     Args:
         ready: called once calls are answered.
@@ -107,14 +111,14 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
     Raises:
         Unavailable: an address is taken.
     """
-    signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
+    signals: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
+        loop.add_signal_handler(number, signals.put_nowait, number.name)
     app = App(config)
     await app.start()
     ready(app)
-    _log.info("%s: draining", (await signals.get()).name)
+    _log.info("%s: draining", await _first_call(app, signals))
     draining = asyncio.create_task(app.drain())
     second = asyncio.create_task(signals.get())
     await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
@@ -123,8 +127,20 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
         await draining
         _log.info("drained")
         return
-    _log.info("%s: stopping at once", second.result().name)
+    _log.info("%s: stopping at once", second.result())
     draining.cancel()
     await app.stop()
     with contextlib.suppress(asyncio.CancelledError):
         await draining
+
+
+async def _first_call(app: App, signals: asyncio.Queue[str]) -> str:
+    """Wait for a signal or an operator's Drain; returns which it was."""
+    signalled = asyncio.create_task(signals.get())
+    asked = asyncio.create_task(app.about.drain_asked.wait())
+    await asyncio.wait((signalled, asked), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if signalled.done():
+        return signalled.result()
+    signalled.cancel()
+    return "Admin.Drain"

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import nlargest
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
@@ -101,6 +103,12 @@ class DecisionLog:
     def unfollow(self, follower: Follower) -> None:
         """Call it no longer."""
         self._followers.remove(follower)
+
+
+def slowest(log: DecisionLog, count: int) -> list[Decision]:
+    """The decisions that took longest, slowest first."""
+    decisions = (entry for entry in log if isinstance(entry, Decision))
+    return nlargest(count, decisions, key=attrgetter("took_ns"))
 
 
 def size_of(entry: Entry) -> int:

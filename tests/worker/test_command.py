@@ -28,12 +28,12 @@ def test_a_refusal_is_one_line(here: World):
     assert "Traceback" not in done.stderr
 
 
-def test_replicas_are_listed_with_their_workers(here: World):
+def test_a_replica_is_described_with_its_workers(here: World):
     child, address = here.worker()
     here.register("idle", num_ranks=2)
-    done = run_kvplane("replicas", "--service", here.service.address)
-    idle, used, worker = done.stdout.splitlines()
-    assert idle == "idle  idle  epoch 1  63 of 64 blocks free  0 of 2 ranks have a worker"
-    assert used == "r  idle  epoch 1  63 of 64 blocks free  1 of 1 ranks have a worker"
-    incarnation = f"{here.shown()[0].incarnation:016x}"
-    assert worker == f"  rank 0  ready  cpu  process {child.pid}  incarnation {incarnation}  {address}"
+    assert "workers: none for 2 ranks" in run_kvplane("describe", "idle", "--service", here.service.address).stdout
+    lines = run_kvplane("describe", "r", "--service", here.service.address).stdout.splitlines()
+    heading = next(at for at, line in enumerate(lines) if line.startswith("RANK  WORKER"))
+    shown = here.shown()[0]
+    expected = ["0", "ready", "cpu", str(child.pid), f"{shown.incarnation:016x}", str(shown.owner_epoch), address]
+    assert lines[heading + 1].split() == expected

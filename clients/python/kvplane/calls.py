@@ -117,6 +117,16 @@ def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
     return Call(f"/{ADMIN}/Snapshot", request, admin_pb2.SnapshotResponse)
 
 
+def status() -> Call[admin_pb2.StatusResponse]:
+    """What runs there."""
+    return Call(f"/{ADMIN}/Status", admin_pb2.StatusRequest(), admin_pb2.StatusResponse)
+
+
+def drain() -> Call[admin_pb2.DrainResponse]:
+    """Let the service go."""
+    return Call(f"/{ADMIN}/Drain", admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
+
+
 def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse]:
     """Why content, or a request by its name, hits so much and not more."""
     content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}

@@ -18,12 +18,19 @@ FAILED, WRONG_USE, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 130
 
 COMMANDS = {
     "demo": "kvplane_service.cli.demo",
-    "replay": "kvplane_service.cli.replay",
-    "replicas": "kvplane_service.cli.replicas",
     "serve": "kvplane_service.cli.serve",
     "worker": "kvplane_worker.cli",
-    "config": "kvplane_service.cli.config",
+    "status": "kvplane_service.cli.status",
+    "replicas": "kvplane_service.cli.replicas",
+    "describe": "kvplane_service.cli.describe",
+    "top": "kvplane_service.cli.top",
+    "events": "kvplane_service.cli.events",
+    "explain": "kvplane_service.cli.explain",
+    "doctor": "kvplane_service.cli.doctor",
+    "drain": "kvplane_service.cli.drain",
+    "replay": "kvplane_service.cli.replay",
     "decode": "kvplane_service.cli.decode",
+    "config": "kvplane_service.cli.config",
     "version": "kvplane_service.cli.version",
 }
 

@@ -66,7 +66,13 @@ def _rows(looks: Sequence[Look]) -> RenderableType:
 def panel(look: Look) -> Panel:
     """One model."""
     return Panel(
-        Group(_pools(look), Text(), _hits(look), _losses(look), _requests(look)),
+        Group(
+            pool_table(look.pools, look.free_blocks, look.num_blocks),
+            Text(),
+            _hits(look),
+            _losses(look),
+            _requests(look),
+        ),
         title=f"[bold]{look.model}[/]",
         title_align="left",
         subtitle=f"{look.steps_per_s:,.0f} steps/s · {look.virtual_s:,.0f} s virtual",
@@ -98,16 +104,17 @@ def bar(share: float, cells: int = _BAR_CELLS) -> Text:
     return Text.assemble(("█" * filled, colour), ("░" * (cells - filled), "bright_black"))
 
 
-def _pools(look: Look) -> Table:
-    usable = look.num_blocks - 1
-    cached = sum(pool.cached_blocks for pool in look.pools)
-    whole = Pool("pool", usable - look.free_blocks, cached)
+def pool_table(pools: Sequence[Pool], free_blocks: int, num_blocks: int) -> Table:
+    """What each kind of group takes of the pool, as bars, and the whole."""
+    usable = num_blocks - 1
+    cached = sum(pool.cached_blocks for pool in pools)
+    whole = Pool("pool", usable - free_blocks, cached)
     grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bright_black")
     grid.add_column("group", no_wrap=True)
     grid.add_column(f"of {usable:,} blocks", no_wrap=True, width=_BAR_CELLS)
     grid.add_column("held", justify="right", no_wrap=True)
     grid.add_column("cached", justify="right", no_wrap=True)
-    for pool in (*look.pools, whole):
+    for pool in (*pools, whole):
         share = bar(pool.held_blocks / usable)
         style = "bold" if pool is whole else ""
         grid.add_row(pool.name, share, f"{pool.held_blocks:,}", f"{pool.cached_blocks:,}", style=style)

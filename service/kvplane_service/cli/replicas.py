@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+from kvplane_service.cli.asking import (
+    DEFAULT_SERVICE,
+    Form,
+    Grpcurl,
+    Output,
+    Service,
+    client_of,
+    columns,
+    grpcurl_line,
+    show,
+    word,
+)
 
 if TYPE_CHECKING:
-    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
-    from kvplane.v1.plan_pb2 import WorkerInfo
+    from kvplane.v1.allocation_pb2 import ListReplicasResponse
+
+_PAGE = 1000
 
 
-def command(
-    service: Annotated[str, typer.Option(help="Address of the kvplane service.")] = "127.0.0.1:7070",
-) -> None:
-    """List the replicas of a service, and the workers that hold their pages."""
-    import kvplane
+def command(service: Service = DEFAULT_SERVICE, output: Output = Form.TABLE, grpcurl: Grpcurl = False) -> None:
+    """List the replicas of a service: who may write, and how full each pool is."""
+    from kvplane import calls
+    from kvplane.v1.allocation_pb2 import ListReplicasResponse
 
-    with kvplane.connect(service) as client:
-        for summary in client.list_replicas():
-            sys.stdout.write("".join(f"{line}\n" for line in lines_of(client.describe_replica(summary.replica))))
+    if grpcurl:
+        print(grpcurl_line(service, calls.list_replicas(_PAGE, "")))
+        return
+    with client_of(service) as client:
+        answer = ListReplicasResponse(replicas=client.list_replicas())
+    show(answer, output, lambda: _table(answer))
 
 
-def lines_of(replica: DescribeReplicaResponse) -> list[str]:
-    """A replica in a line, and a line per worker below it."""
+def _table(answer: ListReplicasResponse) -> str:
     from kvplane.v1.allocation_pb2 import ReplicaState
 
-    state = ReplicaState.Name(replica.state).removeprefix("REPLICA_STATE_").lower()
-    pool = f"{replica.free_blocks} of {replica.spec.num_blocks} blocks free"
-    ranks = f"{len(replica.workers)} of {replica.num_ranks} ranks have a worker"
-    head = f"{replica.replica}  {state}  epoch {replica.epoch}  {pool}  {ranks}"
-    return [head, *(f"  {_line_of(worker)}" for worker in replica.workers)]
-
-
-def _line_of(worker: WorkerInfo) -> str:
-    from kvplane.v1.plan_pb2 import WorkerState
-
-    state = WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
-    where = f"{worker.device}  process {worker.pid}  incarnation {worker.incarnation:016x}  {worker.address}"
-    return f"rank {worker.rank}  {state}  {where}"
+    rows = [("REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD")]
+    for one in answer.replicas:
+        usable = max(1, one.num_blocks - 1)
+        state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
+        held = f"{1 - one.free_blocks / usable:.0%}"
+        rows.append((one.replica, state, str(one.epoch), str(one.num_blocks), str(one.free_blocks), held))
+    return columns(rows)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvplane.base.groups import GroupSpec, ReplicaSpec
+from kvplane.base.groups import GroupSpec
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
 from kvplane_service.replay.cost import NS_PER_SECOND
 from kvplane_service.replay.run import ReplayRun, counts_of
@@ -87,7 +88,7 @@ class Watcher:
             self._shares.append((counts.hit_tokens - hit) / (counts.queried_tokens - queried))
         return Look(
             model=self.model,
-            pools=_pools(told, self.run.fleet.engines[0].spec),
+            pools=pools_of(told, self.run.fleet.engines[0].spec.groups),
             free_blocks=told.free_blocks,
             num_blocks=told.spec.num_blocks,
             counts=counts,
@@ -100,9 +101,9 @@ class Watcher:
         )
 
 
-def _pools(told: DescribeReplicaResponse, spec: ReplicaSpec) -> tuple[Pool, ...]:
+def pools_of(told: DescribeReplicaResponse, groups: Sequence[GroupSpec]) -> tuple[Pool, ...]:
     """One per distinct kind of group: equal groups hold nearly equal numbers and would only repeat each other."""
-    names = [_short_name(group) for group in spec.groups]
+    names = [_short_name(group) for group in groups]
     pools = []
     for name in dict.fromkeys(names):
         mine = [group for group, other in zip(told.counters.groups, names, strict=True) if other == name]

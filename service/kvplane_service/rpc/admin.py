@@ -9,21 +9,47 @@ from kvplane.base.errors import InternalError, InvalidArgument
 from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
+from kvplane_service.about import About
 from kvplane_service.contents import ContentHasher, hash_tokens
 from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.explaining import Prompt, explain_prompt, explain_request
-from kvplane_service.host import ReplicaHost
+from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Registry
 from kvplane_service.rpc import decode
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
 
+NS_PER_MS = 1_000_000
+
 
 class AdminServicer:
-    """Looks inside replicas."""
+    """Looks inside replicas, and sends the process away."""
 
-    def __init__(self, registry: Registry, hasher: ContentHasher) -> None:
+    def __init__(self, registry: Registry, hasher: ContentHasher, about: About) -> None:
         self._registry = registry
         self._hasher = hasher
+        self._about = about
+
+    async def Status(self, request: pb.StatusRequest, _: bytes) -> Message:  # noqa: N802
+        """See the contract."""
+        del request
+        about, states = self._about, [entry.host.state for entry in self._registry]
+        return pb.StatusResponse(
+            version=about.version,
+            now_unix_ms=about.wall_ns() // NS_PER_MS,
+            uptime_ms=about.uptime_ns // NS_PER_MS,
+            draining=about.draining,
+            replicas=len(states),
+            live_replicas=states.count(ReplicaState.LIVE),
+            lapsed_replicas=states.count(ReplicaState.LAPSED),
+            tracing=about.tracing,
+            metrics_address=about.metrics_address,
+        )
+
+    async def Drain(self, request: pb.DrainRequest, _: bytes) -> Message:  # noqa: N802
+        """See the contract."""
+        del request
+        self._about.drain_asked.set()
+        return pb.DrainResponse()
 
     async def Snapshot(self, request: pb.SnapshotRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract. Works on the event loop, since the state must not change meanwhile."""

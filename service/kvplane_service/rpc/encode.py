@@ -11,12 +11,15 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.inspect import Snapshot
 from kvplane_service.core.pool import Residency
 from kvplane_service.core.replica import Replica
+from kvplane_service.decisions import Decision, slowest
 from kvplane_service.events import Batch
 from kvplane_service.explaining import Explanation
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Entry
+from kvplane_service.telemetry.tally import REFUSALS, REMOVALS
 from kvplane_service.unary import Allocated, Hashes
 
+SLOWEST_STEPS = 5
 _STATES = {
     ReplicaState.IDLE: pb.REPLICA_STATE_IDLE,
     ReplicaState.LIVE: pb.REPLICA_STATE_LIVE,
@@ -93,6 +96,7 @@ def encode_reset(step: StepResult) -> pb.ResetPrefixCacheResponse:
 def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:
     """State and counters of a replica."""
     host, replica = entry.host, entry.host.replica
+    tally = host.tally
     return pb.DescribeReplicaResponse(
         replica=host.name,
         spec=wire.encode_spec(replica.spec),
@@ -107,6 +111,22 @@ def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:
         common_prefix_blocks=replica.common_prefix_blocks(),
         residency=encode_residency(replica.residency),
         workers=[wire.encode_worker(worker) for worker in entry.workers.alive()],
+        event_seq=host.events.last_seq,
+        refusals={name: tally.refusals[status] for status, name in REFUSALS.items()},
+        preemptions={reason.value: count for reason, count in tally.preemptions.items()},
+        removed_keys={name: tally.removals[reason] for reason, name in REMOVALS.items()},
+        slowest_steps=[_step_time(host, decision) for decision in slowest(host.decisions, SLOWEST_STEPS)],
+    )
+
+
+def _step_time(host: ReplicaHost, decision: Decision) -> pb.StepTime:
+    step = decision.step
+    return pb.StepTime(
+        epoch=step.epoch,
+        seq=step.seq,
+        took_ns=decision.took_ns,
+        rows=sum(len(part.run.slot) + len(part.admit.slot) for part in step.parts),
+        age_ms=host.age_ns(decision.at_ns) // 1_000_000,
     )
 
 

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvplane.base.errors import Unavailable
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
+from kvplane_service.about import About
 from kvplane_service.config import Config
 from kvplane_service.contents import ContentHasher
 from kvplane_service.registry import Registry
@@ -37,7 +38,11 @@ class RpcServer:
     """Serves a registry. Create it inside the running event loop."""
 
     def __init__(
-        self, registry: Registry, config: Config, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+        self,
+        registry: Registry,
+        config: Config,
+        about: About,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._config = config
         self._server = grpc.aio.server(options=_options(config), interceptors=interceptors)
@@ -51,7 +56,7 @@ class RpcServer:
             service_handler(_ALLOCATION, self._allocation),
             service_handler(_EVENTS, self._events),
             service_handler(_WORKERS, WorkersServicer(registry)),
-            service_handler(_ADMIN, AdminServicer(registry, hasher)),
+            service_handler(_ADMIN, AdminServicer(registry, hasher, about)),
         )
         self._server.add_generic_rpc_handlers(handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)

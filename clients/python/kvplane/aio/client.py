@@ -166,6 +166,14 @@ class Client:
         """The allocator's state after a check of its invariants; only digest and counts with `summary`."""
         return await self._do(calls.snapshot(replica, summary))
 
+    async def status(self) -> admin_pb2.StatusResponse:
+        """What runs there."""
+        return await self._do(calls.status())
+
+    async def drain(self) -> None:
+        """Let the service go, as SIGTERM does; returns at once."""
+        await self._do(calls.drain())
+
     async def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
         """Why content would hit so much now, or why a request by its name did, and not more."""
         return await self._do(calls.explain(replica, what))

@@ -54,6 +54,40 @@ MISS_CAUSE_NEVER_CACHED: MissCause
 MISS_CAUSE_LAST_BLOCK_DROPPED: MissCause
 MISS_CAUSE_NOT_RECORDED: MissCause
 
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("version", "now_unix_ms", "uptime_ms", "draining", "replicas", "live_replicas", "lapsed_replicas", "tracing", "metrics_address")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NOW_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    LIVE_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    LAPSED_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    TRACING_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    now_unix_ms: int
+    uptime_ms: int
+    draining: bool
+    replicas: int
+    live_replicas: int
+    lapsed_replicas: int
+    tracing: bool
+    metrics_address: str
+    def __init__(self, version: _Optional[str] = ..., now_unix_ms: _Optional[int] = ..., uptime_ms: _Optional[int] = ..., draining: bool = ..., replicas: _Optional[int] = ..., live_replicas: _Optional[int] = ..., lapsed_replicas: _Optional[int] = ..., tracing: bool = ..., metrics_address: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SnapshotRequest(_message.Message):
     __slots__ = ("replica", "summary")
     REPLICA_FIELD_NUMBER: _ClassVar[int]

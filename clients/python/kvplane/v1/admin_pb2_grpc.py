@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """Looks inside replicas. Reads only.
+    """For operators: looks inside replicas and sends the service away.
     """
 
     def __init__(self, channel):
@@ -35,6 +35,16 @@ class AdminStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.Status = channel.unary_unary(
+                '/kvplane.v1.Admin/Status',
+                request_serializer=kvplane_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_admin__pb2.StatusResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/kvplane.v1.Admin/Drain',
+                request_serializer=kvplane_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_unary(
                 '/kvplane.v1.Admin/Snapshot',
                 request_serializer=kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.SerializeToString,
@@ -48,8 +58,22 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """Looks inside replicas. Reads only.
+    """For operators: looks inside replicas and sends the service away.
     """
+
+    def Status(self, request, context):
+        """Tells what runs here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Lets the service go as SIGTERM does: unhealthy, no new sessions, wait for the open ones, stop. Answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
         """Returns the whole allocator state of a replica, after proving its invariants. NOT_FOUND: no such replica. INTERNAL: an
@@ -71,6 +95,16 @@ class AdminServicer(object):
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Status': grpc.unary_unary_rpc_method_handler(
+                    servicer.Status,
+                    request_deserializer=kvplane_dot_v1_dot_admin__pb2.StatusRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_admin__pb2.StatusResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=kvplane_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
             'Snapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.Snapshot,
                     request_deserializer=kvplane_dot_v1_dot_admin__pb2.SnapshotRequest.FromString,
@@ -90,8 +124,62 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """Looks inside replicas. Reads only.
+    """For operators: looks inside replicas and sends the service away.
     """
+
+    @staticmethod
+    def Status(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.Admin/Status',
+            kvplane_dot_v1_dot_admin__pb2.StatusRequest.SerializeToString,
+            kvplane_dot_v1_dot_admin__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvplane.v1.Admin/Drain',
+            kvplane_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            kvplane_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Snapshot(request,

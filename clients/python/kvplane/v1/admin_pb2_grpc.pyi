@@ -27,12 +27,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminStub:
-    """Looks inside replicas. Reads only."""
+    """For operators: looks inside replicas and sends the service away."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
+    Status: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]
+    """Tells what runs here."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
+    """Lets the service go as SIGTERM does: unhealthy, no new sessions, wait for the open ones, stop. Answers at once."""
     Snapshot: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]
     """Returns the whole allocator state of a replica, after proving its invariants. NOT_FOUND: no such replica. INTERNAL: an
     invariant does not hold; the message names it.
@@ -45,9 +49,13 @@ class AdminStub:
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
-    """Looks inside replicas. Reads only."""
+    """For operators: looks inside replicas and sends the service away."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Status: _aio.UnaryUnaryMultiCallable[_admin_pb2.StatusRequest, _admin_pb2.StatusResponse]  # type: ignore[assignment]
+    """Tells what runs here."""
+    Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
+    """Lets the service go as SIGTERM does: unhealthy, no new sessions, wait for the open ones, stop. Answers at once."""
     Snapshot: _aio.UnaryUnaryMultiCallable[_admin_pb2.SnapshotRequest, _admin_pb2.SnapshotResponse]  # type: ignore[assignment]
     """Returns the whole allocator state of a replica, after proving its invariants. NOT_FOUND: no such replica. INTERNAL: an
     invariant does not hold; the message names it.
@@ -59,7 +67,23 @@ class AdminAsyncStub(AdminStub):
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
-    """Looks inside replicas. Reads only."""
+    """For operators: looks inside replicas and sends the service away."""
+
+    @_abc_1.abstractmethod
+    def Status(
+        self,
+        request: _admin_pb2.StatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.StatusResponse, _abc.Awaitable[_admin_pb2.StatusResponse]]:
+        """Tells what runs here."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _admin_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
+        """Lets the service go as SIGTERM does: unhealthy, no new sessions, wait for the open ones, stop. Answers at once."""
 
     @_abc_1.abstractmethod
     def Snapshot(

@@ -1,0 +1,37 @@
+"""What a service process says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+
+@dataclass(slots=True)
+class About:
+    """Filled in as the process starts and ends.
+
+    Attributes:
+        drain_asked: set when an operator sends the service away.
+        draining: it goes.
+        wall_ns, clock_ns: nanoseconds since 1970, and of a clock that never goes back.
+    """
+
+    version: str = field(default_factory=lambda: version("kvplane"))
+    metrics_address: str = ""
+    tracing: bool = False
+    draining: bool = False
+    drain_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    wall_ns: Callable[[], int] = time.time_ns
+    clock_ns: Callable[[], int] = time.monotonic_ns
+    started_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.started_ns = self.clock_ns()
+
+    @property
+    def uptime_ns(self) -> int:
+        """Since it was made."""
+        return self.clock_ns() - self.started_ns

@@ -1,0 +1,112 @@
+"""What commands that ask a running service share: where it is, how to show the answer, the equivalent grpcurl call."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from kvplane import Client
+    from kvplane.calls import Call
+
+DEFAULT_SERVICE = "127.0.0.1:7070"
+
+
+class Form(StrEnum):
+    """How an answer is shown."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def _complete_replica(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of replicas for the shell; none when the service does not answer at once."""
+    from kvplane import KvplaneError, connect
+
+    try:
+        with connect(context.params.get("service") or DEFAULT_SERVICE, timeout_s=1.0) as client:
+            return [one.replica for one in client.list_replicas() if one.replica.startswith(incomplete)]
+    except KvplaneError:
+        return []
+
+
+Service: TypeAlias = Annotated[
+    str, typer.Option("--service", envvar="KVPLANE_ADDRESS", help="Address of the service: host:port or unix:PATH.")
+]
+Output: TypeAlias = Annotated[Form, typer.Option("-o", "--output", help="How the answer is shown.")]
+Grpcurl: TypeAlias = Annotated[
+    bool, typer.Option("--grpcurl", help="Print the equivalent grpcurl call in place of doing it.")
+]
+Replica: TypeAlias = Annotated[str, typer.Argument(autocompletion=_complete_replica, help="Name of the replica.")]
+
+
+@contextmanager
+def client_of(service: str) -> Iterator[Client]:
+    """A client that does not try again: who waits at a terminal wants to know."""
+    from kvplane import connect
+    from kvplane.retry import RetryPolicy
+
+    with connect(service, retry=RetryPolicy(attempts=1)) as client:
+        yield client
+
+
+def grpcurl_line(service: str, call: Call[Any]) -> str:
+    """The command that makes the same call."""
+    from google.protobuf.json_format import MessageToDict
+
+    body = json.dumps(MessageToDict(call.request, preserving_proto_field_name=True))
+    target = f"-unix {service.removeprefix('unix:')}" if service.startswith("unix:") else service
+    return f"grpcurl -plaintext -d {shlex.quote(body)} {target} {call.path.lstrip('/')}"
+
+
+def show(answer: Message, form: Form, table: Callable[[], str]) -> None:
+    """Print an answer; `table` makes the text for people."""
+    print(table() if form is Form.TABLE else text_of(answer, form))
+
+
+def text_of(answer: Message, form: Form) -> str:
+    """The whole message as JSON or YAML."""
+    from google.protobuf.json_format import MessageToDict
+
+    return plain_text(
+        MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True), form
+    )
+
+
+def plain_text(value: object, form: Form) -> str:
+    """Plain data as JSON or YAML."""
+    if form is Form.JSON:
+        return json.dumps(value, indent=2)
+    import yaml
+
+    return yaml.safe_dump(value, sort_keys=False).rstrip()
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as aligned text; the first one is the heading."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(lines)
+
+
+def word(enum_name: str, prefix: str) -> str:
+    """REPLICA_STATE_LIVE -> live."""
+    return enum_name.removeprefix(prefix).lower()
+
+
+def age(milliseconds: int) -> str:
+    """Like "3.2 s" or "2 h 5 min"."""
+    seconds = milliseconds / 1000
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds // 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,115 @@
+"""What `kvplane doctor` looks at. Each check asks the running service and judges nothing but what it answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvplane import Client
+from kvplane.channel import open_channel
+from kvplane.retry import RetryPolicy
+from kvplane.v1.admin_pb2 import StatusResponse
+from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, DescribeReplicaResponse
+
+MAX_CLOCK_SKEW_MS = 1000
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check saw; the remedy is for when it is not well."""
+
+    check: str
+    is_well: bool
+    seen: str
+    remedy: str = ""
+
+
+def examine(service: str) -> list[Finding]:
+    """All checks in order. Raises Unavailable when the service cannot be reached."""
+    channel = open_channel(service)
+    client = Client(channel, retry=RetryPolicy(attempts=1))
+    try:
+        asked_ms = time.time_ns() // 1_000_000
+        status = client.status()
+        answered_ms = time.time_ns() // 1_000_000
+        described = [client.describe_replica(one.replica) for one in client.list_replicas()]
+        return [
+            _health(channel),
+            _reflection(channel),
+            _version(status),
+            _clock(status, (asked_ms + answered_ms) // 2),
+            _replicas(described),
+            _workers(described),
+            _epochs(described),
+        ]
+    finally:
+        client.close()
+
+
+def _health(channel: grpc.Channel) -> Finding:
+    answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+    state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    remedy = "it drains, or has not read its store yet: wait, or connect elsewhere"
+    return Finding("health", state == "SERVING", state.lower().replace("_", " "), remedy)
+
+
+def _reflection(channel: grpc.Channel) -> Finding:
+    remedy = "set reflection = true in its configuration, or give grpcurl the .proto files"
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    try:
+        answer = next(stub.ServerReflectionInfo(iter([request]), timeout=_TIMEOUT_S))
+    except grpc.RpcError as error:
+        return Finding("reflection", False, error.code().name.lower(), remedy)
+    names = [one.name for one in answer.list_services_response.service if one.name.startswith("kvplane.")]
+    return Finding("reflection", bool(names), f"{len(names)} services of kvplane", remedy)
+
+
+def _version(status: StatusResponse) -> Finding:
+    here = version("kvplane")
+    remedy = "install one version on both sides; the contract is compatible within one"
+    return Finding("versions", status.version == here, f"service {status.version}, here {here}", remedy)
+
+
+def _clock(status: StatusResponse, here_ms: int) -> Finding:
+    skew_ms = status.now_unix_ms - here_ms
+    remedy = "let both machines follow one time server; traces and logs will not line up"
+    return Finding("clocks", abs(skew_ms) <= MAX_CLOCK_SKEW_MS, f"{skew_ms:+} ms", remedy)
+
+
+def _replicas(described: list[DescribeReplicaResponse]) -> Finding:
+    lapsed = [one.replica for one in described if one.state == REPLICA_STATE_LAPSED]
+    seen = f"lapsed: {', '.join(lapsed)}" if lapsed else f"{len(described)}, none lapsed"
+    return Finding("replicas", not lapsed, seen, "look at their engines; deregister those that will not return")
+
+
+def _workers(described: list[DescribeReplicaResponse]) -> Finding:
+    """A replica without any worker may be served by its engine; one with some lacks those that fell silent."""
+    lacking = list(_ranks_without(described))
+    seen = f"silent or gone: {', '.join(lacking)}" if lacking else "every rank that had one has one"
+    return Finding("workers", not lacking, seen, "look at the worker's process; start it again on that machine")
+
+
+def _ranks_without(described: list[DescribeReplicaResponse]) -> Iterator[str]:
+    for one in described:
+        present = {worker.rank for worker in one.workers}
+        if present:
+            yield from (f"{one.replica} rank {rank}" for rank in range(one.num_ranks) if rank not in present)
+
+
+def _epochs(described: list[DescribeReplicaResponse]) -> Finding:
+    wrong = [
+        f"{one.replica} rank {worker.rank} (epoch {worker.owner_epoch}, the replica's is {one.epoch})"
+        for one in described
+        for worker in one.workers
+        if worker.owner_epoch and worker.owner_epoch != one.epoch
+    ]
+    seen = "; ".join(wrong) or "pages belong to the engine life that the service knows"
+    return Finding("epochs", not wrong, seen, "another service or engine owns the pages: open the session anew")

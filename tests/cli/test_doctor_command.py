@@ -1,0 +1,122 @@
+"""`kvplane doctor`: each fault that it knows is staged."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+
+from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.sources import ModelSource
+from kvplane.unary import connect
+from kvplane.workers import WorkersClient
+from kvplane_service.config import Config
+from tests.service.rig import Service, running
+
+CHECKS = ["health", "reflection", "versions", "clocks", "replicas", "workers", "epochs"]
+
+
+@contextmanager
+def nothing(service: Service) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def draining(service: Service) -> Iterator[None]:
+    server = service.app._server
+    asyncio.run_coroutine_threadsafe(server.announce_drain(), service.loop).result(20)
+    yield
+
+
+@contextmanager
+def other_version(service: Service) -> Iterator[None]:
+    service.app.about.version = "0.0.1"
+    yield
+
+
+@contextmanager
+def other_clock(service: Service) -> Iterator[None]:
+    wall_ns = service.app.about.wall_ns
+    service.app.about.wall_ns = lambda: wall_ns() - 90_000_000_000
+    yield
+
+
+@contextmanager
+def silent_engine(service: Service) -> Iterator[None]:
+    service.register()
+    stream = service.open()
+    stream.vanish()
+    while service.state() != "LAPSED":
+        pass
+    yield
+
+
+@contextmanager
+def silent_worker(service: Service) -> Iterator[None]:
+    """One of two ranks has a worker, the other one's has fallen silent."""
+    with workers(service, WorkerInfo(0, 11, "unix:here", 77, "cpu", WorkerState.READY)):
+        yield
+
+
+@contextmanager
+def foreign_epoch(service: Service) -> Iterator[None]:
+    infos = [WorkerInfo(rank, 11 + rank, "unix:here", 77, "cpu", WorkerState.READY, 5, 9) for rank in (0, 1)]
+    with workers(service, *infos):
+        yield
+
+
+@contextmanager
+def workers(service: Service, *infos: WorkerInfo) -> Iterator[None]:
+    with connect(service.address) as client:
+        source = ModelSource(model="llama-3.1-8b", num_blocks=100, max_model_len=1024, tensor_parallel=2)
+        client.register_replica("two", source, num_ranks=2)
+        registrar = WorkersClient(service.channel)
+        for info in infos:
+            registrar.register_worker("two", info)
+        yield
+
+
+FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
+    "health": draining,
+    "reflection": nothing,  # the service is started without it
+    "versions": other_version,
+    "clocks": other_clock,
+    "replicas": silent_engine,
+    "workers": silent_worker,
+    "epochs": foreign_epoch,
+}
+
+
+def examine(kvplane, service: Service) -> tuple[int, list[dict[str, Any]]]:
+    code, out, _ = kvplane("doctor", "--service", service.address, "-o", "json")
+    return code, json.loads(out)
+
+
+def test_a_sound_service_has_no_fault(kvplane):
+    with running() as service:
+        service.register()
+        code, findings = examine(kvplane, service)
+    assert code == 0
+    assert [finding["check"] for finding in findings] == CHECKS
+    assert all(finding["is_well"] for finding in findings)
+
+
+def test_every_check_has_a_fault():
+    assert list(FAULTS) == CHECKS
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_staged_fault_is_found_and_no_other(kvplane, check):
+    config = Config(listen="127.0.0.1:0", reflection=check != "reflection")
+    with running(config) as service, FAULTS[check](service):
+        code, findings = examine(kvplane, service)
+        text = kvplane("doctor", "--service", service.address)[1]
+    assert code == 1
+    assert [finding["check"] for finding in findings if not finding["is_well"]] == [check]
+    (fault,) = [finding for finding in findings if not finding["is_well"]]
+    assert f"{check}: {fault['remedy']}" in text
+    assert check == "clocks" or fault["seen"] in text  # milliseconds go on
