@@ -84,8 +84,8 @@ def _open_pidfd(name: ProcessName) -> int:
     """A descriptor of exactly this process, checked behind its opening: the number cannot pass on meanwhile."""
     try:
         pidfd = os.pidfd_open(name.pid)
-    except OSError as error:
-        raise InvalidArgument(f"process {name.pid}: {error.strerror}", field="pid", remedy="send your own") from None
+    except (OSError, OverflowError) as error:
+        raise InvalidArgument(f"process {name.pid}: {error}", field="pid", remedy="send your own") from None
     with contextlib.ExitStack() as unless_it_is_right:
         unless_it_is_right.callback(os.close, pidfd)
         if ProcessName.of(name.pid) != name or _has_exited(pidfd):

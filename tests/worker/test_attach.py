@@ -88,6 +88,20 @@ def test_both_sides_see_one_memory(lent: Lent, attached: Attached):
     assert lent.claim(1).stamps[5 * 8 : 6 * 8] == (77).to_bytes(8, "little")
 
 
+def test_blocks_may_lie_outermost(here: World):
+    here.register("blocks", block_outermost=True)
+    _, address = here.worker(replica="blocks")
+    with attach(address) as attached:
+        attached.buffers.attention("f.1").v[3] = 2.0
+        page = attached.buffers.memory[3 * 512 : 4 * 512]  # all layers of block 3
+        assert page[: 256 + 128].count_nonzero() == 0
+        assert page[256 + 128 :].count_nonzero() == 64
+        with WorkerClient(run_dir_of(address)) as client:
+            request = pb.ChecksumRequest(blocks=[2, 3])
+            sums = client.call("Checksum", request, pb.ChecksumResponse).checksums
+    assert sums[0] != sums[1]
+
+
 def test_what_is_attached_says_what_it_is(lent: Lent, attached: Attached):
     told = lent.describe()
     assert attached.plan.digest() == told.worker.plan_digest

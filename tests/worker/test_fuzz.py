@@ -1,0 +1,187 @@
+"""Mutations of valid calls: whatever arrives is answered or refused by name, and a refusal changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError, Message
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.rank_plan import RankPlan
+from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.v1 import plan_pb2
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_service.core.planner import to_rank_plan
+from kvplane_worker.holdings import Holdings
+from kvplane_worker.ops.select import choose
+from kvplane_worker.rundir import RunDir
+from kvplane_worker.server import Post, WorkerServer, WorkerServicer
+from kvplane_worker.writer import ProcessName
+from tests.core.planner_layers import named, plan, state, window
+from tests.service.mutations import mutated
+from tests.worker.rig import LAYERS, World
+
+EXAMPLES = 120
+BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+# The mutations know these texts, so that some of what they make is right.
+TOKEN, REPLICA = "a", "r"
+INFO = WorkerInfo(0, 1, "x" * 128, 3, "c", WorkerState.READY, 5, 2, "b")
+
+VALID: dict[str, list[Message]] = {
+    "Describe": [pb.DescribeRequest()],
+    "Attach": [pb.AttachRequest(token=TOKEN, pid=1, start_ticks=1, plan_digest="b")],
+    "Transfer": [
+        pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_COPY", group=1, blocks=[1, 2], dst_blocks=[2, 3]),
+        pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_ZERO", blocks=[5], expected_stamps=[15]),
+        pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_GATHER", blocks=[5, 16], first_row=2),
+        pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_SCATTER", blocks=[5, 17], first_row=3),
+    ],
+    "Checksum": [pb.ChecksumRequest(group=1, blocks=[0, 1, 17])],
+    "Claim": [pb.ClaimRequest(token=TOKEN, epoch=3)],
+}
+WORKERS: dict[str, list[Message]] = {
+    "RegisterWorker": [plan_pb2.RegisterWorkerRequest(replica=REPLICA, worker=wire.encode_worker(INFO))],
+    "RenewWorker": [plan_pb2.RenewWorkerRequest(replica=REPLICA, worker=wire.encode_worker(INFO))],
+    "DeregisterWorker": [plan_pb2.DeregisterWorkerRequest(replica=REPLICA, worker_id=1)],
+}
+
+
+class Served:
+    """A worker's service in this process, and the bytes that it keeps."""
+
+    def __init__(self, folder: Path) -> None:
+        self.place = RunDir(folder / "r")
+        rank = to_rank_plan(plan(LAYERS, num_blocks=40, max_model_len=64, max_batched_tokens=16))
+        self.holdings = Holdings.allocate(rank, "cpu", self.place, 1 << 12)
+        self.holdings.stamps.claim(3)
+        self.holdings.stamps.write(range(1, 40), range(11, 50))
+        info = replace(INFO, device="cpu", plan_digest="b")
+        post = Post(REPLICA, info, TOKEN, self.holdings, choose("cpu"))
+        self.servicer = WorkerServicer(post)
+        self.server = WorkerServer(self.servicer, self.place.address)
+        self.server.start()
+        self.channel = grpc.insecure_channel(self.place.address)
+
+    def kept(self) -> tuple[bytes, ...]:
+        holdings = self.holdings
+        memory, staging = (bytes(one.numpy()) for one in (holdings.buffers.memory, holdings.staging))
+        return memory, staging, holdings.stamps.snapshot()
+
+    def end(self) -> None:
+        self.channel.close()
+        self.server.stop(0)
+        self.servicer.close()
+        self.holdings.close()
+        self.place.leave()
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    it = Served(tmp_path)
+    yield it
+    it.end()
+
+
+def outcome(channel: grpc.Channel, path: str, raw: bytes) -> grpc.StatusCode:
+    call: Any = channel.unary_unary(f"/kvplane.v1.{path}")
+    try:
+        call(raw)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("method", VALID)
+def test_a_mutated_call_of_a_worker_is_answered_or_refused(served: Served, method):
+    outcomes = set()
+
+    @settings(max_examples=EXAMPLES)
+    @given(st.sampled_from(VALID[method]).flatmap(mutated))
+    def check(raw: bytes):
+        before = served.kept()
+        code = outcome(served.channel, f"Worker/{method}", raw)
+        outcomes.add(code)
+        assert code not in BUGS
+        assert code is grpc.StatusCode.OK or served.kept() == before
+
+    for request in VALID[method]:
+        if method != "Attach":
+            assert outcome(served.channel, f"Worker/{method}", request.SerializeToString()) is grpc.StatusCode.OK
+    if method != "Describe":  # which has no field
+        check()
+        assert len(outcomes) > 1, "the mutations are too tame"
+
+
+@pytest.mark.parametrize("pid", [0, 2**31 - 1, 2**31, 2**32 - 1])
+def test_a_number_that_is_no_process_is_refused(served: Served, pid):
+    request = pb.AttachRequest(token=TOKEN, pid=pid, start_ticks=ProcessName.of(os.getpid()).start_ticks)
+    assert outcome(served.channel, "Worker/Attach", request.SerializeToString()) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("method", WORKERS)
+def test_a_mutated_call_about_a_worker_is_answered_or_refused(here: World, method):
+    channel, outcomes = here.service.channel, set()
+    known = WORKERS["RegisterWorker"][0].SerializeToString()
+
+    @settings(max_examples=EXAMPLES)
+    @given(st.sampled_from(WORKERS[method]).flatmap(mutated))
+    def check(raw: bytes):
+        before = [worker.SerializeToString() for worker in here.shown()]
+        code = outcome(channel, f"Workers/{method}", raw)
+        outcomes.add(code)
+        assert code not in BUGS
+        if code is not grpc.StatusCode.OK:
+            assert [worker.SerializeToString() for worker in here.shown()] == before
+        for worker in here.shown():
+            request = plan_pb2.DeregisterWorkerRequest(replica=REPLICA, worker_id=worker.worker_id)
+            assert outcome(channel, "Workers/DeregisterWorker", request.SerializeToString()) is grpc.StatusCode.OK
+        assert outcome(channel, "Workers/RegisterWorker", known) is grpc.StatusCode.OK
+
+    assert outcome(channel, "Workers/RegisterWorker", known) is grpc.StatusCode.OK
+    check()
+    assert len(outcomes) > 1, "the mutations are too tame"
+
+
+def test_a_mutated_plan_is_taken_or_refused_by_field():
+    """A worker reads a plan only when its pages lie within the memory and beside each other."""
+    rank = to_rank_plan(plan(named(s=(2, state()), w=(3, window())), num_blocks=40, max_model_len=64))
+    taken = []
+
+    @settings(max_examples=EXAMPLES)
+    @given(mutated(wire.encode_plan(rank)))
+    def check(raw: bytes):
+        try:
+            read = wire.decode_plan(plan_pb2.RankPlan.FromString(raw))
+        except (DecodeError, InvalidArgument):
+            return
+        taken.append(read)
+        _check_by_bytes(read)
+
+    check()
+    assert taken
+
+
+def _check_by_bytes(plan: RankPlan) -> None:
+    """By counting, not by arithmetic: no byte of the memory belongs to two pages of a group."""
+    if plan.size_bytes > 1 << 20 or plan.num_blocks > 1000:
+        return
+    for group in range(len(plan.groups)):
+        used = bytearray(plan.size_bytes)
+        for place in plan.places():
+            if place.group != group:
+                continue
+            for block in range(plan.num_blocks):
+                start = place.offset_bytes + block * place.block_stride_bytes
+                page = used[start : start + place.spec.page_bytes]
+                assert len(page) == place.spec.page_bytes
+                assert not any(page)
+                used[start : start + place.spec.page_bytes] = b"\1" * place.spec.page_bytes
