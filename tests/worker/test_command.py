@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import signal
 
+from typer.testing import CliRunner
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_service.cli import WRONG_USE, app, exit_code
 from kvplane_worker.attach import attach
 from tests.cli.processes import LIMIT_S, run_kvplane, running
 from tests.worker.rig import World
@@ -21,11 +25,12 @@ def test_a_worker_by_command(here: World):
     assert here.shared_files() == set()
 
 
-def test_a_refusal_is_one_line(here: World):
-    done = run_kvplane("worker", "--service", here.service.address, "--replica", "r", "--device", "tpu")
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvplane: device: 'tpu': no device is called so")
-    assert "Traceback" not in done.stderr
+def test_a_device_that_is_not_there_is_wrong_use(here: World):
+    arguments = ["worker", "--service", here.service.address, "--replica", "r", "--device", "tpu"]
+    error = CliRunner().invoke(app, arguments).exception
+    assert isinstance(error, InvalidArgument)
+    assert str(error).startswith("device: 'tpu': no device is called so")
+    assert exit_code(error) == WRONG_USE
 
 
 def test_a_replica_is_described_with_its_workers(here: World):
