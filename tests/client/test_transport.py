@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
+import sys
 import threading
+import traceback
 from contextlib import closing
 
 import pytest
@@ -180,3 +183,37 @@ def test_a_channel_that_was_closed_says_so(world):
     channel.close()
     with pytest.raises(FailedPrecondition, match="channel is closed"):
         transport.open(OpenRequest(world.replica, 1))
+
+
+class Interrupted(BaseException):
+    """Stands for KeyboardInterrupt, which pytest keeps for itself."""
+
+
+def interrupt_when(main_waits_in, done):
+    """Send this thread's process a signal as soon as its main thread stands in the function."""
+    main = threading.main_thread().ident
+    while not done.wait(0.005):
+        frames = traceback.extract_stack(sys._current_frames()[main])
+        if any(frame.name == main_waits_in for frame in frames):
+            signal.pthread_kill(main, signal.SIGUSR1)
+            return
+
+
+def test_a_session_goes_on_after_a_receive_that_was_interrupted(world):
+    def stop(*_):
+        raise Interrupted
+
+    before, done = signal.signal(signal.SIGUSR1, stop), threading.Event()
+    interrupter = threading.Thread(target=interrupt_when, args=("receive", done))
+    try:
+        with connect(world.service.address) as client, client.session(world.replica) as session:
+            interrupter.start()
+            with pytest.raises(Interrupted):
+                session._transport.receive()
+            assert session.apply(ASK).parts[0].admit_granted == [20]
+            session.close()
+    finally:
+        done.set()
+        interrupter.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert world.client.describe_replica(world.replica).free_blocks == HYBRID.num_blocks - 1

@@ -122,6 +122,9 @@ class _Stream:
             return next(self._call)
         except (StopIteration, grpc.RpcError):
             raise self._end() from None
+        except BaseException:  # a signal, Ctrl-C: the read goes on inside gRPC, and a second one beside it is an error
+            self.cut()
+            raise
 
     def check(self) -> None:
         """Raise what ended the stream, if it has ended."""

@@ -20,6 +20,8 @@ from kvplane.wire import stream as stream_messages
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]"
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the second: written to after its end
+_WRITTEN_TOO_LATE = "Internal error from Core"  # what grpc.aio says of a write that the end of the stream overtook
+_STATUS_WAIT_S = 2.0
 
 
 class GrpcTransport:
@@ -36,6 +38,7 @@ class GrpcTransport:
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._call: _Call | None = None
+        self._first_outcome: grpc.aio.AioRpcError | None = None  # of the call
         self.draining = False
 
     async def open(self, request: OpenRequest) -> Opened:
@@ -44,7 +47,9 @@ class GrpcTransport:
         self.cut()
         self.draining = False
         try:
+            self._first_outcome = None
             self._call = self._stub.Session()
+            self._call.add_done_callback(self._note_outcome)
             async with asyncio.timeout(self._open_timeout_s):
                 await self._write(message)
                 return stream_messages.opened_of(await self._read())
@@ -106,7 +111,7 @@ class GrpcTransport:
         if self._call is None:
             raise Unavailable("no stream is open")
         try:
-            response = await self._call.read()
+            response = await self._read_to_the_end(self._call)
         except grpc.aio.AioRpcError as outcome:
             raise error_of_rpc(outcome) from None
         except asyncio.CancelledError:
@@ -115,6 +120,38 @@ class GrpcTransport:
         if not isinstance(response, SessionResponse):  # grpc.aio.EOF
             raise Unavailable("the service ended the stream")
         return response
+
+    async def _read_to_the_end(self, call: _Call) -> object:
+        """The next message, EOF, or an AioRpcError with what the service said.
+
+        A write that the end overtakes leaves an INTERNAL of grpc.aio's own: until the true status arrives, or in its
+        place when that was first.
+        """
+        deadline_s = asyncio.get_running_loop().time() + _STATUS_WAIT_S
+        while True:
+            try:
+                return await call.read()
+            except grpc.aio.AioRpcError as outcome:
+                if outcome.details() != _WRITTEN_TOO_LATE:
+                    raise
+                if self._first_outcome is not None and self._first_outcome.details() != _WRITTEN_TOO_LATE:
+                    raise self._first_outcome from None
+                if asyncio.get_running_loop().time() > deadline_s:
+                    raise Unavailable("the stream broke while it was written to") from None
+            await asyncio.sleep(0.001)
+
+    def _note_outcome(self, call: _Call) -> None:
+        """Called at once when the call has an outcome, so that reading it does not wait."""
+        if call is self._call and not call.cancelled():
+            reading = call.read()
+            try:
+                reading.send(None)
+            except grpc.aio.AioRpcError as outcome:
+                self._first_outcome = outcome
+            except StopIteration:
+                return
+            finally:
+                reading.close()
 
     def cut(self) -> None:
         """End the stream now, without a goodbye."""
