@@ -285,3 +285,22 @@ def test_equal_operations_give_equal_digests():
         return engine.digest
 
     assert played() == played()
+
+
+def test_a_state_has_one_key():
+    engine = Engine(state(), full(), num_blocks=30)
+    engine.admit(0, "aaaa")
+    block = engine.table(0)[0]
+    assert engine.pool.key[block] is not None
+    engine.pool.register(block, Key("", 0, fake_digest(1)), 2)
+    with pytest.raises(AssertionError, match=f"block {block} holds one state and has 2 keys"):
+        inspect.check(engine.replica)
+
+
+def test_a_snapshot_tells_the_length_of_every_prefix():
+    """The second block holds 8 tokens, and the prompt that ended after 6 of them is found in it too."""
+    engine = Engine(full(4), full(2, lookup_class=1), partial_hits=True)
+    engine.admit(0, "aaaabbc")
+    engine.extend(0, "b")
+    seen = inspect.take_snapshot(engine.replica)
+    assert [one.num_tokens for one in seen.keys if one.key.group == 0] == [4, 8, 6]

@@ -14,7 +14,7 @@ from kvplane_service.core.replica import Replica
 
 @dataclass(frozen=True, slots=True)
 class CachedKey:
-    """One key of the prefix cache. `num_tokens` is 0 for further keys of a block."""
+    """One key of the prefix cache, and the tokens of the prefix that it names."""
 
     block: int
     key: Key
@@ -125,6 +125,7 @@ def _check_keys(replica: Replica) -> None:
     """The map leads from every key to its blocks and back."""
     pool = replica.coordinator.pool
     assert pool.key[NULL_BLOCK] is None, "the null block has a key"
+    safe = replica.spec.commit is CommitRule.SAFE
     seen = 0
     for key, blocks in _index(pool):
         assert len(set(blocks)) == len(blocks) > 0, f"key {key.digest.hex()}: blocks {blocks}"
@@ -134,7 +135,10 @@ def _check_keys(replica: Replica) -> None:
     on_blocks = sum(1 for key in pool.key if key is not None) + sum(len(more) for more in pool.more_keys.values())
     assert seen == on_blocks, f"{on_blocks} keys on blocks, {seen} in the map"
     for block, more in pool.more_keys.items():
-        assert pool.key[block] is not None and more, f"block {block}: further keys {more} without a primary one"
+        primary = pool.key[block]
+        assert primary is not None and more, f"block {block}: further keys {more} without a primary one"
+        one_prefix = safe and replica.coordinator.managers[primary.group].holds_one_prefix
+        assert not one_prefix, f"block {block} holds one state and has {1 + len(more)} keys"
     assert pool.enable_caching or not pool.index, "keys without prefix caching"
     evictable = sum(1 for block in pool.free if pool.key[block] is not None)
     assert pool.num_evictable == evictable, f"{evictable} free blocks carry a key, the count says {pool.num_evictable}"
@@ -199,7 +203,8 @@ def _keys(replica: Replica) -> list[CachedKey]:
             continue
         tentative = pool.key_step[block] > pool.executed_through
         found.append(CachedKey(block, key, pool.key_tokens[block], tentative))
-        found.extend(CachedKey(block, more, 0, tentative) for more in pool.more_keys.get(block, ()))
+        more = pool.more_keys.get(block, {})
+        found.extend(CachedKey(block, further, count, tentative) for further, count in more.items())
     return found
 
 

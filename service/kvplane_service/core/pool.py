@@ -59,7 +59,7 @@ class BlockPool:
         self.key: list[Key | None] = [None] * num_blocks  # the primary key
         self.key_tokens = [0] * num_blocks  # tokens of the prefix that the primary key names
         self.key_step = [0] * num_blocks  # step that registered it; tentative while that has not been executed
-        self.more_keys: dict[int, list[Key]] = {}  # further keys: partial prefixes inside the block
+        self.more_keys: dict[int, dict[Key, int]] = {}  # further keys: prefixes that end inside the block, their tokens
         self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
         self.num_groups = num_groups
         self.stamp = [0] * num_blocks
@@ -189,7 +189,7 @@ class BlockPool:
             self.key_step[block] = self.step
             self.num_evictable += self.references[block] == 0
         else:
-            self.more_keys.setdefault(block, []).append(key)
+            self.more_keys.setdefault(block, {})[key] = num_tokens
         by_digest = self._by_digest(key.domain, key.group)
         entry = by_digest.get(key.digest)
         if entry is None:
@@ -259,9 +259,9 @@ class BlockPool:
     def move_keys(self, source: int, target: int) -> None:
         """Let the content under the source's keys live in the target; both are restamped, nothing is told."""
         assert self.key[target] is None, f"block {target} already has a key"
-        num_tokens = self.key_tokens[source]
-        for key in self.unregister(source):
-            self.register(target, key, num_tokens)
+        num_tokens = [self.key_tokens[source], *self.more_keys.get(source, {}).values()]
+        for key, count in zip(self.unregister(source), num_tokens, strict=True):
+            self.register(target, key, count)
         self.restamp(source)
         self.restamp(target)
 

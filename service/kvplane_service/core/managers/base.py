@@ -93,6 +93,7 @@ class GroupManager(ABC):
     downward_closed = False  # a hit of n tokens implies every shorter aligned hit
     cacheable = True
     fine_grained = False  # look-ups can end inside a block
+    holds_one_prefix = False  # a page is overwritten whole, so it can have one key
     never_drops = False  # look-ups ignore drop_last (no draft layers of this kind)
 
     def __init__(self, setup: GroupSetup) -> None:

@@ -78,6 +78,7 @@ class AlignedStateManager(GroupManager):
     """Mode "align": states at block boundaries stay as cached prefixes while the request moves on."""
 
     fine_grained = True
+    holds_one_prefix = True
     never_drops = True  # draft models have no recurrent layers
 
     def __init__(self, setup: GroupSetup) -> None:
