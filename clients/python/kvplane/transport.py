@@ -118,13 +118,15 @@ class _Stream:
 
     def receive(self) -> SessionResponse:
         """The next message; raises what ended the stream."""
+        message = None
         try:
-            return next(self._call)
+            message = next(self._call)
         except (StopIteration, grpc.RpcError):
             raise self._end() from None
-        except BaseException:  # a signal, Ctrl-C: the read goes on inside gRPC, and a second one beside it is an error
-            self.cut()
-            raise
+        finally:
+            if message is None:  # after Ctrl-C the read goes on inside gRPC, and a second one beside it is an error
+                self.cut()
+        return message
 
     def check(self) -> None:
         """Raise what ended the stream, if it has ended."""

@@ -270,13 +270,22 @@ class BlockPool:
         if self.num_free != self.num_blocks - 1 - len(self.reserved):
             return False
         self._next_generation()
-        for block in range(1, self.num_blocks):
-            if self.unregister(block):
-                self.restamp(block)
-        assert not self.index
+        self.clear()
         if self._with_events:
             self.events.append(CacheEvent(EventKind.CLEARED))
         return True
+
+    def clear(self) -> bool:
+        """Take every key from every block, at once and without a word; restamps them. False if there was none."""
+        keyed = [block for block, key in enumerate(self.key) if key is not None]
+        self.key[:] = [None] * self.num_blocks
+        self.key_tokens[:] = self.key_step[:] = [0] * self.num_blocks
+        self.more_keys.clear()
+        self.index.clear()
+        self.num_evictable = 0
+        for block in keyed:
+            self.restamp(block)
+        return bool(keyed)
 
     def _evict(self, block: int) -> None:
         keys = self.unregister(block)

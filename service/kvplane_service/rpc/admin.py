@@ -52,7 +52,9 @@ class AdminServicer:
         return pb.DrainResponse()
 
     async def Snapshot(self, request: pb.SnapshotRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract. Works on the event loop, since the state must not change meanwhile."""
+        """See the contract. Works on the event loop, since the state must not change meanwhile: seconds for a million
+        blocks, which is why it is an operator's call.
+        """
         replica = self._registry.get(request.replica).host.replica
         try:
             snapshot = take_snapshot(replica)
