@@ -191,7 +191,7 @@ class Interrupted(BaseException):
 
 def interrupt_when(main_waits_in, done):
     """Send this thread's process a signal as soon as its main thread stands in the function."""
-    main = threading.main_thread().ident
+    main = threading.main_thread().ident or 0
     while not done.wait(0.005):
         frames = traceback.extract_stack(sys._current_frames()[main])
         if any(frame.name == main_waits_in for frame in frames):
