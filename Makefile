@@ -14,8 +14,9 @@ ARGS ?= -n 2 --dist loadfile
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(RUNTIME)  ## start the service, drive four models through it, show it live (at most 60 s)
+demo: $(RUNTIME)  ## two acts, live: four models through the service; then a small engine on it (at most 60 s each)
 	@.venv/bin/kvplane demo
+	@scripts/demo_engine.sh
 
 test: check pytest  ## everything that CI runs: yes or no
 

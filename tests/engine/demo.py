@@ -1,0 +1,234 @@
+"""The second act of `make demo`: a service, two workers, and the reference engine answering conversations, live.
+
+Its weights are random, so the answers are noise; but each is the very noise that the twin computes without any cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+import kvplane
+from kvplane.sources import LayerSource
+from kvplane_service.cli.child import ServiceChild
+from kvplane_worker.engine.config import MIXED
+from kvplane_worker.engine.engine import Engine
+from kvplane_worker.engine.model import Model
+from kvplane_worker.engine.ranks import attach_ranks, open_session
+from kvplane_worker.engine.request import Request
+from kvplane_worker.engine.scheduler import SchedulerConfig
+from kvplane_worker.engine.weights import Weights, draw_weights
+from kvplane_worker.ops.torch_ops import TorchOps
+from tests.engine.talk import Talk, conversations, readable
+from tests.engine.twin import Twin
+
+ROOT = Path(__file__).resolve().parents[2]
+REPLICA = "conversations"
+SOURCE = LayerSource(
+    layers=MIXED.cache_layers(), num_blocks=520, max_model_len=1024, max_batched_tokens=160, retention_interval=-1
+)
+CONFIG = SchedulerConfig(max_running=6, token_budget=160, chunk_tokens=80)
+CONVERSATIONS, TURNS, AT_ONCE = 12, 4, 6
+LIMIT_S = 35.0
+START_S = 60.0
+VIEW_INTERVAL_S = 0.15
+LINES = 12
+WORKER = [sys.executable, "-W", "ignore", "-c", "from kvplane_service.cli import main; main()", "worker"]
+
+
+@dataclass
+class Look:
+    """What there is to see.
+
+    Attributes:
+        answers: the latest, oldest first.
+        differing: tokens that are not the twin's, of `compared`.
+    """
+
+    engine: Engine
+    answers: deque[Request] = field(default_factory=lambda: deque(maxlen=LINES))
+    num_answers: int = 0
+    prompt_tokens: int = 0
+    compared: int = 0
+    differing: int = 0
+    busy_s: float = 0.0
+
+    @property
+    def line(self) -> str:
+        """All in one line."""
+        counts = self.engine.counts
+        share = counts.hit_tokens / max(1, self.prompt_tokens)
+        return (
+            f"{self.num_answers} answers | {counts.generated_tokens / max(self.busy_s, 1e-9):.0f} tokens/s generated, "
+            f"{counts.computed_tokens / max(self.busy_s, 1e-9):.0f} computed | hit {counts.hit_tokens:,} tokens "
+            f"({share:.0%} of prompts) | drafts {counts.accepted_drafts} kept, {counts.rejected_drafts} rejected | "
+            f"{counts.preempted} preempted | {self.differing} of {self.compared} tokens differ from the twin's"
+        )
+
+
+def main() -> int:
+    """Run the act; 0 when no token differs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.engine.demo", description=__doc__)
+    parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
+    talk = conversations(ROOT, parser.parse_args().conversations, TURNS, seed=4)
+    torch.set_num_threads(1)
+    console = Console()
+    with ExitStack() as stack:
+        console.print("starting the service, two workers and the engine", highlight=False)
+        address = stack.enter_context(ServiceChild()).address
+        client = stack.enter_context(kvplane.connect(address))
+        client.register_replica(REPLICA, SOURCE, num_ranks=MIXED.num_ranks)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvplane-demo-"))
+        workers = stack.enter_context(running_workers(address, Path(folder)))
+        engine, weights = make_engine(client, workers)
+        show = stack.enter_context(live(console) if console.is_terminal else lines())
+        look = converse(engine, weights, talk, show)
+    print(look.line)
+    return 1 if look.differing or not look.compared else 0
+
+
+@contextmanager
+def running_workers(address: str, folder: Path) -> Iterator[list[str]]:
+    """A worker per rank, in processes of their own; their addresses."""
+    given = ["--service", address, "--replica", REPLICA]
+    processes = [
+        subprocess.Popen(
+            [*WORKER, *given, "--rank", str(rank), "--run-dir", str(folder / str(rank))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        for rank in range(MIXED.num_ranks)
+    ]
+    try:
+        yield [address_of(process) for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+            process.terminate()  # the second one does not wait for the engine, which is this process
+        for process in processes:
+            process.wait(START_S)
+
+
+def address_of(worker: subprocess.Popen[str]) -> str:
+    """What a worker says once its pages can be attached."""
+    assert worker.stdout is not None
+    said = re.search(r"pages at (\S+)", worker.stdout.readline())
+    if said is None:
+        raise SystemExit("demo: a worker did not start")
+    return said.group(1)
+
+
+def make_engine(client: kvplane.Client, workers: Sequence[str]) -> tuple[Engine, Weights]:
+    """The engine on the workers' pages."""
+    ops, weights = TorchOps(), draw_weights(MIXED)
+    memory = attach_ranks(workers, ops)
+    model = Model(MIXED, weights, [one.pages for one in memory], ops)
+    return Engine(open_session(client, REPLICA, memory), memory, model, CONFIG), weights
+
+
+Show = Callable[[Look], None]
+
+
+def converse(engine: Engine, weights: Weights, talk: Talk, show: Show) -> Look:
+    """Let conversations run, some at a time, and compare each answer with the twin's; no question after LIMIT_S."""
+    twin, look = Twin(MIXED, weights), Look(engine)
+    for _ in range(AT_ONCE):
+        put(engine, look, talk.next())
+    until_s = time.monotonic() + LIMIT_S
+    while engine.has_work:
+        started = time.monotonic()
+        ended = engine.step()
+        look.busy_s += time.monotonic() - started
+        for request in ended:
+            compare(twin, request, look)
+            if time.monotonic() < until_s:
+                put(engine, look, following(talk, request))
+        show(look)
+    return look
+
+
+def following(talk: Talk, request: Request) -> Request | None:
+    """What is asked when an answer has come."""
+    return talk.answered(request) or talk.next()
+
+
+def put(engine: Engine, look: Look, request: Request | None) -> None:
+    if request is not None:
+        look.prompt_tokens += len(request.prompt)
+        engine.add(request)
+
+
+def compare(twin: Twin, request: Request, look: Look) -> None:
+    expected = twin.logits(request.tokens[:-1])[len(request.prompt) - 1 :].argmax(dim=1).tolist()
+    look.answers.append(request)
+    look.num_answers += 1
+    look.compared += len(expected)
+    look.differing += sum(a != b for a, b in zip(expected, request.output, strict=True))
+
+
+@contextmanager
+def live(console: Console) -> Iterator[Show]:
+    """A table of answers, redrawn in place."""
+    due_s = 0.0
+    with Live(console=console, auto_refresh=False) as view:
+
+        def show(look: Look) -> None:
+            nonlocal due_s
+            if time.monotonic() >= due_s:
+                due_s = time.monotonic() + VIEW_INTERVAL_S
+                view.update(panel(look), refresh=True)
+
+        yield show
+
+
+def panel(look: Look) -> Panel:
+    """The latest answers, and what they came to."""
+    table = Table(box=None, pad_edge=False, header_style="bright_black", expand=True)
+    for heading, ratio in (("turn", 1), ("prompt", 1), ("hit", 1), ("question", 6), ("answer", 4)):
+        table.add_column(heading, no_wrap=True, ratio=ratio)
+    for request in look.answers:
+        question = readable(request.prompt).rpartition("Q: ")[2].removesuffix("·A: ")
+        hit = Text(str(request.hits[-1]), style="cyan" if request.hits[-1] else "bright_black")
+        table.add_row(request.name, str(len(request.prompt)), hit, question, readable(request.output))
+    colour = "bold red" if look.differing else "bold green"
+    title = "[bold]a reference engine on kvplane: full, window, chunked and Mamba layers, two ranks[/]"
+    return Panel(Group(table, Text(), Text(look.line, style=colour)), title=title, title_align="left")
+
+
+@contextmanager
+def lines() -> Iterator[Show]:
+    """A line per answer."""
+    shown = 0
+
+    def show(look: Look) -> None:
+        nonlocal shown
+        new = look.num_answers - shown
+        shown = look.num_answers
+        for request in list(look.answers)[len(look.answers) - new :]:
+            hit, prompt = request.hits[-1], len(request.prompt)
+            answer = readable(request.output)
+            print(f"turn {request.name:<5} {hit:>4} of {prompt:>4} prompt tokens cached | {answer}", flush=True)
+
+    yield show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Conversations on real text for the demo: this repository's own documents, asked about turn by turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvplane_worker.engine.config import BOS, NUM_BYTES
+from kvplane_worker.engine.request import Request
+
+DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")
+PREFIX_BYTES = (320, 480)
+ANSWER_TOKENS = 24
+
+
+@dataclass
+class Conversation:
+    """A document's beginning, then questions and answers.
+
+    Attributes:
+        tokens: all that was said.
+        questions: to come.
+    """
+
+    name: str
+    tokens: list[int]
+    questions: list[str]
+    turns: int = 0
+
+    def ask(self) -> Request:
+        """The next question with all that was said before."""
+        self.turns += 1
+        self.tokens += f"\nQ: {self.questions.pop(0)}\nA: ".encode()
+        return Request(f"{self.name}.{self.turns}", list(self.tokens), ANSWER_TOKENS, keep_logits=True)
+
+    def hear(self, request: Request) -> None:
+        self.tokens = list(request.tokens)
+
+
+@dataclass
+class Talk:
+    """All conversations, some of them open at a time."""
+
+    waiting: list[Conversation]
+    open: dict[str, Conversation] = field(default_factory=dict)
+
+    def next(self) -> Request | None:
+        """A question of a conversation that has not begun; None when all have."""
+        if not self.waiting:
+            return None
+        conversation = self.waiting.pop(0)
+        return self._ask(conversation)
+
+    def answered(self, request: Request) -> Request | None:
+        """The next question of the conversation; None when it is over."""
+        conversation = self.open.pop(request.name)
+        conversation.hear(request)
+        return self._ask(conversation) if conversation.questions else None
+
+    def _ask(self, conversation: Conversation) -> Request:
+        request = conversation.ask()
+        self.open[request.name] = conversation
+        return request
+
+
+def conversations(root: Path, count: int, turns: int, seed: int) -> Talk:
+    """`count` conversations about three documents; those about one share its beginning."""
+    rng = random.Random(seed)
+    texts = [plain(root / name) for name in DOCUMENTS]
+    prefixes = [[BOS, *text.encode()[: rng.randrange(*PREFIX_BYTES)]] for text in texts]
+    sentences = [sentence for text in texts for sentence in sentences_of(text)]
+    return Talk(
+        [
+            Conversation(f"{at + 1}", list(prefixes[at % len(prefixes)]), rng.sample(sentences, turns))
+            for at in range(count)
+        ]
+    )
+
+
+def plain(path: Path) -> str:
+    """The paragraphs of a document, without its tables and code."""
+    paragraphs = path.read_text(encoding="utf-8").split("\n\n")
+    return "\n".join(" ".join(one.split()) for one in paragraphs if one[:1].isalpha())
+
+
+def sentences_of(text: str) -> list[str]:
+    """Short ones, as questions."""
+    return [f"{one}?" for one in text.replace("\n", " ").split(". ") if 20 < len(one) < 70]
+
+
+def readable(tokens: Sequence[int]) -> str:
+    """Printable characters as they are, a dot for every other byte."""
+    return "".join(chr(token) if 32 <= token < 127 else "·" for token in tokens if token < NUM_BYTES)
