@@ -16,9 +16,9 @@ from kvplane_service.models import MODELS, ModelOptions, model_layers
 from tests.conformance.groups import read_cases
 from tests.conformance.reference_specs import read_spec
 
-GOLDEN = {
-    case["name"]: case["input"] for case in read_cases(Path(__file__).parents[1] / "conformance" / "golden_groups.json")
-}
+CASES = read_cases(Path(__file__).parents[1] / "conformance" / "golden_groups.json")
+GOLDEN_ROWS = {case["name"]: case for case in CASES}
+GOLDEN = {name: case["input"] for name, case in GOLDEN_ROWS.items()}
 NOT_CACHED = ModelOptions(mamba_mode=MambaMode.NONE)
 
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "explain": "kvplane_service.cli.explain",
     "doctor": "kvplane_service.cli.doctor",
     "drain": "kvplane_service.cli.drain",
+    "plan": "kvplane_service.cli.plan",
     "replay": "kvplane_service.cli.replay",
     "decode": "kvplane_service.cli.decode",
     "config": "kvplane_service.cli.config",

@@ -1,0 +1,111 @@
+"""`kvplane plan`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvplane_service.cli.asking import Form, Output, columns, plain_text
+
+if TYPE_CHECKING:
+    from kvplane_service.sizing import Figures, Sizing
+
+_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131_072, 262_144)
+_BAR_CELLS = 40
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="name of the catalogue, a config.json, or the folder of one")],
+    memory: Annotated[str, typer.Option(help="cache memory of one rank, such as 40GiB")] = "40GiB",
+    context: Annotated[int, typer.Option(min=1, help="longest request in tokens")] = 32768,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="ranks that divide the heads")] = 1,
+    cache_dtype: Annotated[str, typer.Option(help="bfloat16, float16 or fp8")] = "bfloat16",
+    block_size: Annotated[int, typer.Option(min=1, help="tokens per attention block")] = 16,
+    batched_tokens: Annotated[int, typer.Option(min=1, help="most tokens of one step")] = 8192,
+    concurrent_batches: Annotated[int, typer.Option(min=1, help="steps in flight")] = 1,
+    prefix_caching: Annotated[bool, typer.Option(help="cache prompts, and states at block boundaries")] = True,
+    output: Output = Form.TABLE,
+) -> None:
+    """Plan capacity without a service: groups, bytes per token, blocks, and requests of a length that fit at once.
+
+    Hybrid (window and state layers give back what they no longer need) beside uniform, where every layer keeps every
+    token; other data types and numbers of ranks; other context lengths.
+    """
+    from dataclasses import asdict
+
+    from kvplane_service.models import ModelOptions
+    from kvplane_service.sizing import Sizing, figures_of, find_model, parse_bytes
+
+    options = ModelOptions(tensor_parallel, cache_dtype, block_size, context)
+    sizing = Sizing(
+        find_model(model), options, parse_bytes(memory), batched_tokens, concurrent_batches, prefix_caching
+    )
+    figures = figures_of(sizing)
+    if output is not Form.TABLE:
+        told = {**asdict(figures), "gain": figures.gain}
+        for group in told["groups"]:
+            group["kind"] = group["kind"].value
+        print(plain_text({**told, "groups": list(told["groups"])}, output))
+        return
+    print("\n\n".join((_head(model, memory, figures, context), _groups(figures), _variants(sizing), _lengths(sizing))))
+
+
+def _head(model: str, memory: str, figures: Figures, context: int) -> str:
+    gain = ""
+    if figures.gain is not None:
+        gain = f"; uniform {figures.uniform_concurrency:.2f}, hybrid is {figures.gain:.2f} x"
+    return "\n".join(
+        (
+            f"{model} in {memory} per rank: {figures.num_blocks:,} blocks of {figures.bytes_per_block:,} bytes",
+            f"{figures.bytes_per_token:,.0f} bytes per token while every token is kept",
+            f"{figures.blocks_per_request:,} blocks per request of {context:,} tokens: "
+            f"{figures.concurrency:.2f} at once{gain}",
+        )
+    )
+
+
+def _groups(figures: Figures) -> str:
+    rows = [("GROUP", "KIND", "LAYERS", "BLOCK", "PAGE BYTES", "BYTES/TOKEN")]
+    for number, group in enumerate(figures.groups):
+        sizes = (str(group.num_layers), str(group.block_size), f"{group.page_bytes:,}", f"{group.bytes_per_token:,.0f}")
+        rows.append((str(number), group.kind.value, *sizes))
+    return columns(rows)
+
+
+def _variants(sizing: Sizing) -> str:
+    """Other data types and ranks, where the heads can be divided."""
+    from dataclasses import replace
+
+    from kvplane import InvalidArgument
+    from kvplane_service.sizing import figures_of
+
+    rows = [("DTYPE", "TP", "BYTES/TOKEN", "BLOCKS", "AT ONCE", "UNIFORM")]
+    for dtype in ("bfloat16", "fp8"):
+        for ranks in (1, 2, 4, 8):
+            options = replace(sizing.options, cache_dtype=dtype, tensor_parallel=ranks)
+            try:
+                told = figures_of(replace(sizing, options=options))
+            except InvalidArgument:
+                continue
+            uniform = "-" if told.uniform_concurrency is None else f"{told.uniform_concurrency:.2f}"
+            counts = (f"{told.bytes_per_token:,.0f}", f"{told.num_blocks:,}", f"{told.concurrency:.2f}", uniform)
+            rows.append((dtype, str(ranks), *counts))
+    return columns(rows)
+
+
+def _lengths(sizing: Sizing) -> str:
+    """Requests at once by context length, as bars; lengths that do not fit are left out."""
+    from kvplane import InvalidArgument
+    from kvplane_service.sizing import figures_of
+
+    told: list[tuple[int, float]] = []
+    for length in _LENGTHS:
+        try:
+            told.append((length, figures_of(sizing.at(length)).concurrency))
+        except InvalidArgument:
+            break
+    most = max((count for _, count in told), default=1.0)
+    rows = [("CONTEXT", "AT ONCE", "")]
+    rows += [(f"{length:,}", f"{count:.2f}", "█" * round(count / most * _BAR_CELLS)) for length, count in told]
+    return columns(rows)

@@ -1,0 +1,34 @@
+"""`kvplane plan`."""
+
+from __future__ import annotations
+
+import json
+
+import yaml
+
+
+def test_a_plan_is_told_as_a_table(kvplane):
+    code, out, _ = kvplane("plan", "gpt-oss-120b", "--concurrent-batches", "2")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[:3] == [
+        "gpt-oss-120b in 40GiB per rank: 72,817 blocks of 589,824 bytes",
+        "73,728 bytes per token while every token is kept",
+        "3,081 blocks per request of 32,768 tokens: 23.63 at once; uniform 17.78, hybrid is 1.33 x",
+    ]
+    assert "fp8       8   4,608        1,165,084  378.15   284.44" in lines
+    assert any(line.startswith("131,072  7.89") and line.endswith("██") for line in lines)
+
+
+def test_and_as_data(kvplane):
+    told = json.loads(kvplane("plan", "llama-3.1-70b", "--cache-dtype", "fp8", "--context", "8192", "-o", "json")[1])
+    assert told["bytes_per_token"] == 163_840
+    assert told["concurrency"] == 32.0
+    assert told["groups"][0]["kind"] == "full_attention"
+    assert yaml.safe_load(kvplane("plan", "llama-3.1-70b", "-o", "yaml")[1])["gain"] == 1.0
+
+
+def test_an_unknown_model_is_wrong_use(kvplane):
+    code, _, told = kvplane("plan", "gemma-4")
+    assert code == 2
+    assert "did you mean" in told
