@@ -108,6 +108,8 @@ class Hands:
     def fill(self, rank: int, group: int, block: int, byte: int) -> None:
         for layer in self.attached[rank].buffers.group(group).layers:
             layer[block] = byte
+            if layer.is_cuda:  # others look without waiting for this process
+                torch.cuda.synchronize(layer.device)
 
     def look(self, rank: int, group: int, block: int) -> set[int]:
         return {byte for layer in self.attached[rank].buffers.group(group).layers for byte in layer[block].tolist()}

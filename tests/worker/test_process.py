@@ -21,10 +21,12 @@ from kvplane.base.errors import (
 from kvplane.unary import connect
 from kvplane.v1 import plan_pb2
 from kvplane.v1 import worker_pb2 as pb
+from kvplane.v1.allocation_pb2 import ListReplicasRequest
+from kvplane_service.config import Config
 from kvplane_worker.attach import WorkerClient, attach, run_dir_of
 from kvplane_worker.process import WorkerProcess
 from tests.core.planner_layers import full, named
-from tests.service.rig import SPEC, until
+from tests.service.rig import SPEC, running, until
 from tests.worker.rig import BLOCKS, World, refusal, world
 
 READY = plan_pb2.WORKER_STATE_READY
@@ -158,6 +160,28 @@ def test_the_service_may_begin_anew(tmp_path):
         until(lambda: [worker.owner_epoch for worker in here.shown()] == [epoch])
         assert here.service.open("r").opened.epoch == epoch + 1
         assert child.process.is_alive()
+
+
+def test_a_worker_outlives_the_service(tmp_path):
+    """The service dies with everything it knew; on its address another one comes up, and finds worker and owner."""
+    with running(Config(listen="127.0.0.1:0", worker_lease_ms=300)) as service:
+        here = World(service, tmp_path)
+        here.register()
+        _, address = here.worker()
+        engine = here.engine()
+        incarnation, _ = engine.do("attach", address)
+        for _ in range(3):
+            epoch, _ = engine.do("open", service.address, "r")
+        engine.do("fill", 0, 0, 3, 8)
+    try:
+        with running(Config(listen=service.address, worker_lease_ms=300)) as here.service:
+            assert list(here.service.allocation.ListReplicas(ListReplicasRequest()).replicas) == []
+            here.register()
+            until(lambda: [one.incarnation for one in here.shown()] == [incarnation])
+            assert here.service.open("r").opened.epoch == epoch + 1
+            assert engine.do("look", 0, 0, 3) == {8}
+    finally:
+        here.end()
 
 
 def test_another_plan_needs_another_worker(tmp_path):
