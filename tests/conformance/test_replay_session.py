@@ -20,10 +20,9 @@ from tests.conformance.rpc import make_replayer
 
 TRACES = Path(__file__).parent / "traces"
 NAMES = [
-    "llama-full-b60-s1", "llama-full-spec-b150-s4", "deepseek-mla-b150-s11", "mistral-all-sw-b300-s12",
-    "gpt-oss-async-b250-s27", "gpt-oss-eagle-b250-s25", "gpt-oss-ext-b250-s26", "gpt-oss-fullfit-wm-b200-s28",
-    "gemma3-7groups-w256-b300-s32", "gemma4-mixed-bs-b200-s41", "llama4-chunked-b200-s51", "jamba-align-b120-s61",
-    "mamba64-align-fine16-b300-s67", "dsv4-5groups-b1500-s71",
+    "llama-full-b60-s1", "llama-full-spec-b150-s4", "gpt-oss-async-b250-s27", "gpt-oss-ext-b250-s26",
+    "gpt-oss-fullfit-wm-b200-s28", "gemma3-7groups-w256-b300-s32", "gemma4-mixed-bs-b200-s41",
+    "llama4-chunked-b200-s51", "jamba-align-b120-s61", "mamba64-align-fine16-b300-s67", "dsv4-5groups-b1500-s71",
 ]  # fmt: skip
 SMALL = TRACES / "mamba64-align-fine16-b300-s67.jsonl.gz"
 

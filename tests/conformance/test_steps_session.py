@@ -16,7 +16,7 @@ WHOLE = [
     "llama-async-prio-heavy-b86-s107", "llama-draftmodel2-b110-s110", "gptoss-async-heavy-b150-s116",
     "gemma3-w64-prio-heavy-b300-s119", "jamba-fine16-b120-s122",
 ]  # fmt: skip
-ROWS = ["llama-smallbudget-b130-s108", "jamba-async-med-b130-s121"]
+ROWS = ["jamba-async-med-b130-s121"]
 
 
 @pytest.fixture(scope="module")
