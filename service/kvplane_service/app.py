@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
+import secrets
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +18,9 @@ from kvplane_service.about import About
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.server import RpcServer
+from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.opening import open_store
+from kvplane_service.store.writer import Surroundings, offload_to_thread
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.http import MetricsServer
 from kvplane_service.telemetry.sampling import is_asked_for
@@ -41,15 +46,26 @@ class App:
         """`environment`: OpenTelemetry's variables. Raises InvalidArgument for one that cannot be."""
         self.config = config
         self.registry = Registry(config, clock)
+        around = Surroundings(clock, asyncio.sleep, offload_to_thread, random.random)
+        chance = Chance(lambda: time.time_ns() // 1_000_000, lambda: secrets.randbelow((1 << 64) - 1) + 1)
+        self.keeper = Keeper(self.registry, config, around, chance)
         self.address = self.metrics_address = ""  # once it serves
         self._tracing: Tracing | None = None
         self.about = About()
-        self._server = RpcServer(self.registry, config, self.about, self._start_tracing(environment))
+        self._server = RpcServer(self.registry, config, self.about, self.keeper, self._start_tracing(environment))
         self._metrics = MetricsServer(ServiceCollector(self.registry))
-        self._sweeper: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:
-        """Begin to serve; returns the address. Raises Unavailable when it, or that of metrics, is taken."""
+        """Begin to serve; returns the address. Entries that were stored are read meanwhile.
+
+        Raises:
+            Unavailable: the address, or that of metrics, is taken.
+            KvplaneError: the store cannot be used; it was not touched.
+        """
+        store = await asyncio.to_thread(open_store, self.config)
+        if store is not None:
+            await self.keeper.start(store)
         if self.config.metrics_listen:
             self.metrics_address = await self._metrics.start(self.config.metrics_listen)
         self.about.metrics_address, self.about.tracing = self.metrics_address, self._tracing is not None
@@ -58,7 +74,11 @@ class App:
         except Unavailable:
             await self._metrics.stop()
             raise
-        self._sweeper = asyncio.create_task(self._sweep())
+        self._tasks = [asyncio.create_task(self._sweep())]
+        if store is None:
+            await self._server.announce_ready()
+        else:
+            self._tasks.append(asyncio.create_task(self._recover()))
         return self.address
 
     async def drain(self) -> None:
@@ -85,6 +105,12 @@ class App:
         self.registry.watch(lambda entry: entry.host.decisions.follow(tracing.follower(entry.host.name)))
         return [TracingInterceptor(tracing)]
 
+    async def _recover(self) -> None:
+        """Read what was stored, then be ready, and follow what is published."""
+        await self.keeper.load()
+        self.keeper.write()
+        await self._server.announce_ready()
+
     async def _sweep(self) -> None:
         """Withdraw what silent replicas have published."""
         while True:
@@ -96,10 +122,11 @@ class App:
         await self._metrics.stop()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.shutdown)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for task in self._tasks:
+            task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
+                await task
+        await self.keeper.stop()
 
 
 async def serve(config: Config, ready: Callable[[App], None]) -> None:

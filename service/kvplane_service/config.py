@@ -81,6 +81,8 @@ class Config(BaseModel):
     """After SIGTERM, wait so long before refusing new sessions, until load balancers have noticed."""
     drain_grace_ms: Pause = 20_000
     """After SIGTERM, sessions have so long to finish."""
+    advertise: str = ""
+    """Address under which clients reach this service, and its name in a shared store; empty = that of `listen`."""
     store: str = "none"
     """Where published entries outlive this process: none, memory, sqlite:PATH, redis://HOST:PORT[/DB],
     redis+cluster://HOST:PORT,..., redis+sentinel://HOST:PORT,.../NAME; rediss for TLS. None by default: where a

@@ -42,12 +42,14 @@ class Life:
 
     Attributes:
         events: what was lost.
+        incarnation: of the page memory, 0 = not known.
     """
 
     epoch: int
     stamp_table: Sequence[int]
     events: list[CacheEvent]
     at_ns: int
+    incarnation: int = 0
 
 
 Entry: TypeAlias = Decision | Life

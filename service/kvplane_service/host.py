@@ -2,6 +2,7 @@
 
     IDLE --open--> LIVE --silence, broken stream--> LAPSED --message of the newest session, open--> LIVE
       ^-----close---'
+    RECOVERING --open--> LIVE            (after a restart of the service, until an engine shows its stamps)
 
 The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own:
 the gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the
@@ -21,7 +22,9 @@ from kvplane.base.errors import (
     LimitExceeded,
     OtherWriter,
     ReplicaLapsed,
+    ServiceRestarted,
     StaleEpoch,
+    Unavailable,
 )
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
@@ -33,6 +36,7 @@ from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.order import StepOrder, count_rows
+from kvplane_service.recovering import Recovering
 from kvplane_service.telemetry.context import CURRENT
 from kvplane_service.telemetry.tally import Tally
 
@@ -50,6 +54,7 @@ class ReplicaState(Enum):
     IDLE = "idle"  # no session; unary calls may
     LIVE = "live"  # the session
     LAPSED = "lapsed"  # the session, which is gone or silent; its entries are withdrawn from what others see
+    RECOVERING = "recovering"  # nobody yet: what was stored waits for an engine that shows its stamps
 
 
 @dataclass(slots=True)
@@ -110,6 +115,8 @@ class ReplicaHost:
         self._in_core = False
         self._retired: KvplaneError | None = None  # why nothing more is done here
         self._owner_epoch = 0  # that the memory names
+        self.recovering: Recovering | None = None
+        self.recovered: Recovering | None = None  # what has become of it
 
     # ---- what others see; touches nothing
 
@@ -117,7 +124,7 @@ class ReplicaHost:
     def state(self) -> ReplicaState:
         """Who may write now."""
         if self._session is None:
-            return ReplicaState.IDLE
+            return ReplicaState.RECOVERING if self.recovering else ReplicaState.IDLE
         return ReplicaState.LAPSED if self._is_silent(self._session) else ReplicaState.LIVE
 
     @property
@@ -157,6 +164,12 @@ class ReplicaHost:
         if epoch != self.epoch:
             raise self._stale_epoch(epoch, "ask again with DescribeReplica")
 
+    def recover(self, recovering: Recovering) -> None:
+        """Wait for the engine of what was stored; for a host that nobody has used. Nothing can be read meanwhile."""
+        self.recovering = recovering
+        self.epoch = max(self.epoch, recovering.epoch)
+        self._left = True
+
     def follow_owner(self, epoch: int) -> None:
         """The page memory names this engine life as its owner: the next one is numbered above it."""
         self._owner_epoch = max(self._owner_epoch, epoch)
@@ -168,6 +181,8 @@ class ReplicaHost:
 
         Raises:
             StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
+            ServiceRestarted: the same, because the service was started anew.
+            Unavailable: what was stored is still being read.
             InvalidArgument: the nonce of the present session, or a stamp table that is not of this pool.
         """
         self._check_sound()
@@ -182,9 +197,18 @@ class ReplicaHost:
                 field="nonce",
                 remedy="draw a new one at random for each stream",
             )
+        self._check_loaded()
         if request.epoch == NEW_EPOCH:
             self._check_stamps(request.stamp_table)
-            self._begin_epoch(request.stamp_table)
+            self._begin_epoch(request.stamp_table, request.incarnation)
+        elif self.recovering is not None:
+            self.recovering.heard_of(request.epoch)
+            raise ServiceRestarted(
+                f"the service was started anew and knows nothing of what {self.name} ran",
+                field="epoch",
+                remedy="open with epoch 0 and the stamp table, and send the requests again",
+                metadata={"epoch": str(self.epoch)},
+            )
         elif request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
         self._session = _Session(
@@ -288,7 +312,8 @@ class ReplicaHost:
     def revive(self) -> None:
         """Begin an engine life for unary calls when the last one has left, whatever becomes of the call."""
         if self._left:
-            self._begin_epoch(())
+            self._check_loaded()
+            self._begin_epoch((), 0)
             self.events.restore()
 
     # ---- the end
@@ -303,23 +328,44 @@ class ReplicaHost:
 
     # ---- inside
 
-    def _begin_epoch(self, stamp_table: tuple[int, ...]) -> None:
-        epoch = max(self.epoch, self._owner_epoch) + 1
+    def _begin_epoch(self, stamp_table: tuple[int, ...], incarnation: int) -> None:
+        epoch, stored = max(self.epoch, self._owner_epoch) + 1, self.recovering
+        if stored is not None:
+            epoch = max(epoch, stored.epoch_above(stamp_table))
         if epoch > MAX_EPOCH:
             raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
+        self.recovering = None
         self._in_core = True
-        self._kept_keys = self.replica.begin_epoch(epoch, stamp_table)
+        self._kept_keys = self._keep_keys(epoch, stamp_table, stored, incarnation)
         self._in_core = False
         self.epoch = epoch
         self._resumable = self._left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
         told = self.replica.take_events()
-        self.decisions.append(Life(self.epoch, stamp_table, told, self._clock()))
+        self.decisions.append(Life(self.epoch, stamp_table, told, self._clock(), incarnation))
         lost = self._hold.add(0, told)
         self._hold.clear()
         if lost and not self._kept_keys:
             lost = [CacheEvent(EventKind.CLEARED)]
         self.events.publish(self.epoch, lost)
+
+    def _keep_keys(self, epoch: int, stamp_table: tuple[int, ...], stored: Recovering | None, incarnation: int) -> int:
+        """Begin the life in the core with what the memory proves; the number of keys."""
+        if stored is None:
+            return self.replica.begin_epoch(epoch, stamp_table)
+        self.recovered = stored
+        if not stored.belongs_to(incarnation):
+            stored.entries = []
+        stored.prove(self.replica, epoch, stamp_table)
+        return self.replica.count_keys()
+
+    def _check_loaded(self) -> None:
+        if self.recovering is not None and self.recovering.loading:
+            raise Unavailable(
+                f"{self.name} is recovering: {self.recovering.rows} entries have been read from the store",
+                field="replica",
+                remedy="try again in a moment",
+            )
 
     def _check_stamps(self, stamp_table: tuple[int, ...]) -> None:
         num_blocks = self.replica.spec.num_blocks

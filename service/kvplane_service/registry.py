@@ -51,6 +51,14 @@ class Entry:
     workers: WorkerRoster
 
 
+class UnknownReplica(NotFound):
+    """This process has no such replica; another one may."""
+
+    def __init__(self, replica: str) -> None:
+        super().__init__(f"there is no replica {replica!r}", field="replica", remedy="register it first")
+        self.replica = replica
+
+
 class Registry:
     """Replicas by name, within the limits of the configuration."""
 
@@ -59,6 +67,7 @@ class Registry:
         self._clock = clock
         self._entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[Entry], None]] = []
+        self._removal_watchers: list[Callable[[str], None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,7 +79,7 @@ class Registry:
         """The replica of that name. Raises NotFound."""
         entry = self._entries.get(name)
         if entry is None:
-            raise NotFound(f"there is no replica {name!r}", field="replica", remedy="register it first")
+            raise UnknownReplica(name)
         return entry
 
     @staticmethod
@@ -129,6 +138,10 @@ class Registry:
         """Call this with every replica that is entered from now on."""
         self._watchers.append(watcher)
 
+    def watch_removals(self, watcher: Callable[[str], None]) -> None:
+        """Call this with the name of every replica that is removed from now on."""
+        self._removal_watchers.append(watcher)
+
     def remove(self, name: str, epoch: int | None = None) -> None:
         """Forget a replica and tell those who use it.
 
@@ -140,6 +153,8 @@ class Registry:
         if epoch is not None:
             host.check_epoch(epoch)
         del self._entries[name]
+        for watcher in self._removal_watchers:
+            watcher(name)
         host.retire(NotFound(f"{name} was deregistered", field="replica", remedy="register it again"))
 
     def page(self, after: str, size: int) -> list[Entry]:

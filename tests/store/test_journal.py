@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvplane.base.step import Part, RowFlag, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
+from kvplane_service.decisions import Decision, Life
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.loading import load_log
@@ -40,7 +41,7 @@ class Journaled(Engine):
         done = self.seq - 1 if self.executed is None else self.executed
         step = Step(0, self.seq, list(parts), executed_through=done)
         result = self.replica.apply(step)
-        self.journal.note(self.seq, done, zip(step.parts, result.parts, strict=True))
+        self.journal.note(Decision(step, result, tuple(part.events for part in result.parts), 0, 0))
         if self.checks:
             inspect.check(self.replica)
         self.last = result.parts
@@ -225,7 +226,7 @@ def test_memory_anew_voids_what_was_told():
     engine.journal.wrote(batch, 1)
     assert engine.journal.take() is None
     engine.replica.begin_epoch(3)
-    engine.journal.note_lost(engine.replica.take_events())
+    engine.journal.note_life(Life(1, (), engine.replica.take_events(), 0))
     engine.seq, engine.executed = 0, None
     engine.serve(0, PROMPT)
     engine.idle()
@@ -238,7 +239,7 @@ def test_a_life_that_kept_nothing_takes_back_what_was_told():
     engine.idle()
     engine.flush()
     engine.replica.begin_epoch(1)
-    engine.journal.note_lost(engine.replica.take_events())
+    engine.journal.note_life(Life(1, (), engine.replica.take_events(), 0))
     engine.flush()
     assert sorted(load_log(engine.store, LOG).entries()[0].bare_block) == [1, 2, 3]
 

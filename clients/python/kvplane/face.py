@@ -17,6 +17,7 @@ from kvplane.base.errors import (
     OtherWriter,
     ReplicaLapsed,
     SequenceError,
+    ServiceRestarted,
     StaleEpoch,
     Unavailable,
 )
@@ -72,6 +73,9 @@ from kvplane.requests import (
 )
 from kvplane.retry import (
     RetryPolicy,
+)
+from kvplane.revival import (
+    Revival,
 )
 from kvplane.rows import (
     AdmitRow,
@@ -155,10 +159,12 @@ __all__ = [
     "ReplicaLapsed",
     "ReplicaSpec",
     "RetryPolicy",
+    "Revival",
     "RowFlag",
     "Run",
     "RunRow",
     "SequenceError",
+    "ServiceRestarted",
     "Session",
     "SessionTransport",
     "StaleEpoch",

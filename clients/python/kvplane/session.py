@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import TypeVar
@@ -16,18 +17,21 @@ from kvplane.base.errors import (
     InternalError,
     KvplaneError,
     OtherWriter,
+    ServiceRestarted,
     StaleEpoch,
     Unavailable,
 )
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import Opened, OpenRequest, SessionTransport
-from kvplane.base.step import Part, StepResult
+from kvplane.base.step import Part, Step, StepResult
 from kvplane.retry import RetryPolicy
+from kvplane.revival import Revival
 from kvplane.session_state import SessionState
 from kvplane.tracing import current_traceparent
 from kvplane.turn import Turn
 
 BEATS_PER_LEASE = 3
+PATIENT_ATTEMPTS = 80
 FATAL = (StaleEpoch, OtherWriter)  # refusals of a step that no later step can escape
 _T = TypeVar("_T")
 
@@ -51,6 +55,10 @@ class Session:
     `retry` allows, the call raises Unavailable and the steps stay in flight: `receive` tries again.
     StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same.
 
+    When the service itself was started anew, a session that was given `revive` shows it the page memory and tells it
+    the requests; the answers to what was in flight then say that nothing was granted and who was preempted. The epoch
+    is another one from then on, the numbers of steps go on.
+
     Parts belong to the session until they are answered: build new ones for the next step. One thread at a
     time: a call while another one is under way raises FailedPrecondition. A daemon thread keeps the lease
     while the engine is busy elsewhere.
@@ -64,20 +72,27 @@ class Session:
         retry: RetryPolicy | None = None,
         nonces: Callable[[], int] = draw_nonce,
         heartbeats: bool = True,
+        revive: Callable[[], Revival] | None = None,
     ) -> None:
         """Open the session; raises KvplaneError when the service refuses it or cannot be reached.
 
         Args:
             transport: carries it; the session closes it.
             request: the nonce is used for the first stream, `nonces` draws those of later ones.
-            retry: how to go on when the stream breaks.
+            retry: how to go on when the stream breaks. None: a few seconds to open, a minute when it breaks, which
+                is time enough for a service to be started anew.
             nonces: draws a u64.
             heartbeats: keep the lease by a thread; off when something else calls `beat`.
+            revive: tells a service that was started anew what the engine has, and what it holds in memory; called
+                within `apply` or `receive`. None: such a service ends the session.
         """
         self._transport = transport
         self._request = request
         self._retry = retry or RetryPolicy()
+        self._patience = retry or RetryPolicy(attempts=PATIENT_ATTEMPTS)
         self._nonces = nonces
+        self._revive = revive
+        self._reviving = False
         self._turn = Turn()
         self._stop = threading.Event()
         self._state = SessionState(self._open())
@@ -197,7 +212,7 @@ class Session:
         step = self._state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
         try:
-            self._transport.send(step)
+            self._transport.send(self._state.outward(step))
         except KvplaneError:
             self._state.withdraw(step)
             raise
@@ -216,7 +231,11 @@ class Session:
     def _next_answer(self) -> StepResult | KvplaneError:
         while True:
             try:
-                return self._transport.receive()
+                made = self._state.take_made()
+                if made is not None:
+                    return made
+                answer = self._transport.receive()
+                return self._state.inward(answer) if isinstance(answer, StepResult) else answer
             except Unavailable as error:
                 self._resume(error)
             except KvplaneError as error:
@@ -244,40 +263,70 @@ class Session:
 
     def _try_to_resume(self, cause: Unavailable) -> None:
         try:
-            self._resume(cause)
+            self._retrying(partial(self._reopen, None), cause, self._retry)
         except KvplaneError:
             return  # the next beat or call of the engine tries again, or raises what ended the session
 
     def _open(self) -> Opened:
         """Begin the engine life; each attempt has a nonce of its own: the service may know the last one."""
         nonces = chain((self._request.nonce,), iter(self._nonces, None))
-        return self._retrying(lambda: self._transport.open(replace(self._request, nonce=next(nonces))), None)
+        requests = (replace(self._request, nonce=nonce) for nonce in nonces)
+        return self._retrying(lambda: self._transport.open(next(requests)), None, self._retry)
 
     def _resume(self, cause: Unavailable) -> None:
         """Open the stream again and send what was not answered; raises Unavailable after the last attempt."""
-        self._retrying(self._reopen, cause)
+        self._retrying(partial(self._reopen, self._revive), cause, self._patience)
 
-    def _reopen(self) -> None:
+    def _reopen(self, revive: Callable[[], Revival] | None) -> None:
+        """Without `revive` a session that can be revived is left to the engine's next call."""
         request = replace(self._request, epoch=self._state.epoch, nonce=self._nonces(), stamp_table=())
         try:
-            opened = self._transport.open(request)
-            for step in self._state.resumed(opened):
-                self._transport.send(step)
+            if not self._reviving:
+                opened = self._transport.open(request)
+                for step in self._state.resumed(opened):
+                    self._transport.send(self._state.outward(step))
+        except Unavailable:
+            raise
+        except KvplaneError as error:
+            self._reviving = self._revive is not None and isinstance(error, ServiceRestarted)
+            if not self._reviving:
+                self._turn.ended = error
+                raise
+        if self._reviving:
+            self._begin_again(revive)
+
+    def _begin_again(self, revive: Callable[[], Revival] | None) -> None:
+        """Tell a new service what the engine has. Until it has answered all of it, this is tried again."""
+        if revive is None:
+            raise ServiceRestarted("the service was started anew", remedy="the engine's next call goes on with it")
+        revival = revive()
+        try:
+            opened = self._transport.open(revival.open_request(self._request, self._nonces()))
+            told = [self._ask(step) for step in revival.first_steps(opened, self._state.unanswered())]
         except Unavailable:
             raise
         except KvplaneError as error:
             self._turn.ended = error
             raise
+        self._state.restarted(opened, revival, told)
+        self._reviving = False
 
-    def _retrying(self, act: Callable[[], _T], failed: Unavailable | None) -> _T:
+    def _ask(self, step: Step) -> StepResult:
+        self._transport.send(step)
+        answer = self._transport.receive()
+        if isinstance(answer, StepResult):
+            return answer
+        raise answer
+
+    def _retrying(self, act: Callable[[], _T], failed: Unavailable | None, policy: RetryPolicy) -> _T:
         """The outcome of the first attempt that is not Unavailable; `failed` is the attempt before."""
-        delays = self._retry.delays_s()
+        delays = policy.delays_s()
         while True:
             if failed is not None:
                 delay = next(delays, None)
                 if delay is None:
                     raise failed
-                self._retry.sleep(delay)
+                policy.sleep(delay)
             try:
                 return act()
             except Unavailable as error:

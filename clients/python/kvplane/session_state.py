@@ -17,6 +17,7 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import Opened
 from kvplane.base.step import Part, Step, StepResult
+from kvplane.revival import Numbers, Revival
 
 
 class SessionState:
@@ -39,6 +40,8 @@ class SessionState:
         self._answered_seq = opened.seq
         self._executed_through = 0
         self._unanswered: deque[Step] = deque()
+        self._numbers = Numbers()
+        self._made: deque[StepResult] = deque()  # answers to the oldest of them, which no service will give
 
     @property
     def next_seq(self) -> int:
@@ -110,13 +113,37 @@ class SessionState:
         self._next = (step.seq, step.part)
         return followers
 
+    def outward(self, step: Step) -> Step:
+        """The step as the service counts."""
+        return self._numbers.outward(step)
+
+    def inward(self, result: StepResult) -> StepResult:
+        """The answer as the engine counts."""
+        return self._numbers.inward(result)
+
+    def take_made(self) -> StepResult | None:
+        """The next answer that was made here, if that is what comes next."""
+        return self._made.popleft() if self._made else None
+
+    def unanswered(self) -> list[Step]:
+        """Steps that wait for an answer of the service, in order."""
+        return list(self._unanswered)[len(self._made) :]
+
+    def restarted(self, opened: Opened, revival: Revival, told: Sequence[StepResult]) -> None:
+        """A new service begins this life anew, and was told so in steps that it answered: answer what it will not."""
+        self.epoch, self.spec, self.kept_keys = opened.epoch, opened.spec, opened.kept_keys
+        self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
+        self._made.extend(revival.answers(self.unanswered(), told))
+        self._numbers.restart(self._next, opened.seq + len(told), revival.held)
+
     def resumed(self, opened: Opened) -> list[Step]:
         """The stream was opened again: what must be sent again, in order.
 
         Raises SequenceError when the service is not where this session left it.
         """
-        here = (opened.seq + 1, opened.next_part)
-        oldest = self._unanswered[0] if self._unanswered else None
+        here = self._numbers.position(opened)
+        unanswered = self.unanswered()
+        oldest = unanswered[0] if unanswered else None
         earliest = (oldest.seq, oldest.part) if oldest else self._next
         if opened.epoch != self.epoch or not earliest <= here <= self._next:
             raise SequenceError(
@@ -126,7 +153,7 @@ class SessionState:
             )
         if not self._unanswered:
             self.free_blocks = opened.free_blocks
-        return list(self._unanswered)
+        return unanswered
 
     def require_idle(self) -> None:
         """Raise FailedPrecondition when answers are outstanding."""

@@ -6,7 +6,7 @@ carry an op_id for it), are tried again when the service was not reachable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
@@ -22,6 +22,7 @@ from kvplane.channel import MAX_MESSAGE_BYTES, open_channel
 from kvplane.events import EventBatch
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
+from kvplane.revival import Revival
 from kvplane.session import Session, draw_nonce
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.status import RpcOutcome, error_of_rpc
@@ -146,6 +147,24 @@ class Client:
         request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
         transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
         return Session(transport, request, retry=retry)
+
+    def lasting_session(
+        self,
+        replica: str,
+        revive: Callable[[], Revival],
+        *,
+        with_events: bool = False,
+        client: str = "",
+        retry: RetryPolicy | None = None,
+    ) -> Session:
+        """Open a session that outlives the service: `revive` shows the page memory, now and after each restart."""
+        self._require_open()
+        first = revive()
+        request = OpenRequest(
+            replica, draw_nonce(), NEW_EPOCH, with_events, client, first.stamp_table, first.incarnation
+        )
+        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        return Session(transport, request, retry=retry, revive=revive)
 
     # ---- requests, without a session
 

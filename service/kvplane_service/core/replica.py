@@ -165,6 +165,10 @@ class Replica:
             blocks = chain(pool.free, held)
         return collect(pool, blocks, self._scheme.digest.size)
 
+    def count_keys(self) -> int:
+        """Distinct keys of the prefix cache."""
+        return self._pool.count_keys()
+
     @property
     def digest_size(self) -> int:
         """Bytes of a block hash."""

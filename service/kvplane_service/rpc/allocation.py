@@ -19,6 +19,7 @@ from kvplane_service.rpc import decode, encode
 from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams, fingerprint
 from kvplane_service.rpc.sources import Planned, plan_source
+from kvplane_service.store.keeper import Keeper
 from kvplane_service.unary import Appended, Hashes
 
 Act: TypeAlias = Callable[[], Message]
@@ -30,10 +31,11 @@ DEFAULT_PAGE = 100
 class AllocationServicer:
     """Adapters from requests to the registry, hosts and unary calls."""
 
-    def __init__(self, registry: Registry, streams: SessionStreams, hasher: ContentHasher) -> None:
+    def __init__(self, registry: Registry, streams: SessionStreams, hasher: ContentHasher, keeper: Keeper) -> None:
         self._registry = registry
         self._streams = streams
         self._hasher = hasher
+        self._keeper = keeper
         self._draining = False
 
     def refuse_new(self) -> None:
@@ -52,6 +54,7 @@ class AllocationServicer:
         if entry is None:
             replica = await asyncio.to_thread(new_replica, planned.spec)
             entry = self._registry.add(request.replica, registration, replica)
+            await self._keeper.settle(request.replica)
         return _registered(planned, entry)
 
     async def DeregisterReplica(self, request: pb.DeregisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
@@ -61,7 +64,8 @@ class AllocationServicer:
 
     async def DescribeReplica(self, request: pb.DescribeReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""
-        return encode.encode_description(self._registry.get(request.replica))
+        entry = self._registry.get(request.replica)
+        return encode.encode_description(entry, self._keeper.report(entry))
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract. The token of a page is the name that it ends with."""

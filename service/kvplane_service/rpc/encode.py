@@ -16,6 +16,7 @@ from kvplane_service.events import Batch
 from kvplane_service.explaining import Explanation
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Entry
+from kvplane_service.store.writer import StoreReport, StoreState
 from kvplane_service.telemetry.tally import REFUSALS, REMOVALS
 from kvplane_service.unary import Allocated, Hashes
 
@@ -24,6 +25,13 @@ _STATES = {
     ReplicaState.IDLE: pb.REPLICA_STATE_IDLE,
     ReplicaState.LIVE: pb.REPLICA_STATE_LIVE,
     ReplicaState.LAPSED: pb.REPLICA_STATE_LAPSED,
+    ReplicaState.RECOVERING: pb.REPLICA_STATE_RECOVERING,
+}
+_STORE_STATES = {
+    StoreState.OFF: pb.STORE_STATE_OFF,
+    StoreState.OK: pb.STORE_STATE_OK,
+    StoreState.CATCHING_UP: pb.STORE_STATE_CATCHING_UP,
+    StoreState.DEGRADED: pb.STORE_STATE_DEGRADED,
 }
 _COUNTERS = (
     "steps",
@@ -93,8 +101,8 @@ def encode_reset(step: StepResult) -> pb.ResetPrefixCacheResponse:
     return pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done, result=encode_mutation(step))
 
 
-def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:
-    """State and counters of a replica."""
+def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaResponse:
+    """State and counters of a replica, and how its durable side is."""
     host, replica = entry.host, entry.host.replica
     tally = host.tally
     return pb.DescribeReplicaResponse(
@@ -116,6 +124,7 @@ def encode_description(entry: Entry) -> pb.DescribeReplicaResponse:
         preemptions={reason.value: count for reason, count in tally.preemptions.items()},
         removed_keys={name: tally.removals[reason] for reason, name in REMOVALS.items()},
         slowest_steps=[_step_time(host, decision) for decision in slowest(host.decisions, SLOWEST_STEPS)],
+        store=encode_store(host, report),
     )
 
 
@@ -128,6 +137,25 @@ def _step_time(host: ReplicaHost, decision: Decision) -> pb.StepTime:
         rows=sum(len(part.run.slot) + len(part.admit.slot) for part in step.parts),
         age_ms=host.age_ns(decision.at_ns) // 1_000_000,
     )
+
+
+def encode_store(host: ReplicaHost, report: StoreReport) -> pb.StoreStatus:
+    """The durable side of a replica, with what became of what was stored."""
+    loaded = host.recovering or host.recovered
+    status = pb.StoreStatus(
+        state=_STORE_STATES[report.state],
+        lag_entries=report.lag_entries,
+        lag_ms=report.lag_ms,
+        resync_blocks=report.resync_left,
+        failures=report.failures,
+        problem=report.problem,
+    )
+    if loaded is not None:
+        status.loading = loaded.loading
+        status.loaded_entries = loaded.rows
+        status.recovered_entries = loaded.recovered or 0
+        status.refused_chunks.update(loaded.refused)
+    return status
 
 
 def encode_residency(residency: Residency) -> pb.Residency:

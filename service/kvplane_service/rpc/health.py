@@ -19,6 +19,12 @@ class Health:
         self.servicer = health.aio.HealthServicer()
         self._names = ("", *services, READINESS)
 
+    async def starting(self) -> None:
+        """Calls are answered, but what was stored is still being read: send nothing here yet, and kill nobody."""
+        await self.servicer.set(LIVENESS, HealthCheckResponse.SERVING)
+        for name in self._names:
+            await self.servicer.set(name, HealthCheckResponse.NOT_SERVING)
+
     async def serving(self) -> None:
         """Everything is up."""
         for name in (*self._names, LIVENESS):

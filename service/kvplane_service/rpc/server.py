@@ -24,6 +24,7 @@ from kvplane_service.rpc.events import EventsServicer
 from kvplane_service.rpc.methods import service_handler
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.workers import WorkersServicer
+from kvplane_service.store.keeper import Keeper
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops
@@ -42,6 +43,7 @@ class RpcServer:
         registry: Registry,
         config: Config,
         about: About,
+        keeper: Keeper,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._config = config
@@ -49,14 +51,14 @@ class RpcServer:
         self._streams = SessionStreams(registry)
         self._events = EventsServicer(registry)
         hasher = ContentHasher(config)
-        self._allocation = AllocationServicer(registry, self._streams, hasher)
+        self._allocation = AllocationServicer(registry, self._streams, hasher, keeper)
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
         handlers = (
-            service_handler(_ALLOCATION, self._allocation),
-            service_handler(_EVENTS, self._events),
-            service_handler(_WORKERS, WorkersServicer(registry)),
-            service_handler(_ADMIN, AdminServicer(registry, hasher, about)),
+            service_handler(_ALLOCATION, self._allocation, keeper.find_owner),
+            service_handler(_EVENTS, self._events, keeper.find_owner),
+            service_handler(_WORKERS, WorkersServicer(registry), keeper.find_owner),
+            service_handler(_ADMIN, AdminServicer(registry, hasher, about), keeper.find_owner),
         )
         self._server.add_generic_rpc_handlers(handlers)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
@@ -79,9 +81,13 @@ class RpcServer:
             raise _not_free(address, str(error)) from None
         if not address.startswith("unix:"):
             address = f"{address.rpartition(':')[0]}:{port}"
+        await self._health.starting()
         await self._server.start()
-        await self._health.serving()
         return address
+
+    async def announce_ready(self) -> None:
+        """Let load balancers know that this process can be used."""
+        await self._health.serving()
 
     async def announce_drain(self) -> None:
         """Let load balancers know that this process will go."""

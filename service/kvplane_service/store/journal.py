@@ -1,6 +1,6 @@
 """What of one replica the store has not been told yet: between the steps and the chunks.
 
-    note(step, result)  blocks whose published keys may have changed, by number; nothing is looked at
+    note(decision)      blocks whose published keys may have changed, by number; nothing is looked at
     take()              the next chunk: what these blocks carry *now*, read from the core
     wrote(count)        the chunk is stored
 
@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from kvplane.base.step import AdmitStatus, CacheEvent, EventKind, Part, PartResult
+from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
+from kvplane_service.decisions import Decision, Life
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.record import ROW_BYTES, pack_chunk
 
@@ -106,27 +107,28 @@ class ReplicaJournal:
 
     # -- notes: beside every step, so nothing is looked at -----------------------------------------------------------
 
-    def note(self, seq: int, executed_through: int, parts: Iterable[tuple[Part, PartResult]]) -> None:
+    def note(self, decision: Decision) -> None:
         """A step was applied."""
-        for part, result in parts:
-            if result.orders.stamp_block:
-                self._mark(filter(self._home.__contains__, result.orders.stamp_block))
-            if result.admit_status:
-                self._note_admissions(part, result)
-            for event in result.events:
+        step, result = decision.step, decision.result
+        for part, outcome, events in zip(step.parts, result.parts, decision.events, strict=True):
+            if outcome.orders.stamp_block:
+                self._mark(filter(self._home.__contains__, outcome.orders.stamp_block))
+            if outcome.admit_status:
+                self._note_admissions(part, outcome)
+            for event in events:
                 if event.kind is EventKind.STORED:
                     age = self._slot_age.get(event.slot, self._tick)
                     self._age.update(dict.fromkeys(event.blocks, age))
-                    self._waiting.append((seq, event.blocks))
+                    self._waiting.append((step.seq, event.blocks))
         waiting = self._waiting
-        while waiting and waiting[0][0] <= executed_through:
+        while waiting and waiting[0][0] <= step.executed_through:
             self._mark(waiting.popleft()[1])
 
-    def note_lost(self, events: Iterable[CacheEvent]) -> None:
-        """Keys went at the begin of a new engine life; what was stored and never executed is not published any more."""
+    def note_life(self, life: Life) -> None:
+        """A new engine life began: keys may have gone, and what was stored and never executed is published no more."""
         self._waiting.clear()
         self._slot_age.clear()
-        for event in events:
+        for event in life.events:
             self._mark(self._home if event.kind is EventKind.CLEARED else event.blocks)
 
     def _note_admissions(self, part: Part, result: PartResult) -> None:

@@ -158,7 +158,8 @@ class StoreWriter:
             state = StoreState.DEGRADED
         else:
             state = StoreState.CATCHING_UP if left else StoreState.OK
-        return StoreReport(state, sum(lag.entries for lag in lags), lag_ms, left, self._failures, self._problem)
+        entries = sum(lag.entries for lag in lags) + sum(watch.record_due for watch in watched)
+        return StoreReport(state, entries, lag_ms, left, self._failures, self._problem)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -182,6 +183,15 @@ class StoreWriter:
             _log.info("the store is back")
         self._problem, self._pause_s = "", 0.0
         return True
+
+    async def write_record(self, name: str) -> None:
+        """Store a replica's record now; when that fails, the loop goes on trying."""
+        watch = self._watched.get(name)
+        if watch is not None:
+            try:
+                await self._write_record(name, watch)
+            except STORE_ERRORS as error:
+                self._note_failure(error)
 
     async def _write_round(self) -> bool:
         """One chunk of each replica, in turn, so that none waits for another's backlog; False when there was none."""

@@ -23,6 +23,7 @@ from kvplane.channel import MAX_MESSAGE_BYTES, open_aio_channel
 from kvplane.events import EventBatch
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
+from kvplane.revival import Revival
 from kvplane.session import draw_nonce
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.status import error_of_rpc
@@ -131,6 +132,25 @@ class Client:
         transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
         self._transports.add(transport)
         return await Session(transport, request, retry=retry, pause=self._pause_s).open()
+
+    async def lasting_session(
+        self,
+        replica: str,
+        revive: Callable[[], Revival],
+        *,
+        with_events: bool = False,
+        client: str = "",
+        retry: RetryPolicy | None = None,
+    ) -> Session:
+        """Open a session that outlives the service: `revive` shows the page memory, now and after each restart."""
+        self._require_open()
+        first = revive()
+        request = OpenRequest(
+            replica, draw_nonce(), NEW_EPOCH, with_events, client, first.stamp_table, first.incarnation
+        )
+        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        self._transports.add(transport)
+        return await Session(transport, request, retry=retry, pause=self._pause_s, revive=revive).open()
 
     async def find_cache_hit(
         self, replica: str, what: Content | str, *, with_blocks: bool = False

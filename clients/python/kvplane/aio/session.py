@@ -7,16 +7,18 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from kvplane.base.errors import FailedPrecondition, InternalError, KvplaneError, Unavailable
+from kvplane.base.errors import FailedPrecondition, InternalError, KvplaneError, ServiceRestarted, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
 from kvplane.retry import RetryPolicy
-from kvplane.session import BEATS_PER_LEASE, FATAL, draw_nonce
+from kvplane.revival import Revival
+from kvplane.session import BEATS_PER_LEASE, FATAL, PATIENT_ATTEMPTS, draw_nonce
 from kvplane.session_state import SessionState
 from kvplane.tracing import current_traceparent
 
@@ -64,11 +66,15 @@ class Session:
         retry: RetryPolicy | None = None,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
         nonces: Callable[[], int] = draw_nonce,
+        revive: Callable[[], Revival] | None = None,
     ) -> None:
         """Not open yet: see `open`. `pause` waits so many seconds, in place of `retry.sleep`."""
         self._transport = transport
         self._request = request
         self._retry = retry or RetryPolicy()
+        self._patience = retry or RetryPolicy(attempts=PATIENT_ATTEMPTS)
+        self._revive = revive
+        self._reviving = False
         self._pause = pause
         self._nonces = nonces
         self._link = asyncio.Lock()  # held while the transport is used, by a call or the heartbeat
@@ -80,7 +86,8 @@ class Session:
     async def open(self, *, heartbeats: bool = True) -> Session:
         """Open the session and return it; `heartbeats` keeps the lease by a task."""
         nonces = chain((self._request.nonce,), iter(self._nonces, None))
-        opened = await self._retrying(lambda: self._transport.open(replace(self._request, nonce=next(nonces))), None)
+        requests = (replace(self._request, nonce=nonce) for nonce in nonces)
+        opened = await self._retrying(lambda: self._transport.open(next(requests)), None, self._retry)
         self._state = SessionState(opened)
         if heartbeats:
             interval_s = self._state.lease_ms / 1000 / BEATS_PER_LEASE
@@ -192,7 +199,7 @@ class Session:
         step = self._state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
         try:
-            await self._transport.send(step)
+            await self._transport.send(self._state.outward(step))
         except KvplaneError:
             self._state.withdraw(step)
             raise
@@ -211,7 +218,11 @@ class Session:
     async def _next_answer(self) -> StepResult | KvplaneError:
         while True:
             try:
-                return await self._transport.receive()
+                made = self._state.take_made()
+                if made is not None:
+                    return made
+                answer = await self._transport.receive()
+                return self._state.inward(answer) if isinstance(answer, StepResult) else answer
             except Unavailable as error:
                 await self._resume(error)
             except KvplaneError as error:
@@ -231,29 +242,60 @@ class Session:
 
     async def _try_to_resume(self, cause: Unavailable) -> None:
         try:
-            await self._resume(cause)
+            await self._retrying(partial(self._reopen, None), cause, self._retry)
         except KvplaneError:
             return  # the next beat or call of the engine tries again, or raises what ended the session
 
     async def _resume(self, cause: Unavailable) -> None:
         """Open the stream again and send what was not answered; raises Unavailable after the last attempt."""
-        await self._retrying(self._reopen, cause)
+        await self._retrying(partial(self._reopen, self._revive), cause, self._patience)
 
-    async def _reopen(self) -> None:
+    async def _reopen(self, revive: Callable[[], Revival] | None) -> None:
+        """Without `revive` a session that can be revived is left to the engine's next call."""
         request = replace(self._request, epoch=self._state.epoch, nonce=self._nonces(), stamp_table=())
         try:
-            opened = await self._transport.open(request)
-            for step in self._state.resumed(opened):
-                await self._transport.send(step)
+            if not self._reviving:
+                opened = await self._transport.open(request)
+                for step in self._state.resumed(opened):
+                    await self._transport.send(self._state.outward(step))
+        except Unavailable:
+            raise
+        except KvplaneError as error:
+            self._reviving = self._revive is not None and isinstance(error, ServiceRestarted)
+            if not self._reviving:
+                self._ended = error
+                raise
+        if self._reviving:
+            await self._begin_again(revive)
+
+    async def _begin_again(self, revive: Callable[[], Revival] | None) -> None:
+        """Tell a new service what the engine has. Until it has answered all of it, this is tried again."""
+        if revive is None:
+            raise ServiceRestarted("the service was started anew", remedy="the engine's next call goes on with it")
+        revival = revive()
+        try:
+            opened = await self._transport.open(revival.open_request(self._request, self._nonces()))
+            told = [await self._ask(step) for step in revival.first_steps(opened, self._state.unanswered())]
         except Unavailable:
             raise
         except KvplaneError as error:
             self._ended = error
             raise
+        self._state.restarted(opened, revival, told)
+        self._reviving = False
 
-    async def _retrying(self, act: Callable[[], Awaitable[_T]], failed: Unavailable | None) -> _T:
+    async def _ask(self, step: Step) -> StepResult:
+        await self._transport.send(step)
+        answer = await self._transport.receive()
+        if isinstance(answer, StepResult):
+            return answer
+        raise answer
+
+    async def _retrying(
+        self, act: Callable[[], Awaitable[_T]], failed: Unavailable | None, policy: RetryPolicy
+    ) -> _T:
         """The outcome of the first attempt that is not Unavailable; `failed` is the attempt before."""
-        delays = self._retry.delays_s()
+        delays = policy.delays_s()
         while True:
             if failed is not None:
                 delay = next(delays, None)

@@ -66,6 +66,12 @@ class StaleEpoch(FailedPrecondition):
     reason = "STALE_EPOCH"
 
 
+class ServiceRestarted(StaleEpoch):
+    """The service was started anew: it may know the replica and its entries, but nothing of what ran."""
+
+    reason = "SERVICE_RESTARTED"
+
+
 class OtherWriter(FailedPrecondition):
     """The replica has another writer: a newer session, or a session where a unary call was tried."""
 

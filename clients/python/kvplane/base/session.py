@@ -24,6 +24,7 @@ class OpenRequest:
         client: name of the client, for operators.
         stamp_table: new engine life on unchanged page memory: one stamp per block; keys whose stamp matches
             survive. Empty: no key survives.
+        incarnation: names the life of that memory, 0 = not known; what was stored for another one is dropped.
     """
 
     replica: str
@@ -32,6 +33,7 @@ class OpenRequest:
     with_events: bool = False
     client: str = ""
     stamp_table: tuple[int, ...] = ()
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

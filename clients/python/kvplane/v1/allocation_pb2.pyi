@@ -15,6 +15,15 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPLICA_STATE_IDLE: _ClassVar[ReplicaState]
     REPLICA_STATE_LIVE: _ClassVar[ReplicaState]
     REPLICA_STATE_LAPSED: _ClassVar[ReplicaState]
+    REPLICA_STATE_RECOVERING: _ClassVar[ReplicaState]
+
+class StoreState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STORE_STATE_UNSPECIFIED: _ClassVar[StoreState]
+    STORE_STATE_OFF: _ClassVar[StoreState]
+    STORE_STATE_OK: _ClassVar[StoreState]
+    STORE_STATE_CATCHING_UP: _ClassVar[StoreState]
+    STORE_STATE_DEGRADED: _ClassVar[StoreState]
 
 class WatermarkUse(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -43,6 +52,12 @@ REPLICA_STATE_UNSPECIFIED: ReplicaState
 REPLICA_STATE_IDLE: ReplicaState
 REPLICA_STATE_LIVE: ReplicaState
 REPLICA_STATE_LAPSED: ReplicaState
+REPLICA_STATE_RECOVERING: ReplicaState
+STORE_STATE_UNSPECIFIED: StoreState
+STORE_STATE_OFF: StoreState
+STORE_STATE_OK: StoreState
+STORE_STATE_CATCHING_UP: StoreState
+STORE_STATE_DEGRADED: StoreState
 WATERMARK_USE_UNSPECIFIED: WatermarkUse
 WATERMARK_USE_ALWAYS: WatermarkUse
 WATERMARK_USE_NEVER: WatermarkUse
@@ -158,7 +173,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +213,7 @@ class DescribeReplicaResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     REMOVED_KEYS_FIELD_NUMBER: _ClassVar[int]
     SLOWEST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -216,7 +232,8 @@ class DescribeReplicaResponse(_message.Message):
     preemptions: _containers.ScalarMap[str, int]
     removed_keys: _containers.ScalarMap[str, int]
     slowest_steps: _containers.RepeatedCompositeFieldContainer[StepTime]
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ...) -> None: ...
+    store: StoreStatus
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("epoch", "seq", "took_ns", "rows", "age_ms")
@@ -231,6 +248,37 @@ class StepTime(_message.Message):
     rows: int
     age_ms: int
     def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., took_ns: _Optional[int] = ..., rows: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
+
+class StoreStatus(_message.Message):
+    __slots__ = ("state", "lag_entries", "lag_ms", "resync_blocks", "failures", "problem", "loaded_entries", "recovered_entries", "refused_chunks", "loading")
+    class RefusedChunksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    LAG_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    LAG_MS_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FAILURES_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    LOADED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    state: StoreState
+    lag_entries: int
+    lag_ms: int
+    resync_blocks: int
+    failures: int
+    problem: str
+    loaded_entries: int
+    recovered_entries: int
+    refused_chunks: _containers.ScalarMap[str, int]
+    loading: bool
+    def __init__(self, state: _Optional[_Union[StoreState, str]] = ..., lag_entries: _Optional[int] = ..., lag_ms: _Optional[int] = ..., resync_blocks: _Optional[int] = ..., failures: _Optional[int] = ..., problem: _Optional[str] = ..., loaded_entries: _Optional[int] = ..., recovered_entries: _Optional[int] = ..., refused_chunks: _Optional[_Mapping[str, int]] = ..., loading: bool = ...) -> None: ...
 
 class ListReplicasRequest(_message.Message):
     __slots__ = ("page_size", "page_token")
@@ -521,20 +569,22 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table")
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     WITH_EVENTS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     STAMP_TABLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     nonce: int
     with_events: bool
     client: str
     stamp_table: bytes
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "heartbeat", "close")

@@ -30,6 +30,7 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "with_events": request.with_events,
         "client": request.client,
         "stamp_table": pack(request.stamp_table, U64, "open", "stamp_table"),
+        "incarnation": request.incarnation,
     }
     return build(allocation_pb2.SessionOpen, "open", fields)
 
@@ -43,6 +44,7 @@ def decode_open(message: allocation_pb2.SessionOpen) -> OpenRequest:
         with_events=message.with_events,
         client=message.client,
         stamp_table=tuple(unpack(message.stamp_table, U64, "open", "stamp_table")),
+        incarnation=message.incarnation,
     )
 
 

@@ -1,0 +1,155 @@
+"""How a session goes on with a service that was started anew: pure, for the blocking and the asyncio session.
+
+The new service has the replica's entries, as far as the page memory proves them, and knows none of its requests. So the
+engine shows its memory and tells every request again, and the steps that were not answered are answered here: nothing
+was granted, and who ran is preempted. The engine sees a pause, then preemptions, whose prefixes hit when they are
+admitted again. Its numbers go on; those of the new service begin at 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
+from kvplane.base.step import AdmitStatus, Cache, News, Part, PartResult, Step, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Revival:
+    """What an engine shows and tells. Nothing it launched may be waiting to be launched still.
+
+    Attributes:
+        stamp_table: of the page memory, one stamp per block, equal on every rank (0 where they differ).
+        incarnation: of that memory, 0 = not known.
+        news: every request that has not ended, as it is now, with all its tokens or hashes.
+        running: slots of those that hold blocks.
+        held: slots that ended as HELD and have not been released. Their pages are not kept: a transfer that reads one
+            finds another stamp behind it.
+    """
+
+    stamp_table: tuple[int, ...] = ()
+    incarnation: int = 0
+    news: News = field(default_factory=News)
+    running: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+
+    def open_request(self, first: OpenRequest, nonce: int) -> OpenRequest:
+        """How the session is opened again."""
+        return replace(
+            first, epoch=NEW_EPOCH, nonce=nonce, stamp_table=self.stamp_table, incarnation=self.incarnation
+        )
+
+    def first_steps(self, opened: Opened, lost: Iterable[Step]) -> list[Step]:
+        """What the new service must know first: keys that a lost step took from pages, then the requests."""
+        cache = Cache()
+        for part in (part for step in lost for part in step.parts):
+            cache.evicted.extend(part.cache.evicted)
+            cache.reset = cache.reset or part.cache.reset
+        parts = [Part(cache=cache), *(Part(news=some) for some in _in_pieces(self.news, opened.max_rows))]
+        return [Step(opened.epoch, opened.seq + number, [part]) for number, part in enumerate(parts, 1)]
+
+    def answers(self, lost: Sequence[Step], told: Sequence[StepResult]) -> list[StepResult]:
+        """Answers to lost steps: nothing was granted. The first one tells who was preempted, and has the orders of the
+        first steps, which the new service has `told`.
+        """
+        free_blocks = told[-1].parts[-1].free_blocks
+        answers = []
+        for step in lost:
+            parts = [_nothing_granted(part, free_blocks) for part in step.parts]
+            answers.append(StepResult(step.seq, step.part, parts, step.executed_through))
+        if answers:
+            first = answers[0].parts[0]
+            first.preempted, first.orders = list(self.running), told[0].parts[0].orders
+        return answers
+
+
+class Numbers:
+    """Between the numbers of the engine and those of the service."""
+
+    def __init__(self) -> None:
+        self._ahead = 0  # the engine's number of a step, less the service's
+        self._cut: tuple[int, int] = (0, 0)  # (step, parts of it) that went to the service before
+        self._held: frozenset[int] = frozenset()
+
+    def restart(self, next_step: tuple[int, int], used: int, held: Iterable[int]) -> None:
+        """The engine's next (step, part) is the first part of the step after the `used` ones of the new service."""
+        self._ahead = next_step[0] - used - 1
+        self._cut = next_step
+        self._held |= frozenset(held)
+
+    def outward(self, step: Step) -> Step:
+        """The step as the service counts."""
+        if not self._ahead:
+            return step
+        part = step.part - self._cut[1] if step.seq == self._cut[0] else step.part
+        done = self.less(step.executed_through)
+        return replace(step, seq=step.seq - self._ahead, part=part, executed_through=done, parts=self._parts(step))
+
+    def inward(self, result: StepResult) -> StepResult:
+        """The answer as the engine counts."""
+        if not self._ahead:
+            return result
+        seq = result.seq + self._ahead
+        part = result.part + (self._cut[1] if seq == self._cut[0] else 0)
+        return replace(result, seq=seq, part=part, published_through=result.published_through + self._ahead)
+
+    def position(self, opened: Opened) -> tuple[int, int]:
+        """The (step, part) that the service waits for, as the engine counts."""
+        seq = opened.seq + 1 + self._ahead
+        return seq, opened.next_part + (self._cut[1] if self._ahead and seq == self._cut[0] else 0)
+
+    def less(self, seq: int) -> int:
+        """A step's number as the service counts, 0 for one of an earlier service."""
+        return max(0, seq - self._ahead)
+
+    def _parts(self, step: Step) -> list[Part]:
+        return [self._part(part) if _names_steps(part) else part for part in step.parts]
+
+    def _part(self, part: Part) -> Part:
+        facts, cache = part.facts, part.cache
+        facts = replace(facts, fence=[self.less(fence) for fence in facts.fence])
+        failed = [self.less(seq) for seq in cache.failed_steps if seq > self._ahead]
+        released = [slot for slot in cache.released if slot not in self._held]
+        self._held -= frozenset(cache.released)
+        return replace(part, facts=facts, cache=replace(cache, failed_steps=failed, released=released))
+
+
+def _names_steps(part: Part) -> bool:
+    return bool(part.facts.fence or part.cache.failed_steps or part.cache.released)
+
+
+def _nothing_granted(part: Part, free_blocks: int) -> PartResult:
+    rows = len(part.admit.slot)
+    known = len(part.facts.slot) + len(part.news.slot) if part.with_hashes else 0
+    return PartResult(
+        granted=[0] * len(part.run.slot),
+        admit_status=[int(AdmitStatus.NOT_REACHED)] * rows,
+        admit_hit=[0] * rows,
+        admit_granted=[0] * rows,
+        admit_junction=[0] * rows,
+        peek_hit=[0] * len(part.peek.slot),
+        peek_junction=[0] * len(part.peek.slot),
+        num_hashes=[0] * known,
+        last_hash=[b""] * known,
+        free_blocks=free_blocks,
+    )
+
+
+_FLAT = ("tokens", "hashes", "num_hashes")
+
+
+def _in_pieces(news: News, max_rows: int) -> Iterator[News]:
+    """The rows in pieces of at most `max_rows`."""
+    by_row = [name for name in (one.name for one in fields(News)) if name not in _FLAT]
+    size = len(news.hashes) // max(1, sum(news.num_hashes))
+    token_at = hash_at = 0
+    for start in range(0, len(news.slot), max_rows):
+        rows = slice(start, start + max_rows)
+        piece = News(**{name: getattr(news, name)[rows] for name in by_row}, num_hashes=news.num_hashes[rows])
+        num_tokens = sum(piece.num_tokens) if news.tokens else 0
+        num_bytes = sum(piece.num_hashes) * size
+        piece.tokens = news.tokens[token_at : token_at + num_tokens]
+        piece.hashes = news.hashes[hash_at : hash_at + num_bytes]
+        token_at, hash_at = token_at + num_tokens, hash_at + num_bytes
+        yield piece

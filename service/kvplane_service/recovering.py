@@ -1,0 +1,78 @@
+"""What is known of a replica whose engine has not come back since the service was started."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from kvplane.base.stamps import MAX_EPOCH, Stamp
+from kvplane_service.core.entries import Entries
+from kvplane_service.core.recovery import Recovered
+from kvplane_service.core.replica import Replica
+
+UNSTORED_EPOCHS = 16  # may have begun while the store was behind
+
+
+@dataclass(slots=True)
+class Recovering:
+    """Entries that wait for a page memory that proves them.
+
+    Attributes:
+        epoch: the highest that is known to have begun.
+        incarnation: life of the page memory that the entries belong to.
+        loading: the store is still being read.
+        entries: what was read so far; the newest first once `loading` is over.
+        rows: of them.
+        refused: chunks that were not used, by reason.
+        recovered: rows that the memory proved; None before it was asked.
+    """
+
+    epoch: int
+    incarnation: int
+    loading: bool = True
+    entries: list[Entries] = field(default_factory=list)
+    rows: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    recovered: int | None = None
+
+    def belongs_to(self, incarnation: int) -> bool:
+        """Whether the entries can be true of this page memory; who does not name it has the same one."""
+        return incarnation in (0, self.incarnation)
+
+    def epoch_above(self, shown: Sequence[int]) -> int:
+        """An epoch in which no stamp was given: none that was stored, that the memory shows, or that began unseen."""
+        known = _epochs(shown).union(*(_epochs(entries.stamp) for entries in self.entries))
+        return max(self.epoch, *known, 0) + 1 + UNSTORED_EPOCHS
+
+    def heard_of(self, epoch: int) -> None:
+        """An engine says that this epoch had begun. One that nobody can have had is not believed."""
+        if epoch < MAX_EPOCH // 2:
+            self.epoch = max(self.epoch, epoch)
+
+    def prove(self, replica: Replica, epoch: int, stamp_table: Sequence[int]) -> Recovered:
+        """Give the replica what this memory proves, in its first engine life; the entries are forgotten."""
+        with _no_collections():
+            outcome = replica.recover(epoch, [stamp_table], self.entries)
+        self.entries = []
+        self.recovered = outcome.kept
+        return outcome
+
+
+def _epochs(stamps: Sequence[int]) -> set[int]:
+    """Epochs that occur, without unpacking each stamp."""
+    return {Stamp.unpack(high << 32).epoch for high in {stamp >> 32 for stamp in stamps}}
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Millions of objects are made and none is garbage: looking for cycles among them takes longer than making them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

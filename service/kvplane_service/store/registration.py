@@ -1,0 +1,111 @@
+"""The record of a replica: what it was registered with, and where it and its entries were last.
+
+Who owns a replica is decided where its pages are. What a record says of the owner is a hint where to look.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.stamps import MAX_EPOCH
+from kvplane.v1 import plan_pb2, replica_pb2
+from kvplane_service.registry import Registration
+from kvplane_service.store.errors import RecordRefused, Refusal
+from kvplane_service.store.interface import LogName
+from kvplane_service.store.record import REGISTRATION, seal, unseal
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaRecord:
+    """What the store keeps of a replica.
+
+    Attributes:
+        epoch: the newest engine life.
+        incarnation: of the page memory that the log belongs to; drawn by the service where the engine names none.
+        owner: address of the service that wrote this.
+        written_ms: wall clock, since 1970.
+    """
+
+    name: str
+    registration: Registration
+    epoch: int
+    incarnation: int
+    owner: str
+    written_ms: int
+
+    @property
+    def log(self) -> LogName:
+        """Where its entries are."""
+        return LogName(self.name, namespace_of(self.registration), self.incarnation)
+
+
+def namespace_of(registration: Registration) -> bytes:
+    """16 bytes that differ for registrations whose entries cannot be mixed."""
+    spec = wire.encode_spec(registration.spec).SerializeToString(deterministic=True)
+    told = hashlib.blake2b(digest_size=16)
+    for part in (registration.namespace_digest, registration.num_ranks.to_bytes(4, "little"), spec):
+        told.update(len(part).to_bytes(4, "little") + part)
+    return told.digest()
+
+
+def pack_record(record: ReplicaRecord) -> bytes:
+    """The bytes of a record."""
+    registration = record.registration
+    content = {
+        "name": record.name,
+        "spec": _text(wire.encode_spec(registration.spec).SerializeToString()),
+        "num_ranks": registration.num_ranks,
+        "namespace": _text(registration.namespace_digest),
+        "plans": [_text(wire.encode_plan(plan).SerializeToString()) for plan in registration.plans],
+        "epoch": record.epoch,
+        "incarnation": record.incarnation,
+        "owner": record.owner,
+        "written_ms": record.written_ms,
+    }
+    return seal(REGISTRATION, json.dumps(content, separators=(",", ":")).encode())
+
+
+def unpack_record(raw: bytes) -> ReplicaRecord:
+    """The record of these bytes; raises RecordRefused."""
+    body = bytes(unseal(REGISTRATION, raw))
+    try:
+        content = json.loads(body)
+        plans = [plan_pb2.RankPlan.FromString(_bytes(plan)) for plan in content["plans"]]
+        registration = Registration(
+            wire.decode_spec(replica_pb2.ReplicaSpec.FromString(_bytes(content["spec"]))),
+            _number(content["num_ranks"], 1 << 32),
+            _bytes(content["namespace"]),
+            tuple(wire.decode_plan(plan) for plan in plans),
+        )
+        return ReplicaRecord(
+            str(content["name"]),
+            registration,
+            _number(content["epoch"], MAX_EPOCH + 1),
+            _number(content["incarnation"], 1 << 64),
+            str(content["owner"]),
+            _number(content["written_ms"], 1 << 64),
+        )
+    except (ValueError, KeyError, TypeError, DecodeError, InvalidArgument, binascii.Error) as error:
+        raise RecordRefused(Refusal.IMPOSSIBLE, f"{type(error).__name__}: {error}") from error
+
+
+def _number(value: Any, below: int) -> int:  # noqa: ANN401 - what JSON holds
+    if not isinstance(value, int) or not 0 <= value < below:
+        raise ValueError(f"{value!r} is not in 0..{below - 1}")
+    return value
+
+
+def _text(raw: bytes) -> str:
+    return binascii.b2a_base64(raw, newline=False).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return binascii.a2b_base64(text)

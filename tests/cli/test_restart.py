@@ -1,0 +1,93 @@
+"""kill -9 of a real service under a running engine: a pause, not an error, and the cache is warm."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvplane
+from kvplane.base.errors import KvplaneError
+from kvplane.v1 import allocation_pb2 as pb
+from tests.cli.processes import run_kvplane
+from tests.cli.test_serve import serving
+from tests.client.lasting import HYBRID, LastingEngine
+from tests.client.lasting import ONE_GROUP as SPEC
+from tests.store import servers
+
+
+def wait_until_stored(client) -> None:
+    def is_stored():
+        status = client.describe_replica("r").store
+        return status.state == pb.STORE_STATE_OK and status.lag_entries == 0
+
+    servers.wait_until(is_stored, "everything published is stored")
+
+
+def killed_under_an_engine(store: str, spec) -> None:
+    address = f"127.0.0.1:{servers.free_port()}"
+    settings = ("--set", f"store={store}", "--set", "store_flush_ms=5")
+    with kvplane.connect(address) as client:
+        with serving(*settings, listen=address) as (process, _):
+            client.register_replica("r", spec)
+            engine = LastingEngine(lambda revive: client.lasting_session("r", revive), spec.num_blocks)
+            for _ in range(12):
+                engine.step()
+            wait_until_stored(client)
+            process.kill()
+            process.wait()
+        with serving(*settings, listen=address):
+            engine.run()
+            status = client.describe_replica("r").store
+            assert status.recovered_entries > 0
+            assert not status.refused_chunks
+            assert engine.revivals == 1
+            assert engine.hits_since_revival > 0
+            engine.session.close()
+
+
+def test_an_engine_outlives_a_killed_service_on_sqlite(tmp_path):
+    killed_under_an_engine(f"sqlite:{tmp_path / 'entries.db'}", SPEC)
+
+
+def test_an_engine_outlives_a_killed_service_on_redis(tmp_path):
+    with servers.serving(tmp_path) as server:
+        killed_under_an_engine(f"redis://{server.address}", HYBRID)
+
+
+def test_a_store_that_cannot_be_used_is_told_in_one_line(tmp_path):
+    (tmp_path / "entries.db").write_text("no database at all, but a letter to somebody")
+    done = run_kvplane("serve", "--listen", "127.0.0.1:0", "--set", f"store=sqlite:{tmp_path / 'entries.db'}")
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvplane: store: ")
+    assert "another program" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_state_of_the_store_is_seen_by_clients(tmp_path):
+    with servers.serving(tmp_path) as server:
+        settings = ("--set", f"store=redis://{server.address}", "--set", "store_flush_ms=5")
+        with serving(*settings) as (_, address), kvplane.connect(address) as client:
+            client.register_replica("r", SPEC)
+            wait_until_stored(client)
+            server.kill()
+            engine = LastingEngine(lambda revive: client.lasting_session("r", revive), SPEC.num_blocks)
+            engine.run()
+            servers.wait_until(
+                lambda: client.describe_replica("r").store.state == pb.STORE_STATE_DEGRADED, "the loss is seen"
+            )
+            assert "Connection" in client.describe_replica("r").store.problem
+            server.start()
+            wait_until_stored(client)
+            engine.session.close()
+
+
+def test_without_revive_a_restart_ends_the_session(tmp_path):
+    address = f"127.0.0.1:{servers.free_port()}"
+    settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}")
+    with kvplane.connect(address) as client:
+        with serving(*settings, listen=address) as (process, _):
+            client.register_replica("r", SPEC)
+            session = client.session("r")
+            process.kill()
+            process.wait()
+        with serving(*settings, listen=address), pytest.raises(KvplaneError, match="started anew|no replica"):
+            session.apply(kvplane.Part())

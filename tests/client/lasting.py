@@ -1,0 +1,62 @@
+"""An engine that outlives the service: its requests, its page memory, and what it tells a new service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from kvplane.base.step import News, Part, PartResult
+from kvplane.revival import Revival
+from kvplane.rows import NewsRow, part_of
+from kvplane.session import Session
+from tests.client.mini_engine import FULL, MAMBA, WINDOW, MiniEngine, spec_of
+
+INCARNATION = 0xFEED
+ONE_GROUP = spec_of(FULL, num_blocks=60)
+HYBRID = spec_of(FULL, replace(WINDOW, lookup_class=1))
+STATE = spec_of(FULL, replace(MAMBA, lookup_class=1), align=FULL.block_size)
+
+
+class PageMemory:
+    """The stamps of one rank, written by the orders of each answer."""
+
+    def __init__(self, num_blocks: int, incarnation: int = INCARNATION) -> None:
+        self.stamps = [0] * num_blocks
+        self.incarnation = incarnation
+
+    def carry_out(self, result: PartResult) -> None:
+        for block, stamp in zip(result.orders.stamp_block, result.orders.stamp, strict=True):
+            self.stamps[block] = stamp
+
+
+class LastingEngine(MiniEngine):
+    """A MiniEngine with a page memory; `open_session` is given its `revive`."""
+
+    def __init__(self, open_session: Callable[..., Session], num_blocks: int, seed: int = 1) -> None:
+        self.memory = PageMemory(num_blocks)
+        self.revivals = 0
+        self.hits_at_revival = 0
+        super().__init__(self._apply, seed)
+        self.session = open_session(self.revive)
+
+    def _apply(self, part: Part) -> PartResult:
+        (result,) = self.session.apply(part).parts
+        self.memory.carry_out(result)
+        return result
+
+    def revive(self) -> Revival:
+        """What the engine has now, while a step of its own is on its way."""
+        self.revivals += bool(self.log)
+        self.hits_at_revival = self.num_hit
+        known = [(slot, request) for slot, request in self._waiting if request.known]
+        rows = [NewsRow(slot, request.tokens, request_id=f"request-{slot}") for slot, request in known]
+        for slot, request in self.running.items():
+            rows.append(NewsRow(slot, request.tokens, request_id=f"request-{slot}"))
+        news = part_of(*rows).news if rows else News()
+        return Revival(tuple(self.memory.stamps), self.memory.incarnation, news, tuple(self.running))
+
+    @property
+    def hits_since_revival(self) -> int:
+        return self.num_hit - self.hits_at_revival
+
+

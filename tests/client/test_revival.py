@@ -1,0 +1,63 @@
+"""Numbers between an engine and a service that was started anew; the sessions themselves are in tests/store."""
+
+from __future__ import annotations
+
+from kvplane.base.session import Opened
+from kvplane.base.step import Cache, Facts, News, Part, PartResult, Step, StepResult
+from kvplane.revival import Numbers, Revival
+from tests.client.mini_engine import HYBRID
+
+
+def opened(seq=0, max_rows=100) -> Opened:
+    return Opened(9, seq, 0, 4, max_rows, 1000, HYBRID, 39, 0)
+
+
+def test_before_a_restart_nothing_is_translated():
+    numbers, step = Numbers(), Step(1, 5, [Part()])
+    result = StepResult(5, 0, [PartResult()])
+    assert numbers.outward(step) is step
+    assert numbers.inward(result) is result
+
+
+def test_the_engine_goes_on_counting_and_the_service_begins_anew():
+    numbers = Numbers()
+    numbers.restart((41, 0), 2, ())
+    sent = numbers.outward(Step(9, 41, [Part()], executed_through=39))
+    assert (sent.seq, sent.part, sent.executed_through) == (3, 0, 1)
+    assert numbers.outward(Step(9, 42, [Part()], executed_through=5)).executed_through == 0
+    back = numbers.inward(StepResult(3, 0, [PartResult()], published_through=2))
+    assert (back.seq, back.part, back.published_through) == (41, 0, 40)
+    assert numbers.position(opened(seq=2)) == (41, 0)
+
+
+def test_a_step_that_was_cut_keeps_its_parts():
+    numbers = Numbers()
+    numbers.restart((41, 3), 1, ())
+    assert numbers.outward(Step(9, 41, [Part()], part=3)).part == 0
+    assert numbers.outward(Step(9, 42, [Part()], part=1)).part == 1
+    assert numbers.inward(StepResult(2, 2, [PartResult()])).part == 5
+    assert numbers.position(opened(seq=1)) == (41, 3)
+
+
+def test_steps_that_a_part_names_are_translated_and_those_of_the_old_service_forgotten():
+    numbers = Numbers()
+    numbers.restart((41, 0), 1, held=(7,))
+    facts = Facts(slot=[1, 2], end=[1, 1], fence=[38, 41])
+    part = Part(facts=facts, cache=Cache(failed_steps=[30, 41], released=[7, 8]))
+    (sent,) = numbers.outward(Step(9, 42, [part])).parts
+    assert sent.facts.fence == [0, 2]
+    assert (sent.cache.failed_steps, sent.cache.released) == ([2], [8])
+    assert part.cache.released == [7, 8], "the engine's part is its own"
+    (later,) = numbers.outward(Step(9, 43, [Part(cache=Cache(released=[7]))])).parts
+    assert later.cache.released == [7], "a slot is used again"
+
+
+def test_requests_are_told_in_pieces_with_their_own_hashes_and_tokens():
+    news = News(slot=[0, 1, 2], num_tokens=[1, 2, 3], tokens=[9, 8, 8, 7, 7, 7], request_id=["a", "b", "c"])
+    steps = Revival(news=news).first_steps(opened(max_rows=2), [])
+    assert [step.seq for step in steps] == [1, 2, 3]
+    assert [step.parts[0].news.tokens for step in steps] == [[], [9, 8, 8], [7, 7, 7]]
+    news = News(slot=[0, 1, 2], num_tokens=[16, 32, 5], num_hashes=[1, 2, 0], hashes=b"aabbcc")
+    steps = Revival(news=news).first_steps(opened(max_rows=2), [])
+    assert [step.parts[0].news.hashes for step in steps] == [b"", b"aabbcc", b""]
+    assert steps[1].parts[0].news.num_hashes == [1, 2]

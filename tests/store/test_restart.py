@@ -1,0 +1,442 @@
+"""A service that dies and comes back: what was published hits again, and an engine sees a pause, never an error."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from kvplane.base.errors import NotFound, ReplicaLapsed, ServiceRestarted, StaleEpoch, Unavailable
+from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.stamps import Stamp
+from kvplane.base.step import Part
+from kvplane.retry import RetryPolicy
+from kvplane.revival import Revival
+from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane.session import Session
+from kvplane_service.config import Config
+from kvplane_service.core.inspect import check
+from kvplane_service.host import ReplicaHost, ReplicaState, UnaryStep
+from kvplane_service.inprocess import InProcessTransport
+from kvplane_service.registry import Registration, Registry
+from kvplane_service.store.errors import ClockBehindStore
+from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.writer import StoreState, Surroundings
+from tests.client.lasting import HYBRID, STATE, LastingEngine, PageMemory
+
+NAME = "small"
+NONCES = itertools.count(1000)
+TEXT = list(range(100))
+
+
+async def inline(call):
+    return call()
+
+
+async def no_pause(seconds):
+    await asyncio.sleep(0)
+
+
+class Life:
+    """One life of a service process on a store."""
+
+    def __init__(self, store, now_ms=1_000_000, **config):
+        self.config = Config(store="memory", **config)
+        self.registry = Registry(self.config, lambda: 0)
+        around = Surroundings(lambda: 0, no_pause, inline, lambda: 0.0)
+        counter = itertools.count(7)
+        self.keeper = Keeper(self.registry, self.config, around, Chance(lambda: now_ms, lambda: next(counter)))
+        asyncio.run(self._start(store))
+
+    async def _start(self, store):
+        await self.keeper.start(store)
+        await self.keeper.load()
+
+    def flush(self):
+        assert self.keeper._writer is not None
+        assert asyncio.run(self.keeper._writer.write_all())
+
+    @property
+    def host(self) -> ReplicaHost:
+        return self.registry.get(NAME).host
+
+    def report(self):
+        return self.keeper.report(self.registry.get(NAME))
+
+
+class World:
+    """A store, the service of the moment, and streams that break when it dies."""
+
+    def __init__(self, spec=HYBRID, **config):
+        self.store = MemoryStore()
+        self.config = config
+        self.life = Life(self.store, **config)
+        self.life.registry.register(NAME, Registration(spec))
+        self.deaths = 0
+
+    def restart(self, **config):
+        """Kill -9, and start again."""
+        self.deaths += 1
+        self.life = Life(self.store, **{**self.config, **config})
+
+    def session(self, revive=None) -> Session:
+        first = revive() if revive else None
+        request = OpenRequest(NAME, next(NONCES))
+        if first is not None:
+            request = replace(request, stamp_table=first.stamp_table, incarnation=first.incarnation)
+        retry = RetryPolicy(3, sleep=lambda _: None)
+        return Session(Wire(self), request, retry=retry, nonces=NONCES.__next__, heartbeats=False, revive=revive)
+
+
+class Wire(InProcessTransport):
+    """A stream that is gone with the process at its other end."""
+
+    def __init__(self, world):
+        super().__init__(lambda name: world.life.registry.get(name).host)
+        self._world = world
+        self._opened_in = -1
+
+    @property
+    def is_broken(self):
+        return self._opened_in != self._world.deaths
+
+    def open(self, request) -> Opened:
+        opened = super().open(request)
+        self._opened_in = self._world.deaths
+        return opened
+
+    def send(self, step):
+        if not self.is_broken:
+            super().send(step)
+
+    def receive(self):
+        if self.is_broken:
+            raise Unavailable("the stream is broken")
+        return super().receive()
+
+    def heartbeat(self):
+        if self.is_broken:
+            raise Unavailable("the stream is broken")
+        super().heartbeat()
+
+
+def serve(session, memory, slot=0, tokens=TEXT):
+    """One request from admission to end; what it hit."""
+    part = part_of(NewsRow(slot, tokens), AdmitRow(slot))
+    (result,) = session.apply(part).parts
+    memory.carry_out(result)
+    session.apply(part_of(FactRow(slot, end=1)))
+    session.apply(Part())
+    return result.admit_hit[0]
+
+
+def shown(memory) -> Revival:
+    """No requests, and what the memory shows."""
+    return Revival(tuple(memory.stamps))
+
+
+def used_world(**config):
+    world = World(**config)
+    memory = PageMemory(HYBRID.num_blocks)
+    session = world.session()
+    assert serve(session, memory) == 0
+    world.life.flush()
+    return world, memory, session
+
+
+def reopen(world, memory, **changes):
+    request = OpenRequest(NAME, next(NONCES), stamp_table=tuple(memory.stamps), incarnation=0)
+    return world.life.host.open(replace(request, **changes))
+
+
+# -- entries
+
+
+def test_the_first_request_after_a_restart_hits_as_before():
+    world, memory, session = used_world()
+    hit = serve(session, memory, 1)
+    assert hit == 96
+    world.restart()
+    assert world.life.host.state is ReplicaState.RECOVERING
+    revived = world.session(lambda: shown(memory))
+    assert serve(revived, memory) == hit
+    assert world.life.host.recovered.recovered == revived.kept_keys > 0
+    check(world.life.host.replica)
+
+
+def test_nothing_is_read_before_the_memory_has_shown_its_stamps():
+    world, memory, _ = used_world()
+    world.restart()
+    host = world.life.host
+    with pytest.raises(ReplicaLapsed):
+        host.check_readable()
+    assert host.replica.count_keys() == 0
+    reopen(world, memory)
+    host.check_readable()
+
+
+def test_memory_that_was_overwritten_meanwhile_gives_no_hit():
+    world, memory, _ = used_world()
+    world.restart()
+    memory.stamps = [stamp + 1 if stamp else 0 for stamp in memory.stamps]
+    assert reopen(world, memory).kept_keys == 0
+
+
+def test_memory_that_is_another_one_gives_no_hit_though_its_stamps_are_equal():
+    world, memory, _ = used_world()
+    reopen(world, memory, incarnation=5)
+    world.life.flush()
+    world.restart()
+    assert reopen(world, memory, incarnation=6).kept_keys == 0
+
+
+def test_entries_of_an_incarnation_stay_with_it():
+    world = World()
+    memory = PageMemory(HYBRID.num_blocks)
+    reopen(world, memory, incarnation=5)
+    session = world.session()
+    serve(session, memory)
+    world.life.flush()
+    assert {log.incarnation for log in world.store.logs} == {5}
+    reopen(world, memory, incarnation=6)
+    world.life.flush()
+    assert {log.incarnation for log, chunks in world.store.logs.items() if chunks} == set()
+
+
+def test_epochs_and_stamps_go_on_above_what_the_memory_shows():
+    world, memory, session = used_world()
+    world.restart()
+    memory.stamps[30] = Stamp(0, 900, 5).pack()
+    opened = reopen(world, memory)
+    assert opened.epoch > 900 > session.epoch
+
+
+def test_an_epoch_that_began_just_before_the_end_is_not_begun_again():
+    """The store has not heard of it, and no page was stamped in it."""
+    world, memory, _ = used_world()
+    epochs = [reopen(world, memory).epoch for _ in range(3)]
+    world.restart()
+    assert reopen(world, memory).epoch > max(epochs)
+    world.restart()
+    with pytest.raises(ServiceRestarted):
+        reopen(world, memory, epoch=5000)
+    assert reopen(world, memory).epoch > 5000
+
+
+def test_unary_calls_after_a_restart_begin_with_an_empty_cache():
+    world, _, _ = used_world()
+    world.restart()
+    host = world.life.host
+    host.revive()
+    host.apply_unary(UnaryStep(), [Part()])
+    assert host.replica.count_keys() == 0
+    world.life.flush()
+    world.restart()
+    assert reopen(world, PageMemory(HYBRID.num_blocks)).kept_keys == 0
+
+
+def test_who_is_deregistered_is_forgotten():
+    world, _, _ = used_world()
+    world.life.registry.remove(NAME)
+    world.life.flush()
+    assert (world.store.logs, world.store.records_by_name) == ({}, {})
+    world.restart()
+    with pytest.raises(NotFound):
+        world.life.registry.get(NAME)
+
+
+def test_a_second_restart_without_any_engine_loses_nothing():
+    world, memory, session = used_world()
+    kept = serve(session, memory, 1)
+    for _ in range(3):
+        world.restart()
+        world.life.flush()
+    revived = world.session(lambda: shown(memory))
+    assert serve(revived, memory) == kept
+
+
+def test_while_the_store_is_read_nobody_opens():
+    world, memory, _ = used_world()
+    world.restart()
+    recovering = world.life.host.recovering
+    assert recovering is not None
+    recovering.loading = True
+    with pytest.raises(Unavailable, match="recovering"):
+        reopen(world, memory)
+    with pytest.raises(Unavailable, match="recovering"):
+        world.life.host.revive()
+    recovering.loading = False
+    reopen(world, memory)
+
+
+def test_damaged_chunks_cost_hits_and_are_counted():
+    world, memory, session = used_world()
+    serve(session, memory, 1, list(range(500, 600)))
+    world.life.flush()
+    (chunks,) = world.store.logs.values()
+    first = min(chunks)
+    chunks[first] = chunks[first][:-1]
+    world.restart()
+    opened = reopen(world, memory)
+    assert world.life.host.recovered.refused == {"truncated": 1}
+    assert opened.kept_keys > 0
+
+
+def test_a_damaged_record_is_passed_over():
+    world, _, _ = used_world()
+    world.store.records_by_name[NAME] = world.store.records_by_name[NAME][:-3]
+    world.restart()
+    assert len(world.life.registry) == 0
+
+
+def test_a_clock_that_was_set_back():
+    world, _, _ = used_world()
+    before = dict(world.store.records_by_name)
+    with pytest.raises(ClockBehindStore, match="600 s from now") as caught:
+        world.restart(now_ms=400_000)
+    assert "clock" in caught.value.remedy
+    assert world.store.records_by_name == before
+    world.restart(now_ms=900_000)
+
+
+def test_a_store_that_is_off_is_reported_so():
+    registry = Registry(Config(), lambda: 0)
+    entry = registry.register(NAME, Registration(HYBRID))
+    keeper = Keeper(registry, Config(), Surroundings(lambda: 0, no_pause, inline, lambda: 0.0), Chance(int, int))
+    assert keeper.report(entry).state is StoreState.OFF
+    world = World()
+    assert world.life.report().state is StoreState.OK
+
+
+# -- sessions
+
+
+def test_a_session_that_cannot_be_revived_ends():
+    world, _, session = used_world()
+    world.restart()
+    with pytest.raises(ServiceRestarted, match="started anew"):
+        session.apply(Part())
+    with pytest.raises(StaleEpoch):
+        session.apply(Part())
+
+
+@pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
+@pytest.mark.parametrize("every", [3, 10, 25])
+def test_an_engine_outlives_its_service(spec, every):
+    """Killed again and again: every request ends, prefixes hit, and the numbers of steps go on."""
+    world = World(spec)
+    engine = LastingEngine(world.session, spec.num_blocks, seed=every)
+    numbers, hits = [], 0
+    for turn in itertools.count(1):
+        if not (engine._waiting or engine.running or engine._facts):
+            break
+        numbers.append(engine.session.next_seq)
+        before = engine.revivals
+        engine.step()
+        check(world.life.host.replica)
+        hits += engine.num_hit > engine.hits_at_revival and engine.revivals > 0
+        if turn % 2 == 0:
+            world.life.flush()
+        if turn % every == 0 and engine.revivals == before:
+            world.restart()
+        assert turn < 3000, "it makes no progress"
+    assert engine.revivals >= 2
+    assert hits > 0, "a run without a hit behind a restart shows nothing"
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert engine.session.spec == spec
+
+
+def test_steps_in_flight_at_the_end_of_the_service_are_answered():
+    world, memory, _ = used_world()
+    news = part_of(NewsRow(3, TEXT), NewsRow(4, TEXT)).news
+    session = world.session(lambda: Revival(tuple(memory.stamps), 0, news, (3,), (5,)))
+    session.apply(part_of(NewsRow(3, TEXT), NewsRow(5, [1, 2]), AdmitRow(3), AdmitRow(5)))
+    session.apply(part_of(FactRow(5, end=2)))
+    done = session.next_seq - 1
+    world.life.flush()
+    world.restart()
+    session.submit(part_of(RunRow(3)), executed_through=done)
+    session.submit(part_of(NewsRow(4, TEXT), AdmitRow(4)), executed_through=done)
+    first, second = session.receive().parts[0], session.receive().parts[0]
+    assert (first.granted, first.preempted, first.free_blocks) == ([0], [3], HYBRID.num_blocks - 1)
+    assert (second.admit_status, second.preempted) == ([0], [])
+    part = part_of(FactRow(3, tokens=[7], fence=0), AdmitRow(3), AdmitRow(4))
+    part.cache.released = [5]
+    part.cache.failed_steps = [done]
+    answer = session.apply(part)
+    assert answer.parts[0].admit_status == [1, 1]
+    assert answer.parts[0].admit_hit == [96, 96]
+    assert answer.seq == done + 3
+
+
+def test_a_step_of_several_parts_is_cut_by_the_end_of_the_service():
+    world, memory, _ = used_world()
+    session = world.session(lambda: shown(memory))
+    session.submit(part_of(NewsRow(0, TEXT)), last=False)
+    session.receive()
+    world.restart()
+    session.submit(Part(), last=False)
+    assert session.receive().part == 1
+    session.submit(part_of(NewsRow(1, TEXT)), last=False)
+    assert (session.receive().seq, session.next_seq) == (1, 1)
+    session.submit(part_of(AdmitRow(1)))
+    assert session.receive().parts[0].admit_hit == [96]
+    assert session.next_seq == 2
+    session.apply(Part())
+
+
+def test_pages_of_failed_loads_stay_without_keys():
+    """The engine said so in a step that the old service never answered; the entries were stored before."""
+    world, memory, _ = used_world()
+    session = world.session(lambda: shown(memory))
+    blocks = [block for block, stamp in enumerate(memory.stamps) if stamp]
+    part = Part()
+    part.cache.evicted = blocks
+    world.restart()
+    answer = session.apply(part)
+    assert world.life.host.replica.count_keys() == 0
+    assert set(answer.parts[0].orders.stamp_block) <= set(blocks)
+    assert answer.parts[0].orders.stamp_block, "the memory must hear of it"
+
+
+def test_a_new_service_that_dies_while_it_is_told_is_told_again():
+    world, memory, _ = used_world()
+    deaths = iter([True, True, False])
+
+    def revive():
+        revival = shown(memory)
+        if next(deaths, False):
+            world.restart()
+        return revival
+
+    session = world.session(revive)
+    world.restart()
+    session.apply(Part())
+    assert world.deaths >= 2
+    assert serve(session, memory) == 96
+
+
+def test_a_heartbeat_leaves_the_revival_to_the_engine():
+    world, memory, _ = used_world()
+    session = world.session(lambda: shown(memory))
+    epoch = session.epoch
+    world.restart()
+    session.beat()
+    assert session.ended is None
+    assert session.epoch == epoch
+    session.apply(Part())
+    assert session.epoch > epoch
+
+
+def test_more_requests_than_a_step_has_rows():
+    world, memory, _ = used_world(max_rows_per_step=4)
+    news = part_of(*(NewsRow(slot, TEXT, request_id=str(slot)) for slot in range(11))).news
+    session = world.session(lambda: Revival(tuple(memory.stamps), 0, news))
+    world.restart()
+    session.apply(Part())
+    requests = world.life.host.replica.requests
+    assert [requests.request_id[slot] for slot in requests.slots()] == [str(slot) for slot in range(11)]
+    assert session.apply(part_of(AdmitRow(10))).parts[0].admit_hit == [96]

@@ -1,0 +1,198 @@
+"""The writer behind: it never stops allocation, it says how far it is behind, and it catches up by itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvplane_service.config import Config
+from kvplane_service.store.errors import StoreFull, StoreUnavailable
+from kvplane_service.store.interface import LogName
+from kvplane_service.store.loading import load_log
+from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.writer import Limits, StoreState, StoreWriter, Surroundings, Watch
+from tests.core.builders import full
+from tests.store import servers
+from tests.store.contract import opened
+from tests.store.test_journal import LOG, Journaled
+
+
+class Away(MemoryStore):
+    """A store that can be away, and counts what it was asked meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.error: Exception | None = None
+        self.asked = 0
+
+    def append(self, log, chunk, trim_below):
+        self.asked += 1
+        if self.error:
+            raise self.error
+        return super().append(log, chunk, trim_below)
+
+    def put_record(self, replica, record):
+        self.asked += 1
+        if self.error:
+            raise self.error
+        super().put_record(replica, record)
+
+
+class Bench:
+    """A writer over one journaled engine; pauses pass at once and are remembered."""
+
+    def __init__(self, store, **changes):
+        self.engine = Journaled(full(), **changes)
+        self.pauses: list[float] = []
+        self.journal = self.engine.journal
+        around = Surroundings(lambda: self.engine.now_ns, self._sleep, self._offload, lambda: 0.0)
+        self.writer = StoreWriter(store, Limits(100, 100, 5000, 4000), around)
+        self.watch = Watch(self.journal, lambda: b"record")
+        self.writer.watch("r", self.watch)
+
+    async def _sleep(self, seconds):
+        self.pauses.append(seconds)
+        if len(self.pauses) > 12:
+            raise asyncio.CancelledError
+
+    async def _offload(self, call):
+        return call()
+
+    def write(self) -> bool:
+        return asyncio.run(self.writer.write_all())
+
+    def serve(self, text):
+        self.engine.serve(0, text)
+        self.engine.idle()
+
+    @property
+    def report(self):
+        return self.writer.report("r")
+
+
+def test_what_waits_is_written_and_reported():
+    bench = Bench(MemoryStore())
+    bench.serve("aaaab")
+    assert (bench.report.state, bench.report.lag_entries) == (StoreState.OK, 2), "an entry and the record"
+    assert bench.write()
+    assert bench.report.lag_entries == 0
+    assert bench.writer.store.get_record("r") == b"record"
+    assert bench.writer.report() == bench.report
+
+
+def test_a_store_that_is_away_degrades_and_allocation_goes_on():
+    store = Away()
+    bench = Bench(store)
+    store.error = StoreUnavailable("nobody there")
+    for number in range(30):
+        bench.serve(f"{number:04d}x")
+        assert not bench.write()
+    assert bench.report.state is StoreState.DEGRADED
+    assert (bench.report.failures, bench.report.problem) == (30, "nobody there")
+    store.error = None
+    assert bench.write()
+    assert (bench.report.state, bench.report.problem) == (StoreState.OK, "")
+    assert sum(map(len, load_log(store, LOG).entries())) == 30
+
+
+def test_pauses_grow_to_a_bound_and_the_store_is_not_hammered():
+    store = Away()
+    store.error = StoreFull("no room")
+    bench = Bench(store)
+    bench.serve("aaaab")
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(bench.writer.run())
+    assert bench.pauses[:4] == [0.1, 0.05, 0.1, 0.2]
+    assert bench.pauses[-1] == 5.0
+    assert store.asked == 12
+
+
+def test_a_lag_that_lasts_is_degraded_though_nothing_failed():
+    bench = Bench(MemoryStore())
+    bench.serve("aaaab")
+    bench.engine.now_ns = 5_001_000_000
+    assert (bench.report.state, bench.report.lag_ms) == (StoreState.DEGRADED, 5001)
+
+
+def test_shed_changes_are_told_by_a_resync():
+    store = Away()
+    bench = Bench(store, max_entries=3)
+    store.error = StoreUnavailable("nobody there")
+    for number in range(20):
+        bench.serve(f"{number:04d}x")
+        bench.write()
+    assert bench.journal.lag.shed
+    assert bench.report.state is StoreState.DEGRADED
+    store.error = None
+    assert bench.write()
+    assert bench.journal.written.resyncs == 1
+    bench.engine.store = store
+    keyed = bench.engine.keyed()
+    bench.engine.restart()
+    assert bench.engine.keyed() == keyed
+
+
+def test_records_are_renewed_before_the_store_forgets():
+    bench = Bench(MemoryStore())
+    bench.write()
+    bench.writer.store.drop_record("r")
+    bench.write()
+    assert bench.writer.store.get_record("r") is None, "not at every turn"
+    bench.engine.now_ns = 1_100_000_000
+    bench.write()
+    assert bench.writer.store.get_record("r") == b"record"
+
+
+def test_what_is_forgotten_is_dropped_even_when_the_store_was_away():
+    store = Away()
+    bench = Bench(store)
+    bench.serve("aaaab")
+    bench.write()
+    bench.writer.drop(LogName("r", b"n" * 16, 99))
+    bench.writer.forget("r")
+    assert bench.write()
+    assert (store.logs, store.records_by_name) == ({}, {})
+
+
+# -- real servers
+
+
+def test_redis_is_gone_for_a_while_and_everything_is_there_afterwards(tmp_path):
+    with servers.serving(tmp_path) as server:
+        store = opened(Config(store=f"redis://{server.address}"))
+        bench = Bench(store)
+        bench.serve("aaaab")
+        assert bench.write()
+        server.kill()
+        for number in range(20):
+            bench.serve(f"{number:04d}x")
+            assert not bench.write()
+        server.start()
+        assert bench.write(), bench.report
+        assert bench.journal.written.resyncs == 1, "it came back empty, and that was seen"
+        bench.engine.store = store
+        keyed = bench.engine.keyed()
+        bench.engine.restart()
+        assert (bench.engine.keyed(), len(keyed)) == (keyed, 21)
+
+
+def test_a_failover_in_mid_write_loses_nothing_for_long(tmp_path):
+    with servers.watched(tmp_path) as watched:
+        store = opened(Config(store=f"redis+sentinel://{watched.sentinel.address}/main", store_timeout_ms=500))
+        bench = Bench(store)
+        for number in range(50):
+            bench.serve(f"{number:04d}x")
+            assert bench.write()
+        bench.serve("half way")
+        batch = bench.journal.take()
+        assert batch is not None
+        watched.fail_over()
+        bench.serve("afterwards")
+        servers.wait_until(bench.write, "the writer has found the new primary")
+        bench.serve("one more")
+        assert bench.write()
+        bench.engine.store = store
+        keyed = bench.engine.keyed()
+        bench.engine.restart()
+        assert bench.engine.keyed() == keyed
