@@ -61,3 +61,11 @@ def test_requests_are_told_in_pieces_with_their_own_hashes_and_tokens():
     steps = Revival(news=news).first_steps(opened(max_rows=2), [])
     assert [step.parts[0].news.hashes for step in steps] == [b"", b"aabbcc", b""]
     assert steps[1].parts[0].news.num_hashes == [1, 2]
+
+
+def test_tokens_are_told_in_messages_that_a_service_hashes_quickly():
+    lengths = [100_000, 200_000, 300_000, 10, 20]
+    news = News(slot=list(range(5)), num_tokens=lengths, tokens=[1] * sum(lengths))
+    steps = Revival(news=news).first_steps(opened(), [])
+    assert [step.parts[0].news.num_tokens for step in steps] == [[], [100_000], [200_000], [300_000], [10, 20]]
+    assert [len(step.parts[0].news.tokens) for step in steps] == [0, 100_000, 200_000, 300_000, 30]

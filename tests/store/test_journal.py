@@ -12,7 +12,7 @@ from kvplane.base.step import Part, RowFlag, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, Life
-from kvplane_service.store.interface import LogName
+from kvplane_service.store.interface import IndexStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.loading import load_log
 from kvplane_service.store.memory import MemoryStore
@@ -29,7 +29,7 @@ class Journaled(Engine):
         super().__init__(*groups, **changes)
         self.now_ns = 0
         self.checks = self.spec.num_blocks < 1000
-        self.store = MemoryStore()
+        self.store: IndexStore = MemoryStore()
         self.max_entries = max_entries
         self.journal = self.new_journal()
 
@@ -71,6 +71,11 @@ class Journaled(Engine):
     @property
     def stored_bytes(self) -> int:
         return self.store.size_bytes(LOG)
+
+
+def logs_of(engine):
+    assert isinstance(engine.store, MemoryStore)
+    return engine.store.logs
 
 
 def test_what_is_published_is_told_and_what_is_not_executed_is_not():
@@ -206,7 +211,7 @@ def test_a_store_that_lost_chunks_gets_them_back(lost):
         engine.serve(slot, prompt)
         engine.idle()
         engine.flush()
-    chunks = engine.store.logs[LOG]
+    chunks = logs_of(engine)[LOG]
     for seq in sorted(chunks)[lost]:
         del chunks[seq]
     engine.serve(3, "ggggh")
@@ -306,7 +311,7 @@ def test_eviction_order_survives_by_last_use(told_anew):
     engine.serve(3, "aaaaAAAAy")
     engine.idle()
     if told_anew:
-        engine.store.logs.clear()
+        logs_of(engine).clear()
     engine.serve(4, "ddddx")
     engine.idle()
     engine.flush()
@@ -334,7 +339,7 @@ def test_after_a_flush_nothing_published_is_missing(kind, turns, max_entries):
         if deed == 3:
             engine.cache(evicted=[1, 2], reset=slot % 2 == 0)
         if deed == 4:
-            engine.store.logs.clear()
+            logs_of(engine).clear()
     for slot in engine.replica.requests.slots():
         engine.end(slot)
     engine.serve(99, "zzzzz")  # a loss is seen by the next chunk

@@ -11,7 +11,7 @@ import pytest
 from kvplane.base.errors import NotFound, ReplicaLapsed, ServiceRestarted, StaleEpoch, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.stamps import Stamp
-from kvplane.base.step import Part
+from kvplane.base.step import End, Part
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
 from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
@@ -128,7 +128,7 @@ def serve(session, memory, slot=0, tokens=TEXT):
     part = part_of(NewsRow(slot, tokens), AdmitRow(slot))
     (result,) = session.apply(part).parts
     memory.carry_out(result)
-    session.apply(part_of(FactRow(slot, end=1)))
+    session.apply(part_of(FactRow(slot, end=End.FREE)))
     session.apply(Part())
     return result.admit_hit[0]
 
@@ -354,7 +354,7 @@ def test_steps_in_flight_at_the_end_of_the_service_are_answered():
     news = part_of(NewsRow(3, TEXT), NewsRow(4, TEXT)).news
     session = world.session(lambda: Revival(tuple(memory.stamps), 0, news, (3,), (5,)))
     session.apply(part_of(NewsRow(3, TEXT), NewsRow(5, [1, 2]), AdmitRow(3), AdmitRow(5)))
-    session.apply(part_of(FactRow(5, end=2)))
+    session.apply(part_of(FactRow(5, end=End.HELD)))
     done = session.next_seq - 1
     world.life.flush()
     world.restart()

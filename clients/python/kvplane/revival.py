@@ -136,20 +136,24 @@ def _nothing_granted(part: Part, free_blocks: int) -> PartResult:
     )
 
 
+_PIECE_TOKENS = 1 << 18
 _FLAT = ("tokens", "hashes", "num_hashes")
 
 
 def _in_pieces(news: News, max_rows: int) -> Iterator[News]:
-    """The rows in pieces of at most `max_rows`."""
+    """The rows in pieces of at most `max_rows`, and of few tokens: the service hashes those of a message at once."""
     by_row = [name for name in (one.name for one in fields(News)) if name not in _FLAT]
     size = len(news.hashes) // max(1, sum(news.num_hashes))
-    token_at = hash_at = 0
-    for start in range(0, len(news.slot), max_rows):
-        rows = slice(start, start + max_rows)
-        piece = News(**{name: getattr(news, name)[rows] for name in by_row}, num_hashes=news.num_hashes[rows])
-        num_tokens = sum(piece.num_tokens) if news.tokens else 0
+    token_at = hash_at = start = 0
+    while start < len(news.slot):
+        stop, num_tokens = start + 1, news.num_tokens[start]
+        while stop < min(start + max_rows, len(news.slot)) and num_tokens + news.num_tokens[stop] <= _PIECE_TOKENS:
+            num_tokens += news.num_tokens[stop]
+            stop += 1
+        piece = News(**{name: getattr(news, name)[start:stop] for name in by_row})
+        piece.num_hashes = news.num_hashes[start:stop]
         num_bytes = sum(piece.num_hashes) * size
         piece.tokens = news.tokens[token_at : token_at + num_tokens]
         piece.hashes = news.hashes[hash_at : hash_at + num_bytes]
-        token_at, hash_at = token_at + num_tokens, hash_at + num_bytes
+        token_at, hash_at, start = token_at + num_tokens, hash_at + num_bytes, stop
         yield piece
