@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import GroupLayers, RankPlan, TensorPlacement
 from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
-from tests.core.planner_layers import PAGE, full, named, plan, state, window
+from tests.core.planner_layers import PAGE, full, latent, named, plan, state, window
 
 LAYOUTS = pytest.mark.parametrize("layout", list(Layout))
 
@@ -88,3 +91,72 @@ def test_a_plan_that_no_memory_can_have_is_refused_by_field(changes, field):
 
 def test_layers_of_a_group_may_interleave_with_one_stride():
     small(tensors=(TensorPlacement(0, ("a", "b"), 0, PAGE, 2 * PAGE),)).validate()
+
+
+def two_groups(*tensors: TensorPlacement, pages: int = 8) -> RankPlan:
+    groups = (GroupLayers(("a", "b"), (full(), full())), GroupLayers(("c",), (window(),)))
+    return small(groups=groups, tensors=tensors, size_bytes=pages * PAGE)
+
+
+def test_blocks_of_different_groups_must_be_at_one_place():
+    """Block 1 of one group over block 2 of another would be read as what it is not."""
+    first = TensorPlacement(0, ("a", "b"), 0, 4 * PAGE, PAGE)
+    two_groups(first, TensorPlacement(1, ("c",), 0, 4 * PAGE, PAGE)).validate()
+    two_groups(first, TensorPlacement(1, ("c",), 4 * PAGE, 4 * PAGE, PAGE)).validate()
+    for wrong in (
+        TensorPlacement(1, ("c",), PAGE, 4 * PAGE, PAGE),
+        TensorPlacement(1, ("c",), 3 * PAGE, 4 * PAGE, PAGE),
+        TensorPlacement(1, ("c",), 2, 4 * PAGE, PAGE),
+        TensorPlacement(1, ("c",), 0, 4 * PAGE, 2 * PAGE),
+    ):
+        with pytest.raises(InvalidArgument, match=r"^tensors: pages of"):
+            two_groups(first, wrong).validate()
+
+
+def test_the_last_layer_of_a_block_does_not_reach_into_the_next_block():
+    groups = (GroupLayers(("a", "b", "c"), (full(), full(), full())),)
+    tensors = (TensorPlacement(0, ("a", "b", "c"), 0, PAGE, 3 * PAGE),)
+    small(groups=groups, tensors=tensors, size_bytes=12 * PAGE).validate()
+    tensors = (TensorPlacement(0, ("a", "b", "c"), 0, PAGE, 3 * PAGE - 2),)
+    with pytest.raises(InvalidArgument, match="across blocks"):
+        small(groups=groups, tensors=tensors, size_bytes=12 * PAGE).validate()
+
+
+@LAYOUTS
+def test_groups_with_other_alignments_get_one_stride(layout):
+    """Equal pages and different strides would lay block 2 of one group over block 3 of the other."""
+    layers = named(f=(1, full(padded_page_bytes=384)), w=(1, window(padded_page_bytes=384, block_stride_alignment=256)))
+    rank = to_rank_plan(plan(layers, layout=layout))
+    rank.validate()
+    assert {place.block_stride_bytes for place in rank.places()} == {512}
+
+
+SPECS = st.one_of(
+    st.builds(full, block_size=st.sampled_from([16, 32]), num_kv_heads=st.sampled_from([1, 2])),
+    st.builds(window, padded_page_bytes=st.sampled_from([0, 2 * PAGE + 2]), num_kv_heads=st.sampled_from([1, 2])),
+    st.builds(window, block_stride_alignment=st.sampled_from([1, 64, 384])),
+    st.builds(latent, block_stride_alignment=st.sampled_from([1, 128])),
+    st.builds(state, st.sampled_from([64, PAGE, 3 * PAGE]), block_stride_alignment=st.sampled_from([1, 48])),
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(SPECS, min_size=1, max_size=6), st.sampled_from(list(Layout)), st.integers(1, 2))
+def test_whatever_the_planner_plans_lies_beside_each_other(specs, layout, stages):
+    """Pair by pair: pages share a byte only when they are one block's, in different groups."""
+    layers = [Layer(str(index), spec) for index, spec in enumerate(specs * 2)]
+    workers = [Worker(tuple(layers[stage::stages])) for stage in range(stages)]
+    try:
+        whole = plan_cache(workers, PlanOptions(num_blocks=60, max_model_len=32, max_batched_tokens=16, layout=layout))
+    except InvalidArgument:
+        return
+    for stage in range(stages):
+        rank = to_rank_plan(whole, stage)
+        rank.validate()
+        pages = [(place, block) for place in rank.places() for block in (0, 1, 2, 58, 59)]
+        for (one, block), (other, other_block) in combinations(pages, 2):
+            start = one.offset_bytes + block * one.block_stride_bytes
+            other_start = other.offset_bytes + other_block * other.block_stride_bytes
+            if start < other_start + other.spec.page_bytes and other_start < start + one.spec.page_bytes:
+                assert block == other_block
+                assert one.group != other.group

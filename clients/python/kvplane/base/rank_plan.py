@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -112,7 +112,8 @@ class RankPlan:
     def validate(self) -> None:
         """Raise InvalidArgument naming the field for a plan that no memory can have.
 
-        Every layer is placed once, within the allocation, and no two pages of one group overlap.
+        Every layer is placed once, within the allocation. Pages overlap only where they are one block's, in different
+        groups.
         """
         _require(1 <= self.num_blocks <= MAX_BLOCKS, "num_blocks", f"give 1 to {MAX_BLOCKS}")
         _require(1 <= self.size_bytes <= MAX_SIZE_BYTES, "size_bytes", f"give 1 to {MAX_SIZE_BYTES}")
@@ -133,28 +134,52 @@ class RankPlan:
 
     def _misplaced(self) -> Iterator[str]:
         """Pages outside the allocation, or over each other within a group."""
-        by_group: dict[int, list[LayerPlace]] = {}
-        for place in self.places():
-            by_group.setdefault(place.group, []).append(place)
+        places = self.places()
+        for place in places:
             if place.offset_bytes < 0 or place.end_bytes(self.num_blocks) > self.size_bytes:
                 yield f"{place.name} ends at byte {place.end_bytes(self.num_blocks)} of {self.size_bytes}"
-            if place.block_stride_bytes < place.spec.page_bytes and self.num_blocks > 1:
+            if place.block_stride_bytes < place.spec.page_bytes:
                 yield f"pages of {place.name} overlap"
-        for places in by_group.values():
-            places.sort(key=lambda place: place.offset_bytes)
-            for before, after in pairwise(places):
-                if _overlap(before, after, self.num_blocks):
-                    yield f"pages of {before.name} and {after.name} overlap"
+        yield from _collisions(places, self.num_blocks)
 
 
-def _overlap(before: LayerPlace, after: LayerPlace, num_blocks: int) -> bool:
-    """Two layers of a group lie one behind the other, or interleave with one stride."""
-    if before.end_bytes(num_blocks) <= after.offset_bytes:
-        return False
-    if before.block_stride_bytes != after.block_stride_bytes:
-        return True
-    distance = after.offset_bytes - before.offset_bytes
-    return distance < before.spec.page_bytes or distance + after.spec.page_bytes > before.block_stride_bytes
+def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
+    """Pages of different blocks, or of one group, that share a byte.
+
+    With one stride, a page lies within one unit of that length, at a *residue*. Layers whose residues overlap must
+    begin in one unit or num_blocks of them apart:
+
+        layer outermost | A0 | A1 | A2 | B0 | B1 | B2 |        block outermost | A0 B0 | A1 B1 | A2 B2 |
+    """
+    strides = {place.block_stride_bytes for place in places}
+    if len(strides) > 1:
+        for before, after in pairwise(sorted(places, key=lambda place: place.offset_bytes)):
+            if before.end_bytes(num_blocks) > after.offset_bytes:
+                yield f"pages of {before.name} and {after.name} overlap with different strides"
+        return
+    stride = max(strides, default=1)
+    overlapping: list[LayerPlace] = []
+    end = 0
+    for place in sorted(places, key=lambda place: place.offset_bytes % stride):
+        residue = place.offset_bytes % stride
+        if residue + place.spec.page_bytes > stride:
+            yield f"pages of {place.name} lie across blocks"
+        if residue >= end:
+            yield from _stacked(overlapping, num_blocks, stride)
+            overlapping = []
+        overlapping.append(place)
+        end = max(end, residue + place.spec.page_bytes)
+    yield from _stacked(overlapping, num_blocks, stride)
+
+
+def _stacked(places: Sequence[LayerPlace], num_blocks: int, stride: int) -> Iterator[str]:
+    """Faults of layers of overlapping residues."""
+    ordered = sorted(places, key=lambda place: (place.offset_bytes // stride, place.group, place.offset_bytes))
+    for before, after in pairwise(ordered):
+        distance = after.offset_bytes // stride - before.offset_bytes // stride
+        beside = before.offset_bytes + before.spec.page_bytes <= after.offset_bytes
+        if 0 < distance < num_blocks or (not distance and before.group == after.group and not beside):
+            yield f"pages of {before.name} and {after.name} overlap"
 
 
 def _require(holds: bool, field_name: str, remedy: str) -> None:

@@ -23,9 +23,8 @@ def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:
     if not groups:
         return 0
     if layout is Layout.LAYER_OUTERMOST:
-        return max(sum(_stride(spec) for spec in group.specs) for group in groups)
-    alignments = [spec.block_stride_alignment for group in groups for spec in group.specs]
-    return round_up(max(group.bytes_per_block for group in groups), math.lcm(*alignments))
+        return max(sum(_stride(spec, groups) for spec in group.specs) for group in groups)
+    return round_up(max(group.bytes_per_block for group in groups), _common_alignment(groups))
 
 
 def projected(groups: Sequence[CacheGroup], layer_names: set[str]) -> tuple[CacheGroup, ...]:
@@ -41,7 +40,7 @@ def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> Work
         offset = 0
         for spec, names in _by_format(group).items():
             if layout is Layout.LAYER_OUTERMOST:
-                block_stride = _stride(spec)
+                block_stride = _stride(spec, groups)
                 layer_stride = region = block_stride * num_blocks
             else:
                 layer_stride, block_stride, region = spec.page_bytes, block_bytes, spec.page_bytes
@@ -50,8 +49,14 @@ def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> Work
     return WorkerPlan(block_bytes, block_bytes * num_blocks, tuple(tensors))
 
 
-def _stride(spec: LayerSpec) -> int:
-    return round_up(spec.page_bytes, spec.block_stride_alignment)
+def _stride(spec: LayerSpec, groups: Sequence[CacheGroup]) -> int:
+    """From block to block in a layer of its own. Groups that share blocks have equal pages and need equal strides."""
+    alone = sum(bool(group.specs) for group in groups) == 1
+    return round_up(spec.page_bytes, spec.block_stride_alignment if alone else _common_alignment(groups))
+
+
+def _common_alignment(groups: Sequence[CacheGroup]) -> int:
+    return math.lcm(*(spec.block_stride_alignment for group in groups for spec in group.specs))
 
 
 def _projected(group: CacheGroup, layer_names: set[str]) -> CacheGroup:
