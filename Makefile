@@ -2,7 +2,7 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types contracts proto proto-check proto-baseline pytest bench bench-peer replay-all \
+.PHONY: help demo test test-nightly check format lint types contracts proto proto-check proto-baseline pytest bench bench-peer replay-all \
 	conformance-live clean
 
 PYTHON := .venv/bin/python
@@ -47,6 +47,9 @@ proto-check: $(DEV)
 pytest: $(DEV)  ## the tests alone; ARGS="tests/core -k sliding" picks some
 	@echo "== pytest"
 	@$(PYTHON) -m pytest $(ARGS)
+
+test-nightly: $(DEV)  ## what takes long: 400 random cases by each kernel in the interpreter
+	@$(PYTHON) -m pytest -n 2 -m nightly
 
 proto: $(DEV)  ## write the generated code anew after a change in proto/
 	@$(PYTHON) scripts/gen_proto.py

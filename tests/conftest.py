@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Kernels are interpreted in this process, compiled in another (tests/ops): read when a kernel's module is imported.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import pytest
 from hypothesis import HealthCheck, settings
 

@@ -145,8 +145,8 @@ def shape(tree: Tree) -> Iterator[str]:
 
 def parameters(tree: Tree) -> Iterator[str]:
     for f, node in tree.functions:
-        if is_command(f, node):
-            continue  # the parameters of a command are the flags that its user sees
+        if is_command(f, node) or is_kernel(node):
+            continue  # a command's are the flags that its user sees; a kernel's are what a launch can pass
         count = len(arguments(node))
         if count > MAX_PARAMETERS:
             what = f"{node.name} takes {count} parameters, at most {MAX_PARAMETERS}"
@@ -158,8 +158,15 @@ def is_command(f: SourceFile, node: Function) -> bool:
     return node.name == "command" and (f.is_in("service/kvplane_service/cli") or f.path == WORKER_COMMAND)
 
 
+def is_kernel(node: Function) -> bool:
+    """True for a function that Triton compiles: it is written in Triton's language, whose types are the launch's."""
+    return any(isinstance(d, ast.Attribute) and d.attr == "jit" for d in node.decorator_list)
+
+
 def annotated(tree: Tree) -> Iterator[str]:
     for f, node in tree.functions:
+        if is_kernel(node):
+            continue
         bare = [arg.arg for arg in arguments(node) if arg.annotation is None]
         if bare or node.returns is None:
             what = ", ".join(bare) or "the result"

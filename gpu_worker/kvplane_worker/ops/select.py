@@ -20,6 +20,7 @@ PACKAGE = "kvplane_worker.ops"
 
 # Best first. "module:class", the module relative to PACKAGE. The last one works everywhere.
 BACKENDS: dict[str, str] = {
+    "triton": "triton_ops.entry:TritonEntry",
     "torch": "torch_ops:TorchOps",
 }
 

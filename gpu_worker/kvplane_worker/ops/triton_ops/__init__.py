@@ -1,0 +1,1 @@
+"""The fast backend: kernels in Triton behind the interface of `kvplane_worker.ops`. `entry` is what selection sees."""

@@ -1,0 +1,252 @@
+"""Attention over pages: what the kernels take, tile sizes, and the launches of decode, latent decode and prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
+from kvplane_worker.ops.triton_ops.kernels.arguments import Heads, Paged, Parts, Rows, Shape, power_of_two
+from kvplane_worker.ops.triton_ops.kernels.decode import decode_spans
+from kvplane_worker.ops.triton_ops.kernels.merge import merge_parts
+from kvplane_worker.ops.triton_ops.kernels.prefill import prefill_tiles
+from kvplane_worker.ops.triton_ops.launch import Chip, Launch
+
+FP8 = torch.float8_e4m3fn
+TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+MAX_WIDTH = 256
+MAX_LATENT = 512
+MAX_GROUP = 64
+VECTOR = 8
+MERGED_AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Sizes that change speed, not results.
+
+    Attributes:
+        tile_bytes: of the keys and values of one step of the softmax.
+        stages: depth of the software pipeline; all but one hold a tile in shared memory.
+        warps: of a program.
+        residents: programs that share a multiprocessor, as far as registers go.
+        max_tile: tokens of a tile at most.
+    """
+
+    tile_bytes: int
+    stages: int
+    warps: int
+    residents: int
+    max_tile: int = 128
+
+    def tile(self, token_bytes: int, chip: Chip) -> int:
+        """Tokens of a tile, a power of two: what `tile_bytes` and the shared memory have room for."""
+        room = min(self.tile_bytes, (chip.shared_bytes - SHARED_BESIDES) // max(1, self.stages - 1))
+        fitting = 1 << (max(1, room // token_bytes).bit_length() - 1)
+        return max(MIN_TILE, min(self.max_tile, fitting))
+
+    def programs(self, token_bytes: int, chip: Chip) -> int:
+        """Programs that run side by side on the chip."""
+        needed = (self.stages - 1) * self.tile(token_bytes, chip) * token_bytes + SHARED_PER_PROGRAM
+        return chip.multiprocessors * max(1, min(self.residents, chip.shared_bytes // needed))
+
+
+# Chosen by registers, shared memory and instructions per tile, as compiled; docs/kernels.md has the figures.
+DECODE = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=3)
+DECODE_FP8 = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
+LATENT = Tuning(tile_bytes=72 << 10, stages=3, warps=8, residents=1)
+PREFILL = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=1, max_tile=64)
+INTERPRETED = Tuning(tile_bytes=1 << 19, stages=1, warps=4, residents=1, max_tile=64)
+# Queries x heads of a program: large where products are asynchronous and leave registers free (sm_90 and later).
+PREFILL_ROWS, PREFILL_ROWS_SMALL = 128, 64
+LARGE_SHARED_BYTES = 200 << 10
+MIN_TILE = 16
+# Queries, weights and what reductions need, beside the tiles: at most, and for a group of heads.
+SHARED_BESIDES = 40 << 10
+SHARED_PER_PROGRAM = 7 << 10
+
+
+def refusal(query: Tensor, pages: Tensor, group: int, widths: tuple[int, ...]) -> str:
+    """Why no kernel attends to these pages with this query; "" when one does."""
+    if pages.dtype == FP8:
+        if query.dtype not in (torch.bfloat16, torch.float16):
+            return f"no kernel multiplies {query.dtype} with pages of {pages.dtype}"
+    elif query.dtype not in TAKEN or query.dtype != pages.dtype:
+        return f"no kernel multiplies {query.dtype} with pages of {pages.dtype}"
+    if any(width % VECTOR for width in widths):
+        return f"a head of {max(widths)} elements is not a multiple of {VECTOR}"
+    if group > MAX_GROUP:
+        return f"{group} query heads share a key: at most {MAX_GROUP}"
+    if query.stride(-1) != 1 or pages.stride(-1) != 1:
+        return "the elements of a head are not contiguous"
+    return ""
+
+
+def pages_refusal(query: Tensor, pages: AttentionPages) -> str:
+    """`refusal` for keys and values."""
+    widths = (pages.k.shape[3], pages.v.shape[3])
+    if max(widths) > MAX_WIDTH:
+        return f"a head of {max(widths)} elements: at most {MAX_WIDTH}"
+    if pages.v.dtype != pages.k.dtype or pages.v.stride(-1) != 1:
+        return "values are not of the keys' type, or not contiguous"
+    return refusal(query, pages.k, query.shape[1] // pages.k.shape[2], widths)
+
+
+def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
+    """`refusal` for latents."""
+    rest = pages.shape[2] - value_size
+    if value_size > MAX_LATENT or not 0 < rest <= MAX_WIDTH or value_size != power_of_two(value_size):
+        return f"a latent of {value_size} + {rest} elements: a power of two up to {MAX_LATENT}, and up to {MAX_WIDTH}"
+    return refusal(query, pages, 1, (value_size, rest))
+
+
+def paged(pages: Tensor, scale: Tensor | None) -> Paged:
+    """Pages [blocks, block_size, heads, size] as a kernel takes them; 8-bit elements as bytes."""
+    data = pages.view(torch.uint8) if pages.dtype == FP8 else pages
+    per_head = scale is not None and scale.numel() > 1
+    return Paged(data, (pages.stride(0), pages.stride(1), pages.stride(2)), scale, int(per_head))
+
+
+def heads(tensor: Tensor) -> Heads:
+    """Queries or results as a kernel takes them."""
+    return Heads(tensor, (tensor.stride(0), tensor.stride(1)))
+
+
+def rows(batch: Batch) -> Rows:
+    """A batch as a kernel takes it."""
+    table = batch.block_table
+    return Rows(table, table.stride(0), batch.seq_lens, batch.seq_lens.numel(), batch.query_start)
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """One decode over pages of keys and values, or of latents (`rest` > 0: the values are the keys' first elements).
+
+    Attributes:
+        out: [rows, q_heads, size], filled by the launches.
+        group: query heads that share a program.
+    """
+
+    query: Tensor
+    keys: Paged
+    values: Paged
+    batch: Batch
+    rule: AttentionRule
+    out: Tensor
+    group: int
+    page: int
+    width_k: int
+    rest: int = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token for one group of heads."""
+        elements = self.width_k + (self.rest or self.out.shape[2])
+        return elements * self.keys.data.element_size()
+
+    @property
+    def is_fp8(self) -> bool:
+        """True when pages hold 8-bit elements."""
+        return self.keys.data.dtype == torch.uint8
+
+    def shape(self, tuning: Tuning, chip: Chip) -> Shape:
+        """What is compiled in."""
+        return Shape(
+            page=self.page,
+            width_k=self.width_k,
+            width_v=self.out.shape[2],
+            group=self.group,
+            rest=self.rest,
+            paired=self.keys.strides == self.values.strides,
+            window=self.rule.window,
+            chunk=self.rule.chunk,
+            fp8=chip.fp8 if self.is_fp8 else 0,
+            upcast=chip.interpreted,
+            tile=tuning.tile(self.token_bytes, chip),
+            stages=tuning.stages,
+        )
+
+
+def decode_tuning(decode: Decode, chip: Chip) -> Tuning:
+    """The tuning for what is decoded."""
+    if chip.interpreted:
+        return INTERPRETED
+    return LATENT if decode.rest else DECODE_FP8 if decode.is_fp8 else DECODE
+
+
+def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) -> tuple[Launch, Launch]:
+    """Attention over spans, then the merge of what spans share."""
+    tuning = tuning or decode_tuning(decode, chip)
+    shape = decode.shape(tuning, chip)
+    count, q_heads = decode.out.shape[:2]
+    page_heads = q_heads // decode.group
+    workers = max(1, tuning.programs(decode.token_bytes, chip) // page_heads)
+    parts = decode.out.new_empty((workers, 2, q_heads, shape.width_v), dtype=torch.float32)
+    stats = decode.out.new_empty((workers, 2, q_heads, 2), dtype=torch.float32)
+    batch, sinks, out, room = rows(decode.batch), decode.rule.sinks, heads(decode.out), Parts(parts, stats, workers)
+    arguments = (heads(decode.query), decode.keys, decode.values, batch, sinks, out, room, decode.rule.scale)
+    spans = Launch(decode_spans, (page_heads, workers), arguments, {"S": shape}, tuning.warps)
+    constants = {"PARTS": MERGED_AT_ONCE, "S": shape}
+    return spans, Launch(merge_parts, (count, q_heads), (batch, sinks, out, room), constants)
+
+
+def prefill_launch(decode: Decode, chip: Chip) -> Launch:
+    """Attention of ragged queries. The grid has room for every row's last tile to be partly empty."""
+    tuning = INTERPRETED if chip.interpreted else PREFILL
+    shape = decode.shape(tuning, chip)
+    most = PREFILL_ROWS if chip.shared_bytes >= LARGE_SHARED_BYTES else PREFILL_ROWS_SMALL
+    queries = max(1, most // shape.lanes)
+    tiles = decode.query.shape[0] // queries + decode.batch.seq_lens.numel()
+    arguments = (heads(decode.query), decode.keys, decode.values, rows(decode.batch), decode.rule.sinks)
+    return Launch(
+        prefill_tiles,
+        (tiles, decode.query.shape[1] // decode.group),
+        (*arguments, heads(decode.out), decode.rule.scale),
+        {"QUERIES": queries, "S": shape},
+        tuning.warps,
+    )
+
+
+def latent_group(q_heads: int) -> int:
+    """Query heads of one program of latent decode: a divisor of their number, at most 16, as latents are wide."""
+    return next(group for group in range(min(16, q_heads), 0, -1) if q_heads % group == 0)
+
+
+def room_for(query: Tensor, size: int) -> Tensor:
+    """The result's memory; float32 in the interpreter, which rounds to bfloat16 wrongly."""
+    dtype = query.dtype if query.is_cuda else torch.float32
+    return query.new_empty((*query.shape[:2], size), dtype=dtype)
+
+
+def keys_and_values(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Decode:
+    """Attention over keys and values."""
+    return Decode(
+        query=query,
+        keys=paged(pages.k, pages.k_scale),
+        values=paged(pages.v, pages.v_scale),
+        batch=batch,
+        rule=rule,
+        out=room_for(query, pages.v.shape[3]),
+        group=query.shape[1] // pages.k.shape[2],
+        page=pages.k.shape[1],
+        width_k=pages.k.shape[3],
+    )
+
+
+def latent(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Decode:
+    """Attention over latents: groups of query heads share a program, and all groups read the same latents."""
+    view = pages.unsqueeze(2).expand(-1, -1, query.shape[1], -1)
+    return Decode(
+        query=query,
+        keys=paged(view, None),
+        values=paged(view, None),
+        batch=batch,
+        rule=AttentionRule(scale),
+        out=room_for(query, value_size),
+        group=latent_group(query.shape[1]),
+        page=pages.shape[1],
+        width_k=value_size,
+        rest=pages.shape[2] - value_size,
+    )

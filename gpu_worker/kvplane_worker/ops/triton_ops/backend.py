@@ -1,0 +1,193 @@
+"""The Triton backend: each operation as launches, or, where no kernel takes the shape or type, by the torch backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops import checks
+from kvplane_worker.ops.interface import (
+    AttentionPages,
+    AttentionRule,
+    Batch,
+    GroupPages,
+    PagedOps,
+    StateInputs,
+    StatePages,
+    StateWeights,
+)
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.ops.triton_ops import attention, moves, writes
+from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
+from kvplane_worker.ops.triton_ops.launch import chip_of
+
+MAX_LAYER_TABLES = 256
+
+
+class TritonOps:
+    """A backend for CUDA tensors, and for CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
+
+    Attributes:
+        fallbacks: operation → why it last went to the other backend; shown by `Worker.Describe`.
+    """
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self.fallbacks: dict[str, str] = {}
+        self._other: PagedOps = TorchOps()
+        self._tables: dict[object, moves.LayerTable] = {}
+
+    def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """See `AttentionOps.write_kv`."""
+        checks.check_write_kv(pages, key, value, slots)
+        k, v = writes.Written(key, pages.k, pages.k_scale), writes.Written(value, pages.v, pages.v_scale)
+        if self._refused("write_kv", k.refusal() or v.refusal()):
+            self._other.write_kv(pages, key, value, slots)
+        elif slots.numel():
+            writes.write_launch(k, v, slots, chip_of(key.device)).run()
+
+    def write_latent(self, pages: Tensor, latent: Tensor, slots: Tensor) -> None:
+        """See `AttentionOps.write_latent`."""
+        checks.check_write_latent(pages, latent, slots)
+        rows = writes.Written(latent.unsqueeze(1), pages.unsqueeze(2), None)
+        if self._refused("write_latent", rows.refusal()):
+            self._other.write_latent(pages, latent, slots)
+        elif slots.numel():
+            writes.write_launch(rows, None, slots, chip_of(latent.device)).run()
+
+    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        """See `AttentionOps.decode_attention`."""
+        checks.check_one_query_per_row(batch)
+        checks.check_attention(query, pages, batch, rule)
+        if self._refused("decode_attention", attention.pages_refusal(query, pages)):
+            return self._other.decode_attention(query, pages, batch, rule)
+        return decoded(attention.keys_and_values(query, pages, batch, rule))
+
+    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        """See `AttentionOps.prefill_attention`."""
+        checks.check_attention(query, pages, batch, rule)
+        if batch.query_start is None:
+            return self.decode_attention(query, pages, batch, rule)
+        if self._refused("prefill_attention", attention.pages_refusal(query, pages)):
+            return self._other.prefill_attention(query, pages, batch, rule)
+        prefill = attention.keys_and_values(query, pages, batch, rule)
+        if query.shape[0]:
+            attention.prefill_launch(prefill, chip_of(query.device)).run()
+        return prefill.out.to(query.dtype)
+
+    def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
+        """See `AttentionOps.mla_decode`."""
+        checks.check_mla(query, pages, batch, value_size)
+        if self._refused("mla_decode", attention.latent_refusal(query, pages, value_size)):
+            return self._other.mla_decode(query, pages, batch, scale, value_size)
+        return decoded(attention.latent(query, pages, batch, scale, value_size))
+
+    def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
+        """The torch backend's: a recurrence of few bytes per step, of which no kernel is written here."""
+        return self._other.state_step(pages, inputs, weights)
+
+    def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
+        """See `PageOps.copy_pages`."""
+        checks.check_copies(group, src, dst)
+        if self._refused("copy_pages", moves.refusal(group)):
+            return self._other.copy_pages(group, src, dst)
+        plan = moves.plan_copies(src, dst)
+        kept = self._kept(group, [source for source, _ in plan.staged])
+        if plan.direct:
+            sources, targets = zip(*plan.direct, strict=True)
+            device = group.layers[0].device
+            self._move(group, moves.Move(int(COPY), moves.on_device(sources, device), moves.on_device(targets, device)))
+        if kept is not None:
+            self.scatter(group, [target for _, target in plan.staged], kept)
+        return None
+
+    def zero_pages(self, group: GroupPages, blocks: Sequence[int]) -> None:
+        """See `PageOps.zero_pages`."""
+        checks.check_group(group)
+        checks.check_blocks(group, "blocks", blocks, written=True)
+        if self._refused("zero_pages", moves.refusal(group)):
+            self._other.zero_pages(group, blocks)
+        elif blocks:
+            self._move(group, moves.Move(int(ZERO), moves.on_device(blocks, group.layers[0].device)))
+
+    def gather(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
+        """See `PageOps.gather`."""
+        checks.check_group(group)
+        checks.check_blocks(group, "blocks", blocks, written=False)
+        checks.check_staging(group, blocks, staging)
+        if self._refused("gather", moves.refusal(group) or moves.staging_refusal(group, staging)):
+            self._other.gather(group, blocks, staging)
+        elif blocks:
+            ids = moves.on_device(blocks, group.layers[0].device)
+            self._move(group, moves.Move(int(GATHER), ids, staging=staging))
+
+    def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
+        """See `PageOps.scatter`."""
+        checks.check_group(group)
+        checks.check_blocks(group, "blocks", blocks, written=True)
+        checks.check_named_once(blocks)
+        checks.check_staging(group, blocks, staging)
+        if self._refused("scatter", moves.refusal(group) or moves.staging_refusal(group, staging)):
+            self._other.scatter(group, blocks, staging)
+        elif blocks:
+            ids = moves.on_device(blocks, group.layers[0].device)
+            self._move(group, moves.Move(int(SCATTER), ids, staging=staging))
+
+    def checksum(self, group: GroupPages, blocks: Sequence[int]) -> Tensor:
+        """See `PageOps.checksum`."""
+        checks.check_group(group)
+        checks.check_blocks(group, "blocks", blocks, written=False)
+        if self._refused("checksum", moves.refusal(group)):
+            return self._other.checksum(group, blocks)
+        return self._summed(group, blocks, None)
+
+    def gather_checked(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Tensor:
+        """`gather` and `checksum` of the same bytes in one pass."""
+        checks.check_group(group)
+        checks.check_blocks(group, "blocks", blocks, written=False)
+        checks.check_staging(group, blocks, staging)
+        if self._refused("gather_checked", moves.refusal(group) or moves.staging_refusal(group, staging)):
+            self._other.gather(group, blocks, staging)
+            return self._other.checksum(group, blocks)
+        return self._summed(group, blocks, staging)
+
+    def _summed(self, group: GroupPages, blocks: Sequence[int], staging: Tensor | None) -> Tensor:
+        device = group.layers[0].device
+        sums = torch.zeros(len(blocks), dtype=torch.int64, device=device)
+        if blocks:
+            what = int(CHECKSUM if staging is None else CHECKED_GATHER)
+            self._move(group, moves.Move(what, moves.on_device(blocks, device), staging=staging, sums=sums))
+        return sums
+
+    def _kept(self, group: GroupPages, blocks: Sequence[int]) -> Tensor | None:
+        """What blocks hold now, as rows of staging; None for no blocks."""
+        if not blocks:
+            return None
+        staging = torch.empty((len(blocks), group.bytes_per_block), dtype=torch.uint8, device=group.layers[0].device)
+        self.gather(group, blocks, staging)
+        return staging
+
+    def _move(self, group: GroupPages, move: moves.Move) -> None:
+        key = moves.key_of(group)
+        table = self._tables.get(key)
+        if table is None:
+            while len(self._tables) >= MAX_LAYER_TABLES:
+                del self._tables[next(iter(self._tables))]
+            table = self._tables[key] = moves.LayerTable.of(group)
+        moves.move_launch(table, move).run()
+
+    def _refused(self, operation: str, reason: str) -> bool:
+        if reason:
+            self.fallbacks[operation] = reason
+        return bool(reason)
+
+
+def decoded(decode: attention.Decode) -> Tensor:
+    """Run a decode; its result in the query's type."""
+    if decode.query.shape[0]:
+        for launch in attention.decode_launches(decode, chip_of(decode.query.device)):
+            launch.run()
+    return decode.out.to(decode.query.dtype)

@@ -1,0 +1,81 @@
+"""Pieces that every attention kernel shares: loading tiles of pages and queries, and the online softmax in base 2."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvplane_worker.ops.triton_ops.kernels.numbers import LOG2_E, NO_FP8, power_of_two_below, widen
+
+
+@triton.jit
+def load_blocks(batch, row, tile, low, high, S: tl.constexpr):
+    """Block ids of a tile's tokens; 0 for those outside low .. high."""
+    token = tile * S.tile + tl.arange(0, S.tile)
+    place = batch.table + row * batch.table_stride + token // S.page
+    return tl.load(place, mask=(token >= low) & (token < high), other=0)
+
+
+@triton.jit
+def offsets(pages, head, block, tile, S: tl.constexpr):
+    """Where the tokens of a tile begin, in elements, for one head."""
+    slot = (tile * S.tile + tl.arange(0, S.tile)) % S.page
+    return block.to(tl.int64) * pages.strides[0] + slot * pages.strides[1] + head * pages.strides[2]
+
+
+@triton.jit
+def load_tokens(pages, offset, columns, block, WIDTH: tl.constexpr, S: tl.constexpr):
+    """Elements [tokens, columns], as products take them; tokens of the null block read as 0 and touch no memory."""
+    mask = (block != 0)[:, None] & (columns < WIDTH)[None, :]
+    return widen(tl.load(pages.data + (offset[:, None] + columns[None, :]), mask=mask, other=0), S.fp8, S.upcast)
+
+
+@triton.jit
+def load_scale(pages, head, S: tl.constexpr):
+    """What stored values are multiplied with."""
+    factor = 1.0
+    if S.fp8 != NO_FP8:
+        factor = tl.load(pages.scale + head * pages.scale_stride)
+    return factor
+
+
+@triton.jit
+def query_unit(query, S: tl.constexpr):
+    """Per query, what it is divided by before the products.
+
+    For 8-bit pages products are float16's: a power of two keeps a large bfloat16 query in its range, exactly.
+    """
+    if S.fp8 == NO_FP8 or S.upcast:
+        return tl.full([query.shape[0]], 1.0, tl.float32)
+    else:
+        return power_of_two_below(tl.max(tl.abs(query.to(tl.float32)), axis=1))
+
+
+@triton.jit
+def scale_query(query, unit, S: tl.constexpr):
+    """The query in the type of the products."""
+    if S.upcast:
+        return query.to(tl.float32)
+    elif S.fp8 == NO_FP8:
+        return query
+    else:
+        return (query.to(tl.float32) / unit[:, None]).to(tl.float16)
+
+
+@triton.jit
+def weigh(scores, top, total):
+    """One step of the online softmax: weights of this tile, new maximum, new sum, factor of the old result."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - base[:, None])
+    fade = tl.exp2(top - base)
+    return weights, new_top, total * fade + tl.sum(weights, axis=1), fade
+
+
+@triton.jit
+def add_sink(sinks, heads, present, top, total):
+    """Let the sinks take their weight, the last term of the softmax: new sum, factor of the old result."""
+    sink = tl.load(sinks + heads, mask=present, other=0).to(tl.float32) * LOG2_E
+    new_top = tl.maximum(top, sink)
+    fade = tl.exp2(top - new_top)
+    return total * fade + tl.exp2(sink - new_top), fade

@@ -1,0 +1,73 @@
+"""How decode shares its work: every worker gets the same number of tiles of tokens, whatever the rows' lengths.
+
+    rows        | row 0: 3 tiles | row 1: 1 | row 2: 5 tiles          |
+    workers     | worker 0   | worker 1   | worker 2   |
+
+A worker's span is contiguous in (row, tile) order. What it computed of a row that it has whole it writes as the result;
+of a row that it shares it leaves a partial for the merge, in slot 1 when the row began in its span, in slot 0 when the
+row began before it. All heads have the same spans and run side by side, so that a token's bytes are read together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def first_attended(length, S: tl.constexpr):
+    """The first token that the last query of a row of `length` tokens attends to (0 for an empty row)."""
+    low = length * 0
+    if S.window > 0:
+        low = tl.maximum(length - S.window, 0)
+    if S.chunk > 0:
+        low = tl.maximum(length - 1, 0) // S.chunk * S.chunk
+    return low
+
+
+@triton.jit
+def tiles_of(length, S: tl.constexpr):
+    """Tiles that hold the attended tokens of a row."""
+    return tl.cdiv(length, S.tile) - first_attended(length, S) // S.tile
+
+
+@triton.jit
+def count_tiles(lengths, rows, S: tl.constexpr):
+    """Tiles of the first `rows` rows together."""
+    total = 0
+    for start in range(0, rows, S.scan):
+        index = start + tl.arange(0, S.scan)
+        total += tl.sum(tiles_of(tl.load(lengths + index, mask=index < rows, other=0), S))
+    return total
+
+
+@triton.jit
+def find_row(lengths, rows, tile, S: tl.constexpr):
+    """The row that holds tile number `tile`, and the number of tiles before that row."""
+    row = 0
+    before = 0
+    total = 0
+    for start in range(0, rows, S.scan):
+        index = start + tl.arange(0, S.scan)
+        length = tl.load(lengths + index, mask=index < rows, other=0)
+        ends = total + tl.cumsum(tiles_of(length, S), axis=0)
+        passed = (ends <= tile) & (index < rows)
+        row += tl.sum(passed.to(tl.int32))
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0)))
+        total = tl.max(ends)
+    return row, before
+
+
+@triton.jit
+def span_start(worker, total, workers):
+    """The first tile of a worker's span: spans differ by one tile at most."""
+    return worker * (total // workers) + tl.minimum(worker, total % workers)
+
+
+@triton.jit
+def worker_of(tile, total, workers):
+    """The worker whose span holds the tile."""
+    size = total // workers
+    longer = total % workers
+    edge = longer * (size + 1)
+    return tl.where(tile < edge, tile // (size + 1), longer + (tile - edge) // tl.maximum(size, 1))

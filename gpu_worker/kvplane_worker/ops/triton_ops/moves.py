@@ -1,0 +1,129 @@
+"""Whole pages: layer tables on the device, tile sizes, and the order of copies that read what others write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops.interface import GroupPages
+from kvplane_worker.ops.triton_ops.kernels.arguments import power_of_two
+from kvplane_worker.ops.triton_ops.kernels.moves import move_pages
+from kvplane_worker.ops.triton_ops.launch import Launch
+
+WORD_BYTES = 4
+TILE_WORDS = 4096
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTable:
+    """Where the layers of a group lie, on the device (see `kernels.moves`).
+
+    Attributes:
+        rows: int64 [layers, 4].
+        page_words: of the widest layer.
+    """
+
+    rows: Tensor
+    page_words: int
+
+    @classmethod
+    def of(cls, group: GroupPages) -> LayerTable:
+        """Read the layers' places, and copy them to their device."""
+        rows, before = [], 0
+        for layer in group.layers:
+            words = layer.shape[1] // WORD_BYTES
+            rows.append((layer.data_ptr(), layer.stride(0), words, before))
+            before += words
+        on_host = torch.tensor(rows, dtype=torch.int64)
+        return cls(on_host.to(group.layers[0].device), max(row[2] for row in rows))
+
+
+def key_of(group: GroupPages) -> tuple[tuple[int, int, int], ...]:
+    """What a layer table depends on."""
+    return tuple((layer.data_ptr(), layer.stride(0), layer.shape[1]) for layer in group.layers)
+
+
+def refusal(group: GroupPages) -> str:
+    """Why no kernel moves these pages; "" when one does."""
+    for layer in group.layers:
+        if layer.data_ptr() % ALIGNMENT_BYTES or layer.stride(0) % ALIGNMENT_BYTES or layer.stride(1) != 1:
+            return f"pages are not aligned to {ALIGNMENT_BYTES} bytes"
+        if layer.shape[1] % ALIGNMENT_BYTES:
+            return f"pages of {layer.shape[1]} bytes are not a multiple of {ALIGNMENT_BYTES}"
+    return ""
+
+
+def staging_refusal(group: GroupPages, staging: Tensor) -> str:
+    """Why no kernel reads or writes this staging buffer; "" when one does."""
+    if staging.device != group.layers[0].device and not staging.is_pinned():
+        return "staging is in host memory that is not pinned"
+    if staging.data_ptr() % ALIGNMENT_BYTES or staging.stride(0) % ALIGNMENT_BYTES or staging.stride(1) != 1:
+        return f"rows of staging are not aligned to {ALIGNMENT_BYTES} bytes"
+    return ""
+
+
+def on_device(blocks: Sequence[int], device: torch.device) -> Tensor:
+    """Block ids as int32 on the device; the host does not wait for the copy."""
+    pinned = torch.tensor(blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What one launch moves.
+
+    Attributes:
+        what: a constant of `kernels.moves`.
+        blocks, targets: block ids on the device; targets only for copies.
+        staging: uint8 [blocks, bytes of a row], device or pinned memory; None where none is used.
+        sums: int64 [blocks], zeroed; None where none are wanted.
+        max_programs: a limit for launches that leave most multiprocessors to others; 0 = none.
+    """
+
+    what: int
+    blocks: Tensor
+    targets: Tensor | None = None
+    staging: Tensor | None = None
+    sums: Tensor | None = None
+    max_programs: int = 0
+
+
+def move_launch(table: LayerTable, move: Move) -> Launch:
+    """The launch of a move: tiles of 16 KiB, several pages each where pages are smaller."""
+    words = min(TILE_WORDS, power_of_two(table.page_words, 4))
+    pages = TILE_WORDS // words
+    count, layers = move.blocks.numel(), table.rows.shape[0]
+    chunks = -(-table.page_words // words)
+    tiles = -(-count // pages) * layers * chunks
+    staging = None if move.staging is None else move.staging.view(torch.int32)
+    row_words = 0 if staging is None else staging.stride(0)
+    sums = None if move.sums is None else move.sums.view(torch.int32)
+    return Launch(
+        move_pages,
+        (min(tiles, move.max_programs or tiles),),
+        (table.rows, move.blocks, move.targets, staging, sums, count, row_words, layers, chunks),
+        {"WHAT": move.what, "PAGES": pages, "WORDS": words},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Copies without order: `direct` pairs read nothing that is written, `staged` pairs are read before any write."""
+
+    direct: tuple[tuple[int, int], ...]
+    staged: tuple[tuple[int, int], ...]
+
+
+def plan_copies(src: Sequence[int], dst: Sequence[int]) -> CopyPlan:
+    """What copies src[i] → dst[i], one after the other, amount to when all are done at once."""
+    origin: dict[int, int] = {}
+    for source, target in zip(src, dst, strict=True):
+        origin[target] = origin.get(source, source)
+    pairs = [(source, target) for target, source in origin.items() if source != target]
+    written = {target for _, target in pairs}
+    staged = tuple(pair for pair in pairs if pair[0] in written)
+    return CopyPlan(tuple(pair for pair in pairs if pair[0] not in written), staged)

@@ -1,0 +1,78 @@
+"""Tokens into pages: what the kernel takes, and its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops.triton_ops.kernels.arguments import Heads, Paged, WriteShape, power_of_two
+from kvplane_worker.ops.triton_ops.kernels.writes import write_tokens
+from kvplane_worker.ops.triton_ops.launch import Chip, Launch
+
+MAX_COLUMNS = 1024
+TILE_ELEMENTS = 8192
+VECTOR = 8
+COPIED = (torch.float32, torch.bfloat16, torch.float16)
+RAW = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Tokens [tokens, heads, size] and the pages [blocks, block_size, heads, size] that they go to."""
+
+    tokens: Tensor
+    pages: Tensor
+    scale: Tensor | None
+
+    @property
+    def width(self) -> int:
+        """Elements of a token, all heads."""
+        return self.pages.shape[2] * self.pages.shape[3]
+
+    def refusal(self) -> str:
+        """Why no kernel writes this; "" when one does."""
+        pages, size = self.pages, self.pages.shape[3]
+        if pages.dtype == torch.float8_e4m3fn:
+            if self.tokens.dtype not in COPIED:
+                return f"no kernel rounds {self.tokens.dtype} to {pages.dtype}"
+        elif pages.dtype not in COPIED or self.tokens.dtype != pages.dtype:
+            return f"no kernel writes {self.tokens.dtype} into pages of {pages.dtype}"
+        if pages.stride(3) != 1 or pages.stride(2) != size or self.tokens.stride(1) != size:
+            return "heads of a token are not contiguous"
+        if self.tokens.stride(2) != 1 or self.width % VECTOR:
+            return f"a token's {self.width} elements are not contiguous or not a multiple of {VECTOR}"
+        return ""
+
+    def source(self) -> Heads:
+        """The tokens as a kernel takes them: what is only copied, as whole numbers."""
+        raw = RAW[self.tokens.dtype] if self.tokens.dtype == self.pages.dtype else self.tokens.dtype
+        return Heads(self.tokens.view(raw), (self.tokens.stride(0), self.tokens.stride(1)))
+
+    def target(self) -> Paged:
+        """The pages as a kernel takes them."""
+        kind = torch.uint8 if self.pages.dtype == torch.float8_e4m3fn else RAW[self.pages.dtype]
+        per_head = self.scale is not None and self.scale.numel() > 1
+        strides = (self.pages.stride(0), self.pages.stride(1), self.pages.stride(2))
+        return Paged(self.pages.view(kind), strides, self.scale, int(per_head))
+
+
+def write_launch(key: Written, value: Written | None, slots: Tensor, chip: Chip) -> Launch:
+    """The launch that writes keys and, if there are, values; they have as many tokens as there are slots."""
+    widest = max(key.width, value.width if value else 0)
+    columns = min(MAX_COLUMNS, power_of_two(widest))
+    shape = WriteShape(
+        page=key.pages.shape[1],
+        size_k=key.pages.shape[3],
+        size_v=value.pages.shape[3] if value else 0,
+        width_k=key.width,
+        width_v=value.width if value else 0,
+        fp8=chip.fp8 if key.pages.dtype == torch.float8_e4m3fn else 0,
+        tokens=TILE_ELEMENTS // columns,
+        columns=columns,
+    )
+    second = value or key
+    grid = (-(-slots.numel() // shape.tokens), -(-widest // columns))
+    arguments = (key.source(), second.source(), key.target(), second.target(), slots, slots.numel())
+    return Launch(write_tokens, grid, arguments, {"S": shape})

@@ -1,0 +1,233 @@
+"""Every kernel compiled for chips that are not here: the launches of the backend itself, and their machine code.
+
+    python -m tests.ops.compiled 90            a line of JSON per launch
+
+Runs without the interpreter: a process either interprets kernels or compiles them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import compiler as nvidia
+
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages
+from kvplane_worker.ops.triton_ops import attention, moves, writes
+from kvplane_worker.ops.triton_ops.kernels import moves as kinds
+from kvplane_worker.ops.triton_ops.launch import Chip, Launch
+
+CHIPS = {80: Chip(108, 163 << 10, False), 90: Chip(132, 227 << 10, True), 100: Chip(148, 227 << 10, True)}
+NATIVE_ON_80 = Chip(108, 163 << 10, native_fp8=True)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What a launch came to on a chip.
+
+    Attributes:
+        loads: 128-bit loads from global memory, straight to registers or to shared memory.
+        stores: 128-bit stores to global memory.
+        spills: accesses of local memory.
+        error: why it cannot be compiled; "" when it can.
+    """
+
+    launch: str
+    arch: int
+    loads: int = 0
+    stores: int = 0
+    spills: int = 0
+    registers: int = 0
+    shared_bytes: int = 0
+    error: str = ""
+
+
+class NoDevice:
+    """A driver for a chip that is not here: enough of Triton's to specialise and compile, nothing to run."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return self._target.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+
+def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
+    """Compile a launch for a chip as if it were run there, and count what matters in the machine code."""
+    triton.runtime.driver.set_active(NoDevice(arch))
+    try:
+        kernel = launch.kernel.warmup(
+            *launch.arguments, **launch.constants, grid=launch.grid, num_warps=launch.num_warps
+        )
+    except (triton.CompilationError, ValueError) as error:
+        return Compiled(name, arch, error=reason(error))
+    code = machine_code(kernel.asm["cubin"])
+    counts = Counter(re.findall(r"^\s+/\*\w+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]+)", code, flags=re.M))
+    wide = {op: n for op, n in counts.items() if ".128" in op}
+    return Compiled(
+        name,
+        arch,
+        loads=sum(n for op, n in wide.items() if op.startswith(("LDG", "LDGSTS"))),
+        stores=sum(n for op, n in wide.items() if op.startswith("STG")),
+        spills=sum(n for op, n in counts.items() if op.startswith(("LDL", "STL"))),
+        registers=kernel_registers(kernel.asm["cubin"]),
+        shared_bytes=kernel.metadata.shared,
+    )
+
+
+def reason(error: BaseException) -> str:
+    """The last line that the innermost error says; Triton wraps it in one with a caret per call."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return [type(error).__name__, *str(error).strip().splitlines()][-1]
+
+
+def tool(name: str, cubin: bytes, *options: str) -> str:
+    """What a tool that comes with Triton says about machine code."""
+    binary = Path(nvidia.__file__).parent / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([binary, *options, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def machine_code(cubin: bytes) -> str:
+    return tool("cuobjdump", cubin, "-sass")
+
+
+def kernel_registers(cubin: bytes) -> int:
+    found = re.search(r"REG:(\d+)", tool("cuobjdump", cubin, "-res-usage"))
+    return int(found[1]) if found else -1
+
+
+def group(page_bytes: int) -> GroupPages:
+    return GroupPages(tuple(torch.zeros((8, page_bytes), dtype=torch.uint8) for _ in range(2)))
+
+
+def move_launches(page_bytes: int, names: str) -> Iterator[tuple[str, Launch]]:
+    pages = group(page_bytes)
+    table, ids = moves.LayerTable.of(pages), torch.arange(1, 5, dtype=torch.int32)
+    staging = torch.zeros((4, pages.bytes_per_block), dtype=torch.uint8)
+    sums = torch.zeros(4, dtype=torch.int64)
+    rooms: dict[str, tuple[Any, Tensor | None, Tensor | None, Tensor | None]] = {
+        "copy": (kinds.COPY, ids, None, None),
+        "gather": (kinds.GATHER, None, staging, None),
+        "scatter": (kinds.SCATTER, None, staging, None),
+        "zero": (kinds.ZERO, None, None, None),
+        "checked": (kinds.CHECKED_GATHER, None, staging, sums),
+    }
+    for name in names.split():
+        what, targets, room, total = rooms[name]
+        move = moves.Move(int(what), ids, targets, room, total)
+        yield f"{name}, pages of {page_bytes} bytes", moves.move_launch(table, move)
+
+
+def keys_values(dtype: torch.dtype, page: int, heads: int, size: int) -> AttentionPages:
+    room = torch.zeros((8, 2, page, heads, size), dtype=dtype if dtype.itemsize > 1 else torch.uint8).view(dtype)
+    scale = torch.ones(heads) if dtype.itemsize == 1 else None
+    return AttentionPages(room[:, 0], room[:, 1], scale, scale)
+
+
+def write_launch(dtype: torch.dtype, chip: Chip) -> tuple[str, Launch]:
+    pages, slots = keys_values(dtype, 16, 8, 128), torch.arange(32)
+    new = torch.zeros((32, 8, 128), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    k, v = writes.Written(new, pages.k, pages.k_scale), writes.Written(new, pages.v, pages.v_scale)
+    return f"write {short(dtype)}", writes.write_launch(k, v, slots, chip)
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def latent_write_launch(chip: Chip) -> Launch:
+    latents, new = torch.zeros((8, 64, 1, 576), dtype=torch.bfloat16), torch.zeros((32, 1, 576), dtype=torch.bfloat16)
+    return writes.write_launch(writes.Written(new, latents, None), None, torch.arange(32), chip)
+
+
+def batch(rows: int, queries: int = 0) -> Batch:
+    starts = torch.arange(0, queries + 1, queries // rows, dtype=torch.int32) if queries else None
+    return Batch(torch.zeros((rows, 16), dtype=torch.int32), torch.ones(rows, dtype=torch.int32), starts)
+
+
+def attention_case(shape: tuple[int, int], dtype: torch.dtype, page: int, rule: AttentionRule) -> attention.Decode:
+    """Rows and queries of a batch (0: one per row), 64 query heads on 8 key-value heads of 128."""
+    rows, queries = shape
+    query = torch.zeros((queries or rows, 64, 128), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
+    return attention.keys_and_values(query, keys_values(dtype, page, 8, 128), batch(rows, queries), rule)
+
+
+def decode_launches(dtype: torch.dtype, page: int, rule: AttentionRule, chip: Chip) -> Iterator[tuple[str, Launch]]:
+    spans, merge = attention.decode_launches(attention_case((4, 0), dtype, page, rule), chip)
+    yield f"decode {short(dtype)}, pages of {page}, {of(rule)}", spans
+    if rule.sinks is not None:
+        yield f"merge, {of(rule)}", merge
+
+
+def prefill_launch(dtype: torch.dtype, page: int, rule: AttentionRule, chip: Chip) -> tuple[str, Launch]:
+    case = attention_case((4, 64), dtype, page, rule)
+    return f"prefill {short(dtype)}, pages of {page}, {of(rule)}", attention.prefill_launch(case, chip)
+
+
+def of(rule: AttentionRule) -> str:
+    extent = f"window {rule.window}" if rule.window else f"chunk {rule.chunk}" if rule.chunk else "full"
+    return extent + (" with sinks" if rule.sinks is not None else "")
+
+
+def latent_launch(heads: int, chip: Chip) -> Launch:
+    query, latents = torch.zeros((4, heads, 576), dtype=torch.bfloat16), torch.zeros((8, 64, 576), dtype=torch.bfloat16)
+    decode = attention.latent(query, latents, batch(4), 0.1, 512)
+    return attention.decode_launches(decode, chip)[0]
+
+
+def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
+    """The launches that a chip has to take."""
+    yield from move_launches(4096, "copy gather scatter zero checked")
+    yield from move_launches(65536, "copy gather")
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        yield write_launch(dtype, chip)
+    yield "write latents", latent_write_launch(chip)
+    full, window = AttentionRule(0.1), AttentionRule(0.1, window=128, sinks=torch.zeros(64))
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        yield from decode_launches(dtype, 16, full, chip)
+        yield prefill_launch(dtype, 16, full, chip)
+    yield from decode_launches(torch.bfloat16, 64, window, chip)
+    yield from decode_launches(torch.float16, 16, AttentionRule(0.1, chunk=8192), chip)
+    yield "latent decode", latent_launch(16, chip)
+
+
+def matrix(arch: int) -> Iterator[Compiled]:
+    """Every launch on a chip, and on sm_80 what it cannot have."""
+    for name, launch in launches(CHIPS[arch]):
+        yield compile_launch(name, launch, arch)
+    if arch == 80:
+        name, launch = write_launch(torch.float8_e4m3fn, NATIVE_ON_80)
+        yield compile_launch(f"{name}, native", launch, arch)
+
+
+def main() -> int:
+    for compiled in matrix(int(sys.argv[1])):
+        sys.stdout.write(json.dumps(asdict(compiled)) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""The Triton backend keeps the contract, in the interpreter: some random cases; 400 by `make test-nightly`."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane_worker.ops.triton_ops.backend import TritonOps
+from tests.ops.contract import CHECKS, run
+from tests.ops.subjects import SUBJECTS
+
+# Seeds per operation, and how many of them a kernel takes at least; the others, of odd shapes, are the torch backend's.
+SEEDS = {
+    "write_kv": (80, 40),
+    "write_latent": (80, 40),
+    "decode_attention": (40, 18),
+    "prefill_attention": (40, 18),
+    "mla_decode": (20, 9),
+    "copy_pages": (60, 35),
+    "zero_pages": (60, 35),
+    "gather": (60, 35),
+    "scatter": (60, 35),
+    "checksum": (30, 15),
+}
+NIGHTLY_SEEDS, NIGHTLY_BY_KERNELS = 1000, 400
+
+
+def by_kernels(operation: str, seeds: range, enough: int) -> tuple[int, list[str]]:
+    """Run seeds until `enough` of them were taken by kernels; how many were, and the failures."""
+    subject, taken, failures = SUBJECTS["triton"]("cpu"), 0, []
+    assert isinstance(subject.ops, TritonOps)
+    for seed in seeds:
+        subject.ops.fallbacks.clear()
+        failures += run(subject, operation, [seed])
+        taken += operation not in subject.ops.fallbacks
+        if taken == enough:
+            break
+    return taken, failures
+
+
+@pytest.mark.parametrize("operation", SEEDS)
+def test_random_cases_in_the_interpreter(operation):
+    seeds, least = SEEDS[operation]
+    taken, failures = by_kernels(operation, range(seeds), seeds)
+    assert not failures, "\n".join([f"{len(failures)} of {seeds} cases", *failures[:5]])
+    assert taken >= least, f"kernels took {taken} of {seeds} cases"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("operation", SEEDS)
+def test_400_cases_by_kernels_in_the_interpreter(operation):
+    taken, failures = by_kernels(operation, range(1000, 1000 + NIGHTLY_SEEDS), NIGHTLY_BY_KERNELS)
+    assert not failures, "\n".join([f"{len(failures)} cases", *failures[:5]])
+    assert taken == NIGHTLY_BY_KERNELS
+
+
+def test_every_operation_is_checked():
+    assert set(SEEDS) | {"state_step"} == set(CHECKS)
+
+
+def test_recurrent_states_are_the_torch_backends():
+    assert not run(SUBJECTS["triton"]("cpu"), "state_step", range(20))

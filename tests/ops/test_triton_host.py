@@ -1,0 +1,120 @@
+"""What the Triton backend decides on the host: where it works, what it leaves to torch, tiles, and orders of copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane.base.errors import FailedPrecondition
+from kvplane_worker.ops import select
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages
+from kvplane_worker.ops.triton_ops import moves
+from kvplane_worker.ops.triton_ops.attention import DECODE, LATENT
+from kvplane_worker.ops.triton_ops.backend import TritonOps
+from kvplane_worker.ops.triton_ops.entry import unfit_machine
+from kvplane_worker.ops.triton_ops.launch import Chip
+from tests.ops import interpreter
+
+A100 = Chip(108, 163 << 10, native_fp8=False)
+H200 = Chip(132, 227 << 10, native_fp8=True)
+
+
+@pytest.fixture
+def ops() -> TritonOps:
+    interpreter.quicken()
+    return TritonOps()
+
+
+def test_a_worker_on_a_cpu_uses_torch_and_says_why():
+    choice = select.choose("cpu")
+    assert choice.reasons == ("triton: needs a CUDA device, not cpu", "torch: chosen")
+    with pytest.raises(FailedPrecondition, match="triton: needs a CUDA device"):
+        select.choose("cpu", "triton")
+
+
+def test_old_devices_old_tritons_and_missing_compilers_are_named():
+    assert unfit_machine((9, 0), "3.6.0", "gcc") == ""
+    assert unfit_machine((7, 5), "3.6.0", "gcc") == "compute capability 7.5 is below 8.0"
+    assert unfit_machine((8, 0), "3.5.1", "gcc") == "triton 3.5.1 is older than 3.6"
+    assert unfit_machine((8, 0), "", "gcc") == "triton is not installed"
+    assert "no C compiler" in unfit_machine((8, 0), "3.10.0", None)
+
+
+def attend(ops: TritonOps, dtype: torch.dtype, size: int) -> torch.Tensor:
+    room = torch.randn((3, 2, 4, 1, size)).to(dtype)
+    pages, query = AttentionPages(room[:, 0], room[:, 1]), torch.randn((1, 2, size)).to(dtype)
+    batch = Batch(torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([7], dtype=torch.int32))
+    return ops.decode_attention(query, pages, batch, AttentionRule(0.3))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "reason"),
+    [
+        (torch.float64, 16, "no kernel multiplies torch.float64 with pages of torch.float64"),
+        (torch.float32, 20, "a head of 20 elements is not a multiple of 8"),
+        (torch.float32, 264, "a head of 264 elements: at most 256"),
+    ],
+)
+def test_what_no_kernel_takes_goes_to_torch_and_is_remembered(ops, dtype, size, reason):
+    assert attend(ops, dtype, size).isfinite().all()
+    assert ops.fallbacks == {"decode_attention": reason}
+
+
+def test_what_a_kernel_takes_is_no_fallback(ops):
+    attend(ops, torch.float32, 16)
+    assert ops.fallbacks == {}
+
+
+def test_odd_pages_and_pageable_staging_go_to_torch(ops):
+    group = GroupPages((torch.zeros((4, 40), dtype=torch.uint8),))
+    ops.zero_pages(group, [1])
+    assert ops.fallbacks == {"zero_pages": "pages are not aligned to 16 bytes"}
+    elsewhere = GroupPages((torch.zeros((4, 64), dtype=torch.uint8, device="meta"),))
+    pageable = torch.zeros((1, 64), dtype=torch.uint8)
+    assert moves.staging_refusal(elsewhere, pageable) == "staging is in host memory that is not pinned"
+
+
+def test_a_checked_gather_is_a_gather_and_a_checksum(ops):
+    group = GroupPages(tuple(torch.randint(0, 256, (5, size), dtype=torch.uint8) for size in (64, 4112)))
+    staging, again = (torch.zeros((3, group.bytes_per_block), dtype=torch.uint8) for _ in range(2))
+    sums = ops.gather_checked(group, [3, 1, 3], staging)
+    ops.gather(group, [3, 1, 3], again)
+    assert torch.equal(staging, again)
+    assert torch.equal(sums, ops.checksum(group, [3, 1, 3]))
+
+
+def test_a_launch_of_few_programs_moves_everything():
+    group = GroupPages((torch.randint(0, 256, (9, 20 << 10), dtype=torch.uint8),))
+    staging = torch.zeros((8, 20 << 10), dtype=torch.uint8)
+    blocks = torch.arange(1, 9, dtype=torch.int32)
+    launch = moves.move_launch(moves.LayerTable.of(group), moves.Move(1, blocks, staging=staging, max_programs=3))
+    assert launch.grid == (3,)
+    interpreter.quicken()
+    launch.run()
+    assert torch.equal(staging, group.layers[0][1:])
+
+
+def test_tiles_fit_the_shared_memory():
+    assert DECODE.tile(512, H200) == 64
+    assert DECODE.tile(256, A100) == 128
+    assert DECODE.programs(512, H200) == 3 * 132
+    assert DECODE.programs(512, A100) == 2 * 108
+    assert LATENT.tile(1152, H200) == 64
+    assert LATENT.tile(1152, A100) == 32
+    assert LATENT.tile(100_000, A100) == 16
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), max_size=12))
+def test_planned_copies_at_once_equal_copies_one_after_the_other(pairs):
+    one_by_one = list(range(6))
+    for source, target in pairs:
+        one_by_one[target] = one_by_one[source]
+    plan = moves.plan_copies([source for source, _ in pairs], [target for _, target in pairs])
+    written = {target for _, target in plan.direct + plan.staged}
+    assert not written & {source for source, _ in plan.direct}
+    at_once = list(range(6))
+    for source, target in plan.direct + plan.staged:
+        at_once[target] = source
+    assert at_once == one_by_one
