@@ -214,6 +214,18 @@ def test_moving_keys_says_nothing_and_leaves_the_source_bare():
     assert pool.events == []
 
 
+def test_content_moves_also_when_its_keys_were_dropped():
+    pool = pool_of()
+    source, target = pool.take(2)
+    pool.register(source, key(1), 4)
+    pool.drop_keys(source, RemoveReason.DROPPED)
+    before = [pool.stamp[source], pool.stamp[target]]
+    pool.move_keys(source, target)
+    assert [pool.key[source], pool.key[target]] == [None, None]
+    after = [pool.stamp[source], pool.stamp[target]]
+    assert min(after) > max(before), "both pages will hold something else"
+
+
 # -- dropping and reset ------------------------------------------------------------------------------------------------
 
 

@@ -259,9 +259,10 @@ class BlockPool:
     def move_keys(self, source: int, target: int) -> None:
         """Let the content under the source's keys live in the target; both are restamped, nothing is told."""
         assert self.key[target] is None, f"block {target} already has a key"
-        num_tokens = [self.key_tokens[source], *self.more_keys.get(source, {}).values()]
-        for key, count in zip(self.unregister(source), num_tokens, strict=True):
-            self.register(target, key, count)
+        if self.key[source] is not None:  # it may have been dropped meanwhile
+            num_tokens = [self.key_tokens[source], *self.more_keys.get(source, {}).values()]
+            for key, count in zip(self.unregister(source), num_tokens, strict=True):
+                self.register(target, key, count)
         self.restamp(source)
         self.restamp(target)
 

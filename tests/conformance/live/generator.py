@@ -26,7 +26,10 @@ from tests.conformance.live.kinds import Habits
 
 
 class Generator:
-    """Endless rounds: a step, results, running requests, admissions, arrivals, and what disturbs them."""
+    """Endless rounds: results, a step, running requests, admissions, arrivals, and what disturbs them.
+
+    Results come before the step begins, as in every engine: what they register was written by steps before it.
+    """
 
     def __init__(self, random: Random, driver: Driver, habits: Habits) -> None:
         self._random = random
@@ -45,8 +48,8 @@ class Generator:
     def intents(self) -> Iterator[Intent]:
         """One after the other; each must be performed before the next is drawn."""
         while True:
-            yield Step()
             yield from self._results()
+            yield Step()
             yield from self._running()
             yield from self._admissions()
             yield from self._disturbances()
