@@ -43,6 +43,7 @@ app = typer.Typer(
 )
 for name, module in COMMANDS.items():
     app.command(name)(importlib.import_module(module).command)
+app.add_typer(importlib.import_module("kvplane_service.cli.store").app, name="store")
 
 
 def exit_code(error: KvplaneError) -> int:
