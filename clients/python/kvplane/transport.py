@@ -14,10 +14,11 @@ from queue import SimpleQueue
 
 import grpc
 
-from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.channel import MAX_MESSAGE_BYTES
+from kvplane.owners import Owners
 from kvplane.status import error_of_rpc
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
@@ -32,12 +33,13 @@ class GrpcTransport:
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channel: grpc.Channel | Owners[grpc.Channel],
         open_timeout_s: float = OPEN_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
-        self._stub = AllocationStub(channel)
+        self._owners = channel if isinstance(channel, Owners) else Owners(channel)
+        self._stub = AllocationStub(self._owners.first)
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
@@ -46,9 +48,18 @@ class GrpcTransport:
     def open(self, request: OpenRequest) -> Opened:
         """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
         message = stream_messages.open_message(request)
+        stub, hops = self._stub, 0
+        while True:
+            try:
+                return self._open_at(stub, message)
+            except Moved as moved:
+                hops += 1
+                stub = AllocationStub(self._owners.after(moved, hops))
+
+    def _open_at(self, stub: AllocationStub, message: SessionRequest) -> Opened:
         self._drop()
         self.draining = False
-        self._stream = stream = _Stream(self._stub)
+        self._stream = stream = _Stream(stub)
         try:
             stream.send(message)
             with stream.cut_after(self._open_timeout_s):

@@ -7,6 +7,7 @@ carry an op_id for it), are tried again when the service was not reachable.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
@@ -14,12 +15,13 @@ import grpc
 from google.protobuf.message import Message
 
 from kvplane import calls, wire
-from kvplane.base.errors import FailedPrecondition, Unavailable
+from kvplane.base.errors import FailedPrecondition, Moved, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.calls import Call
 from kvplane.channel import MAX_MESSAGE_BYTES, open_channel
 from kvplane.events import EventBatch
+from kvplane.owners import Owners
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
@@ -53,8 +55,9 @@ def connect(
         max_message_bytes: of a message, each way.
         retry: of unary calls, when the service cannot be reached.
     """
-    channel = open_channel(address, credentials, max_message_bytes)
-    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
+    reach = partial(open_channel, credentials=credentials, max_message_bytes=max_message_bytes)
+    channel = reach(address)
+    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry, reach=reach)
 
 
 class Client:
@@ -71,8 +74,10 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         retry: RetryPolicy = UNARY_RETRY,
+        reach: Callable[[str], grpc.Channel] | None = None,
     ) -> None:
-        self._channel = channel
+        """`reach` opens a channel to the service that owns a replica, where another one said so; it is followed."""
+        self._owners = Owners(channel, reach)
         self._events = events_pb2_grpc.EventsStub(channel)
         self._closed = False
         self._timeout_s = timeout_s
@@ -82,7 +87,8 @@ class Client:
     def close(self) -> None:
         """Close the channel, and with it the streams of sessions and subscriptions that are still open."""
         self._closed = True
-        self._channel.close()
+        for channel in self._owners.close():
+            channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +151,7 @@ class Client:
         """Open a session; see Session and OpenRequest."""
         self._require_open()
         request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
-        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
         return Session(transport, request, retry=retry)
 
     def lasting_session(
@@ -163,7 +169,7 @@ class Client:
         request = OpenRequest(
             replica, draw_nonce(), NEW_EPOCH, with_events, client, first.stamp_table, first.incarnation
         )
-        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
         return Session(transport, request, retry=retry, revive=revive)
 
     # ---- requests, without a session
@@ -245,7 +251,16 @@ class Client:
 
     def _do(self, call: Call[Answer]) -> Answer:
         self._require_open()
-        method = self._channel.unary_unary(
+        channel, hops = self._owners.first, 0
+        while True:
+            try:
+                return self._do_at(channel, call)
+            except Moved as moved:
+                hops += 1
+                channel = self._owners.after(moved, hops)
+
+    def _do_at(self, channel: grpc.Channel, call: Call[Answer]) -> Answer:
+        method = channel.unary_unary(
             call.path,
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.answer_type.FromString,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 from weakref import WeakSet
@@ -15,12 +16,13 @@ from google.protobuf.message import Message
 from kvplane import calls, wire
 from kvplane.aio.session import Session
 from kvplane.aio.transport import GrpcTransport
-from kvplane.base.errors import FailedPrecondition, Unavailable
+from kvplane.base.errors import FailedPrecondition, Moved, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.calls import Call
 from kvplane.channel import MAX_MESSAGE_BYTES, open_aio_channel
 from kvplane.events import EventBatch
+from kvplane.owners import Owners
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
@@ -43,8 +45,9 @@ def connect(
     retry: RetryPolicy = UNARY_RETRY,
 ) -> Client:
     """A client of the service at an address; call it within the running loop. See `kvplane.connect`."""
-    channel = open_aio_channel(address, credentials, max_message_bytes)
-    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
+    reach = partial(open_aio_channel, credentials=credentials, max_message_bytes=max_message_bytes)
+    channel = reach(address)
+    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry, reach=reach)
 
 
 class Client:
@@ -61,8 +64,9 @@ class Client:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         retry: RetryPolicy = UNARY_RETRY,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        reach: Callable[[str], grpc.aio.Channel] | None = None,
     ) -> None:
-        self._channel = channel
+        self._owners = Owners(channel, reach)
         self._events = events_pb2_grpc.EventsStub(channel)
         self._transports: WeakSet[GrpcTransport] = WeakSet()
         self._closed = False
@@ -76,7 +80,8 @@ class Client:
         self._closed = True
         for transport in self._transports:  # the channel would leave them open
             transport.cut()
-        await self._channel.close()
+        for channel in self._owners.close():
+            await channel.close()
 
     async def __aenter__(self) -> Client:
         return self
@@ -129,7 +134,7 @@ class Client:
         """Open a session; see Session and OpenRequest."""
         self._require_open()
         request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
-        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
         self._transports.add(transport)
         return await Session(transport, request, retry=retry, pause=self._pause_s).open()
 
@@ -148,7 +153,7 @@ class Client:
         request = OpenRequest(
             replica, draw_nonce(), NEW_EPOCH, with_events, client, first.stamp_table, first.incarnation
         )
-        transport = GrpcTransport(self._channel, max_message_bytes=self._max_message_bytes)
+        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
         self._transports.add(transport)
         return await Session(transport, request, retry=retry, pause=self._pause_s, revive=revive).open()
 
@@ -221,7 +226,16 @@ class Client:
 
     async def _do(self, call: Call[Answer]) -> Answer:
         self._require_open()
-        method = self._channel.unary_unary(
+        channel, hops = self._owners.first, 0
+        while True:
+            try:
+                return await self._do_at(channel, call)
+            except Moved as moved:
+                hops += 1
+                channel = self._owners.after(moved, hops)
+
+    async def _do_at(self, channel: grpc.aio.Channel, call: Call[Answer]) -> Answer:
+        method = channel.unary_unary(
             call.path,
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.answer_type.FromString,

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 import grpc.aio
 
-from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.channel import MAX_MESSAGE_BYTES
+from kvplane.owners import Owners
 from kvplane.status import error_of_rpc
 from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.wire import stream as stream_messages
+
+if TYPE_CHECKING:
+    from kvplane.v1.allocation_pb2_grpc import AllocationAsyncStub
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]"
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the second: written to after its end
@@ -29,12 +33,13 @@ class GrpcTransport:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channel: grpc.aio.Channel | Owners[grpc.aio.Channel],
         open_timeout_s: float = OPEN_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
-        self._stub = AllocationStub(channel)
+        self._owners = channel if isinstance(channel, Owners) else Owners(channel)
+        self._stub = AllocationStub(self._owners.first)
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._call: _Call | None = None
@@ -44,11 +49,20 @@ class GrpcTransport:
     async def open(self, request: OpenRequest) -> Opened:
         """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
         message = stream_messages.open_message(request)
+        stub, hops = self._stub, 0
+        while True:
+            try:
+                return await self._open_at(stub, message)
+            except Moved as moved:
+                hops += 1
+                stub = AllocationStub(self._owners.after(moved, hops))
+
+    async def _open_at(self, stub: AllocationAsyncStub, message: SessionRequest) -> Opened:
         self.cut()
         self.draining = False
         try:
             self._first_outcome = None
-            self._call = self._stub.Session()
+            self._call = stub.Session()
             self._call.add_done_callback(self._note_outcome)
             async with asyncio.timeout(self._open_timeout_s):
                 await self._write(message)

@@ -1,0 +1,86 @@
+"""Two services on one store: who does not own a replica says who does, and the client goes there."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvplane
+from kvplane import aio
+from kvplane.base.errors import Moved, NotFound
+from kvplane.channel import open_channel
+from kvplane.owners import MAX_HOPS, Owners
+from kvplane.requests import Allocate, Content
+from kvplane.unary import Client
+from tests.cli.test_serve import serving
+from tests.client.lasting import ONE_GROUP
+from tests.store import servers
+
+
+@pytest.fixture(scope="module")
+def addresses(tmp_path_factory):
+    """Of a service with a replica and of one without it."""
+    owner, other = (f"127.0.0.1:{servers.free_port()}" for _ in range(2))
+    with servers.serving(tmp_path_factory.mktemp("redis")) as server:
+        settings = ("--set", f"store=redis://{server.address}")
+        with serving(*settings, listen=owner), serving(*settings, listen=other):
+            with kvplane.connect(owner) as client:
+                client.register_replica("r", ONE_GROUP)
+            yield owner, other
+
+
+def test_a_client_goes_to_the_owner(addresses):
+    with kvplane.connect(addresses[1]) as client:
+        assert client.describe_replica("r").replica == "r"
+        answer = client.allocate_slots("r", Allocate("one", Content(tokens=[1] * 20)))
+        assert answer.granted_tokens == 20
+        client.free("r", "one")
+        with client.session("r") as session:
+            assert session.apply(kvplane.Part()).seq == 1
+
+
+def test_an_asyncio_client_too(addresses):
+    async def ask():
+        async with aio.connect(addresses[1]) as client:
+            described = await client.describe_replica("r")
+            session = await client.session("r")
+            answer = await session.apply(kvplane.Part())
+            await session.close()
+            return described.replica, answer.seq
+
+    assert asyncio.run(ask()) == ("r", 1)
+
+
+def test_who_follows_nobody_is_told_where_the_owner_is(addresses):
+    with Client(open_channel(addresses[1])) as client:
+        with pytest.raises(Moved) as moved:
+            client.describe_replica("r")
+        assert moved.value.metadata["address"] == addresses[0]
+        with pytest.raises(Moved):
+            client.session("r")
+
+
+def test_a_replica_that_nobody_has_is_not_found(addresses):
+    with kvplane.connect(addresses[1]) as client, pytest.raises(NotFound):
+        client.describe_replica("nobody's")
+
+
+def test_nobody_is_followed_for_ever():
+    opened = []
+
+    def reach(address):
+        opened.append(address)
+        return f"channel to {address}"
+
+    owners = Owners("first", reach)
+    moved = Moved("", metadata={"address": "there"})
+    assert [owners.after(moved, hop) for hop in range(1, MAX_HOPS + 1)] == ["channel to there"] * 3
+    assert opened == ["there"], "one channel per address"
+    with pytest.raises(Moved):
+        owners.after(moved, MAX_HOPS + 1)
+    with pytest.raises(Moved):
+        owners.after(Moved("no address"), 1)
+    assert owners.close() == ["first", "channel to there"]
+    with pytest.raises(Moved):
+        owners.after(moved, 1)
