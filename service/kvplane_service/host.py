@@ -318,6 +318,11 @@ class ReplicaHost:
 
     # ---- the end
 
+    @property
+    def is_retired(self) -> bool:
+        """The replica was removed."""
+        return self._retired is not None
+
     def retire(self, reason: KvplaneError) -> None:
         """The replica is removed: tell its session and its subscribers, and refuse who still holds this host."""
         self._retired = reason

@@ -38,7 +38,7 @@ def test_eighty_layers_of_full_heads():
     assert 250_000 * told.bytes_per_token == pytest.approx(328e9, rel=0.002)
 
 
-ROWS = {
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.1-70b tp4": ("llama-3.1-70b", {"tensor_parallel": 4}),
     "gemma-3-27b": ("gemma-3-27b", {}),
     "gemma-3-27b tp2": ("gemma-3-27b", {"tensor_parallel": 2}),

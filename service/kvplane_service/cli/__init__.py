@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": "kvplane_service.cli.doctor",
     "drain": "kvplane_service.cli.drain",
     "plan": "kvplane_service.cli.plan",
+    "record": "kvplane_service.cli.record",
     "replay": "kvplane_service.cli.replay",
     "decode": "kvplane_service.cli.decode",
     "config": "kvplane_service.cli.config",

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
 from google.protobuf.message import Message
 
 from kvplane import wire
-from kvplane.base.errors import InternalError, InvalidArgument
+from kvplane.base.errors import FailedPrecondition, InternalError, InvalidArgument, LimitExceeded
 from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
 from kvplane_service.about import About
 from kvplane_service.contents import ContentHasher, hash_tokens
 from kvplane_service.core.inspect import take_snapshot
+from kvplane_service.decisions import Entry
 from kvplane_service.explaining import Prompt, explain_prompt, explain_request
 from kvplane_service.host import ReplicaHost, ReplicaState
+from kvplane_service.recording import header_of, message_of
 from kvplane_service.registry import Registry
 from kvplane_service.rpc import decode
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
 
 NS_PER_MS = 1_000_000
+MAX_UNRECORDED = 4096
+_LOOK_S = 0.5  # so often a recording looks whether its replica is still there
 
 
 class AdminServicer:
@@ -77,6 +85,31 @@ class AdminServicer:
         prompt = await self._prompt(host, request)
         host.check_readable()
         return encode_explanation(host, await explain_prompt(host, prompt))
+
+    async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
+        """See the contract."""
+        host = self._registry.get(request.replica).host
+        log, size = host.decisions, host.scheme.digest.size
+        if log.num_lost:
+            raise FailedPrecondition(
+                f"{log.num_lost} decisions since the registration of {host.name} are no longer kept",
+                field="replica",
+                remedy="begin to record earlier, or raise decision_log_steps and decision_log_entries",
+            )
+        queue: asyncio.Queue[Entry] = asyncio.Queue()
+        entries = list(log)
+        log.follow(queue.put_nowait)
+        try:
+            yield header_of(host.name, host.replica.spec)
+            for entry in entries:
+                yield message_of(entry, size)
+            while not (host.is_retired and queue.empty()):
+                if queue.qsize() > MAX_UNRECORDED:
+                    raise LimitExceeded(f"{queue.qsize()} decisions wait to be recorded", remedy="read faster")
+                with contextlib.suppress(TimeoutError):
+                    yield message_of(await asyncio.wait_for(queue.get(), _LOOK_S), size)
+        finally:
+            log.unfollow(queue.put_nowait)
 
     async def _prompt(self, host: ReplicaHost, request: pb.ExplainRequest) -> Prompt:
         content = await decode.decode_content(request.content, host, self._hasher)

@@ -215,3 +215,47 @@ class ExplainResponse(_message.Message):
     admit_seq: int
     log_is_complete: bool
     def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("replica",)
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    def __init__(self, replica: _Optional[str] = ...) -> None: ...
+
+class RecordResponse(_message.Message):
+    __slots__ = ("header", "decision", "life")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    header: RecordHeader
+    decision: RecordedDecision
+    life: RecordedLife
+    def __init__(self, header: _Optional[_Union[RecordHeader, _Mapping]] = ..., decision: _Optional[_Union[RecordedDecision, _Mapping]] = ..., life: _Optional[_Union[RecordedLife, _Mapping]] = ...) -> None: ...
+
+class RecordHeader(_message.Message):
+    __slots__ = ("replica", "version", "spec")
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    replica: str
+    version: str
+    spec: _replica_pb2.ReplicaSpec
+    def __init__(self, replica: _Optional[str] = ..., version: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ...) -> None: ...
+
+class RecordedDecision(_message.Message):
+    __slots__ = ("step", "result_digest", "took_ns")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    RESULT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOOK_NS_FIELD_NUMBER: _ClassVar[int]
+    step: _step_pb2.Step
+    result_digest: bytes
+    took_ns: int
+    def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result_digest: _Optional[bytes] = ..., took_ns: _Optional[int] = ...) -> None: ...
+
+class RecordedLife(_message.Message):
+    __slots__ = ("epoch", "stamp_table")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STAMP_TABLE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    stamp_table: bytes
+    def __init__(self, epoch: _Optional[int] = ..., stamp_table: _Optional[bytes] = ...) -> None: ...

@@ -55,6 +55,11 @@ class AdminStub(object):
                 request_serializer=kvplane_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=kvplane_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/kvplane.v1.Admin/Record',
+                request_serializer=kvplane_dot_v1_dot_admin__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvplane_dot_v1_dot_admin__pb2.RecordResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -92,6 +97,15 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """Streams the decision log of a replica from its registration on, and goes on as decisions are made, until the replica
+        is deregistered. What is streamed replays bit for bit. NOT_FOUND: no such replica. FAILED_PRECONDITION: the log does
+        not reach back to the registration any more. RESOURCE_EXHAUSTED: the caller is too slow.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -114,6 +128,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=kvplane_dot_v1_dot_admin__pb2.ExplainRequest.FromString,
                     response_serializer=kvplane_dot_v1_dot_admin__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvplane_dot_v1_dot_admin__pb2.RecordRequest.FromString,
+                    response_serializer=kvplane_dot_v1_dot_admin__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -225,6 +244,33 @@ class Admin(object):
             '/kvplane.v1.Admin/Explain',
             kvplane_dot_v1_dot_admin__pb2.ExplainRequest.SerializeToString,
             kvplane_dot_v1_dot_admin__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvplane.v1.Admin/Record',
+            kvplane_dot_v1_dot_admin__pb2.RecordRequest.SerializeToString,
+            kvplane_dot_v1_dot_admin__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

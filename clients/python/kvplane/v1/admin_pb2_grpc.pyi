@@ -46,6 +46,11 @@ class AdminStub:
     what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
     INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
     """
+    Record: _grpc.UnaryStreamMultiCallable[_admin_pb2.RecordRequest, _admin_pb2.RecordResponse]
+    """Streams the decision log of a replica from its registration on, and goes on as decisions are made, until the replica
+    is deregistered. What is streamed replays bit for bit. NOT_FOUND: no such replica. FAILED_PRECONDITION: the log does
+    not reach back to the registration any more. RESOURCE_EXHAUSTED: the caller is too slow.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
@@ -64,6 +69,11 @@ class AdminAsyncStub(AdminStub):
     """Tells why a prompt, or the last attempt to admit a request, hits so much and not more: which group cut the hit, and
     what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
     INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
+    """
+    Record: _aio.UnaryStreamMultiCallable[_admin_pb2.RecordRequest, _admin_pb2.RecordResponse]  # type: ignore[assignment]
+    """Streams the decision log of a replica from its registration on, and goes on as decisions are made, until the replica
+    is deregistered. What is streamed replays bit for bit. NOT_FOUND: no such replica. FAILED_PRECONDITION: the log does
+    not reach back to the registration any more. RESOURCE_EXHAUSTED: the caller is too slow.
     """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
@@ -104,6 +114,17 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Tells why a prompt, or the last attempt to admit a request, hits so much and not more: which group cut the hit, and
         what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
         INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
+        """
+
+    @_abc_1.abstractmethod
+    def Record(
+        self,
+        request: _admin_pb2.RecordRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.RecordResponse], _abc.AsyncIterator[_admin_pb2.RecordResponse]]:
+        """Streams the decision log of a replica from its registration on, and goes on as decisions are made, until the replica
+        is deregistered. What is streamed replays bit for bit. NOT_FOUND: no such replica. FAILED_PRECONDITION: the log does
+        not reach back to the registration any more. RESOURCE_EXHAUSTED: the caller is too slow.
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

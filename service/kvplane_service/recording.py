@@ -1,0 +1,123 @@
+"""Decisions on their way into a file and back: the messages of Admin.Record, framed and checked.
+
+    file    magic, then frames
+    frame   u32 length, u32 CRC-32, RecordResponse (little-endian)
+
+A file that was cut off ends with its last whole frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import BinaryIO
+
+from google.protobuf.message import DecodeError
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import CacheEvent, Part, Step, StepResult
+from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife, RecordHeader, RecordResponse
+from kvplane_service.decisions import Decision, Entry, hashed_step
+
+MAGIC = b"kvplane decisions 1\n"
+_FRAME = struct.Struct("<II")
+_MAX_FRAME_BYTES = 256 << 20
+
+
+def header_of(replica: str, spec: ReplicaSpec) -> RecordResponse:
+    """The first message of a recording."""
+    return RecordResponse(
+        header=RecordHeader(replica=replica, version=version("kvplane"), spec=wire.encode_spec(spec))
+    )
+
+
+def message_of(entry: Entry, digest_size: int) -> RecordResponse:
+    """An entry of the decision log as it is recorded."""
+    if not isinstance(entry, Decision):
+        stamps = array("Q", entry.stamp_table).tobytes()
+        return RecordResponse(life=RecordedLife(epoch=entry.epoch, stamp_table=stamps))
+    step = hashed_step(entry, digest_size)
+    step = replace(step, traceparent="", parts=[_anonymous(part) for part in step.parts])
+    digest = result_digest(entry.result, entry.events)
+    return RecordResponse(
+        decision=RecordedDecision(step=wire.encode_step(step), result_digest=digest, took_ns=entry.took_ns)
+    )
+
+
+def result_digest(result: StepResult, events: tuple[list[CacheEvent], ...]) -> bytes:
+    """Stands for an answer and its cache events."""
+    parts = [replace(part, events=of_part) for part, of_part in zip(result.parts, events, strict=True)]
+    return hashlib.sha256(wire.encode_result(replace(result, parts=parts)).SerializeToString()).digest()
+
+
+def write_frame(file: BinaryIO, message: RecordResponse) -> None:
+    """Append a message."""
+    raw = message.SerializeToString()
+    file.write(_FRAME.pack(len(raw), zlib.crc32(raw)) + raw)
+
+
+def read_frames(path: Path) -> Iterator[RecordResponse]:
+    """The messages of a file.
+
+    Raises:
+        NotFound: there is none.
+        InvalidArgument: it is no recording, one of another version, or damaged.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}", field="--log", remedy="name a file of `kvplane record`") from None
+    with file:
+        _check_magic(path, file.read(len(MAGIC)))
+        while frame := _read_frame(path, file):
+            yield frame
+
+
+def _check_magic(path: Path, magic: bytes) -> None:
+    if magic == MAGIC:
+        return
+    of_us = magic.startswith(MAGIC[: MAGIC.rindex(b" ")])
+    problem = f"is a recording of version {magic.split()[-1].decode(errors='replace')}" if of_us else "is no recording"
+    remedy = f"this kvplane reads version {MAGIC.split()[-1].decode()}; use the kvplane that recorded it"
+    raise InvalidArgument(f"{path} {problem}", field="--log", remedy=remedy if of_us else "make one: kvplane record")
+
+
+def _read_frame(path: Path, file: BinaryIO) -> RecordResponse | None:
+    """The next message; None at the end, also inside a frame that was cut off."""
+    head = file.read(_FRAME.size)
+    if len(head) < _FRAME.size:
+        return None
+    length, checksum = _FRAME.unpack(head)
+    damaged = InvalidArgument(f"{path} is damaged at byte {file.tell()}", field="--log", remedy="record anew")
+    if length > _MAX_FRAME_BYTES:
+        raise damaged
+    raw = file.read(length)
+    if len(raw) < length:
+        return None
+    try:
+        message = RecordResponse.FromString(raw) if zlib.crc32(raw) == checksum else None
+    except DecodeError:
+        message = None
+    if message is None:
+        raise damaged
+    return message
+
+
+def step_of(message: RecordedDecision, digest_size: int) -> Step:
+    """The step of a recorded decision."""
+    return wire.decode_step(message.step, digest_size)
+
+
+def _anonymous(part: Part) -> Part:
+    """Without what could tell who asked: salts, adapters, traces."""
+    if not (part.news.extra_keys or part.news.traceparent):
+        return part
+    return replace(part, news=replace(part.news, extra_keys=[], traceparent=[]))

@@ -1,0 +1,150 @@
+"""Recordings: they decide the same again bit for bit, and tell what another pool would have done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.session import OpenRequest
+from kvplane.session import Session
+from kvplane.v1.admin_pb2 import RecordResponse
+from kvplane_service.config import Config
+from kvplane_service.host import ReplicaHost
+from kvplane_service.inprocess import InProcessTransport
+from kvplane_service.recording import MAGIC, header_of, message_of, read_frames, write_frame
+from kvplane_service.registry import Registration, Registry
+from kvplane_service.replay import Engine, EngineConfig, Fleet
+from kvplane_service.replay.from_log import Outcome, replay_log
+from kvplane_service.workloads import ChatShape, chat_workload
+from tests.service.replaying import BUDGET, COST, SPECS, replace
+
+SHAPE = ChatShape(max_model_len=1024, num_sessions=12, sessions_per_s=5.0)
+POOLS = {"full": 50, "sliding": 80, "seven groups": 260, "mamba": 40}
+
+
+def drive(spec: ReplicaSpec) -> ReplicaHost:
+    """Chats and agents by a true engine, in a pool that is too small for them; two engine lives."""
+    registry = Registry(Config(decision_log_steps=1 << 20, decision_log_entries=1 << 30), lambda: 0)
+    host = registry.register("r", Registration(spec)).host
+    for seed in (1, 2):
+        trace = [request for request, _ in zip(chat_workload(Random(seed), SHAPE), range(25), strict=False)]
+        session = Session(InProcessTransport(lambda _: host), OpenRequest("r", nonce=seed), heartbeats=False)
+        fleet = Fleet([Engine(session, EngineConfig(max_running=16, token_budget=BUDGET), COST)], trace)
+        while fleet.run_step():
+            pass
+        session.close()
+    return host
+
+
+def record(host: ReplicaHost, path: Path) -> Path:
+    with path.open("wb") as file:
+        file.write(MAGIC)
+        write_frame(file, header_of(host.name, host.replica.spec))
+        for entry in host.decisions:
+            write_frame(file, message_of(entry, host.scheme.digest.size))
+    return path
+
+
+@pytest.fixture(scope="module", params=POOLS)
+def recorded(request, tmp_path_factory) -> tuple[ReplicaHost, Path]:
+    spec = replace(SPECS[request.param], num_blocks=POOLS[request.param])
+    host = drive(spec)
+    return host, record(host, tmp_path_factory.mktemp("log") / "file")
+
+
+def test_it_decides_the_same_again(recorded):
+    host, path = recorded
+    outcome = replay_log(path)
+    assert outcome.decisions > 100
+    assert (outcome.identical, outcome.first_difference) == (outcome.decisions, "")
+    counters = host.replica.counters
+    assert counters.preempted + counters.refused > 0
+    assert counters.hit_tokens > 0
+    for name in ("steps", "admitted", "preempted", "queried_tokens", "hit_tokens", "granted_tokens"):
+        assert outcome.counts[name] == getattr(counters, name)
+
+
+def test_a_larger_pool_hits_more_and_preempts_less(recorded):
+    host, path = recorded
+    small, large = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 20)
+    assert large.is_what_if
+    assert large.not_applied == 0
+    assert large.counts["preempted"] == large.counts["refused"] == 0
+    assert share(large) > share(small)
+    assert large.counts["ended"] == small.counts["ended"]
+
+
+def test_a_smaller_pool_preempts_more(recorded):
+    host, path = recorded
+    small, smaller = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 3 // 4)
+    assert smaller.not_applied == 0
+    trouble = [one.counts["preempted"] + one.counts["refused"] + one.counts["evicted_keys"] for one in (small, smaller)]
+    assert trouble[0] < trouble[1]
+
+
+def share(outcome: Outcome) -> float:
+    return outcome.counts["hit_tokens"] / outcome.counts["queried_tokens"]
+
+
+def test_a_difference_is_named(recorded, tmp_path):
+    _, path = recorded
+    frames = list(read_frames(path))
+    at = next(i for i, frame in enumerate(frames) if frame.HasField("decision") and frame.decision.step.seq == 7)
+    frames[at].decision.result_digest = bytes(32)
+    outcome = replay_log(write(tmp_path / "other", frames))
+    assert outcome.identical == outcome.decisions - 1
+    assert outcome.first_difference == "2/7"
+
+
+def write(path: Path, frames: list[RecordResponse]) -> Path:
+    with path.open("wb") as file:
+        file.write(MAGIC)
+        for frame in frames:
+            write_frame(file, frame)
+    return path
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    return record(drive(replace(SPECS["full"], num_blocks=60)), tmp_path / "file")
+
+
+def test_a_file_that_was_cut_off_ends_with_its_last_whole_frame(path):
+    whole = replay_log(path)
+    path.write_bytes(path.read_bytes()[:-5])
+    cut = replay_log(path)
+    assert (cut.decisions, cut.identical) == (whole.decisions - 1, whole.decisions - 1)
+
+
+def test_a_damaged_file_is_refused(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(bytes(raw))
+    with pytest.raises(InvalidArgument, match="damaged at byte") as caught:
+        replay_log(path)
+    assert caught.value.field == "--log"
+
+
+@pytest.mark.parametrize(
+    ("raw", "match", "remedy"),
+    [
+        (b"kvplane decisions 9\n", "a recording of version 9", "this kvplane reads version 1"),
+        (b'{"a": "trace"}', "is no recording", "kvplane record"),
+        (b"", "is no recording", "kvplane record"),
+        (MAGIC, "does not begin with a header", "record anew"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(tmp_path, raw, match, remedy):
+    (tmp_path / "file").write_bytes(raw)
+    with pytest.raises(InvalidArgument, match=match) as caught:
+        replay_log(tmp_path / "file")
+    assert remedy in caught.value.remedy
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(NotFound, match="No such file"):
+        replay_log(tmp_path / "nowhere")
