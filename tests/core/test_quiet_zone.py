@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.step import Facts, OnRefusal, Part, Run
+from kvplane.base.step import Admit, Facts, News, OnRefusal, Part, Run
 from kvplane_service.core import inspect
-from tests.core.builders import Engine, full, replica_spec, state, tokens, window
+from tests.core.builders import Engine, digests, full, replica_spec, state, tokens, window
 from tests.core.test_step_law import MIXES, Sender, Writer
 
 
@@ -60,7 +60,7 @@ def test_what_changes_the_table_wakes_the_request(move):
     engine = Engine(full(), num_blocks=6)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
-    assert engine.replica.requests.quiet_until[0] == 7, "with 8 tokens a block fills"
+    assert engine.replica.requests.quiet_until[0] == 8, "its block has so many slots"
     if move == "fact":
         engine.fact(0, computed=5)
     elif move == "commit":
@@ -70,6 +70,24 @@ def test_what_changes_the_table_wakes_the_request(move):
     else:
         engine.preempt(0)
     assert engine.replica.requests.quiet_until[0] == 0
+
+
+def test_a_full_block_wakes_nobody_before_its_hash_is_known():
+    """The engine hashes, and tells the hash of the second block two steps late."""
+    made = digests(replica_spec(full()), "aaaabbbb")
+    news = News([0], [5], num_hashes=[1], hashes=made[0])
+    asked_at, engine = [], Engine(full())
+    engine.step(Part(news=news, admit=Admit([0])))
+    seen = asked(engine)
+    for tokens_known in range(6, 13):
+        told = made[1:] if tokens_known == 11 else []
+        facts = Facts([0], appended=[1], num_hashes=[len(told)], hashes=b"".join(told))
+        engine.step(Part(facts=facts, run=Run([0])))
+        if seen:
+            asked_at.append(tokens_known)
+            seen.clear()
+    assert asked_at == [6, 9, 11], "after the admission, for a block, for the hash"
+    assert len(engine.keyed()) == 2
 
 
 def test_a_prefill_has_no_quiet_zone():

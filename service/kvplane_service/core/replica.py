@@ -265,7 +265,7 @@ class Replica:
         for slot, count in zip(facts.slot, facts.appended, strict=False):
             num_tokens[slot] += count
         for row, digests in _given_hashes(facts).items():
-            self.requests.content[facts.slot[row]].digests.extend(digests)
+            self._add_digests(facts.slot[row], digests)
 
     def _facts_by_row(self, part: Part, seq: int, result: PartResult) -> None:
         facts, requests = part.facts, self.requests
@@ -279,7 +279,7 @@ class Replica:
             if facts.tokens and appended:
                 result.hashed_facts.append(self._append_tokens(slot, facts.tokens[token_at : token_at + appended]))
             token_at += appended
-            requests.content[slot].digests.extend(given.get(row, ()))
+            self._add_digests(slot, given.get(row, ()))
             if facts.commit and facts.commit[row] != UNCHANGED:
                 self._commit(slot, facts.commit[row], seq)
             if part.with_hashes:
@@ -303,13 +303,20 @@ class Replica:
         requests.computed[slot] = min(requests.computed[slot], computed)
         requests.wake(slot)
 
+    def _add_digests(self, slot: int, digests: Sequence[bytes]) -> None:
+        """Blocks of the request became full: there may be something to register."""
+        if digests:
+            self.requests.content[slot].digests.extend(digests)
+            if self.spec.enable_caching:
+                self.requests.wake(slot)
+
     def _append_tokens(self, slot: int, tokens: list[int]) -> bytes:
         """Hash tokens that joined a request; the digests of the blocks that became full."""
         content = self.requests.content[slot]
         if content.hasher is None:
             return b""
         made = content.hasher.append(pack_tokens(tokens))
-        content.digests.extend(split_hashes(made, self._scheme.digest.size))
+        self._add_digests(slot, split_hashes(made, self._scheme.digest.size))
         return made
 
     def _commit(self, slot: int, num_tokens: int, seq: int) -> None:

@@ -380,8 +380,10 @@ class GroupManager(ABC):
         return FOREVER
 
     def quiet_cache(self, slot: int) -> int:
-        """Tokens below which nothing becomes registrable; the replica caches."""
-        return (max(self.num_cached[slot], 0) + 1) * self.block_size
+        """Tokens below which nothing becomes registrable; the replica caches. New hashes wake the request."""
+        end = (max(self.num_cached[slot], 0) + 1) * self.block_size
+        hashed = len(self.requests.content[slot].digests) * self.hash_size
+        return end if end <= hashed else FOREVER
 
     # -- digest ------------------------------------------------------------------------------------------------------
 
