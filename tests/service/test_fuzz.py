@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvplane.v1 import admin_pb2, events_pb2
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.v1.replica_pb2 import Layer, LayerSource, ModelSource
+from kvplane.v1.replica_pb2 import GroupSpec, Layer, LayerSource, ModelSource, ReplicaSpec
 from kvplane.v1.step_pb2 import ExtraKeys
 from kvplane_service.config import Config
 from tests.service.mutations import mutated
@@ -55,6 +55,23 @@ LAYERS = LayerSource(
     max_model_len=512,
     watermark=0.1,
     stages=[{"layer_names": ["a", "b"]}, {"layer_names": ["c"]}],
+)
+
+# States beside attention, hits inside blocks, drafts; SPEC has windows.
+STATES = ReplicaSpec(
+    groups=[
+        GroupSpec(
+            kind="GROUP_KIND_MAMBA", block_size=16, mamba_mode="MAMBA_MODE_ALIGN", speculative_blocks=1, lookup_class=1
+        ),
+        GroupSpec(kind="GROUP_KIND_FULL_ATTENTION", block_size=16),
+    ],
+    num_blocks=41,
+    max_model_len=1024,
+    hash_block_size=8,
+    scheduler_block_size=16,
+    max_in_flight_tokens=256,
+    partial_hits=True,
+    align={"block_size": 16, "chunk_limit": 4096, "stop_at_tail": True},
 )
 
 # method -> valid requests, for a replica "r" at step 2 with a request "a" running and "b" waiting
@@ -116,6 +133,34 @@ VALID: dict[str, list[Message]] = {
     "Subscribe": [events_pb2.SubscribeRequest(replica="r", after_seq=0)],
 }
 SERVICES = {"Snapshot": "Admin", "Subscribe": "Events"}
+# The same on STATES, where more can go wrong: drafts, a load of external tokens under way, hits inside blocks.
+VALID_ON_STATES: dict[str, list[Message]] = {
+    "AllocateSlots": [
+        pb.AllocateSlotsRequest(
+            header=HEADER,
+            request_id="new",
+            content={"token_ids": [*PROMPT[:30], *range(500, 540)]},
+            external_tokens=16,
+            delay_caching=True,
+            align=True,
+        ),
+        pb.AllocateSlotsRequest(
+            header=HEADER,
+            request_id="a",
+            appended={"token_ids": [1]},
+            extra_tokens=1,
+            lookahead_tokens=1,
+            in_flight_tokens=0,
+            align=True,
+        ),
+    ],
+    "CommitBlocks": VALID["CommitBlocks"],
+    "FindCacheHit": VALID["FindCacheHit"],
+    "Free": VALID["Free"],
+}
+CASES = [(method, SPEC, requests) for method, requests in VALID.items()]
+CASES += [(method, STATES, requests) for method, requests in VALID_ON_STATES.items()]
+NAMES = [f"{method}{' on states' if spec is STATES else ''}" for method, spec, _ in CASES]
 
 OPEN = pb.SessionRequest(open={"replica": "r", "nonce": 7, "client": "c", "with_events": True})
 STEP_ONE = pb.SessionRequest(
@@ -173,6 +218,39 @@ STEP = pb.SessionRequest(
         ],
     }
 )
+STEP_ON_STATES = pb.SessionRequest(
+    step={
+        "epoch": 2,
+        "seq": 2,
+        "executed_through": 1,
+        "parts": [
+            {
+                "facts": {"slot": column(0, 1), "appended": column(1, 0), "tokens": column(9), "end": column(0, 1)},
+                "news": {
+                    "slot": column(1, 2),
+                    "num_tokens": column(30, 70),
+                    "tokens": column(*range(30), *range(70)),
+                },
+                "run": {
+                    "slot": column(0),
+                    "extra": column(1),
+                    "lookahead": column(1),
+                    "flags": column(1),
+                    "victims": column(0),
+                },
+                "admit": {
+                    "slot": column(1, 2),
+                    "external": column(0, 16),
+                    "flags": column(1, 3),
+                    "lookahead": column(1, 1),
+                    "on_refusal": "ON_REFUSAL_SKIP",
+                },
+                "peek": {"slot": column(0, 2), "with_blocks": True},
+            }
+        ],
+    }
+)
+SESSIONS = {"open": (SPEC, OPEN), "step": (SPEC, STEP), "step on states": (STATES, STEP_ON_STATES)}
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +268,10 @@ def forget_replicas(service) -> None:
     service.in_loop(forget)
 
 
-def prepare(service) -> str:
-    """A replica "r" as VALID expects it; its digest."""
+def prepare(service, spec=SPEC) -> str:
+    """A replica "r" as the valid requests expect it; its digest."""
     forget_replicas(service)
-    service.register()
+    service.register(spec=spec)
     header = pb.MutationHeader(replica="r", more=True)
     allocate = service.allocation.AllocateSlots
     allocate(pb.AllocateSlotsRequest(header=header, request_id="a", content={"token_ids": PROMPT}))
@@ -218,20 +296,20 @@ def call(service, method: str, raw: bytes) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-@pytest.mark.parametrize("method", VALID)
-def test_a_valid_call_is_answered(service, method):
-    for request in VALID[method]:
-        prepare(service)
+@pytest.mark.parametrize(("method", "spec", "requests"), CASES, ids=NAMES)
+def test_a_valid_call_is_answered(service, method, spec, requests):
+    for request in requests:
+        prepare(service, spec)
         assert call(service, method, request.SerializeToString()) is grpc.StatusCode.OK, request
 
 
-@pytest.mark.parametrize("method", VALID)
-def test_a_mutated_call_is_answered_or_refused_and_a_refusal_changes_nothing(service, method):
-    digest = prepare(service)
+@pytest.mark.parametrize(("method", "spec", "requests"), CASES, ids=NAMES)
+def test_a_mutated_call_is_answered_or_refused_and_a_refusal_changes_nothing(service, method, spec, requests):
+    digest = prepare(service, spec)
     outcomes = set()
 
     @settings(max_examples=EXAMPLES)
-    @given(st.sampled_from(VALID[method]).flatmap(mutated))
+    @given(st.sampled_from(requests).flatmap(mutated))
     def check(raw):
         nonlocal digest
         code = call(service, method, raw)
@@ -239,7 +317,7 @@ def test_a_mutated_call_is_answered_or_refused_and_a_refusal_changes_nothing(ser
         assert code not in BUGS
         if code is grpc.StatusCode.OK and method not in ("DescribeReplica", "ListReplicas", "FindCacheHit", "Snapshot"):
             if method in ("RegisterReplica", "DeregisterReplica") or service.digest() != digest:
-                digest = prepare(service)
+                digest = prepare(service, spec)
         else:
             assert service.digest() == digest
 
@@ -247,14 +325,14 @@ def test_a_mutated_call_is_answered_or_refused_and_a_refusal_changes_nothing(ser
     assert len(outcomes) > 1, "the mutations are too tame"
 
 
-@pytest.mark.parametrize("message", [OPEN, STEP], ids=["open", "step"])
-def test_a_mutated_session_is_answered_or_refused_and_a_refusal_changes_nothing(service, message):
+@pytest.mark.parametrize(("spec", "message"), SESSIONS.values(), ids=SESSIONS)
+def test_a_mutated_session_is_answered_or_refused_and_a_refusal_changes_nothing(service, spec, message):
     outcomes = set()
 
     @settings(max_examples=EXAMPLES)
     @given(mutated(message))
     def check(raw):
-        stream, digest = ready_stream(service, behind_a_step=message is STEP)
+        stream, digest = ready_stream(service, spec, behind_a_step=message is not OPEN)
         stream.send_raw(raw)
         stream.finish()
         kind, code = last_answer(stream)
@@ -266,10 +344,10 @@ def test_a_mutated_session_is_answered_or_refused_and_a_refusal_changes_nothing(
     assert len(outcomes) > 2, "the mutations are too tame"
 
 
-def ready_stream(service, behind_a_step: bool) -> tuple[Stream, str]:
-    """A stream on a new replica, not opened yet or where STEP is valid; and the replica's digest."""
+def ready_stream(service, spec: ReplicaSpec, behind_a_step: bool) -> tuple[Stream, str]:
+    """A stream on a new replica, not opened yet or where a second step is valid; and the replica's digest."""
     forget_replicas(service)
-    service.register()
+    service.register(spec=spec)
     stream = Stream(service.channel)
     if behind_a_step:
         for message in (OPEN, STEP_ONE):
@@ -290,8 +368,9 @@ def last_answer(stream: Stream) -> tuple[str, grpc.StatusCode]:
         return kind, error.code()
 
 
-def test_the_valid_session_is_answered(service):
-    stream, _ = ready_stream(service, behind_a_step=True)
-    stream.send_raw(STEP.SerializeToString())
+@pytest.mark.parametrize(("spec", "step"), [SESSIONS["step"], SESSIONS["step on states"]], ids=["step", "on states"])
+def test_the_valid_session_is_answered(service, spec, step):
+    stream, _ = ready_stream(service, spec, behind_a_step=True)
+    stream.send_raw(step.SerializeToString())
     stream.finish()
     assert last_answer(stream) == ("result", grpc.StatusCode.OK)
