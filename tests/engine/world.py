@@ -84,13 +84,13 @@ class Pool:
         return to_rank_plan(plan_cache([Worker(self.model.cache_layers())], options))
 
 
-def poisoned_memory(plan: RankPlan, ops: PagedOps, rank: int, fault: Fault) -> RankMemory:
+def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
     """One rank's pages, NaN all over: what is read must have been written, or zeroed, before."""
-    pages = PageBuffers.allocate(plan)
+    pages, fault = PageBuffers.allocate(plan, world.device), world.fault
     pages.memory.view(torch.float64).fill_(float("nan"))
     buffer = bytearray(table_bytes(plan.num_blocks))
     stamps = fault.stamps.create(buffer, plan.num_blocks, incarnation=draw_nonce() | 1)
-    return RankMemory(pages, stamps, fault.mover(pages, ops, rank))
+    return RankMemory(pages, stamps, fault.mover(pages, world.ops, rank))
 
 
 class LossyModel(Model):
@@ -120,6 +120,7 @@ class World:
         registry: several worlds may share one.
         fault: planted in the engine; none by default.
         lose_every: launches after which one fails; 0 = never.
+        device: of pages and model; the twin stays on the CPU.
         memory: by rank; outlives the engines.
         engine: the present life.
     """
@@ -131,13 +132,14 @@ class World:
     ops: PagedOps = field(default_factory=TorchOps)
     fault: Fault = SOUND
     lose_every: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         request = pb.RegisterReplicaRequest(replica=self.name, layers=encode_layer_source(self.pool.source))
         self.registry.register(self.name, Registration(plan_source(request).spec, self.pool.model.num_ranks))
         plan = self.pool.rank_plan
         self.ops = self.fault.ops() if self.fault.ops else self.ops
-        self.memory = [poisoned_memory(plan, self.ops, rank, self.fault) for rank in range(self.pool.model.num_ranks)]
+        self.memory = [poisoned_memory(plan, rank, self) for rank in range(self.pool.model.num_ranks)]
         self.weights: Weights = draw_weights(self.pool.model)
         self.twin = Twin(self.pool.model, self.weights)
         self.engine = self.begin()

@@ -43,7 +43,8 @@ class SchedulerConfig:
         lookahead: slots asked for beyond the drafts.
         commits: report accepted tokens at once, so that their blocks can be hit a step earlier.
         drafter: makes the guesses.
-        report_lag: steps that are told to be executed so many steps late, as when several are in flight.
+        report_lag: steps are told to be executed so many steps late, as when several are in flight: at most 3, and 2
+            where launches may fail (the service takes 4).
     """
 
     max_running: int = 8
