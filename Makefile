@@ -2,7 +2,7 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-nightly check format lint types contracts proto proto-check proto-baseline pytest bench bench-peer replay-all \
+.PHONY: help demo test test-nightly check format lint types contracts proto proto-check proto-baseline pytest bench bench-store bench-peer replay-all \
 	conformance-live clean
 
 PYTHON := .venv/bin/python
@@ -60,6 +60,10 @@ proto-baseline:  ## accept the present contract as the one that later changes ma
 
 bench: $(DEV)  ## figures in process: ns per block operation, µs per decode step
 	@$(PYTHON) -m tests.bench
+
+bench-store: $(DEV)  ## what a store costs a step, its size over a long run, and restarts with a million entries
+	@$(PYTHON) -m tests.bench.restart
+	@$(PYTHON) -m tests.bench.store_cost
 
 bench-peer: $(DEV)  ## a step and an admission beside vLLM 0.33.0, in one run; writes tests/bench/results (PEER="--quick")
 	@$(PYTHON) -m tests.bench.peer $(PEER)

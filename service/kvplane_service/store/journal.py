@@ -21,7 +21,7 @@ from itertools import islice
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
-from kvplane_service.decisions import Decision, Life
+from kvplane_service.decisions import Decision, Entry, Life
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.record import ROW_BYTES, pack_chunk
 
@@ -106,6 +106,13 @@ class ReplicaJournal:
         self._cursor = 0  # next block of the resync, 0 = none is under way
 
     # -- notes: beside every step, so nothing is looked at -----------------------------------------------------------
+
+    def follow(self, entry: Entry) -> None:
+        """Note an entry of the decision log."""
+        if isinstance(entry, Decision):
+            self.note(entry)
+        else:
+            self.note_life(entry)
 
     def note(self, decision: Decision) -> None:
         """A step was applied."""
@@ -223,6 +230,10 @@ class ReplicaJournal:
                 self._tick = max(self._tick, *entries.age, *entries.used_age, 0)
             self._seq = max(self._seq, chunk.seq)
         self._tick = min(self._tick + 1, _MAX_AGE)
+
+    def resync(self) -> None:
+        """Tell everything anew."""
+        self._shed()
 
     def _begin_resync(self) -> None:
         self._shedding, self._cursor = False, 1

@@ -187,14 +187,16 @@ class Keeper:
         self._writer.forget(name)
 
     def _follow(self, name: str, journal: ReplicaJournal, entry: decisions.Entry) -> None:
-        if isinstance(entry, decisions.Decision):
-            journal.note(entry)
-            return
+        if isinstance(entry, decisions.Life):
+            self._begin_life(name, journal, entry)
+        journal.follow(entry)
+
+    def _begin_life(self, name: str, journal: ReplicaJournal, life: decisions.Life) -> None:
+        """The record has another epoch; on other page memory the log is another one too."""
         assert self._writer is not None, "there is no store"
-        if entry.incarnation not in (0, journal.log.incarnation):
+        if life.incarnation not in (0, journal.log.incarnation):
             log = journal.log
-            self._writer.drop(journal.switch(LogName(name, log.namespace, entry.incarnation)))
-        journal.note_life(entry)
+            self._writer.drop(journal.switch(LogName(name, log.namespace, life.incarnation)))
         self._writer.record_changed(name)
 
     def _pack_record(self, entry: Entry, journal: ReplicaJournal) -> bytes:
