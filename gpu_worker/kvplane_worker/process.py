@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvplane.base.errors import DeadlineExceeded, InternalError, KvplaneError, NotFound, Unavailable, WrongPlan
+from kvplane.base.errors import KvplaneError, NoPlan, NotFound, WorkerExists, WrongPlan
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.channel import open_channel
 from kvplane.workers import WorkersClient
@@ -25,7 +25,7 @@ from kvplane_worker.server import Post, WorkerServer, WorkerServicer
 RENEWALS_PER_LEASE = 3
 LOOK_S = 0.05  # how often a leaving worker looks whether the engine has exited
 LAST_CALLS_S = 1.0
-SILENCE = (Unavailable, DeadlineExceeded, InternalError)  # of a service that may be well again later
+FINAL = (WorkerExists, WrongPlan, NoPlan)  # whatever else a service says or not, the pages wait for it
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class WorkerProcess:
         self._backend = choose(options.device, options.backend)
         self._options = options
         self._place = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
-        self._service = WorkersClient(open_channel(options.service))
+        self._service = WorkersClient(open_channel(options.service), reach=open_channel)
         self._leave = threading.Event()
         self._now = threading.Event()
         self._info = WorkerInfo(
@@ -157,9 +157,11 @@ class WorkerProcess:
         self._tell()
         try:
             return self._service.renew_worker(self._options.replica, self._post.info) / 1000
+        except FINAL:
+            raise
         except NotFound:
             return self._register_again() / 1000
-        except SILENCE as error:
+        except KvplaneError as error:
             _log.warning("%s", error)
             return 0.0
 
@@ -168,8 +170,10 @@ class WorkerProcess:
         assert self._post is not None
         try:
             assignment = self._service.register_worker(self._options.replica, self._post.info)
-        except (NotFound, *SILENCE) as error:
-            _log.warning("%s", error)  # the replica is not registered yet, or no more
+        except FINAL:
+            raise
+        except KvplaneError as error:
+            _log.warning("%s", error)  # such as: the replica is not registered yet, or no more
             return 0
         self._check_plan(assignment)
         return assignment.lease_ms

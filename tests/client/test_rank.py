@@ -83,6 +83,28 @@ def test_an_epoch_begins_with_step_1(rank):
             rank.carry_out(EPOCH, seq, part, Orders())
 
 
+def test_a_session_that_goes_on_elsewhere_keeps_its_numbers(rank, tape):
+    rank.carry_out(EPOCH, 1, 0, Orders())
+    rank.claim(EPOCH + 1, 57)
+    assert rank.executed_through == 56
+    for seq, part in ((1, 0), (2, 0), (56, 0), (56, 1), (57, 1), (58, 0)):
+        with pytest.raises(SequenceError):
+            rank.carry_out(EPOCH + 1, seq, part, Orders())
+    rank.carry_out(EPOCH + 1, 57, 0, Orders())
+    rank.carry_out(EPOCH + 1, 57, 1, Orders())
+    rank.executed(57)
+    with pytest.raises(InvalidArgument, match=r"^next_seq"):
+        rank.claim(EPOCH + 2, 0)
+
+
+def test_ranks_have_one_incarnation_together():
+    tables = [StampTable.create(bytearray(table_bytes(4)), 4, incarnation=number) for number in (7, 8, 9)]
+    assert RankGroup(tables[:1]).incarnation == 7
+    together = {RankGroup(some).incarnation for some in (tables[:2], tables[1:], tables[1::-1], tables)}
+    assert len(together) == 4
+    assert all(0 < number < 1 << 64 for number in together)
+
+
 def test_another_rank_on_the_table_goes_on_and_repeats_nothing(rank, tape):
     rank.carry_out(EPOCH, 1, 0, Orders())
     other = Rank(tape.table, tape)

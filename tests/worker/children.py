@@ -74,7 +74,7 @@ class Hands:
         self.client = kvplane.connect(address)
         group = RankGroup([one.stamps for one in self.attached])
         self.session = self.client.session(replica, stamp_table=group.agreed_stamps())
-        group.claim(self.session.epoch)
+        group.claim(self.session.epoch, self.session.next_seq)
         return self.session.epoch, self.session.kept_keys
 
     def serve(self, slot: int, tokens: list[int]) -> tuple[int, list[int]]:

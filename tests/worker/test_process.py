@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -28,6 +29,7 @@ from kvplane_worker.process import WorkerProcess
 from tests.core.planner_layers import full, named
 from tests.service.rig import SPEC, running, until
 from tests.worker.rig import BLOCKS, World, refusal, world
+from tests.worker.test_ranks import PROMPT
 
 READY = plan_pb2.WORKER_STATE_READY
 
@@ -180,6 +182,35 @@ def test_a_worker_outlives_the_service(tmp_path):
             until(lambda: [one.incarnation for one in here.shown()] == [incarnation])
             assert here.service.open("r").opened.epoch == epoch + 1
             assert engine.do("look", 0, 0, 3) == {8}
+    finally:
+        here.end()
+
+
+def test_a_cache_outlives_service_and_engine(tmp_path):
+    """What a store remembers and the worker's memory proves is hit by the first request of the next engine life."""
+    settings: dict[str, Any] = {
+        "worker_lease_ms": 300,
+        "store": f"sqlite:{tmp_path / 'entries.db'}",
+        "store_flush_ms": 5,
+    }
+    with running(Config(listen="127.0.0.1:0", **settings)) as service:
+        here = World(service, tmp_path)
+        here.register()
+        _, address = here.worker()
+        first = here.engine()
+        first.do("attach", address)
+        first.do("open", service.address, "r")
+        first.do("serve", 0, PROMPT)
+        _, kept = first.do("open", service.address, "r")
+        assert kept
+    first.kill()
+    try:
+        with running(Config(listen=service.address, **settings)) as here.service:
+            until(lambda: len(here.shown()) == 1)
+            second = here.engine()
+            second.do("attach", address)
+            assert second.do("open", service.address, "r")[1] == kept
+            assert second.do("serve", 0, PROMPT)[0] == 96
     finally:
         here.end()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from itertools import groupby
 from typing import Protocol
 
@@ -33,7 +34,7 @@ class PageMover(Protocol):
 class Rank:
     """One rank of an engine life: stamps, then zeroes, then copies, before the launch.
 
-        rank.claim(session.epoch)
+        rank.claim(session.epoch, session.next_seq)
         for at, part in enumerate(result.parts, result.part):
             rank.carry_out(session.epoch, result.seq, at, part.orders)
         ...                                                     # launch, and wait for it
@@ -53,9 +54,12 @@ class Rank:
         """Steps up to this one have finished here."""
         return self._stamps.executed
 
-    def claim(self, epoch: int) -> None:
-        """Make this engine life the owner of the pages. Raises StaleEpoch when a newer one is."""
-        self._stamps.claim(epoch)
+    def claim(self, epoch: int, next_seq: int = 1) -> None:
+        """Make this engine life the owner of the pages; `next_seq` is its first step here (`Session.next_seq`).
+
+        Raises StaleEpoch when a newer engine life owns them.
+        """
+        self._stamps.claim(epoch, next_seq)
 
     def carry_out(self, epoch: int, seq: int, part: int, orders: Orders) -> None:
         """Do what a part of a step orders.
@@ -90,7 +94,7 @@ class Rank:
                 field="seq",
                 remedy="begin a new engine life: open a session with epoch 0",
             )
-        if (seq, part) == (done_seq + 1, 0) or (done_seq and (seq, part) == (done_seq, done_part + 1)):
+        if (seq, part) in ((done_seq + 1, 0), (done_seq, done_part + 1)):
             return
         why = "was carried out" if (seq, part) <= (done_seq, done_part) else f"does not follow {done_seq}, {done_part}"
         raise SequenceError(
@@ -112,10 +116,19 @@ class RankGroup:
             raise InvalidArgument("no ranks, or pools of different sizes", field="tables", remedy="give equal plans")
         self._tables = tuple(tables)
 
-    def claim(self, epoch: int) -> None:
-        """Make this engine life the owner on every rank, rank 0 first. Raises StaleEpoch."""
+    @property
+    def incarnation(self) -> int:
+        """Names the life of all ranks' memory together, for `Revival.incarnation`."""
+        first, *others = (table.incarnation for table in self._tables)
+        if not others:
+            return first
+        named = b"".join(each.to_bytes(8, "little") for each in (first, *others))
+        return int.from_bytes(blake2b(named, digest_size=8).digest(), "little") or 1
+
+    def claim(self, epoch: int, next_seq: int = 1) -> None:
+        """Make this engine life the owner on every rank, rank 0 first; as `Rank.claim`. Raises StaleEpoch."""
         for table in self._tables:
-            table.claim(epoch)
+            table.claim(epoch, next_seq)
 
     def executed_through(self, epoch: int) -> int:
         """Steps of the epoch up to this one have finished on every rank."""

@@ -30,6 +30,8 @@ _PREFIX = struct.Struct("<8sII")
 _WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
 _INCARNATION, _OWNER_EPOCH, _GENERATION, _SEQ, _PART, _EXECUTED = range(2, 8)
 _BUSY = 1 << 32
+_ALL_PARTS = _BUSY - 1  # no part follows it
+_MAX_SEQ = (1 << 64) - 1
 
 
 def table_bytes(num_blocks: int) -> int:
@@ -147,7 +149,7 @@ class StampTable:
 
     @property
     def position(self) -> tuple[int, int]:
-        """(seq, part) of the orders of the owner epoch that were carried out last; (0, 0) before the first."""
+        """(seq, part) of the orders that were carried out last; a part of 2^32 - 1 before the first of an epoch."""
         return self._words[_SEQ], self._words[_PART] & (_BUSY - 1)
 
     @property
@@ -155,20 +157,27 @@ class StampTable:
         """Orders were begun and not finished: if nobody is at it, what the pages hold is not known."""
         return bool(self._words[_PART] & _BUSY)
 
-    def claim(self, epoch: int) -> None:
+    def claim(self, epoch: int, next_seq: int = 1) -> None:
         """Make this engine life the owner. The same again changes nothing.
+
+        Args:
+            epoch: of the engine life.
+            next_seq: number of its first step here; above 1 where a session goes on with another service.
 
         Raises:
             StaleEpoch: a newer one owns the table; `metadata["epoch"]` says which.
-            InvalidArgument: no epoch.
+            InvalidArgument: no epoch, or no step.
         """
         if not 1 <= epoch <= MAX_EPOCH:
             raise InvalidArgument(f"{epoch} is no epoch", field="epoch", remedy=f"give 1 to {MAX_EPOCH}")
+        if not 1 <= next_seq <= _MAX_SEQ:
+            raise InvalidArgument(f"{next_seq} is no step", field="next_seq", remedy=f"give 1 to {_MAX_SEQ}")
         if epoch < self.owner_epoch:
             raise self._stale(epoch, "ask the service for a new epoch")
         if epoch > self.owner_epoch:
             # In this order: a claim that is cut short leaves no progress of one epoch to another.
-            self._words[_EXECUTED] = self._words[_SEQ] = self._words[_PART] = 0
+            self._words[_PART] = _ALL_PARTS
+            self._words[_EXECUTED] = self._words[_SEQ] = next_seq - 1
             self._words[_OWNER_EPOCH] = epoch
 
     def check_owner(self, epoch: int) -> None:
