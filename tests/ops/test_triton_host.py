@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from kvplane_worker.ops.triton_ops import moves
 from kvplane_worker.ops.triton_ops.attention import DECODE, LATENT
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.entry import unfit_machine
+from kvplane_worker.ops.triton_ops.host_link import HostLink
 from kvplane_worker.ops.triton_ops.launch import Chip
 from tests.ops import interpreter
 
@@ -67,13 +70,14 @@ def test_what_a_kernel_takes_is_no_fallback(ops):
     assert ops.fallbacks == {}
 
 
-def test_odd_pages_and_pageable_staging_go_to_torch(ops):
+def test_odd_pages_and_odd_staging_go_to_torch(ops):
     group = GroupPages((torch.zeros((4, 40), dtype=torch.uint8),))
     ops.zero_pages(group, [1])
     assert ops.fallbacks == {"zero_pages": "pages are not aligned to 16 bytes"}
-    elsewhere = GroupPages((torch.zeros((4, 64), dtype=torch.uint8, device="meta"),))
-    pageable = torch.zeros((1, 64), dtype=torch.uint8)
-    assert moves.staging_refusal(elsewhere, pageable) == "staging is in host memory that is not pinned"
+    ops.gather(
+        GroupPages((torch.zeros((4, 64), dtype=torch.uint8),)), [1], torch.zeros(65, dtype=torch.uint8)[1:][None]
+    )
+    assert ops.fallbacks["gather"] == "rows of staging are not aligned to 16 bytes"
 
 
 def test_a_checked_gather_is_a_gather_and_a_checksum(ops):
@@ -86,11 +90,11 @@ def test_a_checked_gather_is_a_gather_and_a_checksum(ops):
 
 
 def test_a_launch_of_few_programs_moves_everything():
-    group = GroupPages((torch.randint(0, 256, (9, 20 << 10), dtype=torch.uint8),))
-    staging = torch.zeros((8, 20 << 10), dtype=torch.uint8)
+    group = GroupPages((torch.randint(0, 256, (9, 80 << 10), dtype=torch.uint8),))
+    staging = torch.zeros((8, 80 << 10), dtype=torch.uint8)
     blocks = torch.arange(1, 9, dtype=torch.int32)
-    launch = moves.move_launch(moves.LayerTable.of(group), moves.Move(1, blocks, staging=staging, max_programs=3))
-    assert launch.grid == (3,)
+    launch = moves.move_launch(moves.LayerTable.of(group), moves.Move(1, blocks, staging=staging, beside=True))
+    assert launch.grid == (moves.FEW_PROGRAMS,)
     interpreter.quicken()
     launch.run()
     assert torch.equal(staging, group.layers[0][1:])
@@ -118,3 +122,16 @@ def test_planned_copies_at_once_equal_copies_one_after_the_other(pairs):
     for source, target in plan.direct + plan.staged:
         at_once[target] = source
     assert at_once == one_by_one
+
+
+@pytest.mark.parametrize("buffer_bytes", [1, 5000, 1 << 20])
+def test_the_host_link_moves_blocks_piece_by_piece(ops, buffer_bytes):
+    group = GroupPages(tuple(torch.randint(0, 256, (6, size), dtype=torch.uint8) for size in (64, 2048)))
+    link = HostLink(torch.device("cpu"), partial(ops._stage, beside=True), buffer_bytes)
+    rows, wanted = (torch.zeros((4, group.bytes_per_block), dtype=torch.uint8) for _ in range(2))
+    link.save(group, [5, 1, 3, 1], rows)
+    ops.gather(group, [5, 1, 3, 1], wanted)
+    assert torch.equal(rows, wanted)
+    link.load(group, [2, 4, 1, 5], rows)
+    ops.gather(group, [2, 4, 1, 5], wanted)
+    assert torch.equal(rows, wanted)

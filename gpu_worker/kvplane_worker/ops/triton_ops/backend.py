@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from kvplane_worker.ops.interface import (
 )
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import attention, moves, writes
+from kvplane_worker.ops.triton_ops.host_link import HostLink
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import chip_of
 
@@ -39,6 +41,7 @@ class TritonOps:
         self.fallbacks: dict[str, str] = {}
         self._other: PagedOps = TorchOps()
         self._tables: dict[object, moves.LayerTable] = {}
+        self._links: dict[torch.device, HostLink] = {}
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `AttentionOps.write_kv`."""
@@ -120,9 +123,10 @@ class TritonOps:
         checks.check_staging(group, blocks, staging)
         if self._refused("gather", moves.refusal(group) or moves.staging_refusal(group, staging)):
             self._other.gather(group, blocks, staging)
+        elif staging.device != group.layers[0].device:
+            self._link(group).save(group, blocks, staging)
         elif blocks:
-            ids = moves.on_device(blocks, group.layers[0].device)
-            self._move(group, moves.Move(int(GATHER), ids, staging=staging))
+            self._stage(GATHER, group, blocks, staging)
 
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
         """See `PageOps.scatter`."""
@@ -132,9 +136,10 @@ class TritonOps:
         checks.check_staging(group, blocks, staging)
         if self._refused("scatter", moves.refusal(group) or moves.staging_refusal(group, staging)):
             self._other.scatter(group, blocks, staging)
+        elif staging.device != group.layers[0].device:
+            self._link(group).load(group, blocks, staging)
         elif blocks:
-            ids = moves.on_device(blocks, group.layers[0].device)
-            self._move(group, moves.Move(int(SCATTER), ids, staging=staging))
+            self._stage(SCATTER, group, blocks, staging)
 
     def checksum(self, group: GroupPages, blocks: Sequence[int]) -> Tensor:
         """See `PageOps.checksum`."""
@@ -145,13 +150,16 @@ class TritonOps:
         return self._summed(group, blocks, None)
 
     def gather_checked(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Tensor:
-        """`gather` and `checksum` of the same bytes in one pass."""
+        """`gather` and `checksum` of the same bytes in one pass; in two where staging is on the host."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=False)
         checks.check_staging(group, blocks, staging)
         if self._refused("gather_checked", moves.refusal(group) or moves.staging_refusal(group, staging)):
             self._other.gather(group, blocks, staging)
             return self._other.checksum(group, blocks)
+        if staging.device != group.layers[0].device:
+            self.gather(group, blocks, staging)
+            return self.checksum(group, blocks)
         return self._summed(group, blocks, staging)
 
     def _summed(self, group: GroupPages, blocks: Sequence[int], staging: Tensor | None) -> Tensor:
@@ -161,6 +169,20 @@ class TritonOps:
             what = int(CHECKSUM if staging is None else CHECKED_GATHER)
             self._move(group, moves.Move(what, moves.on_device(blocks, device), staging=staging, sums=sums))
         return sums
+
+    def _link(self, group: GroupPages) -> HostLink:
+        """The way between the group's device and the host, made when it is first needed."""
+        device = group.layers[0].device
+        if device not in self._links:
+            self._links[device] = HostLink(device, partial(self._stage, beside=True))
+        return self._links[device]
+
+    def _stage(
+        self, what: int, group: GroupPages, blocks: Sequence[int], staging: Tensor, beside: bool = False
+    ) -> None:
+        """Gather or scatter, on one device."""
+        ids = moves.on_device(blocks, group.layers[0].device)
+        self._move(group, moves.Move(int(what), ids, staging=staging, beside=beside))
 
     def _kept(self, group: GroupPages, blocks: Sequence[int]) -> Tensor | None:
         """What blocks hold now, as rows of staging; None for no blocks."""

@@ -14,7 +14,9 @@ from kvplane_worker.ops.triton_ops.kernels.moves import move_pages
 from kvplane_worker.ops.triton_ops.launch import Launch
 
 WORD_BYTES = 4
-TILE_WORDS = 4096
+TILE_WORDS, WARPS = 4096, 4
+# Few programs need more bytes in flight each.
+FEW_PROGRAMS, WIDE_TILE_WORDS, WIDE_WARPS = 4, 16384, 16
 ALIGNMENT_BYTES = 16
 
 
@@ -59,8 +61,6 @@ def refusal(group: GroupPages) -> str:
 
 def staging_refusal(group: GroupPages, staging: Tensor) -> str:
     """Why no kernel reads or writes this staging buffer; "" when one does."""
-    if staging.device != group.layers[0].device and not staging.is_pinned():
-        return "staging is in host memory that is not pinned"
     if staging.data_ptr() % ALIGNMENT_BYTES or staging.stride(0) % ALIGNMENT_BYTES or staging.stride(1) != 1:
         return f"rows of staging are not aligned to {ALIGNMENT_BYTES} bytes"
     return ""
@@ -81,7 +81,7 @@ class Move:
         blocks, targets: block ids on the device; targets only for copies.
         staging: uint8 [blocks, bytes of a row], device or pinned memory; None where none is used.
         sums: int64 [blocks], zeroed; None where none are wanted.
-        max_programs: a limit for launches that leave most multiprocessors to others; 0 = none.
+        beside: leave all but `FEW_PROGRAMS` multiprocessors to others.
     """
 
     what: int
@@ -89,13 +89,14 @@ class Move:
     targets: Tensor | None = None
     staging: Tensor | None = None
     sums: Tensor | None = None
-    max_programs: int = 0
+    beside: bool = False
 
 
 def move_launch(table: LayerTable, move: Move) -> Launch:
-    """The launch of a move: tiles of 16 KiB, several pages each where pages are smaller."""
-    words = min(TILE_WORDS, power_of_two(table.page_words, 4))
-    pages = TILE_WORDS // words
+    """The launch of a move: tiles of 16 KiB, of 64 where programs are few; several pages each where pages are small."""
+    tile_words, warps = (WIDE_TILE_WORDS, WIDE_WARPS) if move.beside else (TILE_WORDS, WARPS)
+    words = min(tile_words, power_of_two(table.page_words, 4))
+    pages = tile_words // words
     count, layers = move.blocks.numel(), table.rows.shape[0]
     chunks = -(-table.page_words // words)
     tiles = -(-count // pages) * layers * chunks
@@ -104,9 +105,10 @@ def move_launch(table: LayerTable, move: Move) -> Launch:
     sums = None if move.sums is None else move.sums.view(torch.int32)
     return Launch(
         move_pages,
-        (min(tiles, move.max_programs or tiles),),
+        (min(tiles, FEW_PROGRAMS) if move.beside else tiles,),
         (table.rows, move.blocks, move.targets, staging, sums, count, row_words, layers, chunks),
         {"WHAT": move.what, "PAGES": pages, "WORDS": words},
+        warps,
     )
 
 
