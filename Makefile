@@ -2,8 +2,8 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-nightly check format lint types contracts proto proto-check proto-baseline pytest bench bench-store bench-peer replay-all \
-	conformance-live clean
+.PHONY: help demo test test-nightly check format lint types contracts proto proto-check proto-baseline pytest bench \
+	bench-gpu bench-store bench-peer replay-all conformance-live clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -67,6 +67,9 @@ bench-store: $(DEV)  ## what a store costs a step, its size over a long run, and
 
 bench-peer: $(DEV)  ## a step and an admission beside vLLM 0.33.0, in one run; writes tests/bench/results (PEER="--quick")
 	@$(PYTHON) -m tests.bench.peer $(PEER)
+
+bench-gpu: $(DEV)  ## kernels on one GPU: checked, then measured beside the machine's limits; writes tests/bench/results
+	@$(PYTHON) -m tests.bench.gpu
 
 conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a large download; LIVE="--kind hybrid --seeds 5")
 	@$(PYTHON) -m tests.conformance.live $(LIVE)

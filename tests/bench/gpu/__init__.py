@@ -1,0 +1,1 @@
+"""Kernels measured on one GPU, each figure as a part of a limit that is measured in the same run."""

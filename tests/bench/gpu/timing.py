@@ -1,0 +1,70 @@
+"""How long work takes on a device: medians of several rounds of several runs, the host's part left out."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times work on a device; on a CPU by the wall, which says nothing about kernels.
+
+    Attributes:
+        runs: of the work in a round; rounds: of which the median counts.
+    """
+
+    device: torch.device
+    runs: int = 10
+    rounds: int = 5
+
+    def seconds(self, work: Work) -> float:
+        """Seconds per run. On a GPU the runs of a round are one graph, so that launches cost nothing on the host."""
+        work()
+        if self.device.type != "cuda":
+            return self._by_the_wall(work)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(self.runs):
+                work()
+        graph.replay()
+        return self._by_events(graph.replay) / self.runs
+
+    def seconds_as_called(self, work: Work) -> float:
+        """Seconds per run, host and all: for work on several streams, which waits for events of earlier runs."""
+        work()
+        if self.device.type != "cuda":
+            return self._by_the_wall(work)
+
+        def several() -> None:
+            for _ in range(self.runs):
+                work()
+
+        return self._by_events(several) / self.runs
+
+    def _by_events(self, work: Work) -> float:
+        times = []
+        for _ in range(self.rounds):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(self.device)
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            times.append(begin.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+    def _by_the_wall(self, work: Work) -> float:
+        times = []
+        for _ in range(self.rounds):
+            begin = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times)

@@ -1,0 +1,46 @@
+"""The script that measures kernels on a GPU runs from end to end: at tiny size, in the interpreter."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.bench.gpu import __main__ as script
+from tests.bench.gpu import correct
+from tests.bench.gpu.figures import Figure
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["gpu", "--tiny", "--out", str(tmp_path)])
+    return tmp_path
+
+
+@pytest.mark.timeout(240)
+def test_it_checks_measures_and_writes_the_table(tiny):
+    assert script.main() == 0
+    data = json.loads((tiny / "gpu.json").read_text())
+    names = [figure["name"] for figure in data["figures"]]
+    assert len(names) == len(set(names))
+    some = {"copy, 16 KiB pages", "write 32 tokens, float8_e4m3fn", "decode bfloat16, 2 x 64 tokens, pages of 16"}
+    assert some <= set(names)
+    assert all(figure["value"] > 0 and figure["ratio"] > 0 for figure in data["figures"])
+    text = (tiny / "gpu.md").read_text()
+    assert "NO FIGURE COUNTS" in text
+    assert all(f"| {name} |" in text for name in names)
+
+
+def test_wrong_results_are_not_measured(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(correct, "failures", lambda device, sizes: ["gather: 3 bytes are wrong"])
+    assert script.main() == 1
+    assert "gather: 3 bytes are wrong" in capsys.readouterr().err
+    assert not list(tiny.iterdir())
+
+
+def test_a_figure_says_whether_it_reaches_its_goal():
+    assert Figure("copy", 4e12, "device copy", 0.96, 0.95).verdict == "reached"
+    assert Figure("copy", 4e12, "device copy", 0.94, 0.95).verdict == "missed"
+    assert Figure("more", 1.0, "without", 1.02, 1.03, at_most=True).verdict == "reached"
+    assert Figure("peer", 4e12, "device copy", 0.5).verdict == ""
