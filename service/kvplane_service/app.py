@@ -10,7 +10,7 @@ import random
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import Unavailable
@@ -74,11 +74,11 @@ class App:
         except Unavailable:
             await self._metrics.stop()
             raise
-        self._tasks = [asyncio.create_task(self._sweep())]
+        self._start_task(self._sweep())
         if store is None:
             await self._server.announce_ready()
         else:
-            self._tasks.append(asyncio.create_task(self._recover()))
+            self._start_task(self._recover())
         return self.address
 
     async def drain(self) -> None:
@@ -105,10 +105,15 @@ class App:
         self.registry.watch(lambda entry: entry.host.decisions.follow(tracing.follower(entry.host.name)))
         return [TracingInterceptor(tracing)]
 
+    def _start_task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(_tell_bug)
+        self._tasks.append(task)
+
     async def _recover(self) -> None:
         """Read what was stored, then be ready, and follow what is published."""
         await self.keeper.load()
-        self.keeper.write()
+        self._start_task(self.keeper.write())
         await self._server.announce_ready()
 
     async def _sweep(self) -> None:
@@ -127,6 +132,12 @@ class App:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.keeper.stop()
+
+
+def _tell_bug(task: asyncio.Task[None]) -> None:
+    """What runs beside the calls ends with the service; when it ends before, that is a bug, and nobody waits for it."""
+    if not task.cancelled() and task.exception() is not None:
+        _log.critical("a bug in the service", exc_info=task.exception())
 
 
 async def serve(config: Config, ready: Callable[[App], None]) -> None:

@@ -24,7 +24,6 @@ from kvplane.base.errors import (
     ReplicaLapsed,
     ServiceRestarted,
     StaleEpoch,
-    Unavailable,
 )
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
@@ -115,6 +114,7 @@ class ReplicaHost:
         self._in_core = False
         self._retired: KvplaneError | None = None  # why nothing more is done here
         self._owner_epoch = 0  # that the memory names
+        self._incarnation = 0  # of the page memory, 0 = no engine has named it
         self.recovering: Recovering | None = None
         self.recovered: Recovering | None = None  # what has become of it
 
@@ -339,6 +339,9 @@ class ReplicaHost:
             epoch = max(epoch, stored.epoch_above(stamp_table))
         if epoch > MAX_EPOCH:
             raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
+        if 0 != incarnation != self._incarnation != 0:
+            stamp_table = ()  # other memory: what its stamps say is of no page that is known here
+        self._incarnation = incarnation or self._incarnation
         self.recovering = None
         self._in_core = True
         self._kept_keys = self._keep_keys(epoch, stamp_table, stored, incarnation)
@@ -365,12 +368,8 @@ class ReplicaHost:
         return self.replica.count_keys()
 
     def _check_loaded(self) -> None:
-        if self.recovering is not None and self.recovering.loading:
-            raise Unavailable(
-                f"{self.name} is recovering: {self.recovering.rows} entries have been read from the store",
-                field="replica",
-                remedy="try again in a moment",
-            )
+        if self.recovering is not None:
+            self.recovering.check_loaded(self.name)
 
     def _check_stamps(self, stamp_table: tuple[int, ...]) -> None:
         num_blocks = self.replica.spec.num_blocks

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from kvplane.base.errors import Unavailable
 from kvplane.base.stamps import MAX_EPOCH, Stamp
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.recovery import Recovered
@@ -37,6 +38,15 @@ class Recovering:
     rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     recovered: int | None = None
+
+    def check_loaded(self, name: str) -> None:
+        """Raise Unavailable while the store is being read."""
+        if self.loading:
+            raise Unavailable(
+                f"{name} is recovering: {self.rows} entries have been read from the store",
+                field="replica",
+                remedy="try again in a moment",
+            )
 
     def belongs_to(self, incarnation: int) -> bool:
         """Whether the entries can be true of this page memory; who does not name it has the same one."""

@@ -193,6 +193,14 @@ def test_memory_that_is_another_one_gives_no_hit_though_its_stamps_are_equal():
     assert reopen(world, memory, incarnation=6).kept_keys == 0
 
 
+def test_other_memory_gives_no_hit_without_a_restart_either():
+    world, memory, _ = used_world()
+    assert reopen(world, memory, incarnation=5).kept_keys > 0, "the first that is named"
+    assert reopen(world, memory, incarnation=5).kept_keys > 0
+    assert reopen(world, memory, incarnation=0).kept_keys > 0, "who does not name it has the same"
+    assert reopen(world, memory, incarnation=6).kept_keys == 0
+
+
 def test_entries_of_an_incarnation_stay_with_it():
     world = World()
     memory = PageMemory(HYBRID.num_blocks)

@@ -54,7 +54,6 @@ class Keeper:
         self._restored: dict[str, ReplicaRecord] = {}
         self._journals: dict[str, ReplicaJournal] = {}
         self._writer: StoreWriter | None = None
-        self._writing: asyncio.Task[None] | None = None
 
     # -- from start to end -------------------------------------------------------------------------------------------
 
@@ -83,19 +82,15 @@ class Keeper:
                 await self._around.sleep(1.0)
         self._restored.clear()
 
-    def write(self) -> None:
-        """Begin to follow what is published."""
+    async def write(self) -> None:
+        """Follow what is published, until cancelled."""
         assert self._writer is not None, "there is no store"
-        self._writing = asyncio.create_task(self._writer.run())
+        await self._writer.run()
 
     async def stop(self) -> None:
-        """Write what waits, for a moment at most, and let go of the store."""
+        """Write what waits, for a moment at most, and let go of the store. `write` was cancelled before."""
         if self._writer is None:
             return
-        if self._writing is not None:
-            self._writing.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._writing
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._writer.write_all(), _LAST_WRITE_S)
         await self._around.offload(self._writer.store.close)
