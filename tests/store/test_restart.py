@@ -21,7 +21,7 @@ from kvplane_service.core.inspect import check
 from kvplane_service.host import ReplicaHost, ReplicaState, UnaryStep
 from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.store.errors import ClockBehindStore
+from kvplane_service.store.errors import ClockBehindStore, StoreUnavailable
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.writer import StoreState, Surroundings
@@ -43,17 +43,15 @@ async def no_pause(seconds):
 class Life:
     """One life of a service process on a store."""
 
-    def __init__(self, store, now_ms=1_000_000, **config):
+    def __init__(self, store, now_ms=1_000_000, loads=True, **config):
         self.config = Config(store="memory", **config)
         self.registry = Registry(self.config, lambda: 0)
         around = Surroundings(lambda: 0, no_pause, inline, lambda: 0.0)
         counter = itertools.count(7)
         self.keeper = Keeper(self.registry, self.config, around, Chance(lambda: now_ms, lambda: next(counter)))
-        asyncio.run(self._start(store))
-
-    async def _start(self, store):
-        await self.keeper.start(store)
-        await self.keeper.load()
+        asyncio.run(self.keeper.start(store))
+        if loads:
+            asyncio.run(self.keeper.load())
 
     def flush(self):
         assert self.keeper._writer is not None
@@ -278,6 +276,44 @@ def test_while_the_store_is_read_nobody_opens():
         world.life.host.revive()
     recovering.loading = False
     reopen(world, memory)
+
+
+class Meddled(MemoryStore):
+    """A store during whose reading something happens; it fails the first time."""
+
+    def __init__(self, logs, records):
+        super().__init__()
+        self.logs, self.records_by_name = logs, records
+        self.meanwhile = lambda: None
+        self.failures = 1
+
+    def load(self, log):
+        self.meanwhile()
+        if self.failures:
+            self.failures -= 1
+            raise StoreUnavailable("not yet")
+        yield from super().load(log)
+
+
+def test_a_store_that_fails_while_it_is_read_is_asked_again():
+    world, memory, _ = used_world()
+    world.store = Meddled(world.store.logs, world.store.records_by_name)
+    world.restart()
+    assert world.store.failures == 0
+    assert reopen(world, memory).kept_keys > 0
+
+
+def test_who_is_deregistered_while_the_store_is_read_is_gone():
+    world, _, _ = used_world()
+    world.store = Meddled(world.store.logs, world.store.records_by_name)
+    world.store.failures = 0
+    world.restart(loads=False)
+    life = world.life
+    world.store.meanwhile = lambda: life.registry.remove(NAME)
+    asyncio.run(life.keeper.load())
+    assert len(life.registry) == 0
+    life.flush()
+    assert world.store.records_by_name == {}
 
 
 def test_damaged_chunks_cost_hits_and_are_counted():

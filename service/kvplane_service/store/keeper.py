@@ -30,6 +30,7 @@ from kvplane_service.store.writer import Limits, StoreReport, StoreState, StoreW
 
 _CLOCK_TOLERANCE_MS = 5 * 60 * 1000
 _LAST_WRITE_S = 5.0
+_LOAD_PAUSE_S = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +79,8 @@ class Keeper:
     async def load(self) -> None:
         """Read the entries of what was restored. A store that fails meanwhile is asked again."""
         for name, record in list(self._restored.items()):
-            while not await self._load(name, record):
-                await self._around.sleep(1.0)
+            while name in self._restored and not await self._load(name, record):
+                await self._around.sleep(_LOAD_PAUSE_S)
         self._restored.clear()
 
     async def write(self) -> None:
@@ -158,6 +159,8 @@ class Keeper:
         except STORE_ERRORS as error:
             _log.warning("the entries of %s cannot be read: %s", name, error)
             return False
+        if name not in self._restored:
+            return True  # deregistered meanwhile
         recovering.entries = log.entries()
         recovering.refused.update({why.value: count for why, count in log.refused.items()})
         self._journals[name].resume(log.chunks)
@@ -179,6 +182,7 @@ class Keeper:
     def _removed(self, name: str) -> None:
         assert self._writer is not None, "there is no store"
         del self._journals[name]
+        self._restored.pop(name, None)
         self._writer.forget(name)
 
     def _follow(self, name: str, journal: ReplicaJournal, entry: decisions.Entry) -> None:
