@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -20,7 +21,7 @@ from kvplane_service.registry import Registration, Registry
 from kvplane_service.replay import Engine, EngineConfig, Fleet
 from kvplane_service.replay.from_log import Outcome, replay_log
 from kvplane_service.workloads import ChatShape, chat_workload
-from tests.service.replaying import BUDGET, COST, SPECS, replace
+from tests.service.replaying import BUDGET, COST, SPECS
 
 SHAPE = ChatShape(max_model_len=1024, num_sessions=12, sessions_per_s=5.0)
 POOLS = {"full": 50, "sliding": 80, "seven groups": 260, "mamba": 40}
