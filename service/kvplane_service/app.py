@@ -53,7 +53,7 @@ class App:
         self._tracing: Tracing | None = None
         self.about = About()
         self._server = RpcServer(self.registry, config, self.about, self.keeper, self._start_tracing(environment))
-        self._metrics = MetricsServer(ServiceCollector(self.registry))
+        self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report))
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> str:

@@ -13,11 +13,14 @@ import pytest
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.sources import ModelSource
 from kvplane.unary import connect
+from kvplane.v1 import allocation_pb2 as pb
 from kvplane.workers import WorkersClient
 from kvplane_service.config import Config
+from kvplane_service.store.errors import StoreUnavailable
 from tests.service.rig import Service, running
+from tests.store.test_writer import Away
 
-CHECKS = ["health", "reflection", "versions", "clocks", "replicas", "workers", "epochs"]
+CHECKS = ["health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store"]
 
 
 @contextmanager
@@ -80,6 +83,21 @@ def workers(service: Service, *infos: WorkerInfo) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def store_away(service: Service) -> Iterator[None]:
+    """The store was there when the service started, and has gone."""
+    writer = service.app.keeper._writer
+    assert writer is not None
+    store = Away()
+    store.error = StoreUnavailable("nobody there")
+    writer.store = store
+    service.register()
+    stream = service.open()
+    while service.describe().store.state != pb.STORE_STATE_DEGRADED:
+        stream.step()
+    yield
+
+
 FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "health": draining,
     "reflection": nothing,  # the service is started without it
@@ -88,6 +106,7 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "replicas": silent_engine,
     "workers": silent_worker,
     "epochs": foreign_epoch,
+    "store": store_away,
 }
 
 
@@ -110,8 +129,9 @@ def test_every_check_has_a_fault():
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_staged_fault_is_found_and_no_other(kvplane, check):
-    config = Config(listen="127.0.0.1:0", reflection=check != "reflection")
+def test_a_staged_fault_is_found_and_no_other(kvplane, tmp_path, check):
+    store = f"sqlite:{tmp_path / 'index'}" if check == "store" else "none"
+    config = Config(listen="127.0.0.1:0", reflection=check != "reflection", store=store)
     with running(config) as service, FAULTS[check](service):
         code, findings = examine(kvplane, service)
         text = kvplane("doctor", "--service", service.address)[1]

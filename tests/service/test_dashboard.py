@@ -14,6 +14,7 @@ import yaml
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.telemetry.collector import ServiceCollector
 from tests.service.hosts import Engine, spec_of
 from tests.service.monitoring import (
@@ -29,6 +30,7 @@ from tests.service.monitoring import (
     promtool,
 )
 from tests.service.rig import running, until
+from tests.store.test_writer import Away, Bench
 
 DASHBOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = [rule for group in yaml.safe_load((FILES / "alerts.yaml").read_text())["groups"] for rule in group["rules"]]
@@ -68,7 +70,7 @@ def test_a_panel_shows_samples(server, small_pools, panel):
 
 
 def test_panels_ask_for_nothing_that_is_not_emitted(small_pools):
-    emitted = {name.partition("{")[0] for name in small_pools}
+    emitted = {name.partition("{")[0] for name in small_pools} | emitted_metrics()
     asked = {name for text in EXPRESSIONS.values() for name in re.findall(r"kvplane_\w+", text)}
     asked |= {name for rule in ALERTS for name in re.findall(r"kvplane_\w+", rule["expr"])}
     assert asked <= emitted
@@ -210,6 +212,21 @@ def restarts() -> Series:
     return scenario.repeat(lambda _: Engine(scenario.host))
 
 
+def store_away() -> Series:
+    store = Away()
+    bench = Bench(store)
+    store.error = StoreUnavailable("nobody there")
+    registry = Registry(Config(), lambda: 0)
+    registry.register("r", Registration(spec_of()))
+    pages = Pages(ServiceCollector(registry, lambda _: bench.report))
+    for number in range(40):
+        bench.serve(f"{number:04d}x")
+        assert not bench.write()
+        bench.engine.now_ns += INTERVAL_S * 10**9
+        pages.take()
+    return pages.series()
+
+
 SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneDown": down,
     "KvplaneReplicaLapsed": silent_engine,
@@ -220,6 +237,7 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneStepsTakenBack": failed_steps,
     "KvplaneSlowSteps": slow_steps,
     "KvplaneEngineRestarts": restarts,
+    "KvplaneStoreBehind": store_away,
 }
 
 
@@ -276,11 +294,18 @@ def test_no_alert_fires_when_all_is_well(tmp_path):
 # ---- documents
 
 
-def test_the_document_names_every_metric_and_no_other(small_pools):
+def test_the_document_names_every_metric_and_no_other():
+    assert told_metrics() == emitted_metrics()
+
+
+def told_metrics() -> set[str]:
     text = (ROOT / "docs" / "metrics.md").read_text()
-    told = set(re.findall(r"^\| `(kvplane_\w+)", text, flags=re.MULTILINE))
-    emitted = {re.sub(r"_(bucket|sum|count)$", "", name.partition("{")[0]) for name in small_pools}
-    assert told == emitted
+    return set(re.findall(r"^\| `(kvplane_\w+)", text, flags=re.MULTILINE))
+
+
+def emitted_metrics() -> set[str]:
+    families = ServiceCollector(Registry(Config(), lambda: 0)).collect()
+    return {family.name + ("_total" if family.type == "counter" else "") for family in families}
 
 
 def test_every_alert_has_a_runbook():

@@ -15,7 +15,7 @@ from kvplane import Client
 from kvplane.channel import open_channel
 from kvplane.retry import RetryPolicy
 from kvplane.v1.admin_pb2 import StatusResponse
-from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, DescribeReplicaResponse
+from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, STORE_STATE_DEGRADED, DescribeReplicaResponse
 
 MAX_CLOCK_SKEW_MS = 1000
 _TIMEOUT_S = 5.0
@@ -48,6 +48,7 @@ def examine(service: str) -> list[Finding]:
             _replicas(described),
             _workers(described),
             _epochs(described),
+            _stores(described),
         ]
     finally:
         client.close()
@@ -113,3 +114,9 @@ def _epochs(described: list[DescribeReplicaResponse]) -> Finding:
     ]
     seen = "; ".join(wrong) or "pages belong to the engine life that the service knows"
     return Finding("epochs", not wrong, seen, "another service or engine owns the pages: open the session anew")
+
+
+def _stores(described: list[DescribeReplicaResponse]) -> Finding:
+    away = [f"{one.replica}: {one.store.problem}" for one in described if one.store.state == STORE_STATE_DEGRADED]
+    seen = "; ".join(away) or "no replica's store is away"
+    return Finding("store", not away, seen, "look at the store; allocation goes on, a restart would lose hits")

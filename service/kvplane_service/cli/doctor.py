@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def command(service: Service = DEFAULT_SERVICE, output: Output = Form.TABLE) -> None:
     """Look for what is known to go wrong, and say what to do about it; exit code 1 when something is found.
 
-    Health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch.
+    Health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch, the store.
     """
     from dataclasses import asdict
 

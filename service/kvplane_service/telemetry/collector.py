@@ -19,7 +19,8 @@ from prometheus_client.samples import Exemplar
 from kvplane.base.trace import parse_traceparent
 from kvplane_service.core.managers import GroupManager
 from kvplane_service.host import ReplicaHost, ReplicaState
-from kvplane_service.registry import Registry
+from kvplane_service.registry import Entry, Registry
+from kvplane_service.store.writer import StoreReport, StoreState
 from kvplane_service.telemetry.tally import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 
 _NS = 1e-9
@@ -159,6 +160,10 @@ _FAMILIES = (
     _counter("kvplane_lost_decisions", "Decisions no longer kept.", lambda host: host.decisions.num_lost),
 )
 
+def _no_store(_: Entry) -> StoreReport:
+    return StoreReport(StoreState.OFF)
+
+
 _HISTOGRAMS_IN_STEPS = (
     ("evicted_idle", "idle_before_evict", "Steps between the last use of a block and the eviction of its key."),
     ("block_lifetime", "lifetime", "Steps between two times that a block is handed out."),
@@ -167,14 +172,21 @@ _HISTOGRAMS_IN_STEPS = (
 
 
 class ServiceCollector(Collector):
-    """All metrics of one service process. Collect on the event loop: the state must not change meanwhile."""
+    """All metrics of one service process. Collect on the event loop: the state must not change meanwhile.
 
-    def __init__(self, registry: Registry) -> None:
+    Args:
+        registry: its replicas.
+        report: how the durable side of a replica is.
+    """
+
+    def __init__(self, registry: Registry, report: Callable[[Entry], StoreReport] = _no_store) -> None:
         self._registry = registry
+        self._report = report
 
     def collect(self) -> Iterator[Metric]:
         """See Collector."""
-        hosts = [entry.host for entry in self._registry]
+        entries = list(self._registry)
+        hosts = [entry.host for entry in entries]
         yield _build_info()
         yield _states(hosts)
         for family in _FAMILIES:
@@ -186,6 +198,7 @@ class ServiceCollector(Collector):
                 counts: list[int] = getattr(host.replica.residency, attribute)
                 histogram.add_metric((host.name,), _buckets_in_steps(counts), None)
             yield histogram
+        yield from _store([(entry.host.name, self._report(entry)) for entry in entries])
 
 
 def _build_info() -> Metric:
@@ -200,6 +213,19 @@ def _states(hosts: Sequence[ReplicaHost]) -> Metric:
     for state in ReplicaState:
         family.add_metric((state.value,), states.count(state))
     return family
+
+
+def _store(reports: Sequence[tuple[str, StoreReport]]) -> Iterator[Metric]:
+    """Of replicas that have a durable side."""
+    lag = GaugeMetricFamily("kvplane_store_lag_entries", "Changes that wait to be stored.", labels=("replica",))
+    age = GaugeMetricFamily("kvplane_store_lag_seconds", "For how long the oldest has waited.", labels=("replica",))
+    failures = CounterMetricFamily("kvplane_store_failures", "Calls of the store that failed.", labels=("replica",))
+    for name, report in reports:
+        if report.state is not StoreState.OFF:
+            lag.add_metric((name,), report.lag_entries)
+            age.add_metric((name,), report.lag_ms / 1000)
+            failures.add_metric((name,), report.failures)
+    yield from (lag, age, failures)
 
 
 def _step_seconds(hosts: Sequence[ReplicaHost]) -> Metric:

@@ -1,0 +1,216 @@
+"""What watching costs: CPU time of decode steps of 256 requests, with and without the decision log, metrics, traces.
+
+    python -m tests.bench.overhead              prints a table and writes tests/bench/results/overhead.{md,json}
+    python -m tests.bench.overhead --pairs 4 --steps 50 --no-write
+
+On and off take turns in one process, each pair in the other order than the last, on identical steps: the order of a
+noisy machine hits both. Time is the CPU time of the whole process, so the threads that deliver spans count too; the
+collector is another process. The interval is that of the mean over pairs, by bootstrap. gRPC is left out, which would
+only make the shares smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.session import OpenRequest
+from kvplane.base.step import Admit, End, Facts, News, Part, Run, Step
+from kvplane_service.config import Config
+from kvplane_service.core.inspect import digest
+from kvplane_service.decisions import DecisionLog, Entry
+from kvplane_service.host import ReplicaHost, new_replica
+from kvplane_service.telemetry.tracing import Tracing
+
+RESULTS = Path(__file__).parent / "results"
+REQUESTS, PROMPT, PAIRS, STEPS = 256, 16, 100, 200  # 20,000 steps a side
+RESAMPLES, CONFIDENCE = 4000, 0.95
+COLLECTOR = """
+import sys
+from tests.service.collector import collecting
+with collecting() as (_, address):
+    print(address, flush=True)
+    sys.stdin.read()
+"""
+
+
+class NoLog(DecisionLog):
+    """Keeps nothing and shows it to nobody."""
+
+    def append(self, entry: Entry) -> None:
+        del entry
+
+
+class Side:
+    """A replica that is watched in one way."""
+
+    def __init__(self, steps: int, watch: Callable[[ReplicaHost], None]) -> None:
+        spec = ReplicaSpec(
+            groups=(GroupSpec(GroupKind.FULL_ATTENTION, 16),),
+            num_blocks=REQUESTS * (2 + (PROMPT + steps) // 16) + 1,
+            max_model_len=PROMPT + steps + 1,
+            hash_block_size=16,
+            scheduler_block_size=16,
+            max_in_flight_tokens=8192,
+        )
+        self.host = ReplicaHost("r", new_replica(spec), Config(max_rows_per_step=1 << 20), time.monotonic_ns)
+        watch(self.host)
+        self._opened = self.host.open(OpenRequest("r", nonce=1))
+        self._seq = 0
+
+    def run(self, steps: int) -> int:
+        """Admit all requests, decode so many steps and free them; CPU nanoseconds of the decode steps."""
+        slots = list(range(REQUESTS))
+        self._step(Part(news=News(slots, [PROMPT] * REQUESTS), admit=Admit(slots)))
+        parts = [Part(facts=Facts(slots, appended=[1] * REQUESTS), run=Run(slots)) for _ in range(steps)]
+        gc.collect()
+        started = time.process_time_ns()
+        for part in parts:
+            self._step(part)
+        took = time.process_time_ns() - started
+        self._step(Part(facts=Facts(slots, end=[int(End.FREE)] * REQUESTS)))
+        return took
+
+    def _step(self, part: Part) -> None:
+        self._seq += 1
+        step = Step(self._opened.epoch, self._seq, [part], executed_through=self._seq - 1)
+        self.host.step(1, step, b"")
+
+
+def unwatched(host: ReplicaHost) -> None:
+    """No decision log, and so nothing that reads it."""
+    host.decisions = NoLog(1, 1)
+
+
+def log_only(host: ReplicaHost) -> None:
+    """The decision log alone."""
+    host.decisions.unfollow(host.tally.add)
+
+
+def always_on(host: ReplicaHost) -> None:
+    """As a service runs: the decision log, and what metrics count."""
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Mean extra CPU time in percent, with the bounds of its interval."""
+
+    what: str
+    percent: float
+    low: float
+    high: float
+    off_us_per_step: float
+    pairs: int
+    steps: int
+
+
+def measure(
+    what: str, on: Callable[[ReplicaHost], None], off: Callable[[ReplicaHost], None], pairs: int, steps: int
+) -> Overhead:
+    """Alternating pairs; both sides have decided the same at the end."""
+    sides = {"on": Side(steps, on), "off": Side(steps, off)}
+    for side in sides.values():
+        side.run(min(steps, 50))  # warm
+    extra, off_ns = [], []
+    for pair in range(pairs):
+        order = ("on", "off") if pair % 2 else ("off", "on")
+        took = {name: sides[name].run(steps) for name in order}
+        extra.append((took["on"] - took["off"]) / took["off"] * 100)
+        off_ns.append(took["off"] / steps)
+    assert digest(sides["on"].host.replica) == digest(sides["off"].host.replica)
+    low, high = bootstrap(extra, random.Random(1))
+    return Overhead(what, statistics.mean(extra), low, high, statistics.mean(off_ns) / 1000, pairs, steps)
+
+
+def bootstrap(values: list[float], source: random.Random) -> tuple[float, float]:
+    """The interval of the mean, from resampled means."""
+    means = sorted(statistics.fmean(source.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    edge = int(RESAMPLES * (1 - CONFIDENCE) / 2)
+    return means[edge], means[-edge - 1]
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """An OTLP collector in a process of its own; where it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", COLLECTOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def measure_all(pairs: int, steps: int) -> list[Overhead]:
+    """Each against what it is added to."""
+    told = [
+        measure("decision log", log_only, unwatched, pairs, steps),
+        measure("metrics", always_on, log_only, pairs, steps),
+    ]
+    with collector() as address:
+        os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{address}"
+        tracing = Tracing({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.01"})
+
+        def traced(host: ReplicaHost) -> None:
+            host.decisions.follow(tracing.follower(host.name))
+
+        told.append(measure("traces at 1 %", traced, always_on, pairs, steps))
+        tracing.shutdown()
+    return told
+
+
+def table(told: list[Overhead]) -> str:
+    """As Markdown."""
+    load = os.getloadavg()[0]
+    cores = os.cpu_count()
+    lines = [
+        "# What watching costs",
+        "",
+        f"date {datetime.date.today()}, cores {cores}, python {platform.python_version()}, load {load:.1f}",
+        "",
+        f"CPU time of decode steps of {REQUESTS} requests in process, {told[0].pairs} alternating pairs of "
+        f"{told[0].steps} steps a side",
+        "",
+        "| added | extra CPU | 95 % interval | µs per step without it |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {one.what} | {one.percent:+.2f} % | {one.low:+.2f} to {one.high:+.2f} % | {one.off_us_per_step:.0f} |"
+        for one in told
+    ]
+    lines += ["", "The decision log and what metrics count are always on; without a collector nothing is traced."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What watching costs.")
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--no-write", action="store_true")
+    arguments = parser.parse_args()
+    told = measure_all(arguments.pairs, arguments.steps)
+    text = table(told)
+    sys.stdout.write(text)
+    if not arguments.no_write:
+        (RESULTS / "overhead.md").write_text(text)
+        (RESULTS / "overhead.json").write_text(json.dumps([asdict(one) for one in told], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

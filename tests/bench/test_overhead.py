@@ -1,0 +1,39 @@
+"""The bench of overheads: what it compares is the same, and its interval is one."""
+
+from __future__ import annotations
+
+import random
+
+from kvplane_service.decisions import Entry
+from kvplane_service.host import ReplicaHost
+from tests.bench.overhead import Side, always_on, bootstrap, log_only, measure, table, unwatched
+
+
+def test_both_sides_decide_the_same_and_are_watched_as_they_say():
+    seen: list[Entry] = []
+
+    def watched(host: ReplicaHost) -> None:
+        host.decisions.follow(seen.append)
+
+    told = measure("a follower", watched, unwatched, pairs=2, steps=3)
+    assert (told.pairs, told.steps) == (2, 3)
+    assert told.low <= told.percent <= told.high
+    assert len(seen) == 1 + (3 + 2) + 2 * (3 + 2)  # a life; warming and two runs, each admitted and freed
+    assert "| a follower | " in table([told])
+
+
+def test_off_keeps_nothing_and_on_keeps_everything():
+    sides = [Side(2, watch) for watch in (unwatched, log_only, always_on)]
+    for side in sides:
+        side.run(2)
+    assert [len(side.host.decisions) for side in sides] == [0, 5, 5]  # a life, an admission, two steps, the end
+    assert [sum(side.host.tally.step_times.counts) for side in sides] == [0, 0, 4]
+
+
+def test_the_interval_covers_the_mean_and_narrows_with_more_pairs():
+    source = random.Random(7)
+    values = [source.gauss(2.0, 1.0) for _ in range(400)]
+    few, many = bootstrap(values[:20], random.Random(1)), bootstrap(values, random.Random(1))
+    assert few[0] < 2.0 < few[1]
+    assert many[0] < 2.0 < many[1]
+    assert many[1] - many[0] < few[1] - few[0]
