@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-nightly check format lint types contracts proto proto-check proto-baseline pytest bench \
-	bench-gpu bench-store bench-peer replay-all conformance-live clean
+	bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -70,6 +70,9 @@ bench-peer: $(DEV)  ## a step and an admission beside vLLM 0.33.0, in one run; w
 
 bench-gpu: $(DEV)  ## kernels on one GPU: checked, then measured beside the machine's limits; writes tests/bench/results
 	@$(PYTHON) -m tests.bench.gpu
+
+bench-overhead: $(DEV)  ## CPU time that the decision log, metrics and traces add to a step
+	@$(PYTHON) -m tests.bench.overhead
 
 conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a large download; LIVE="--kind hybrid --seeds 5")
 	@$(PYTHON) -m tests.conformance.live $(LIVE)
