@@ -136,7 +136,7 @@ class Explainer:
         change = self._history.last_change(key, question.at)
         if change is None or change.kind is EventKind.STORED:
             return None
-        cause = Cause.RESET if change.kind is EventKind.CLEARED else _OF_REMOVAL[change.reason]
+        cause = Cause.RESET if change.reason is RemoveReason.NONE else _OF_REMOVAL[change.reason]
         return Why(cause, lacking.start, lacking.end, change.by, change.epoch, change.seq, change.at_ns)
 
     def _elsewhere(self, question: Question, lacking: Lacking) -> Why | None:

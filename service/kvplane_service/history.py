@@ -150,7 +150,8 @@ class _Reader:
             else:
                 self._slots.clear()
                 for at, event in enumerate(entry.events):
-                    stamp = (event.kind, 0, event.reason, "", entry.epoch, 0, entry.at_ns)
+                    # Told as cleared when no key was kept: nothing proved any of them.
+                    stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns)
                     self._event(event, Change((number, 0, at), *stamp))
         return self._history
 
