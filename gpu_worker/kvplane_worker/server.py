@@ -84,7 +84,7 @@ class WorkerServicer:
             size_bytes=post.holdings.buffers.memory.numel(),
             free_bytes=free_bytes(post.info.device),
             backend=post.backend.ops.name,
-            backend_reasons=post.backend.reasons,
+            backend_reasons=post.backend.explained,
             attached_pid=self.attached_pid,
             staging_rows=[post.holdings.rows(group) for group in groups],
         )

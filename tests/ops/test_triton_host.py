@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from kvplane.base.errors import FailedPrecondition
 from kvplane_worker.ops import select
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, GroupPages
-from kvplane_worker.ops.triton_ops import moves
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.ops.triton_ops import attention, moves
 from kvplane_worker.ops.triton_ops.attention import DECODE, LATENT
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.entry import unfit_machine
 from kvplane_worker.ops.triton_ops.host_link import HostLink
-from kvplane_worker.ops.triton_ops.launch import Chip
+from kvplane_worker.ops.triton_ops.launch import INTERPRETER, Chip
 from tests.ops import interpreter
 
 A100 = Chip(108, 163 << 10, native_fp8=False)
@@ -63,6 +64,8 @@ def attend(ops: TritonOps, dtype: torch.dtype, size: int) -> torch.Tensor:
 def test_what_no_kernel_takes_goes_to_torch_and_is_remembered(ops, dtype, size, reason):
     assert attend(ops, dtype, size).isfinite().all()
     assert ops.fallbacks == {"decode_attention": reason}
+    explained = select.Choice(ops, ("triton: chosen",)).explained
+    assert explained == ("triton: chosen", f"triton: decode_attention not by a kernel: {reason}")
 
 
 def test_what_a_kernel_takes_is_no_fallback(ops):
@@ -135,3 +138,16 @@ def test_the_host_link_moves_blocks_piece_by_piece(ops, buffer_bytes):
     link.load(group, [2, 4, 1, 5], rows)
     ops.gather(group, [2, 4, 1, 5], wanted)
     assert torch.equal(rows, wanted)
+
+
+def test_a_row_that_all_workers_share_is_merged_in_several_rounds(ops):
+    torch.manual_seed(0)
+    room, query = torch.randn((65, 2, 16, 1, 16)), torch.ones((1, 1, 16))
+    room[:, 0] += torch.linspace(0, 1, 65)[:, None, None, None]  # later tokens weigh more: the maximum rises
+    pages = AttentionPages(room[:, 0], room[:, 1])
+    batch = Batch(torch.arange(1, 65, dtype=torch.int32)[None], torch.tensor([1024], dtype=torch.int32))
+    rule = AttentionRule(0.3)
+    launch = attention.decode_launches(attention.keys_and_values(query, pages, batch, rule), INTERPRETER)[1]
+    assert launch.constants["PARTS"] * 2 < INTERPRETER.multiprocessors
+    wanted = TorchOps().decode_attention(query, pages, batch, rule)
+    torch.testing.assert_close(ops.decode_attention(query, pages, batch, rule), wanted)

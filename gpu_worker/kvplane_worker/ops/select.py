@@ -46,6 +46,15 @@ class Choice:
     ops: PagedOps
     reasons: tuple[str, ...]
 
+    @property
+    def explained(self) -> tuple[str, ...]:
+        """The reasons, and one line for each operation that the backend has left to another one so far."""
+        left: dict[str, str] = getattr(self.ops, "fallbacks", {})
+        return (
+            *self.reasons,
+            *(f"{self.ops.name}: {operation} not by a kernel: {why}" for operation, why in left.items()),
+        )
+
 
 def choose(device: torch.device | str, asked: str = AUTO) -> Choice:
     """Return the first backend that fits the device, or the one asked for by name.

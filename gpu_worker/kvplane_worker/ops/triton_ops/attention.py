@@ -21,6 +21,8 @@ MAX_LATENT = 512
 MAX_GROUP = 64
 VECTOR = 8
 MERGED_AT_ONCE = 16
+# So that a merge takes several rounds on the few workers of a test.
+MERGED_AT_ONCE_INTERPRETED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) ->
     batch, sinks, out, room = rows(decode.batch), decode.rule.sinks, heads(decode.out), Parts(parts, stats, workers)
     arguments = (heads(decode.query), decode.keys, decode.values, batch, sinks, out, room, decode.rule.scale)
     spans = Launch(decode_spans, (page_heads, workers), arguments, {"S": shape}, tuning.warps)
-    constants = {"PARTS": MERGED_AT_ONCE, "S": shape}
+    constants = {"PARTS": MERGED_AT_ONCE_INTERPRETED if chip.interpreted else MERGED_AT_ONCE, "S": shape}
     return spans, Launch(merge_parts, (count, q_heads), (batch, sinks, out, room), constants)
 
 
