@@ -15,7 +15,7 @@ from kvplane_worker import pages
 from kvplane_worker.engine.batch import state_index
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Scheduled, StateMove
+from kvplane_worker.engine.scheduler import Scheduled
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
 
@@ -116,8 +116,8 @@ class WrongBlock(Engine):
 
     _rows = 0
 
-    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
-        return super()._compute([self._changed(one) for one in scheduled])
+    def _compute(self, scheduled: list[Scheduled]) -> None:
+        super()._compute([self._changed(one) for one in scheduled])
 
     def _changed(self, one: Scheduled) -> Scheduled:
         self._rows += 1
@@ -151,32 +151,24 @@ def longer(rule: AttentionRule) -> AttentionRule:
 class RejectedState(Engine):
     """After rejected drafts the state of the last one is taken for the state of the last accepted token."""
 
-    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
-        moves = super()._compute(scheduled)
+    def _compute(self, scheduled: list[Scheduled]) -> None:
+        super()._compute(scheduled)
         for one in scheduled:
             for group, at in one.request.state_at.items():
                 size = self._session.spec.groups[group].block_size
                 one.request.state_at[group] = min(at, state_index(one.row.end, size))
-        return moves
 
 
 class OlderState(Engine):
     """A block's first step reads the state of one block before: what lay there when the block began."""
 
-    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+    def _compute(self, scheduled: list[Scheduled]) -> None:
         for one in scheduled:
             for group, at in one.request.state_at.items():
                 table = one.row.tables[group]
                 if at > 0 and one.row.start % self._session.spec.groups[group].block_size == 0:
                     one.row.states[group] = table[at - 1]
-        return super()._compute(scheduled)
-
-
-class NoMoves(Engine):
-    """The state at a boundary stays where the drafts left it, though its page was committed."""
-
-    def _move(self, moves: list[StateMove]) -> None:
-        return
+        super()._compute(scheduled)
 
 
 # -- steps that never ran ----------------------------------------------------------------------------------------------
@@ -187,12 +179,12 @@ class UncomputedHit(Engine):
 
     _chunks = 0
 
-    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+    def _compute(self, scheduled: list[Scheduled]) -> None:
         lost = [one for one in scheduled if self._is_lost(one)]
         for one in lost:
             self._scheduler._preempt([one.request.slot])
             self._scheduler._facts.append(FactRow(one.request.slot, end=End.PREEMPTED))
-        return super()._compute([one for one in scheduled if one not in lost])
+        super()._compute([one for one in scheduled if one not in lost])
 
     def _is_lost(self, one: Scheduled) -> bool:
         self._chunks += not one.row.num_outputs
@@ -241,7 +233,6 @@ FAULTS = (
     Fault("a window off by one", "tight", ops=LongerWindow),
     Fault("a state of rejected drafts", "tight", engine=RejectedState),
     Fault("a state of the block before", "tight", engine=OlderState),
-    Fault("a boundary state is not moved", "kept drafts", engine=NoMoves),
     Fault("stamps are not written", "restarts", stamps=NoStamps),
     Fault("a hit on pages of a step that did not run", "dense states", engine=UncomputedHit),
     Fault("a lost launch is not reported", "lost launches", engine=SilentLoss, raises="InternalError"),

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvplane.base.groups import DENSE_RETENTION
+from kvplane.session import Session
 from kvplane_worker.engine.batch import Launch, Row
 from kvplane_worker.engine.config import MIXED, AttentionLayer, layer_name
 from kvplane_worker.engine.engine import Engine
+from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
-from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig, StateMove
+from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig
 from tests.engine.faults import Fault
 from tests.engine.workload import Requests
 from tests.engine.world import Pool, World
@@ -68,22 +70,23 @@ def flip(part: Part, rng: random.Random) -> None:
 class Flipping(Engine):
     """Before each launch, tries it with flipped bytes; then computes it on the pages as they were."""
 
-    def __init__(self, *given) -> None:
-        super().__init__(*given)
+    def __init__(self, session: Session, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig) -> None:
+        super().__init__(session, memory, model, config)
+        self.memory = memory
         self.rng = random.Random(5)
         self.seen: Counter[str] = Counter()
         self.unchanged: list[str] = []
 
-    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+    def _compute(self, scheduled: list[Scheduled]) -> None:
         reading = [one.row for one in scheduled if one.row.start and one.row.num_outputs]
         if reading:
-            saved = [one.pages.memory.clone() for one in self._memory]
+            saved = [one.pages.memory.clone() for one in self.memory]
             launch = Launch([self.rng.choice(reading)], self._model.device)
             sound = self._model.logits(launch)
-            for part in parts_read(launch.rows[0], self.rng.choice(self._memory)):
+            for part in parts_read(launch.rows[0], self.rng.choice(self.memory)):
                 self._try(part, launch, sound, saved)
             self._restore(saved)
-        return super()._compute(scheduled)
+        super()._compute(scheduled)
 
     def _try(self, part: Part, launch: Launch, sound: Tensor, saved: list[Tensor]) -> None:
         self._restore(saved)
@@ -93,7 +96,7 @@ class Flipping(Engine):
             self.unchanged.append(f"{part.kind} from {launch.rows[0].start}")
 
     def _restore(self, saved: list[Tensor]) -> None:
-        for memory, before in zip(self._memory, saved, strict=True):
+        for memory, before in zip(self.memory, saved, strict=True):
             memory.pages.memory.copy_(before)
 
 

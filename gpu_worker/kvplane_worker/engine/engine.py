@@ -12,7 +12,7 @@ from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Counts, Scheduled, Scheduler, SchedulerConfig, StateMove
+from kvplane_worker.engine.scheduler import Counts, Scheduled, Scheduler, SchedulerConfig
 
 
 class LaunchFailed(KvplaneError):
@@ -35,7 +35,6 @@ class Engine:
     def __init__(self, session: Session, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig) -> None:
         """Claim the pages for the session's epoch. Raises StaleEpoch when a newer life has them."""
         self._session = session
-        self._memory = memory
         self._model = model
         self._ranks = [Rank(one.stamps, one.mover) for one in memory]
         self._group = RankGroup([one.stamps for one in memory])
@@ -76,11 +75,10 @@ class Engine:
         self._carry_out(answer)
         scheduled = self._scheduler.settle(part, result)
         try:
-            moves = self._compute(scheduled)
+            self._compute(scheduled)
         except LaunchFailed:
             self._scheduler.lose_step(answer.seq)
         else:
-            self._move(moves)
             for rank in self._ranks:
                 rank.executed(answer.seq)
         return self._scheduler.take_finished()
@@ -96,14 +94,8 @@ class Engine:
             for number, part in enumerate(answer.parts, answer.part):
                 rank.carry_out(self._session.epoch, answer.seq, number, part.orders)
 
-    def _compute(self, scheduled: list[Scheduled]) -> list[StateMove]:
+    def _compute(self, scheduled: list[Scheduled]) -> None:
         """The forward pass of the scheduled rows, and their next tokens."""
-        if not scheduled:
-            return []
-        launch = Launch([one.row for one in scheduled], self._model.device)
-        return self._scheduler.take(scheduled, self._model.logits(launch))
-
-    def _move(self, moves: list[StateMove]) -> None:
-        for move in moves:
-            for one in self._memory:
-                one.mover.copy(move.group, [move.source], [move.target])
+        if scheduled:
+            launch = Launch([one.row for one in scheduled], self._model.device)
+            self._scheduler.take(scheduled, self._model.logits(launch))

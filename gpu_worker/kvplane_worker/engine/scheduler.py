@@ -85,15 +85,6 @@ class Scheduled:
     row: batch.Row
 
 
-@dataclass(frozen=True, slots=True)
-class StateMove:
-    """The state at a block boundary, kept elsewhere because the step was to end later, moves to the boundary's page."""
-
-    group: int
-    source: int
-    target: int
-
-
 class Scheduler:
     """Queues and amounts of one engine life.
 
@@ -258,13 +249,9 @@ class Scheduler:
 
     # -- what was computed -------------------------------------------------------------------------------------------
 
-    def take(self, scheduled: list[Scheduled], logits: Tensor) -> list[StateMove]:
-        """Choose tokens from the logits of a launch, [outputs, vocabulary], rows one after the other.
-
-        Returns what is to be moved before the next step.
-        """
+    def take(self, scheduled: list[Scheduled], logits: Tensor) -> None:
+        """Choose tokens from the logits of a launch, [outputs, vocabulary], rows one after the other."""
         chosen: list[int] = logits.argmax(dim=1).tolist()
-        moves: list[StateMove] = []
         at = 0
         for one in scheduled:
             following = chosen[at : at + one.row.num_outputs]
@@ -272,8 +259,7 @@ class Scheduler:
             if one.request.keep_logits:
                 one.request.logits.extend(logits[at : at + len(accepted)].cpu())
             at += one.row.num_outputs
-            moves += self._advance(one, accepted)
-        return moves
+            self._advance(one, accepted)
 
     def lose_step(self, seq: int) -> None:
         """The launch of this step failed: the service must know before it counts as executed.
@@ -304,7 +290,7 @@ class Scheduler:
                 break
         return accepted
 
-    def _advance(self, one: Scheduled, accepted: list[int]) -> list[StateMove]:
+    def _advance(self, one: Scheduled, accepted: list[int]) -> None:
         """Note where the request stands; its facts for the next step."""
         request, row = one.request, one.row
         self.counts.computed_tokens += len(row.tokens)
@@ -315,28 +301,16 @@ class Scheduler:
         if request.is_done:
             self._running.remove(request)
             self._end(request, FactRow(request.slot, tokens=accepted, end=End.FREE))
-            return []
-        if not accepted:
-            return []
-        commits = self._config.commits and row.num_outputs > 1
-        self._facts.append(
-            FactRow(
-                request.slot,
-                tokens=accepted,
-                computed=request.computed if rejected else UNCHANGED,
-                commit=request.computed if commits else UNCHANGED,
+        elif accepted:
+            commits = self._config.commits and row.num_outputs > 1
+            self._facts.append(
+                FactRow(
+                    request.slot,
+                    tokens=accepted,
+                    computed=request.computed if rejected else UNCHANGED,
+                    commit=request.computed if commits else UNCHANGED,
+                )
             )
-        )
-        return list(self._boundary_states(one)) if commits else []
-
-    def _boundary_states(self, one: Scheduled) -> Iterator[StateMove]:
-        """A commit up to a block boundary says that the boundary's page holds the state there."""
-        request = one.request
-        for group, size in self._state_sizes.items():
-            boundary = state_index(request.computed, size)
-            if request.computed % size == 0 and request.state_at[group] != boundary:
-                table = one.row.tables[group]
-                yield StateMove(group, table[request.state_at[group]], table[boundary])
 
     def _end(self, request: Request, fact: FactRow) -> None:
         self._facts.append(fact)
