@@ -32,3 +32,23 @@ def test_an_unknown_model_is_wrong_use(kvplane):
     code, _, told = kvplane("plan", "gemma-4")
     assert code == 2
     assert "did you mean" in told
+
+
+def test_a_plan_is_drawn(kvplane, tmp_path):
+    png, svg = tmp_path / "plan.png", tmp_path / "plan.svg"
+    assert kvplane("plan", "gpt-oss-120b", "--plot", str(png))[0] == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert kvplane("plan", "gpt-oss-120b", "--plot", str(svg), "-o", "json")[0] == 0
+    drawn = svg.read_text()
+    assert "<!-- hybrid -->" in drawn
+    assert "<!-- uniform: every layer keeps every token -->" in drawn
+    assert "<!-- 128k -->" in drawn
+
+
+def test_a_picture_that_cannot_be_written_is_refused_by_name(kvplane, tmp_path):
+    code, _, told = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "plan.txt"))
+    assert code == 2
+    assert "plot: 'plan.txt' is no picture's name" in told
+    code, _, told = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "none" / "plan.png"))
+    assert code == 2
+    assert "make it first" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +26,7 @@ def command(
     batched_tokens: Annotated[int, typer.Option(min=1, help="most tokens of one step")] = 8192,
     concurrent_batches: Annotated[int, typer.Option(min=1, help="steps in flight")] = 1,
     prefix_caching: Annotated[bool, typer.Option(help="cache prompts, and states at block boundaries")] = True,
+    plot: Annotated[Path | None, typer.Option(help="also draw requests at once by length: .png, .svg, .pdf")] = None,
     output: Output = Form.TABLE,
 ) -> None:
     """Plan capacity without a service: groups, bytes per token, blocks, and requests of a length that fit at once.
@@ -42,6 +44,8 @@ def command(
         find_model(model), options, parse_bytes(memory), batched_tokens, concurrent_batches, prefix_caching
     )
     figures = figures_of(sizing)
+    if plot is not None:
+        _draw(f"{model} in {memory} per rank", sizing, plot)
     if output is not Form.TABLE:
         told = {**asdict(figures), "gain": figures.gain}
         for group in told["groups"]:
@@ -95,17 +99,32 @@ def _variants(sizing: Sizing) -> str:
 
 
 def _lengths(sizing: Sizing) -> str:
-    """Requests at once by context length, as bars; lengths that do not fit are left out."""
+    """Requests at once by context length, as bars."""
+    told = _by_length(sizing)
+    most = max((figures.concurrency for _, figures in told), default=1.0)
+    rows = [("CONTEXT", "AT ONCE", "")]
+    for length, figures in told:
+        count = figures.concurrency
+        rows.append((f"{length:,}", f"{count:.2f}", "█" * round(count / most * _BAR_CELLS)))
+    return columns(rows)
+
+
+def _draw(title: str, sizing: Sizing, path: Path) -> None:
+    from kvplane_service.cli.plan_plot import check_path, draw
+
+    check_path(path)
+    draw(title, _by_length(sizing), path)
+
+
+def _by_length(sizing: Sizing) -> list[tuple[int, Figures]]:
+    """Figures by context length, up to the longest that fits."""
     from kvplane import InvalidArgument
     from kvplane_service.sizing import figures_of
 
-    told: list[tuple[int, float]] = []
+    told: list[tuple[int, Figures]] = []
     for length in _LENGTHS:
         try:
-            told.append((length, figures_of(sizing.at(length)).concurrency))
+            told.append((length, figures_of(sizing.at(length))))
         except InvalidArgument:
             break
-    most = max((count for _, count in told), default=1.0)
-    rows = [("CONTEXT", "AT ONCE", "")]
-    rows += [(f"{length:,}", f"{count:.2f}", "█" * round(count / most * _BAR_CELLS)) for length, count in told]
-    return columns(rows)
+    return told
