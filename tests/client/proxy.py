@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 
 
 class CuttingProxy:
@@ -29,7 +30,8 @@ class CuttingProxy:
         """Reset every connection that is open."""
         with self._lock:
             for one in self._open:
-                one.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # its other end has gone already
+                    one.shutdown(socket.SHUT_RDWR)
 
     def refuse(self, refusing: bool) -> None:
         """Close every new connection at once, or carry them again."""
