@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane.base.layer_spec import DType, LayerSpec
 from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import RankPlan
@@ -175,3 +176,15 @@ def test_memory_with_an_offset_is_viewed_from_there():
     pages.group(0).layers[0].fill_(3)
     assert whole[:64].count_nonzero() == 0
     assert set(pages.attention("f.0").k.view(torch.uint8).flatten().tolist()) == {3}
+
+
+def test_cupy_is_refused_memory_of_a_cpu():
+    with pytest.raises(FailedPrecondition, match="device: the pages are on cpu"):
+        PageBuffers.allocate(rank_plan(a=(1, full()))).as_cupy()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or find_spec("cupy") is None, reason="there is no CUDA, or no CuPy")
+def test_cupy_and_torch_see_the_same_bytes():
+    pages = PageBuffers.allocate(rank_plan(a=(1, full())), "cuda:0")
+    pages.as_cupy()[5] = 7
+    assert pages.memory[5].item() == 7

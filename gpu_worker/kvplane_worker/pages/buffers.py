@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane.base.layer_spec import AttentionSpec, DType
 from kvplane.base.layers import MambaSpec, MLASpec, SlidingWindowMLASpec
 from kvplane.base.rank_plan import LayerPlace, RankPlan
 from kvplane_worker.ops.interface import AttentionPages, GroupPages, StatePages
 from kvplane_worker.pages.dtypes import SCALED, TORCH_DTYPES
+
+if TYPE_CHECKING:
+    import cupy
 
 INCARNATION_BYTES = 8
 # Views of every element type need the allocation to be whole words of the largest.
@@ -64,6 +68,16 @@ class PageBuffers:
         """Allocate zeroed memory of this process; raises as the constructor."""
         plan.validate()
         return cls(plan, torch.zeros(allocation_bytes(plan), dtype=torch.uint8, device=device))
+
+    def as_cupy(self) -> cupy.ndarray:
+        """The memory as a CuPy array of the same bytes, uint8 [bytes]. Raises FailedPrecondition for CPU memory."""
+        if not self.memory.is_cuda:
+            raise FailedPrecondition(
+                f"the pages are on {self.memory.device}", field="device", remedy="CuPy sees CUDA memory alone"
+            )
+        import cupy
+
+        return cupy.from_dlpack(self.memory)
 
     @property
     def num_blocks(self) -> int:
