@@ -43,10 +43,10 @@ class Plan:
     requests: tuple[int, ...] = (1, 8, 32, 64, 256, 1024)
     prompts: tuple[int, ...] = (2048, 6144, 32768)
     rounds: int = 7
-    steps: int = 32
-    ahead_steps: int = 8
+    steps: int = 8
+    ahead_steps: int = 4
     gpu_ms: float = 10.0
-    admissions: int = 3
+    admissions: int = 1
     reference: bool = True
 
     @classmethod
