@@ -186,7 +186,7 @@ def _head(about: dict[str, Any]) -> list[str]:
     return [
         f"{about['date']}, {machine['cores']} cores of {machine['cpu']}; {versions}. Reference: {theirs}.",
         f"{about['process_starts']} process starts of {plan['rounds']} interleaved rounds; load average {loads}.",
-        f"A round: {plan['steps']} steps, {plan['ahead_steps']} sent ahead, or {plan['admissions']} admissions of a kind.",
+        f"A round: {plan['steps']} steps, {plan['ahead_steps']} sent ahead; {plan['admissions']} admissions of a kind.",
         f"GPU work of a step sent ahead: {plan['gpu_ms']} ms. Times in µs; what they hold is said below.",
     ]
 
