@@ -8,11 +8,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError
+from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.status import DETAILS_KEY, encode_status, status_code
+from kvplane.wire.parsing import parse
 
 Context: TypeAlias = grpc.ServicerContext
 _log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ def _handler(method: MethodDescriptor, behaviour: Callable[[Any], Message]) -> A
 
     def call(raw: bytes, context: Context) -> bytes:
         try:
-            return behaviour(_parse(request_class, raw)).SerializeToString()
+            return behaviour(parse(request_class, raw)).SerializeToString()
         except KvplaneError as error:
             _abort(error, context)
         except Exception as error:
@@ -37,15 +38,6 @@ def _handler(method: MethodDescriptor, behaviour: Callable[[Any], Message]) -> A
             _abort(InternalError(f"{type(error).__name__}: a bug, the log of the worker says more"), context)
 
     return grpc.unary_unary_rpc_method_handler(call)
-
-
-def _parse(request_class: type[Message], raw: bytes) -> Message:
-    try:
-        return request_class.FromString(raw)
-    except DecodeError as error:
-        raise InvalidArgument(
-            f"the message cannot be read: {error}", remedy="generate the client from the same contract"
-        ) from None
 
 
 def _abort(error: KvplaneError, context: Context) -> NoReturn:

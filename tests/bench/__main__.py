@@ -8,10 +8,8 @@ time is a promise, the ratios are what can be compared.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, Facts, News, Part, Run, Step
 from kvplane_service.core.pool import BlockPool, Key
 from kvplane_service.core.replica import Replica
+from tests.bench.machine import machine, machine_line
 from tests.bench.objects import ObjectDecoder, ObjectPool
 
 RESULTS = Path(__file__).parent / "results"
@@ -120,25 +119,13 @@ def measure() -> dict[str, dict[str, float]]:
 
 def report(figures: dict[str, dict[str, float]]) -> tuple[str, dict[str, object]]:
     """The table, and the same for programs."""
-    machine = {
-        "date": datetime.date.today().isoformat(),
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "load": round(os.getloadavg()[0], 1),
-    }
-    lines = ["# In process", "", ", ".join(f"{name} {value}" for name, value in machine.items()), ""]
+    lines = ["# In process", "", machine_line(), ""]
     lines += ["| figure | ours | object per block | ratio |", "|---|---|---|---|"]
     for name, row in figures.items():
         peer = row.get("objects")
         cells = (f"{peer:.0f}", f"{row['ours'] / peer:.2f}") if peer else ("", "")
         lines.append(f"| {name} | {row['ours']:.0f} | {cells[0]} | {cells[1]} |")
-    return "\n".join([*lines, "", NOTE, ""]), {"machine": machine, "figures": figures}
-
-
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return "\n".join([*lines, "", NOTE, ""]), {"machine": machine(), "figures": figures}
 
 
 def main() -> None:

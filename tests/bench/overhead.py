@@ -12,11 +12,9 @@ only make the shares smaller.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -35,6 +33,7 @@ from kvplane_service.core.inspect import digest
 from kvplane_service.decisions import DecisionLog, Entry
 from kvplane_service.host import ReplicaHost, new_replica
 from kvplane_service.telemetry.tracing import Tracing
+from tests.bench.machine import machine_line
 
 RESULTS = Path(__file__).parent / "results"
 REQUESTS, PROMPT, PAIRS, STEPS = 256, 16, 100, 200  # 20,000 steps a side
@@ -177,12 +176,10 @@ def measure_all(pairs: int, steps: int) -> list[Overhead]:
 
 def table(told: list[Overhead]) -> str:
     """As Markdown."""
-    load = os.getloadavg()[0]
-    cores = os.cpu_count()
     lines = [
         "# What watching costs",
         "",
-        f"date {datetime.date.today()}, cores {cores}, python {platform.python_version()}, load {load:.1f}",
+        machine_line(),
         "",
         f"CPU time of decode steps of {REQUESTS} requests in process, {told[0].pairs} alternating pairs of "
         f"{told[0].steps} steps a side",

@@ -33,6 +33,7 @@ from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.loading import load_log
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.sqlite import SqliteStore
+from tests.bench.machine import machine_line
 from tests.store import servers
 from tests.store.contract import opened
 
@@ -196,7 +197,7 @@ def main() -> None:
                 figures.append(served.measure(name, store))
                 print(figures[-1].line(), flush=True)
     RESULTS.mkdir(exist_ok=True)
-    table = "\n".join([__doc__ or "", HEAD, *(figure.line() for figure in figures)])
+    table = "\n".join([__doc__ or "", machine_line(), "", HEAD, *(figure.line() for figure in figures)])
     (RESULTS / "restart.md").write_text(table + "\n", encoding="utf-8")
     (RESULTS / "restart.json").write_text(json.dumps([asdict(one) for one in figures], indent=1) + "\n", "utf-8")
 

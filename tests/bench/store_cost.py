@@ -28,6 +28,7 @@ from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.loading import load_log
 from kvplane_service.store.record import ROW_BYTES
 from kvplane_service.store.sqlite import SqliteStore
+from tests.bench.machine import machine_line
 from tests.store import servers
 from tests.store.contract import opened
 
@@ -170,7 +171,8 @@ def main() -> None:
         tell(size("Redis, memory of the stream", redis, lambda: redis.size_bytes(LOG), *extent(chosen)))
     tell(cost(chosen.steps, chosen.pairs))
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "store_cost.md").write_text("\n\n".join([__doc__ or "", *lines]) + "\n", encoding="utf-8")
+    told = "\n\n".join([(__doc__ or "").rstrip(), machine_line(), *lines])
+    (RESULTS / "store_cost.md").write_text(told + "\n", encoding="utf-8")
 
 
 def size_of(files: list[Path]) -> int:

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvplane.unary import connect
-from kvplane_service.cli.child import ServiceChild
 from tests.conformance.planting import records_of
 from tests.conformance.replay import Replayer, replay_file
 from tests.conformance.rpc import make_replayer
@@ -20,10 +18,9 @@ KINDS = sorted((Path(__file__).parent / "kinds").glob("*.jsonl.gz"))
 
 
 @pytest.fixture(scope="module")
-def paths():
-    with ServiceChild() as service, connect(service.address) as client:
-        over = {way: make_replayer(way, client) for way in ("session", "unary")}
-        yield {"in process": Replayer} | over
+def paths(client):
+    over = {way: make_replayer(way, client) for way in ("session", "unary")}
+    return {"in process": Replayer} | over
 
 
 @pytest.mark.parametrize("way", ["in process", "session", "unary"])

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from kvplane.unary import connect
-from kvplane_service.cli.child import ServiceChild
 from tests.conformance.divergence import Divergence
 from tests.conformance.forms import BadRecording
 from tests.conformance.planting import changes, records_of, write_records
@@ -25,12 +23,6 @@ NAMES = [
     "llama4-chunked-b200-s51", "jamba-align-b120-s61", "mamba64-align-fine16-b300-s67", "dsv4-5groups-b1500-s71",
 ]  # fmt: skip
 SMALL = TRACES / "mamba64-align-fine16-b300-s67.jsonl.gz"
-
-
-@pytest.fixture(scope="module")
-def client():
-    with ServiceChild() as service, connect(service.address) as client:
-        yield client
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from kvplane.unary import connect
-from kvplane_service.cli.child import ServiceChild
 from tests.conformance.divergence import Divergence
 from tests.conformance.planting import changes, records_of, write_records
 from tests.conformance.replay import replay_file
@@ -26,12 +24,6 @@ NAMES = [
     "dsv4-5groups-b1500-s71",
 ]  # fmt: skip
 SMALL = TRACES / "dsv4-5groups-b1500-s71.jsonl.gz"
-
-
-@pytest.fixture(scope="module")
-def client():
-    with ServiceChild() as service, connect(service.address) as client:
-        yield client
 
 
 @pytest.mark.parametrize("name", NAMES)

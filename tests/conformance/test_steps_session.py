@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kvplane.unary import connect
-from kvplane_service.cli.child import ServiceChild
 from tests.conformance.rpc import SessionPath
 from tests.conformance.steps import main, replay_file
 
@@ -17,12 +15,6 @@ WHOLE = [
     "gemma3-w64-prio-heavy-b300-s119", "jamba-fine16-b120-s122",
 ]  # fmt: skip
 ROWS = ["jamba-async-med-b130-s121"]
-
-
-@pytest.fixture(scope="module")
-def client():
-    with ServiceChild() as service, connect(service.address) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("name", "whole"), [(name, True) for name in WHOLE] + [(name, False) for name in ROWS])

@@ -121,6 +121,16 @@ def test_a_mutated_call_of_a_worker_is_answered_or_refused(served: Served, metho
         assert len(outcomes) > 1, "the mutations are too tame"
 
 
+def test_a_block_id_that_a_parser_would_cut_is_no_block(served: Served):
+    """2^32 + 5 is not block 5."""
+    before = served.kept()
+    zero = pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_ZERO").SerializeToString()
+    big = bytes([pb.TransferRequest.BLOCKS_FIELD_NUMBER << 3, 0x85, 0x80, 0x80, 0x80, 0x10])
+    assert pb.TransferRequest.FromString(zero + big).blocks == [5]
+    assert outcome(served.channel, "Worker/Transfer", zero + big) is grpc.StatusCode.INVALID_ARGUMENT
+    assert served.kept() == before
+
+
 @pytest.mark.parametrize("pid", [0, 2**31 - 1, 2**31, 2**32 - 1])
 def test_a_number_that_is_no_process_is_refused(served: Served, pid):
     request = pb.AttachRequest(token=TOKEN, pid=pid, start_ticks=ProcessName.of(os.getpid()).start_ticks)

@@ -34,6 +34,10 @@ class Revival:
     running: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
 
+    def first_request(self, replica: str, nonce: int, with_events: bool, client: str) -> OpenRequest:
+        """How the session is opened."""
+        return OpenRequest(replica, nonce, NEW_EPOCH, with_events, client, self.stamp_table, self.incarnation)
+
     def open_request(self, first: OpenRequest, nonce: int) -> OpenRequest:
         """How the session is opened again."""
         return replace(

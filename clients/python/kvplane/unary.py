@@ -165,10 +165,7 @@ class Client:
     ) -> Session:
         """Open a session that outlives the service: `revive` shows the page memory, now and after each restart."""
         self._require_open()
-        first = revive()
-        request = OpenRequest(
-            replica, draw_nonce(), NEW_EPOCH, with_events, client, first.stamp_table, first.incarnation
-        )
+        request = revive().first_request(replica, draw_nonce(), with_events, client)
         transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
         return Session(transport, request, retry=retry, revive=revive)
 

@@ -4,6 +4,5 @@ methods         bytes -> message -> servicer -> message -> bytes, refusals -> st
 session         the stream of an engine
 allocation, events, admin    servicers
 decode, encode  unary messages <-> our types (steps are in kvplane.wire)
-exact           numbers that do not fit their field are refused, not cut
 server          everything put together
 """

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
-from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
-from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError, Moved
+from kvplane.base.errors import InternalError, KvplaneError, Moved
 from kvplane.status import encode_status
+from kvplane.wire.parsing import parse
 from kvplane_service.registry import UnknownReplica
-from kvplane_service.rpc.exact import check_exact
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
@@ -28,7 +28,6 @@ FindOwner: TypeAlias = Callable[[str], Awaitable[str]]
 ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
 
-_M = TypeVar("_M", bound=Message)
 _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
@@ -46,21 +45,6 @@ def service_handler(
     """
     handlers = {method.name: _handler(method, servicer, find_owner) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
-
-
-def parse(message_class: type[_M], raw: bytes) -> _M:
-    """The message of these bytes. Raises InvalidArgument when they are none, or hold a number that was cut."""
-    try:
-        message = message_class.FromString(raw)
-    except DecodeError as error:
-        raise InvalidArgument(
-            f"the message cannot be read as {message_class.DESCRIPTOR.full_name}: {error}",
-            remedy="generate the client from the same contract",
-        ) from None
-    # What comes out of the parser as it went in was not cut; so it is with most encoders, and cheaper to see.
-    if message.SerializeToString() != raw:
-        check_exact(cast(Descriptor, message_class.DESCRIPTOR), raw)
-    return message
 
 
 def _handler(

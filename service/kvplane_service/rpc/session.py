@@ -17,9 +17,10 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import OpenRequest
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.wire.parsing import parse
 from kvplane_service.host import ReplicaHost
 from kvplane_service.registry import Registry
-from kvplane_service.rpc.methods import Context, parse
+from kvplane_service.rpc.methods import Context
 
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.bench.machine import cpu_model
 from tests.bench.peer.plan import (
     AHEAD,
     CBOR_HASH,
@@ -153,20 +154,13 @@ def _about(plan: Plan, starts: Sequence[Found]) -> dict[str, Any]:
     ours = {name: importlib.metadata.version(name) for name in ("grpcio", "protobuf", "uvloop")}
     return {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.platform()},
+        "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"python": platform.python_version()} | ours,
         "reference": starts[0]["reference"],
         "process_starts": len(starts),
         "load_average": [[load[0] for load in found["load_average"]] for found in starts],
         "plan": asdict(plan),
     }
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _text(about: dict[str, Any], cells: list[Cell]) -> str:

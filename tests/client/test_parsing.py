@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.v1.allocation_pb2 import AllocateSlotsRequest, SessionRequest
-from kvplane_service.rpc.exact import check_exact
+from kvplane.wire.parsing import check_exact
 
 DESCRIPTOR = cast(Descriptor, AllocateSlotsRequest.DESCRIPTOR)
 BIG = b"\x80\x80\x80\x80\x10"  # 2^32

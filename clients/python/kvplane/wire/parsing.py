@@ -1,15 +1,17 @@
-"""Refuses messages in which a 32-bit field holds more than 32 bits.
+"""Parses what arrives from strangers, and refuses messages in which a 32-bit field holds more than 32 bits.
 
-Protobuf parsers cut such numbers silently, so a token id of 2^32 + 5 would become 5, and a wrong hit. Our own
-client cannot send them, other encoders can.
+Protobuf parsers cut such numbers silently, so a token id of 2^32 + 5 would become 5, and a wrong hit, or a block id
+another block's. Our own client cannot send them, other encoders can.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 
 from kvplane.base.errors import InvalidArgument
 
@@ -17,6 +19,23 @@ from kvplane.base.errors import InvalidArgument
 _OVER_32_BITS = re.compile(rb"[\x80-\xff]{4}[\x10-\xff]")
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _UNSIGNED = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_SINT32)
+
+_M = TypeVar("_M", bound=Message)
+
+
+def parse(message_class: type[_M], raw: bytes) -> _M:
+    """The message of these bytes. Raises InvalidArgument when they are none, or hold a number that was cut."""
+    try:
+        message = message_class.FromString(raw)
+    except DecodeError as error:
+        raise InvalidArgument(
+            f"the message cannot be read as {message_class.DESCRIPTOR.full_name}: {error}",
+            remedy="generate the client from the same contract",
+        ) from None
+    # What comes out of the parser as it went in was not cut; so it is with most encoders, and cheaper to see.
+    if message.SerializeToString() != raw:
+        check_exact(cast(Descriptor, message_class.DESCRIPTOR), raw)
+    return message
 
 
 def check_exact(descriptor: Descriptor, raw: bytes) -> None:

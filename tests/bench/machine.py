@@ -1,0 +1,30 @@
+"""What figures were measured on: the line at the head of each table in results/."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from pathlib import Path
+
+
+def machine() -> dict[str, str | int | float]:
+    """Date, processor, cores, Python and load of now."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count() or 0,
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def machine_line() -> str:
+    """The same for people."""
+    return ", ".join(f"{name} {value}" for name, value in machine().items())
+
+
+def cpu_model() -> str:
+    """As the kernel names it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
