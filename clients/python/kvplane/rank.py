@@ -75,16 +75,19 @@ class Rank:
         self._check_turn(seq, part)
         check_orders(orders, table.num_blocks, self._mover.num_groups)
         table.begin(seq, part)
-        table.write(orders.stamp_block, orders.stamp)
-        for group, at in _runs(orders.zero_group):
-            self._mover.zero(group, orders.zero_block[at])
-        for group, at in _runs(orders.copy_group):
-            self._mover.copy(group, orders.copy_src[at], orders.copy_dst[at])
+        self._obey(orders)
         table.finish()
 
     def executed(self, seq: int) -> None:
         """All launches of steps up to this one have finished here. Raises FailedPrecondition."""
         self._stamps.set_executed(seq)
+
+    def _obey(self, orders: Orders) -> None:
+        self._stamps.write(orders.stamp_block, orders.stamp)
+        for group, at in _runs(orders.zero_group):
+            self._mover.zero(group, orders.zero_block[at])
+        for group, at in _runs(orders.copy_group):
+            self._mover.copy(group, orders.copy_src[at], orders.copy_dst[at])
 
     def _check_turn(self, seq: int, part: int) -> None:
         done_seq, done_part = self._stamps.position

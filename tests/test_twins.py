@@ -1,0 +1,56 @@
+"""Every twin weakens something that is there, and only while it is asked to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from kvplane.base.errors import StaleEpoch
+from kvplane.base.stamp_table import StampTable, table_bytes
+from tests.twins import TWINS, Patch, weakened
+
+ISSUED = """
+    no stamp check, no restamp on key moves, sealed check removed, fencing removed, incarnation ignored,
+    one rank unchecked, publication before execution, orders run twice, lease expiry frees pages,
+    resume forgets held pages
+"""
+
+
+def test_the_twins_are_those_that_campaigns_must_catch():
+    assert sorted(TWINS) == sorted(" ".join(name.split()) for name in ISSUED.split(","))
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_patches_the_product_and_gives_it_back(name):
+    found = [patch.find() for patch in TWINS[name].patches]
+    with weakened(name) as twin:
+        assert twin.rule
+        assert all(vars(owner)[attribute] is not real for owner, attribute, real in found)
+    assert all(vars(owner)[attribute] is real for owner, attribute, real in found)
+
+
+def test_a_name_that_has_gone_is_an_error():
+    for path in ("kvplane.rank:Rank.no_such_name", "kvplane.rank:NoSuchClass.carry_out"):
+        with pytest.raises(LookupError, match="has gone"):
+            Patch(path, lambda real: real).find()
+
+
+def test_without_fencing_the_table_has_no_owner():
+    table = StampTable.create(bytearray(table_bytes(4)), 4, incarnation=1)
+    table.claim(7)
+    with pytest.raises(StaleEpoch):
+        table.check_owner(6)
+    with weakened("fencing removed"):
+        table.check_owner(6)
+
+
+def test_a_program_runs_weakened():
+    wrong = subprocess.run([sys.executable, "-m", "tests.twins", "no such twin", "kvplane"], capture_output=True)
+    assert wrong.returncode == 1
+    assert b"orders run twice" in wrong.stderr
+    for program, says in (["kvplane", "version"], b"kvplane"), (["json.tool", "--help"], b"json"):
+        command = [sys.executable, "-m", "tests.twins", "orders run twice", *program]
+        right = subprocess.run(command, capture_output=True, check=True)
+        assert says in right.stdout
