@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import Unavailable
+from kvplane_service import garbage
 from kvplane_service.about import About
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
@@ -155,6 +156,7 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
         loop.add_signal_handler(number, signals.put_nowait, number.name)
     app = App(config)
     await app.start()
+    garbage.settle()
     ready(app)
     _log.info("%s: draining", await _first_call(app, signals))
     draining = asyncio.create_task(app.drain())

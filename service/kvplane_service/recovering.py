@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvplane.base.errors import Unavailable
@@ -13,6 +11,7 @@ from kvplane.base.stamps import MAX_EPOCH, Stamp
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.recovery import Recovered
 from kvplane_service.core.replica import Replica
+from kvplane_service.garbage import no_collections
 
 UNSTORED_EPOCHS = 16  # may have begun while the store was behind
 
@@ -64,7 +63,7 @@ class Recovering:
 
     def prove(self, replica: Replica, epoch: int, stamp_table: Sequence[int]) -> Recovered:
         """Give the replica what this memory proves, in its first engine life; the entries are forgotten."""
-        with _no_collections():
+        with no_collections():
             outcome = replica.recover(epoch, [stamp_table], self.entries)
         self.entries = []
         self.recovered = outcome.kept
@@ -74,15 +73,3 @@ class Recovering:
 def _epochs(stamps: Sequence[int]) -> set[int]:
     """Epochs that occur, without unpacking each stamp."""
     return {Stamp.unpack(high << 32).epoch for high in {stamp >> 32 for stamp in stamps}}
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Millions of objects are made and none is garbage: looking for cycles among them takes longer than making them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

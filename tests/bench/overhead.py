@@ -3,16 +3,16 @@
     python -m tests.bench.overhead              prints a table and writes tests/bench/results/overhead.{md,json}
     python -m tests.bench.overhead --pairs 4 --steps 50 --no-write
 
-On and off take turns in one process, each pair in the other order than the last, on identical steps: the order of a
-noisy machine hits both. Time is the CPU time of the whole process, so the threads that deliver spans count too; the
-collector is another process. The interval is that of the mean over pairs, by bootstrap. gRPC is left out, which would
-only make the shares smaller.
+On and off take turns in one process, a few identical steps each and every other time in the other order, so that a
+machine whose speed wanders is as fast for one as for the other. The turns of so many steps a side are a pair. Time is
+the CPU time of the whole process, so the threads that deliver spans count too; the OTLP collector is another process.
+Python's garbage collector is set as in a service. The interval is that of the mean over pairs, by bootstrap. gRPC is
+left out, which would only make the shares smaller.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import random
@@ -28,6 +28,7 @@ from pathlib import Path
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, Facts, News, Part, Run, Step
+from kvplane_service import garbage
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import digest
 from kvplane_service.decisions import DecisionLog, Entry
@@ -37,6 +38,7 @@ from tests.bench.machine import machine_line
 
 RESULTS = Path(__file__).parent / "results"
 REQUESTS, PROMPT, PAIRS, STEPS = 256, 16, 100, 200  # 20,000 steps a side
+TURN = 5  # steps that a side takes before the turn of the other; odd, for blocks fill every sixteenth
 RESAMPLES, CONFIDENCE = 4000, 0.95
 COLLECTOR = """
 import sys
@@ -71,18 +73,23 @@ class Side:
         self._opened = self.host.open(OpenRequest("r", nonce=1))
         self._seq = 0
 
-    def run(self, steps: int) -> int:
-        """Admit all requests, decode so many steps and free them; CPU nanoseconds of the decode steps."""
+    def begin(self) -> None:
+        """Admit all requests."""
         slots = list(range(REQUESTS))
         self._step(Part(news=News(slots, [PROMPT] * REQUESTS), admit=Admit(slots)))
-        parts = [Part(facts=Facts(slots, appended=[1] * REQUESTS), run=Run(slots)) for _ in range(steps)]
-        gc.collect()
+
+    def decode(self, steps: int) -> int:
+        """So many decode steps, each in lists of its own as if it came from the wire; their CPU nanoseconds."""
+        slots = range(REQUESTS)
+        parts = [Part(facts=Facts([*slots], appended=[1] * REQUESTS), run=Run([*slots])) for _ in range(steps)]
         started = time.process_time_ns()
-        for part in parts:
-            self._step(part)
-        took = time.process_time_ns() - started
-        self._step(Part(facts=Facts(slots, end=[int(End.FREE)] * REQUESTS)))
-        return took
+        while parts:
+            self._step(parts.pop())
+        return time.process_time_ns() - started
+
+    def end(self) -> None:
+        """Free all requests."""
+        self._step(Part(facts=Facts(list(range(REQUESTS)), end=[int(End.FREE)] * REQUESTS)))
 
     def _step(self, part: Part) -> None:
         self._seq += 1
@@ -121,18 +128,29 @@ def measure(
     what: str, on: Callable[[ReplicaHost], None], off: Callable[[ReplicaHost], None], pairs: int, steps: int
 ) -> Overhead:
     """Alternating pairs; both sides have decided the same at the end."""
-    sides = {"on": Side(steps, on), "off": Side(steps, off)}
-    for side in sides.values():
-        side.run(min(steps, 50))  # warm
+    sides = Side(steps, off), Side(steps, on)
+    pair_of(sides, min(steps, 50))  # warm
     extra, off_ns = [], []
-    for pair in range(pairs):
-        order = ("on", "off") if pair % 2 else ("off", "on")
-        took = {name: sides[name].run(steps) for name in order}
-        extra.append((took["on"] - took["off"]) / took["off"] * 100)
-        off_ns.append(took["off"] / steps)
-    assert digest(sides["on"].host.replica) == digest(sides["off"].host.replica)
+    for _ in range(pairs):
+        off_took, on_took = pair_of(sides, steps)
+        extra.append((on_took - off_took) / off_took * 100)
+        off_ns.append(off_took / steps)
+    assert digest(sides[0].host.replica) == digest(sides[1].host.replica)
     low, high = bootstrap(extra, random.Random(1))
     return Overhead(what, statistics.mean(extra), low, high, statistics.mean(off_ns) / 1000, pairs, steps)
+
+
+def pair_of(sides: tuple[Side, Side], steps: int) -> tuple[int, int]:
+    """Let both sides decode so many steps in turns; the CPU nanoseconds of each."""
+    took = [0, 0]
+    for side in sides:
+        side.begin()
+    for turn, done in enumerate(range(0, steps, TURN)):
+        for number in (0, 1) if turn % 2 else (1, 0):
+            took[number] += sides[number].decode(min(TURN, steps - done))
+    for side in sides:
+        side.end()
+    return took[0], took[1]
 
 
 def bootstrap(values: list[float], source: random.Random) -> tuple[float, float]:
@@ -181,8 +199,8 @@ def table(told: list[Overhead]) -> str:
         "",
         machine_line(),
         "",
-        f"CPU time of decode steps of {REQUESTS} requests in process, {told[0].pairs} alternating pairs of "
-        f"{told[0].steps} steps a side",
+        f"CPU time of decode steps of {REQUESTS} requests in process, {told[0].pairs} pairs of {told[0].steps} steps a "
+        f"side, in turns of {TURN}",
         "",
         "| added | extra CPU | 95 % interval | µs per step without it |",
         "|---|---|---|---|",
@@ -201,6 +219,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
+    garbage.settle()
     told = measure_all(arguments.pairs, arguments.steps)
     text = table(told)
     sys.stdout.write(text)

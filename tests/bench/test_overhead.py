@@ -25,7 +25,9 @@ def test_both_sides_decide_the_same_and_are_watched_as_they_say():
 def test_off_keeps_nothing_and_on_keeps_everything():
     sides = [Side(2, watch) for watch in (unwatched, log_only, always_on)]
     for side in sides:
-        side.run(2)
+        side.begin()
+        side.decode(2)
+        side.end()
     assert [len(side.host.decisions) for side in sides] == [0, 5, 5]  # a life, an admission, two steps, the end
     assert [sum(side.host.tally.step_times.counts) for side in sides] == [0, 0, 4]
 

@@ -242,7 +242,7 @@ def _step_buckets(times: StepTimes) -> list[tuple[str, float] | tuple[str, float
     """Cumulative, each with a step that fell into it."""
     bounds = [*(str(bound * _NS) for bound in STEP_BOUNDS_NS), "+Inf"]
     buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
-    for bound, count, example in zip(bounds, accumulate(times.counts), times.examples, strict=True):
+    for bound, count, example in zip(bounds, accumulate(times.counts), times.examples(), strict=True):
         if example is None:
             buckets.append((bound, float(count)))
         else:

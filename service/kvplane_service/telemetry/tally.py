@@ -6,7 +6,7 @@ from bisect import bisect_left
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvplane.base.step import AdmitStatus, CacheEvent, End, EventKind, Part, PartResult, RemoveReason, Step
+from kvplane.base.step import AdmitStatus, CacheEvent, End, EventKind, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
 from kvplane_service.decisions import Decision, Entry
 
@@ -47,23 +47,35 @@ class StepTimes:
 
     Attributes:
         counts: by bucket, not cumulative.
-        examples: by bucket, the latest step of a recorded trace, or else the latest.
     """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(STEP_BOUNDS_NS) + 1)
-        self.examples: list[Example | None] = [None] * (len(STEP_BOUNDS_NS) + 1)
         self.sum_ns = 0
+        # By bucket, the latest step of a recorded trace, or else the latest.
+        self._decisions: list[Decision | None] = [None] * (len(STEP_BOUNDS_NS) + 1)
+        self._is_traced = [False] * (len(STEP_BOUNDS_NS) + 1)
 
-    def add(self, step: Step, took_ns: int) -> None:
+    def add(self, decision: Decision) -> None:
         """Count a decision."""
+        took_ns, traceparent = decision.took_ns, decision.step.traceparent
         bucket = bisect_left(STEP_BOUNDS_NS, took_ns)
         self.counts[bucket] += 1
         self.sum_ns += took_ns
-        old = self.examples[bucket]
-        traceparent = step.traceparent if is_sampled(step.traceparent) else ""
-        if traceparent or old is None or not old.traceparent:
-            self.examples[bucket] = Example(step.epoch, step.seq, took_ns, traceparent)
+        if traceparent and is_sampled(traceparent):
+            self._is_traced[bucket] = True
+            self._decisions[bucket] = decision
+        elif not self._is_traced[bucket]:
+            self._decisions[bucket] = decision
+
+    def examples(self) -> list[Example | None]:
+        """By bucket, the latest step of a recorded trace, or else the latest; None where there is none."""
+        return [
+            Example(one.step.epoch, one.step.seq, one.took_ns, one.step.traceparent if is_traced else "")
+            if one is not None
+            else None
+            for one, is_traced in zip(self._decisions, self._is_traced, strict=True)
+        ]
 
 
 class Tally:
@@ -89,7 +101,7 @@ class Tally:
             self.lives += 1
             self._count_removals(entry.events)
             return
-        self.step_times.add(entry.step, entry.took_ns)
+        self.step_times.add(entry)
         for part, result, events in zip(entry.step.parts, entry.result.parts, entry.events, strict=True):
             if result.admit_status:
                 self._count_refusals(result)

@@ -1,0 +1,75 @@
+"""The cycle collector of a service: set for a whole process, so each test has one of its own."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+from kvplane_service.garbage import no_collections
+
+
+def lines_of(program: str) -> list[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.splitlines()
+
+
+def test_what_the_decision_log_keeps_is_not_visited_again_and_again():
+    old_collections = lines_of(
+        """
+import gc
+from kvplane_service import garbage
+from tests.bench.overhead import Side, always_on
+
+for settle in (lambda: None, garbage.settle):
+    settle()
+    before = gc.get_stats()[2]["collections"]
+    side = Side(900, always_on)
+    side.begin()
+    side.decode(900)
+    print(gc.get_stats()[2]["collections"] - before)
+"""
+    )
+    as_python_does, as_the_service_does = map(int, old_collections)
+    assert as_python_does > 0
+    assert as_the_service_does == 0
+
+
+def test_young_cycles_are_still_found():
+    program = """
+import gc, weakref
+from kvplane_service import garbage
+
+garbage.settle()
+class Cycle:
+    def __init__(self): self.me = self
+first = weakref.ref(Cycle())
+rest = [[] for _ in range(garbage.YOUNG + 1)]
+print(first() is None)
+"""
+    assert lines_of(program) == ["True"]
+
+
+def test_a_service_settles_before_it_says_that_it_is_ready():
+    program = """
+import asyncio, gc, os, signal
+from kvplane_service import garbage
+from kvplane_service.app import serve
+from kvplane_service.config import Config
+
+def ready(app):
+    print(gc.get_threshold()[0] == garbage.YOUNG, gc.get_freeze_count() > 0)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+asyncio.run(serve(Config(listen="127.0.0.1:0"), ready))
+"""
+    assert lines_of(program) == ["True True"]
+
+
+def test_no_collection_runs_while_many_objects_are_made():
+    before = gc.get_stats()[0]["collections"]
+    with no_collections():
+        kept: list[list[int]] = [[] for _ in range(100_000)]
+        during = gc.get_stats()[0]["collections"] - before
+    assert (len(kept), during, gc.isenabled()) == (100_000, 0, True)
