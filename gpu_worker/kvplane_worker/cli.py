@@ -13,6 +13,7 @@ from kvplane.base.errors import NotFound
 
 
 def command(
+    context: typer.Context,
     service: Annotated[str, typer.Option(help="Address of the kvplane service.")],
     replica: Annotated[str, typer.Option(help="Name of the replica, registered by a model or by layers.")],
     rank: Annotated[int, typer.Option(help="Rank whose pages to hold.")] = 0,
@@ -31,7 +32,9 @@ def command(
     from kvplane_worker.process import WorkerOptions, run
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    run(WorkerOptions(service, replica, rank, device, run_dir, staging_mib << 20, grace_s, backend), _tell_address)
+    access = context.find_root().obj  # of the options before the command
+    options = WorkerOptions(service, replica, rank, device, run_dir, staging_mib << 20, grace_s, backend, access)
+    run(options, _tell_address)
 
 
 def _require_torch() -> None:

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+from kvplane.access import PLAIN, Access
 from kvplane.base.errors import KvplaneError, NoPlan, NotFound, WorkerExists, WrongPlan
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.channel import open_channel
@@ -42,6 +44,7 @@ class WorkerOptions:
         staging_bytes: of the staging buffer, at least one block.
         grace_s: after SIGTERM, an attached engine has so long to exit.
         backend: of the operations on pages, by name; "auto" = the best that fits the device.
+        access: TLS and token for the service.
     """
 
     service: str
@@ -52,6 +55,7 @@ class WorkerOptions:
     staging_bytes: int = 16 << 20
     grace_s: float = 20.0
     backend: str = AUTO
+    access: Access = PLAIN
 
 
 class WorkerProcess:
@@ -70,7 +74,8 @@ class WorkerProcess:
         self._backend = choose(options.device, options.backend)
         self._options = options
         self._place = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
-        self._service = WorkersClient(open_channel(options.service), reach=open_channel)
+        reach = partial(open_channel, access=options.access)
+        self._service = WorkersClient(reach(options.service), reach=reach)
         self._leave = threading.Event()
         self._now = threading.Event()
         self._info = WorkerInfo(

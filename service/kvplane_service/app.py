@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING
 
-from kvplane.base.errors import Unavailable
+from kvplane.base.errors import KvplaneError
 from kvplane_service import garbage
 from kvplane_service.about import About
 from kvplane_service.config import Config
@@ -72,7 +72,7 @@ class App:
         self.about.metrics_address, self.about.tracing = self.metrics_address, self._tracing is not None
         try:
             self.address = await self._server.start()
-        except Unavailable:
+        except KvplaneError:
             await self._metrics.stop()
             raise
         self._start_task(self._sweep())
@@ -81,6 +81,11 @@ class App:
         else:
             self._start_task(self._recover())
         return self.address
+
+    @property
+    def health_address(self) -> str:
+        """Of the port with health alone, "" when there is none."""
+        return self._server.health_address
 
     async def drain(self) -> None:
         """Go without losing an answer: unhealthy first, then no new sessions, then wait for the open ones."""

@@ -7,13 +7,13 @@ YAML.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import MAX_BLOCKS, MAX_GROUPS
@@ -26,6 +26,11 @@ Millis = Annotated[int, Field(ge=1, le=24 * 3600 * 1000)]
 Pause = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
 
 
+def _as_word(value: object) -> object:
+    """YAML's true and false, and Python's, as the words that they are written with."""
+    return str(value).lower() if isinstance(value, bool | str) else value
+
+
 class Config(BaseModel):
     """Everything that can be set. Limits are inclusive: the value itself is still accepted."""
 
@@ -35,6 +40,16 @@ class Config(BaseModel):
     """Address: host:port (port 0 = a free one, which is printed) or unix:PATH."""
     metrics_listen: str = ""
     """Address of the HTTP port for Prometheus, host:port; empty = none."""
+    health_listen: str = ""
+    """Address of a plaintext port with gRPC Health alone, for probes that cannot do TLS, host:port; empty = none."""
+    tls_cert: str = ""
+    """PEM file of the service's certificate chain; with it `listen` speaks TLS. Read again when it changes."""
+    tls_key: str = ""
+    """PEM file of its private key, without a passphrase."""
+    tls_client_ca: str = ""
+    """PEM file of the authorities that clients' certificates are checked against."""
+    tls_client_auth: str = "none"
+    """Client certificates: none, or require."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, le=2**31 - 1)] = 32 << 20
     """Largest message that the service accepts."""
     max_rows_per_step: Count = 4096
@@ -114,8 +129,9 @@ class Config(BaseModel):
     """Ping a silent connection so often."""
     keepalive_timeout_ms: Millis = 10_000
     """A connection whose ping is not answered for so long is closed."""
-    reflection: bool = True
-    """Serve gRPC reflection (v1 and v1alpha)."""
+    reflection: Annotated[Literal["auto", "true", "false"], BeforeValidator(_as_word)] = "auto"
+    """Serve gRPC reflection (v1 and v1alpha): true, false, or auto, which is true unless callers must say who they are.
+    """
     uvloop: bool = True
     """Run on uvloop in place of asyncio's own event loop."""
     log_level: str = "INFO"
@@ -132,9 +148,18 @@ class Config(BaseModel):
             raise ValueError("give host:port with a port of 0 to 65535, or unix:PATH")
         return value
 
-    @field_validator("metrics_listen")
+    @field_validator("tls_client_auth")
     @classmethod
-    def _metrics_address(cls, value: str) -> str:
+    def _client_auth(cls, value: str) -> str:
+        if value == "optional":
+            raise ValueError("gRPC's Python server cannot ask for a certificate and go without: use none or require")
+        if value not in ("none", "require"):
+            raise ValueError("use none or require")
+        return value
+
+    @field_validator("metrics_listen", "health_listen")
+    @classmethod
+    def _port_address(cls, value: str) -> str:
         if value and not _is_host_and_port(value):
             raise ValueError("give host:port with a port of 0 to 65535, or nothing")
         return value
@@ -179,8 +204,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
     """Merge the sources.
 
     Raises:
-        InvalidArgument: an unknown key, with the nearest known one in the remedy, or a value that the key
-        cannot have.
+        InvalidArgument: an unknown key, with the nearest known one in the remedy, a value that the key cannot have, or
+        values that contradict each other.
         NotFound: the file does not exist.
     """
     values: dict[str, Any] = {}
@@ -190,7 +215,7 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
             values[key] = value
             sources[key] = source
     try:
-        return Loaded(Config.model_validate(values), sources)
+        config = Config.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = str(first["loc"][0])
@@ -199,6 +224,33 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
             field=key,
             remedy=f"its default is {Config.model_fields[key].default!r}",
         ) from None
+    check_together(config)
+    return Loaded(config, sources)
+
+
+def check_together(config: Config) -> None:
+    """Raise InvalidArgument for values that are possible one by one and contradict each other."""
+    for is_wrong, key, what, remedy in _contradictions(config):
+        if is_wrong:
+            raise InvalidArgument(what, field=key, remedy=remedy)
+
+
+def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
+    """Whether it is so, the key to name, what is wrong, what to do."""
+    for cert, key in (("tls_cert", "tls_key"), ("store_tls_cert", "store_tls_key")):
+        has_cert, has_key = bool(getattr(config, cert)), bool(getattr(config, key))
+        yield has_cert != has_key, key if has_cert else cert, "half a pair: it is empty", "set both, or none"
+    asks = config.tls_client_auth != "none"
+    remedy = "set tls_cert and tls_key"
+    yield asks and not config.tls_cert, "tls_client_auth", "clients show certificates in TLS only", remedy
+    remedy = "name a PEM file of authorities"
+    yield asks and not config.tls_client_ca, "tls_client_ca", "nothing to check clients' certificates against", remedy
+    remedy = "set it to require"
+    yield bool(config.tls_client_ca) and not asks, "tls_client_auth", "tls_client_ca is set and not used", remedy
+    for key in ("metrics_listen", "health_listen"):
+        value = getattr(config, key)
+        is_taken = value == config.listen and not value.endswith(":0")
+        yield is_taken, key, f"{value} is `listen` too", "give it a port of its own"
 
 
 def split_setting(text: str) -> tuple[str, str]:

@@ -131,7 +131,7 @@ def test_every_check_has_a_fault():
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_staged_fault_is_found_and_no_other(kvplane, tmp_path, check):
     store = f"sqlite:{tmp_path / 'index'}" if check == "store" else "none"
-    config = Config(listen="127.0.0.1:0", reflection=check != "reflection", store=store)
+    config = Config(listen="127.0.0.1:0", reflection="false" if check == "reflection" else "auto", store=store)
     with running(config) as service, FAULTS[check](service):
         code, findings = examine(kvplane, service)
         text = kvplane("doctor", "--service", service.address)[1]

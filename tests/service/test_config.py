@@ -111,3 +111,34 @@ def test_a_setting_needs_an_equals_sign():
     assert split_setting("lease_ms = 5") == ("lease_ms", "5")
     with pytest.raises(InvalidArgument, match="KEY=VALUE"):
         split_setting("lease_ms")
+
+
+CONTRADICTIONS = [
+    ({"tls_cert": "c"}, "tls_key"),
+    ({"tls_key": "k"}, "tls_cert"),
+    ({"store_tls_cert": "c"}, "store_tls_key"),
+    ({"tls_client_auth": "require", "tls_client_ca": "a"}, "tls_client_auth"),
+    ({"tls_cert": "c", "tls_key": "k", "tls_client_auth": "require"}, "tls_client_ca"),
+    ({"tls_cert": "c", "tls_key": "k", "tls_client_ca": "a"}, "tls_client_auth"),
+    ({"listen": "127.0.0.1:7071", "health_listen": "127.0.0.1:7071"}, "health_listen"),
+    ({"metrics_listen": "127.0.0.1:7070"}, "metrics_listen"),
+]
+
+
+@pytest.mark.parametrize(("flags", "field"), CONTRADICTIONS)
+def test_values_that_contradict_each_other_are_refused_with_a_remedy(flags, field):
+    with pytest.raises(InvalidArgument) as caught:
+        load(flags, {}, None)
+    assert caught.value.field == field
+    assert caught.value.remedy
+
+
+def test_a_client_s_certificate_cannot_be_optional():
+    with pytest.raises(InvalidArgument, match="use none or require"):
+        load({"tls_client_auth": "optional"}, {}, None)
+
+
+@pytest.mark.parametrize("given", [True, "TRUE", "true"])
+def test_reflection_is_a_word_that_yaml_reads_as_a_truth_value(given):
+    assert load({"reflection": given}, {}, None).config.reflection == "true"
+    assert Config().reflection == "auto"

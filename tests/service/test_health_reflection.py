@@ -69,7 +69,7 @@ def test_a_symbol_leads_to_its_file(service, version, symbol):
 
 
 def test_reflection_can_be_off():
-    with running(Config(listen="127.0.0.1:0", reflection=False)) as service:
+    with running(Config(listen="127.0.0.1:0", reflection="false")) as service:
         for version in ("v1", "v1alpha"):
             with pytest.raises(grpc.RpcError) as raised:
                 ask(service, version, list_services="")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
+from kvplane.access import PLAIN, Access, with_token, with_token_aio
+
 MAX_MESSAGE_BYTES = 32 << 20  # the service's own default
 
 # A peer that is gone without a word (a stopped process, a lost host) is found out by a ping in half a minute;
@@ -21,39 +23,39 @@ _OPTIONS = (
 )
 
 
-def open_channel(
-    address: str,
-    credentials: grpc.ChannelCredentials | None = None,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
-) -> grpc.Channel:
+def open_channel(address: str, access: Access = PLAIN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
     """A channel for blocking stubs. Connects when it is first used.
 
     Args:
         address: "host:port", "dns:///host:port", "unix:/path".
-        credentials: for TLS; None = plain text.
+        access: TLS and token.
         max_message_bytes: of a message, each way.
+
+    Raises:
+        InvalidArgument, NotFound: of the access.
     """
-    options = _options(max_message_bytes)
-    if credentials is None:
-        return grpc.insecure_channel(address, options)
-    return grpc.secure_channel(address, credentials, options)
+    access.check(address)
+    options = _options(access, max_message_bytes)
+    if access.tls is None:
+        return with_token(grpc.insecure_channel(address, options), access)
+    return with_token(grpc.secure_channel(address, access.tls.credentials(), options), access)
 
 
 def open_aio_channel(
-    address: str,
-    credentials: grpc.ChannelCredentials | None = None,
-    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    address: str, access: Access = PLAIN, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
     """As `open_channel`, for asyncio stubs; call it within the running loop."""
-    options = _options(max_message_bytes)
-    if credentials is None:
-        return grpc.aio.insecure_channel(address, options)
-    return grpc.aio.secure_channel(address, credentials, options)
+    access.check(address)
+    options = _options(access, max_message_bytes)
+    if access.tls is None:
+        return with_token_aio(grpc.aio.insecure_channel(address, options), access)
+    return with_token_aio(grpc.aio.secure_channel(address, access.tls.credentials(), options), access)
 
 
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+def _options(access: Access, max_message_bytes: int) -> list[tuple[str, int | str]]:
     return [
         *_OPTIONS,
+        *access.options(),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.max_receive_message_length", max_message_bytes),
     ]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import kvplane.aio as aio
+from kvplane.access import (
+    Access,
+    Tls,
+)
 from kvplane.base.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -103,6 +107,7 @@ from kvplane.unary import (
 
 __all__ = [
     "NEW_EPOCH",
+    "Access",
     "Admit",
     "AdmitRow",
     "AdmitStatus",
@@ -169,6 +174,7 @@ __all__ = [
     "SessionTransport",
     "StaleEpoch",
     "StepResult",
+    "Tls",
     "Unavailable",
     "Watermark",
     "aio",

@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvplane import calls, wire
+from kvplane.access import Access, Tls, Token
 from kvplane.base.errors import FailedPrecondition, Moved, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import NEW_EPOCH, OpenRequest
@@ -41,7 +42,8 @@ Answer = TypeVar("Answer", bound=Message)
 def connect(
     address: str,
     *,
-    credentials: grpc.ChannelCredentials | None = None,
+    tls: Tls | None = None,
+    token: Token = "",
     timeout_s: float = TIMEOUT_S,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     retry: RetryPolicy = UNARY_RETRY,
@@ -50,12 +52,16 @@ def connect(
 
     Args:
         address: "host:port", "dns:///host:port" or "unix:/path".
-        credentials: for TLS; None = plain text.
+        tls: None = plain text.
+        token: says who calls; a path = the file that holds it, read for each call. Needs TLS, except to this machine.
         timeout_s: deadline of each unary call.
         max_message_bytes: of a message, each way.
         retry: of unary calls, when the service cannot be reached.
+
+    Raises:
+        InvalidArgument, NotFound: TLS or token cannot be used.
     """
-    reach = partial(open_channel, credentials=credentials, max_message_bytes=max_message_bytes)
+    reach = partial(open_channel, access=Access(tls, token), max_message_bytes=max_message_bytes)
     channel = reach(address)
     return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry, reach=reach)
 

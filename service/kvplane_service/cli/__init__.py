@@ -12,6 +12,7 @@ import sys
 import typer
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
+from kvplane_service.cli.access import take_access
 
 # Exit codes: 0 done, 1 failed, 2 wrong use, 3 the service (or its address) is not available, 130 after Ctrl-C.
 FAILED, WRONG_USE, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 130
@@ -37,11 +38,8 @@ COMMANDS = {
 }
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=True,
-    help="Control plane of the KV cache of LLM inference engines.",
-)
+app = typer.Typer(no_args_is_help=True, add_completion=True)
+app.callback(help="Control plane of the KV cache of LLM inference engines.")(take_access)
 for name, module in COMMANDS.items():
     app.command(name)(importlib.import_module(module).command)
 app.add_typer(importlib.import_module("kvplane_service.cli.store").app, name="store")

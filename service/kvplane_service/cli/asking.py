@@ -7,9 +7,12 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+
+from kvplane_service.cli.access import TOKEN_VARIABLE, given_access
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -33,7 +36,8 @@ def _complete_replica(context: typer.Context, incomplete: str) -> list[str]:
     from kvplane import KvplaneError, connect
 
     try:
-        with connect(context.params.get("service") or DEFAULT_SERVICE, timeout_s=1.0) as client:
+        address, access = context.params.get("service") or DEFAULT_SERVICE, given_access()
+        with connect(address, tls=access.tls, token=access.token, timeout_s=1.0) as client:
             return [one.replica for one in client.list_replicas() if one.replica.startswith(incomplete)]
     except KvplaneError:
         return []
@@ -55,7 +59,8 @@ def client_of(service: str) -> Iterator[Client]:
     from kvplane import connect
     from kvplane.retry import RetryPolicy
 
-    with connect(service, retry=RetryPolicy(attempts=1)) as client:
+    access = given_access()
+    with connect(service, tls=access.tls, token=access.token, retry=RetryPolicy(attempts=1)) as client:
         yield client
 
 
@@ -65,7 +70,20 @@ def grpcurl_line(service: str, call: Call[Any]) -> str:
 
     body = json.dumps(MessageToDict(call.request, preserving_proto_field_name=True))
     target = f"-unix {service.removeprefix('unix:')}" if service.startswith("unix:") else service
-    return f"grpcurl -plaintext -d {shlex.quote(body)} {target} {call.path.lstrip('/')}"
+    return f"grpcurl {_grpcurl_access()} -d {shlex.quote(body)} {target} {call.path.lstrip('/')}"
+
+
+def _grpcurl_access() -> str:
+    """Flags of grpcurl for TLS and token; the token stays in its file or variable."""
+    access = given_access()
+    flags = ["-plaintext"]
+    if access.tls is not None:
+        named = {"-cacert": access.tls.ca, "-cert": access.tls.cert, "-key": access.tls.key}
+        flags = [f"{flag} {shlex.quote(value)}" for flag, value in named.items() if value]
+    if access.token:
+        source = f"$(cat {shlex.quote(str(access.token))})" if isinstance(access.token, Path) else f"${TOKEN_VARIABLE}"
+        flags.append(f'-H "authorization: Bearer {source}"')
+    return " ".join(flags)
 
 
 def show(answer: Message, form: Form, table: Callable[[], str]) -> None:

@@ -12,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvplane import Client
+from kvplane.access import PLAIN, Access
 from kvplane.channel import open_channel
 from kvplane.retry import RetryPolicy
 from kvplane.v1.admin_pb2 import StatusResponse
@@ -31,9 +32,9 @@ class Finding:
     remedy: str = ""
 
 
-def examine(service: str) -> list[Finding]:
+def examine(service: str, access: Access = PLAIN) -> list[Finding]:
     """All checks in order. Raises Unavailable when the service cannot be reached."""
-    channel = open_channel(service)
+    channel = open_channel(service, access)
     client = Client(channel, retry=RetryPolicy(attempts=1))
     try:
         asked_ms = time.time_ns() // 1_000_000

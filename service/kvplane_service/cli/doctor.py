@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kvplane_service.cli import FAILED
+from kvplane_service.cli.access import given_access
 from kvplane_service.cli.asking import DEFAULT_SERVICE, Form, Output, Service, columns, plain_text
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def command(service: Service = DEFAULT_SERVICE, output: Output = Form.TABLE) -> 
 
     from kvplane_service.cli.checks import examine
 
-    findings = examine(service)
+    findings = examine(service, given_access())
     print(_table(findings) if output is Form.TABLE else plain_text([asdict(one) for one in findings], output))
     raise typer.Exit(0 if all(one.is_well for one in findings) else FAILED)
 

@@ -14,6 +14,7 @@ from kvplane.channel import open_channel
 from kvplane.status import RpcOutcome, error_of_rpc
 from kvplane.v1.admin_pb2 import RecordRequest, RecordResponse
 from kvplane.v1.admin_pb2_grpc import AdminStub
+from kvplane_service.cli.access import given_access
 from kvplane_service.recording import MAGIC, write_frame
 
 
@@ -25,7 +26,8 @@ def record(service: str, replica: str, path: Path, decisions: int | None) -> int
         KvplaneError: the service's refusal; what was recorded before stays, and nothing when it refused at once.
     """
     count = 0
-    with open_channel(service) as channel, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+    channel = open_channel(service, given_access())
+    with channel, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
         file = None
         for message in _messages(channel, replica):
             if file is None:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from kvplane.access import PLAIN
 from kvplane.unary import connect
 from kvplane_service.cli import FAILED, INTERRUPTED, report
+from kvplane_service.cli.access import given_access
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.engines import running
 from kvplane_service.cli.pace import Pace
@@ -61,7 +63,8 @@ def run_replay(options: ReplayOptions, console: Console) -> Summary:
     with ExitStack() as stack:
         trace = stack.enter_context(TraceFile(options.file))
         address = options.address or stack.enter_context(ServiceChild()).address
-        client = stack.enter_context(connect(address))
+        access = given_access() if options.address else PLAIN
+        client = stack.enter_context(connect(address, tls=access.tls, token=access.token))
         name = f"replay-{secrets.token_hex(4)}"
         run = stack.enter_context(ReplayRun(client, options.plan, name, islice(trace, options.limit)))
         pace = Pace(options.speed)

@@ -42,4 +42,6 @@ def _tell_addresses(app: App) -> None:
     sys.stdout.write(f"kvplane: serving on {app.address}\n")
     if app.metrics_address:
         sys.stdout.write(f"kvplane: metrics on http://{app.metrics_address}/metrics\n")
+    if app.health_address:
+        sys.stdout.write(f"kvplane: health on {app.health_address}\n")
     sys.stdout.flush()

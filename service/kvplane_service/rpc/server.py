@@ -1,17 +1,13 @@
-"""The gRPC server: services, health and reflection on one address."""
+"""The gRPC server: services, health and reflection on one address; health alone on another, where one is named."""
 
 from __future__ import annotations
 
-import errno
-import os
-import socket
 from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from kvplane.base.errors import Unavailable
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
 from kvplane_service.about import About
 from kvplane_service.config import Config
@@ -22,7 +18,9 @@ from kvplane_service.rpc.admin import AdminServicer
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
 from kvplane_service.rpc.methods import service_handler
+from kvplane_service.rpc.ports import add_port
 from kvplane_service.rpc.session import SessionStreams
+from kvplane_service.rpc.tls import server_credentials
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.keeper import Keeper
 
@@ -61,8 +59,11 @@ class RpcServer:
             service_handler(_ADMIN, AdminServicer(registry, hasher, about), keeper.find_owner),
         )
         self._server.add_generic_rpc_handlers(handlers)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
-        if config.reflection:
+        self._health_server = grpc.aio.server()
+        self.health_address = ""  # once it serves, if it is to have one of its own
+        for server in (self._server, self._health_server):
+            health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        if config.reflection != "false":
             # Only what has a descriptor is listed: v1 of reflection has none here, and clients ask for each.
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             _add_reflection(self._server, names)
@@ -71,17 +72,16 @@ class RpcServer:
         """Begin to serve; returns the address, with the port that was chosen for port 0.
 
         Raises:
-            Unavailable: the address is taken or not ours.
+            Unavailable: an address is taken or not ours.
+            KvplaneError: the certificate cannot be used.
         """
-        address = self._config.listen
-        _check_free(address)
-        try:
-            port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise _not_free(address, str(error)) from None
-        if not address.startswith("unix:"):
-            address = f"{address.rpartition(':')[0]}:{port}"
+        config = self._config
+        credentials = server_credentials(config) if config.tls_cert else None
+        address = add_port(self._server, config.listen, credentials=credentials)
+        if config.health_listen:
+            self.health_address = add_port(self._health_server, config.health_listen, "health_listen")
         await self._health.starting()
+        await self._health_server.start()
         await self._server.start()
         return address
 
@@ -100,10 +100,12 @@ class RpcServer:
         self._events.drain()
         await self._streams.drain(grace_ms)
         await self._server.stop(_LAST_CALLS_S)
+        await self._health_server.stop(None)
 
     async def stop(self) -> None:
         """Stop at once."""
         await self._server.stop(None)
+        await self._health_server.stop(None)
 
 
 def _options(config: Config) -> list[tuple[str, int]]:
@@ -129,53 +131,3 @@ def _add_reflection(server: grpc.aio.Server, names: tuple[str, ...]) -> None:
     for name in (reflection.SERVICE_NAME, REFLECTION_V1):
         methods = {"ServerReflectionInfo": handler}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, methods),))
-
-
-def _check_free(address: str) -> None:
-    """Raise Unavailable, with the cause, when nobody can listen there now.
-
-    gRPC says less, and of a socket's file that somebody answers on it says nothing: it removes the file.
-    """
-    path = address.removeprefix("unix:")
-    try:
-        if path != address:
-            _check_socket_file(path)
-        else:
-            host, _, port = address.rpartition(":")
-            _check_port(host.strip("[]"), int(port))
-    except OSError as error:
-        raise _not_free(address, error.strerror or str(error)) from None
-
-
-def _check_socket_file(path: str) -> None:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-
-
-def _check_port(host: str, port: int) -> None:
-    """A name may have addresses that this machine lacks (localhost without IPv6): one that is ours is enough."""
-    unusable: list[OSError] = []
-    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, kind, protocol, _, place in places:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            unusable.append(error)
-    if len(unusable) == len(places):
-        raise unusable[0]
-
-
-def _not_free(address: str, cause: str) -> Unavailable:
-    return Unavailable(
-        f"cannot listen on {address}: {cause}",
-        field="listen",
-        remedy="choose another with --listen; port 0 takes a free one",
-    )

@@ -14,6 +14,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from kvplane import calls, wire
+from kvplane.access import Access, Tls, Token
 from kvplane.aio.session import Session
 from kvplane.aio.transport import GrpcTransport
 from kvplane.base.errors import FailedPrecondition, Moved, Unavailable
@@ -39,13 +40,14 @@ Answer = TypeVar("Answer", bound=Message)
 def connect(
     address: str,
     *,
-    credentials: grpc.ChannelCredentials | None = None,
+    tls: Tls | None = None,
+    token: Token = "",
     timeout_s: float = TIMEOUT_S,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     retry: RetryPolicy = UNARY_RETRY,
 ) -> Client:
     """A client of the service at an address; call it within the running loop. See `kvplane.connect`."""
-    reach = partial(open_aio_channel, credentials=credentials, max_message_bytes=max_message_bytes)
+    reach = partial(open_aio_channel, access=Access(tls, token), max_message_bytes=max_message_bytes)
     channel = reach(address)
     return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry, reach=reach)
 

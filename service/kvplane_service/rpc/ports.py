@@ -1,0 +1,88 @@
+"""Addresses to listen on, with the cause when nobody can."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+
+import grpc
+import grpc.aio
+
+from kvplane.base.errors import Unavailable
+
+
+def add_port(
+    server: grpc.aio.Server, address: str, key: str = "listen", credentials: grpc.ServerCredentials | None = None
+) -> str:
+    """Let a server listen; returns the address, with the port that was chosen for port 0.
+
+    Args:
+        server: that is not started.
+        address: host:port or unix:PATH.
+        key: of the configuration, which a refusal names.
+        credentials: for TLS; None = plain text.
+
+    Raises:
+        Unavailable: the address is taken or not ours.
+    """
+    check_free(address, key)
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise _not_free(address, str(error), key) from None
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def check_free(address: str, key: str) -> None:
+    """Raise Unavailable, with the cause, when nobody can listen there now.
+
+    gRPC says less, and of a socket's file that somebody answers on it says nothing: it removes the file.
+    """
+    path = address.removeprefix("unix:")
+    try:
+        if path != address:
+            _check_socket_file(path)
+        else:
+            host, _, port = address.rpartition(":")
+            _check_port(host.strip("[]"), int(port))
+    except OSError as error:
+        raise _not_free(address, error.strerror or str(error), key) from None
+
+
+def _check_socket_file(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _check_port(host: str, port: int) -> None:
+    """A name may have addresses that this machine lacks (localhost without IPv6): one that is ours is enough."""
+    unusable: list[OSError] = []
+    places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, place in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+            unusable.append(error)
+    if len(unusable) == len(places):
+        raise unusable[0]
+
+
+def _not_free(address: str, cause: str, key: str) -> Unavailable:
+    flag = "--listen" if key == "listen" else key
+    return Unavailable(
+        f"cannot listen on {address}: {cause}",
+        field=key,
+        remedy=f"choose another with {flag}; port 0 takes a free one",
+    )

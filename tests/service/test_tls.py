@@ -1,0 +1,174 @@
+"""TLS and mutual TLS of the service, with certificates that change while it runs."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvplane import (
+    AdmitRow,
+    Client,
+    InvalidArgument,
+    ModelSource,
+    NewsRow,
+    NotFound,
+    Tls,
+    Unavailable,
+    aio,
+    connect,
+    part_of,
+)
+from kvplane.retry import RetryPolicy
+from kvplane_service.auth.certificates import read_certificates
+from kvplane_service.config import Config
+from kvplane_service.rpc.tls import server_credentials
+from tests.service.certificates import Authority
+from tests.service.rig import running
+
+ONCE = RetryPolicy(attempts=1)
+MODEL = ModelSource(model="llama-3.1-8b", num_blocks=100, max_model_len=512)
+PROMPT = part_of(NewsRow(0, tokens=list(range(40))), AdmitRow(0))
+
+
+@pytest.fixture
+def authority(tmp_path):
+    return Authority(tmp_path)
+
+
+def config(authority, **more) -> Config:
+    server = authority.issue("server")
+    return Config(listen="127.0.0.1:0", tls_cert=server.cert, tls_key=server.key, **more)
+
+
+def assert_unanswered(client: Client) -> None:
+    with pytest.raises(Unavailable):
+        client.status()
+
+
+def shown_by(address: str) -> bytes:
+    """The certificate that a new connection is shown."""
+    host, _, port = address.partition(":")
+    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port))))
+
+
+def test_sessions_and_calls_run_over_tls(authority):
+    with running(config(authority)) as service, connect(service.address, tls=Tls(authority.cert)) as client:
+        client.register_replica("r", MODEL)
+        with client.session("r") as session:
+            assert session.apply(PROMPT).parts[0].admit_granted == [40]
+
+
+async def test_sessions_of_asyncio_run_over_tls(authority):
+    with running(config(authority)) as service:
+        async with aio.connect(service.address, tls=Tls(authority.cert)) as client:
+            await client.register_replica("r", MODEL)
+            async with await client.session("r") as session:
+                assert (await session.apply(PROMPT)).parts[0].admit_granted == [40]
+
+
+def test_nobody_is_answered_in_plain_text(authority):
+    with running(config(authority)) as service, connect(service.address, retry=ONCE) as client:
+        assert_unanswered(client)
+
+
+def test_a_certificate_of_another_authority_is_refused_by_the_client(authority, tmp_path):
+    stranger = Authority(tmp_path, "stranger")
+    with running(config(authority)) as service, connect(service.address, tls=Tls(stranger.cert), retry=ONCE) as client:
+        assert_unanswered(client)
+
+
+def test_who_must_show_a_certificate_and_does_not_is_not_answered(authority, tmp_path):
+    asking = config(authority, tls_client_auth="require", tls_client_ca=authority.cert)
+    mine, strange = authority.issue("engine"), Authority(tmp_path, "stranger").issue("thief")
+    with running(asking) as service:
+        for pair in (("", ""), strange):
+            with connect(service.address, tls=Tls(authority.cert, *pair), retry=ONCE) as client:
+                assert_unanswered(client)
+        with connect(service.address, tls=Tls(authority.cert, *mine)) as client:
+            assert client.status().version
+
+
+def test_a_renewed_certificate_is_shown_without_a_restart(authority):
+    with running(config(authority)) as service:
+        first = shown_by(service.address)
+        with connect(service.address, tls=Tls(authority.cert)) as client:
+            client.register_replica("r", MODEL)
+            with client.session("r") as session:
+                authority.issue("server", days=2)
+                assert shown_by(service.address) != first
+                assert session.apply(PROMPT).parts[0].admit_granted == [40], "open sessions go on"
+
+
+def test_a_renewal_that_cannot_be_used_changes_nothing(authority, caplog):
+    with running(config(authority)) as service:
+        first = shown_by(service.address)
+        authority.issue("server", days=-1)
+        assert shown_by(service.address) == first
+        Path(authority.folder / "server.key").unlink()
+        assert shown_by(service.address) == first
+    assert "expired on" in caplog.text
+    assert "server.key: No such file" in caplog.text
+
+
+def test_health_has_a_plaintext_port_and_nothing_else_there(authority):
+    with running(config(authority, health_listen="127.0.0.1:0")) as service:
+        address = service.app.health_address
+        with grpc.insecure_channel(address) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", "readiness", "liveness", "kvplane.v1.Allocation"):
+                request = health_pb2.HealthCheckRequest(service=name)
+                assert health.Check(request).status == health_pb2.HealthCheckResponse.SERVING
+        with connect(address, retry=ONCE) as client, pytest.raises(Exception, match="Method not found"):
+            client.status()
+
+
+def test_a_service_without_tls_makes_no_use_of_it():
+    with running() as service:
+        assert service.app.health_address == ""
+
+
+def text_file(folder: Path) -> str:
+    path = folder / "text"
+    path.write_text("no PEM")
+    return str(path)
+
+
+# What is said -> the pair that it is said of.
+BROKEN: dict[str, Callable[[Authority], tuple[str, str]]] = {
+    "expired on": lambda authority: authority.issue("server", days=-1),
+    "is valid from": lambda authority: authority.issue("server", days=3, starts=2),
+    "is not that of the certificate": lambda authority: (authority.issue("a").cert, authority.issue("b").key),
+    "holds no certificate": lambda authority: (text_file(authority.folder), authority.issue("a").key),
+    "holds no private key": lambda authority: (authority.issue("a").cert, text_file(authority.folder)),
+    "No such file": lambda authority: (authority.issue("a").cert, "nothing.pem"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_pair_that_cannot_be_used_is_named_at_the_start(authority, what):
+    cert, key = BROKEN[what](authority)
+    with pytest.raises((InvalidArgument, NotFound), match=what) as caught:
+        server_credentials(Config(tls_cert=cert, tls_key=key))
+    assert caught.value.field in ("tls_cert", "tls_key")
+    assert caught.value.remedy
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path):
+    large = tmp_path / "large"
+    large.touch()
+    os.truncate(large, 1 << 30)
+    with pytest.raises(InvalidArgument, match="bytes"):
+        read_certificates(str(large), str(large), "")
+
+
+def test_authorities_of_clients_must_be_certificates(authority):
+    pair = authority.issue("server")
+    with pytest.raises(InvalidArgument, match="holds no certificate") as caught:
+        read_certificates(pair.cert, pair.key, pair.key)
+    assert caught.value.field == "tls_client_ca"
