@@ -19,14 +19,15 @@ from prometheus_client.registry import Collector
 
 from kvplane.base.session import OpenRequest
 from kvplane.session import Session
-from kvplane_service.config import Config
 from kvplane_service.inprocess import InProcessTransport
-from kvplane_service.registry import Registration, Registry
+from kvplane_service.registry import Registration
 from kvplane_service.replay import Engine, EngineConfig, Fleet
+from kvplane_service.store.memory import MemoryStore
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.workloads import ChatShape, chat_workload
 from tests.service.replaying import BUDGET, COST, SPECS
 from tests.service.rig import until
+from tests.store.test_restart import Life
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "helm" / "kvplane" / "files"
@@ -61,10 +62,13 @@ class Pages:
 
 
 def demo(pools: Mapping[str, int], num_pages: int = 60) -> Pages:
-    """Chats and agents on replicas of these names of `SPECS`, with pools of so many blocks, looked at now and then."""
-    now_ns = 0
-    registry = Registry(Config(), lambda: now_ns)
-    pages = Pages(ServiceCollector(registry))
+    """Chats and agents on replicas of these names of `SPECS`, with pools of so many blocks, looked at now and then.
+
+    What they publish is stored between two looks.
+    """
+    life = Life(MemoryStore())
+    registry = life.registry
+    pages = Pages(ServiceCollector(registry, life.keeper.report))
     shape = ChatShape(max_model_len=1024, num_sessions=30, sessions_per_s=5.0)
     trace = [request for request, _ in zip(chat_workload(Random(1), shape), range(NUM_REQUESTS), strict=False)]
     fleets = []
@@ -79,6 +83,7 @@ def demo(pools: Mapping[str, int], num_pages: int = 60) -> Pages:
         step += 1
         if step == due and len(pages) < num_pages:
             pages.take()
+            life.flush()
             due += 4
     return pages
 

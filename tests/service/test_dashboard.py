@@ -241,6 +241,25 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
 }
 
 
+def test_the_lag_of_a_store_that_is_away_shows(tmp_path):
+    series = store_away()
+    with prometheus(tmp_path, backfill(series, tmp_path)) as server:
+        shown = {
+            panel: largest(server, filled_in(expression), START_S + INTERVAL_S * 39)
+            for panel, expression in EXPRESSIONS.items()
+            if "kvplane_store_" in expression
+        }
+    assert shown[("Store lag", "A")] == INTERVAL_S * 40
+    assert shown[("Changes that wait for the store", "A")] == 41  # an entry of each prompt, and the record
+    assert shown[("Changes that wait for the store", "B")] > 0
+    assert len(shown) == 3
+
+
+def largest(server, expression: str, end_s: int) -> float:
+    result = server.get("query_range", query=expression, start=START_S, end=end_s, step=INTERVAL_S)
+    return max(float(value) for series in result for _, value in series["values"])
+
+
 def test_every_alert_has_a_scenario():
     assert set(SCENARIOS) == {rule["alert"] for rule in ALERTS}
 
