@@ -14,7 +14,7 @@ from kvplane.base.errors import NotFound
 
 def command(
     context: typer.Context,
-    service: Annotated[str, typer.Option(help="Address of the kvplane service.")],
+    service: Annotated[str, typer.Option(help="Address of the kvplane service, or several: A,B.")],
     replica: Annotated[str, typer.Option(help="Name of the replica, registered by a model or by layers.")],
     rank: Annotated[int, typer.Option(help="Rank whose pages to hold.")] = 0,
     device: Annotated[str, typer.Option(help="cpu (shared memory) or cuda:N.")] = "cpu",
@@ -24,6 +24,7 @@ def command(
     staging_mib: Annotated[int, typer.Option(help="Host buffer for pages on their way, in MiB.")] = 16,
     grace_s: Annotated[float, typer.Option(help="After SIGTERM, an attached engine has so long to exit.")] = 20.0,
     backend: Annotated[str, typer.Option(help="Of the operations on pages; auto: the best that fits.")] = "auto",
+    wait: Annotated[bool, typer.Option("--wait", help="Until the service is there and knows the replica.")] = False,
 ) -> None:
     """Hold the pages of one rank until SIGTERM or Ctrl-C; a second signal does not wait for the engine."""
     import logging
@@ -33,7 +34,8 @@ def command(
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     access = context.find_root().obj  # of the options before the command
-    options = WorkerOptions(service, replica, rank, device, run_dir, staging_mib << 20, grace_s, backend, access)
+    staging_bytes = staging_mib << 20
+    options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, grace_s, backend, access, wait)
     run(options, _tell_address)
 
 

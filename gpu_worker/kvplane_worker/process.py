@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 
 from kvplane.access import PLAIN, Access
-from kvplane.base.errors import KvplaneError, NoPlan, NotFound, WorkerExists, WrongPlan
+from kvplane.base.errors import KvplaneError, NoPlan, NotFound, Unavailable, WorkerExists, WrongPlan
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.channel import open_channel
+from kvplane.owners import Owners
 from kvplane.workers import WorkersClient
 from kvplane_worker.holdings import Holdings
 from kvplane_worker.memory import check_device
@@ -26,6 +27,7 @@ from kvplane_worker.server import Post, WorkerServer, WorkerServicer
 
 RENEWALS_PER_LEASE = 3
 LOOK_S = 0.05  # how often a leaving worker looks whether the engine has exited
+WAIT_S = 1.0  # how often a worker that waits for its replica asks
 LAST_CALLS_S = 1.0
 FINAL = (WorkerExists, WrongPlan, NoPlan)  # whatever else a service says or not, the pages wait for it
 
@@ -37,7 +39,7 @@ class WorkerOptions:
     """How a worker is started.
 
     Attributes:
-        service: address of the kvplane service.
+        service: address of the kvplane service, or several with commas between them.
         replica, rank: whose pages it holds.
         device: "cpu" or "cuda:N".
         run_dir: its directory; None = the default one of the rank.
@@ -45,6 +47,7 @@ class WorkerOptions:
         grace_s: after SIGTERM, an attached engine has so long to exit.
         backend: of the operations on pages, by name; "auto" = the best that fits the device.
         access: TLS and token for the service.
+        wait: until the service is there and knows the replica; else that is an error.
     """
 
     service: str
@@ -56,6 +59,7 @@ class WorkerOptions:
     grace_s: float = 20.0
     backend: str = AUTO
     access: Access = PLAIN
+    wait: bool = False
 
 
 class WorkerProcess:
@@ -75,7 +79,7 @@ class WorkerProcess:
         self._options = options
         self._place = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
         reach = partial(open_channel, access=options.access)
-        self._service = WorkersClient(reach(options.service), reach=reach)
+        self._service = WorkersClient(Owners.at(options.service, reach))
         self._leave = threading.Event()
         self._now = threading.Event()
         self._info = WorkerInfo(
@@ -91,14 +95,15 @@ class WorkerProcess:
         Raises:
             WorkerExists: another worker holds the rank.
             OutOfMemory: the plan does not fit on the device.
-            NoPlan, NotFound, InvalidArgument, Unavailable: of the service.
+            NoPlan, NotFound, InvalidArgument, Unavailable: of the service; the second and the last also when it was
+                told to leave while it waited.
         """
         options, place = self._options, self._place
         if place.last is not None:
             # Its lease goes on, but it is dead: the lock of its directory was free.
             self._forget(place.last.worker_id)
         place.write_state(self._info.worker_id)
-        assignment = self._service.register_worker(options.replica, self._info)
+        assignment = self._first_assignment()
         holdings = Holdings.allocate(assignment.plan, options.device, place, options.staging_bytes)
         self._post = Post(options.replica, self._info, place.token, holdings, self._backend)
         self._tell(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=assignment.plan.digest())
@@ -107,6 +112,19 @@ class WorkerProcess:
         self._server.start()
         self._renew()
         return place.address
+
+    def _first_assignment(self) -> Assignment:
+        """The rank's plan: now, or when the engine has registered the replica."""
+        said = ""
+        while True:
+            try:
+                return self._service.register_worker(self._options.replica, self._info)
+            except (NotFound, Unavailable) as error:
+                if not self._options.wait or self._leave.wait(WAIT_S):
+                    raise
+                if str(error) != said:
+                    _log.info("waiting: %s", error)
+                said = str(error)
 
     def serve(self) -> None:
         """Keep the lease until `leave`, then let an attached engine finish and go.

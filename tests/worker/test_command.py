@@ -42,3 +42,27 @@ def test_a_replica_is_described_with_its_workers(here: World):
     shown = here.shown()[0]
     expected = ["0", "ready", "cpu", str(child.pid), f"{shown.incarnation:016x}", str(shown.owner_epoch), address]
     assert lines[heading + 1].split() == expected
+
+
+def test_a_worker_that_waits_takes_the_replica_that_comes(here: World):
+    run_dir = here.folder / "early"
+    where = ("--service", here.service.address, "--replica", "late", "--run-dir", run_dir)
+    assert run_kvplane("worker", *where).returncode == WRONG_USE
+    with running("worker", *where, "--grace-s", "0", "--wait") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "waiting" not in process.stderr.readline():
+            assert process.poll() is None
+        here.register("late")
+        assert process.stdout.readline() == f"kvplane: pages at unix:{run_dir}/worker.sock\n"
+        assert run_kvplane("health", f"unix:{run_dir}/worker.sock").stdout == "serving\n"
+
+
+def test_a_worker_that_waits_can_be_told_to_leave(here: World):
+    where = ("--service", here.service.address, "--replica", "never", "--run-dir", here.folder / "early")
+    with running("worker", *where, "--wait") as process:
+        assert process.stderr is not None
+        while "waiting" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == WRONG_USE

@@ -28,6 +28,7 @@ COMMANDS = {
     "events": "kvplane_service.cli.events",
     "explain": "kvplane_service.cli.explain",
     "doctor": "kvplane_service.cli.doctor",
+    "health": "kvplane_service.cli.health",
     "drain": "kvplane_service.cli.drain",
     "plan": "kvplane_service.cli.plan",
     "record": "kvplane_service.cli.record",

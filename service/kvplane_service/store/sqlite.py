@@ -6,8 +6,6 @@ written, so that a foreign or newer file is left as it is.
 
 from __future__ import annotations
 
-import logging
-import os
 import sqlite3
 import struct
 import threading
@@ -15,17 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvplane_service.store.errors import (
-    StoreDamaged,
-    StoreForeign,
-    StoreFull,
-    StoreNewer,
-    StoreReadOnly,
-    StoreUnavailable,
-)
+from kvplane_service.store.errors import StoreForeign, StoreFull, StoreNewer, StoreReadOnly, StoreUnavailable
 from kvplane_service.store.interface import LogName, StoredChunk
-
-_log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x6B767073  # "kvps"
 TABLES_VERSION = 1
@@ -36,7 +25,6 @@ _MAGIC = b"SQLite format 3\0"
 _HEAD_BYTES = 108
 _VERSION_AT = struct.Struct(">60x i 4x i")
 _LEAF_PAGE = b"\x0d"
-_MAKE_WRITABLE = "make the file and its folder writable for this user"
 _TABLES = """
 CREATE TABLE log (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
 CREATE TABLE chunk (log INTEGER NOT NULL, seq INTEGER NOT NULL, raw BLOB NOT NULL, UNIQUE (log, seq)) STRICT;
@@ -50,8 +38,6 @@ class SqliteStore:
     def __init__(self, path: Path) -> None:
         """Open the file, or make it.
 
-        A damaged one is kept beside and begun anew.
-
         Raises:
             StoreForeign, StoreNewer: it is not ours, or newer than we are.
             StoreReadOnly: it, or its folder, cannot be written.
@@ -61,18 +47,12 @@ class SqliteStore:
         with self._named_errors():
             if path.exists():
                 _check_file(path)
-            _check_writable(path)
-            try:
-                self._open()
-            except sqlite3.Error as error:
-                if not _is_damage(error):
-                    raise
-                self._begin_anew()
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._set_up()
 
-    def _open(self) -> None:
-        self._connection = sqlite3.connect(
-            self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
+    def _set_up(self) -> None:
         run = self._connection.execute
         with self._writing():  # before WAL mode, so that the file's header says whose it is
             if run("PRAGMA application_id").fetchone()[0] == 0:
@@ -84,17 +64,6 @@ class SqliteStore:
         run("PRAGMA synchronous = NORMAL")  # the last writes may be lost with the machine: they cost hits, no truth
         run(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         run(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
-
-    def _begin_anew(self) -> None:
-        """Keep what is damaged beside, in place of what was kept there before, and go on with an empty file."""
-        self._connection.close()
-        beside = f"{self._path}.damaged"
-        for end in ("", "-wal"):
-            if (part := Path(f"{self._path}{end}")).exists():
-                part.replace(f"{beside}{end}")
-        Path(f"{self._path}-shm").unlink(missing_ok=True)
-        _log.warning("%s is damaged: it is %s now, and a new one is begun", self._path, beside)
-        self._open()
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """See IndexStore."""
@@ -188,8 +157,6 @@ class SqliteStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            if _is_damage(error):
-                self._begin_anew()
             raise _named(self._path, error) from error
 
 
@@ -214,24 +181,11 @@ def _check_file(path: Path) -> None:
         )
 
 
-def _check_writable(path: Path) -> None:
-    """Raise StoreReadOnly: SQLite itself would read such a file, and fail when it is written."""
-    for place in (path, path.parent):
-        if place.exists() and not os.access(place, os.W_OK):
-            raise StoreReadOnly(f"{place} is read-only", field="store", remedy=_MAKE_WRITABLE)
-
-
-def _is_damage(error: Exception) -> bool:
-    """Whether the file, which had been taken for ours, cannot be one."""
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
-    return code == sqlite3.SQLITE_IOERR_SHORT_READ or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
 def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     text = f"{path}: {error}"
-    if _is_damage(error):
-        return StoreDamaged(text, field="store", remedy="look at the disk; a new file is begun, the old one is beside")
+    if code == sqlite3.SQLITE_NOTADB:
+        return StoreForeign(text, field="store", remedy="name another file; it was not touched")
     if code == sqlite3.SQLITE_FULL:
         return StoreFull(text, field="store", remedy="make room on the disk; allocation goes on meanwhile")
     if code in (
@@ -240,5 +194,5 @@ def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
         sqlite3.SQLITE_PERM,
         sqlite3.SQLITE_AUTH,
     ) or isinstance(error, PermissionError):
-        return StoreReadOnly(text, field="store", remedy=_MAKE_WRITABLE)
+        return StoreReadOnly(text, field="store", remedy="make the file and its folder writable for this user")
     return StoreUnavailable(text, field="store", remedy="look at the disk; allocation goes on meanwhile")

@@ -1,0 +1,44 @@
+"""`kvplane health`, as an exec probe or a person asks."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvplane_service.cli import FAILED, UNAVAILABLE, WRONG_USE
+from kvplane_service.config import Config
+from tests.cli.processes import run_kvplane
+from tests.service.rig import running
+
+
+@pytest.fixture
+def service():
+    config = Config(listen="127.0.0.1:0", health_listen="127.0.0.1:0", drain_grace_ms=60_000)
+    with running(config) as service:
+        service.register()
+        yield service
+
+
+def test_it_serves(service):
+    done = run_kvplane("health", service.app.health_address)
+    assert (done.returncode, done.stdout) == (0, "serving\n")
+
+
+def test_it_drains_and_lives(service):
+    stream = service.open()
+    gone = asyncio.run_coroutine_threadsafe(service.app.drain(), service.loop)
+    stream.receive()
+    address = service.app.health_address
+    assert run_kvplane("health", address, "--name", "readiness").returncode == FAILED
+    assert run_kvplane("health", address, "--name", "liveness").returncode == 0
+    stream.close()
+    gone.result(60)
+
+
+def test_a_name_that_nobody_knows_is_wrong_use(service):
+    assert run_kvplane("health", service.address, "--name", "redness").returncode == WRONG_USE
+
+
+def test_nobody_is_there():
+    assert run_kvplane("health", "127.0.0.1:1").returncode == UNAVAILABLE
