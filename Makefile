@@ -2,8 +2,8 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-nightly check format lint types contracts proto proto-check proto-baseline pytest bench \
-	bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults clean
+.PHONY: help demo test test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest bench \
+	bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -54,6 +54,9 @@ test-nightly: $(DEV)  ## what takes long: 400 random cases by each kernel in the
 proto: $(DEV)  ## write the generated code anew after a change in proto/
 	@$(PYTHON) scripts/gen_proto.py
 
+chart: $(DEV)  ## write the schema and the table of the chart's values anew after a change in helm/ or of a configuration key
+	@$(PYTHON) scripts/chart.py
+
 proto-baseline:  ## accept the present contract as the one that later changes may not break
 	@scripts/buf.sh build --exclude-source-info -o proto/baseline.binpb
 	@git --no-pager diff --stat -- proto/baseline.binpb
@@ -79,9 +82,6 @@ conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all
-
-faults: $(DEV)  ## real processes killed, stopped, cut off, their stores full or damaged (FAULTS=40 SEED=1)
-	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)
 
 clean:  ## remove what was made here, the environments too
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,90 @@
+{{/*
+Whole name of objects. At most 52 characters: a StatefulSet's pods carry its name and a hash of 10 characters in one
+label of 63. It begins with a letter, as names of Services must: a release may be called 012. A longer one is cut and
+ends in a digest, so that two long releases do not meet.
+*/}}
+{{- define "kvplane.fullname" -}}
+{{- $name := .Values.nameOverride | default .Chart.Name -}}
+{{- $release := .Release.Name | replace "." "-" -}}
+{{- $full := .Values.fullnameOverride -}}
+{{- if not $full -}}
+{{- $full = contains $name $release | ternary $release (printf "%s-%s" $release $name) -}}
+{{- if not (regexMatch "^[a-z]" $full) -}}
+{{- $full = printf "%s-%s" $name $release -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (len $full) 52 -}}
+{{- $full = printf "%s-%s" (trunc 43 $full | trimSuffix "-") (sha256sum $full | trunc 8) -}}
+{{- end -}}
+{{- $full -}}
+{{- end }}
+
+{{/* Labels that never change, of one component: dict "root" $ "component" "service" */}}
+{{- define "kvplane.selector" -}}
+app.kubernetes.io/name: {{ .root.Values.nameOverride | default .root.Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
+app.kubernetes.io/component: {{ .component | quote }}
+{{- end }}
+
+{{/* All labels of one component's objects. Every value is quoted: a release may be called "on", or 1e3. */}}
+{{- define "kvplane.labels" -}}
+{{ include "kvplane.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service | quote }}
+app.kubernetes.io/part-of: "kvplane"
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
+{{- range $key, $value := .root.Values.commonLabels }}
+{{ $key }}: {{ $value | quote }}
+{{- end }}
+{{- end }}
+
+{{/* metadata of an object: dict "root" $ "component" "service" "suffix" "-headless" */}}
+{{- define "kvplane.metadata" -}}
+name: {{ printf "%s%s" (include "kvplane.fullname" .root) (.suffix | default "") | quote }}
+namespace: {{ .root.Release.Namespace | quote }}
+labels: {{- include "kvplane.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* registry/repository:tag@digest: dict "root" $ "image" .Values.image */}}
+{{- define "kvplane.image" -}}
+{{- $registry := .root.Values.global.imageRegistry | default .image.registry -}}
+{{- $tag := .image.tag | default .root.Chart.AppVersion -}}
+{{- if $registry }}{{ $registry }}/{{ end }}{{ .image.repository }}:{{ $tag }}{{ with .image.digest }}@{{ . }}{{ end -}}
+{{- end }}
+
+{{- define "kvplane.serviceAccountName" -}}
+{{- .Values.serviceAccount.name | default (ternary (include "kvplane.fullname" .) "default" .Values.serviceAccount.create) -}}
+{{- end }}
+
+{{/* Secret with the service's certificate. */}}
+{{- define "kvplane.tlsSecret" -}}
+{{- .Values.tls.existingSecret | default (printf "%s-tls" (include "kvplane.fullname" .)) -}}
+{{- end }}
+
+{{/* HOST:PORT of the service within the cluster. */}}
+{{- define "kvplane.address" -}}
+{{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}
+{{- end }}
+
+{{/* Not empty when calls need a token. */}}
+{{- define "kvplane.auth" -}}
+{{- if .Values.auth.existingSecret }}on{{ end -}}
+{{- end }}
+
+{{/* What every pod of the chart says of itself, beside its containers. No pod talks to Kubernetes. */}}
+{{- define "kvplane.podBasics" -}}
+serviceAccountName: {{ include "kvplane.serviceAccountName" . | quote }}
+automountServiceAccountToken: false
+# Variables such as KVPLANE_STORE_PORT, made for a Service called kvplane-store, would be read as configuration.
+enableServiceLinks: false
+{{- with .Values.global.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .Values.schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- end }}

@@ -1,0 +1,152 @@
+{{/* Variables of the service: what differs by pod, and secrets, which never lie in a ConfigMap. */}}
+{{- define "kvplane.serviceEnv" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: KVPLANE_ADVERTISE
+  value: {{ printf "$(POD_NAME).%s-headless.%s.svc.%s:%d" (include "kvplane.fullname" .) .Release.Namespace .Values.clusterDomain (int .Values.ports.grpc) | quote }}
+{{- with .Values.store.external }}
+{{- if and .existingSecret .usernameKey }}
+- name: KVPLANE_STORE_USERNAME
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .usernameKey | quote }}}}
+{{- end }}
+{{- if and .existingSecret .passwordKey }}
+- name: KVPLANE_STORE_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ .existingSecret | quote }}, key: {{ .passwordKey | quote }}}}
+{{- end }}
+{{- end }}
+{{- if eq .Values.store.type "builtin" }}
+- name: KVPLANE_STORE_PASSWORD
+  valueFrom: {secretKeyRef: {name: "{{ include "kvplane.fullname" . }}-valkey", key: password}}
+{{- end }}
+{{- if .Values.tracing.endpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ .Values.tracing.endpoint | quote }}
+- name: OTEL_RESOURCE_ATTRIBUTES
+  value: {{ printf "k8s.namespace.name=%s,k8s.pod.name=$(POD_NAME)" .Release.Namespace | quote }}
+{{- with .Values.tracing.ratio }}
+- name: OTEL_TRACES_SAMPLER_ARG
+  value: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.serviceMounts" -}}
+{{- $dir := include "kvplane.dir" . -}}
+- {name: config, mountPath: "{{ $dir }}/config", readOnly: true}
+- {name: tmp, mountPath: /var/tmp}
+{{- if eq .Values.store.type "sqlite" }}
+- {name: store, mountPath: /var/lib/kvplane}
+{{- end }}
+{{- if include "kvplane.storeFiles" . }}
+- {name: store-tls, mountPath: "{{ $dir }}/store", readOnly: true}
+{{- end }}
+{{- if .Values.tls.enabled }}
+- {name: tls, mountPath: "{{ $dir }}/tls", readOnly: true}
+{{- if ne .Values.tls.clientAuth "none" }}
+- {name: client-ca, mountPath: "{{ $dir }}/client-ca", readOnly: true}
+{{- end }}
+{{- end }}
+{{- if include "kvplane.auth" . }}
+- {name: auth, mountPath: "{{ $dir }}/auth", readOnly: true}
+{{- end }}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.serviceVolumes" -}}
+- name: config
+  configMap: {name: {{ include "kvplane.fullname" . | quote }}}
+- name: tmp
+  emptyDir: {}
+{{- with include "kvplane.storeFiles" . }}
+- name: store-tls
+  secret:
+    secretName: {{ $.Values.store.external.existingSecret | quote }}
+    defaultMode: 0440
+    items: {{- . | nindent 6 }}
+{{- end }}
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret: {secretName: {{ include "kvplane.tlsSecret" . | quote }}, defaultMode: 0440}
+{{- if ne .Values.tls.clientAuth "none" }}
+- name: client-ca
+  secret:
+    secretName: {{ .Values.tls.clientCA.existingSecret | default (include "kvplane.tlsSecret" .) | quote }}
+    items: [{key: {{ .Values.tls.clientCA.key | quote }}, path: {{ .Values.tls.clientCA.key | quote }}}]
+{{- end }}
+{{- end }}
+{{- if include "kvplane.auth" . }}
+- name: auth
+  secret: {secretName: {{ .Values.auth.existingSecret | quote }}, defaultMode: 0440}
+{{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Files of the store's TLS: which keys of the secret become which files. */}}
+{{- define "kvplane.storeFiles" -}}
+{{- with .Values.store.external }}
+{{- if .caKey }}
+- {key: {{ .caKey | quote }}, path: ca.crt}
+{{- end }}
+{{- if .certKey }}
+- {key: {{ .certKey | quote }}, path: tls.crt}
+- {key: {{ .keyKey | quote }}, path: tls.key}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.serviceContainer" -}}
+name: kvplane
+image: {{ include "kvplane.image" (dict "root" . "image" .Values.image) | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+args: [serve, "--config={{ include "kvplane.dir" . }}/config/config.yaml"]
+env: {{- include "kvplane.serviceEnv" . | nindent 2 }}
+ports:
+  - {name: grpc, containerPort: {{ int .Values.ports.grpc }}}
+  - {name: health, containerPort: {{ int .Values.ports.health }}}
+  {{- if .Values.metrics.enabled }}
+  - {name: metrics, containerPort: {{ int .Values.ports.metrics }}}
+  {{- end }}
+# Alive before a store has been read, ready after it, until the service drains.
+startupProbe:
+  grpc: {port: {{ int .Values.ports.health }}, service: liveness}
+  periodSeconds: 1
+  failureThreshold: 60
+livenessProbe:
+  grpc: {port: {{ int .Values.ports.health }}, service: liveness}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: 6
+readinessProbe:
+  grpc: {port: {{ int .Values.ports.health }}, service: readiness}
+  periodSeconds: 5
+  timeoutSeconds: 5
+# Sessions that begin while load balancers still know the pod are served; SIGTERM asks the open ones to leave.
+lifecycle:
+  preStop:
+    exec:
+      command: [sleep, "{{ int .Values.drain.preStopSeconds }}"]
+securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
+resources: {{- toYaml .Values.resources | nindent 2 }}
+volumeMounts: {{- include "kvplane.serviceMounts" . | nindent 2 }}
+{{- end }}
+
+{{- define "kvplane.topologySpread" -}}
+{{- if .Values.topologySpreadConstraints -}}
+{{ toYaml .Values.topologySpreadConstraints }}
+{{- else -}}
+{{- range $key := list "topology.kubernetes.io/zone" "kubernetes.io/hostname" }}
+- maxSkew: 1
+  topologyKey: {{ $key }}
+  whenUnsatisfiable: ScheduleAnyway
+  labelSelector:
+    matchLabels: {{- include "kvplane.selector" (dict "root" $ "component" "service") | nindent 6 }}
+{{- end }}
+{{- end -}}
+{{- end }}

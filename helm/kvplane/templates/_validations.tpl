@@ -1,0 +1,131 @@
+{{/* Values that contradict each other: all of them in one message, each with the remedy. */}}
+{{- define "kvplane.validate" -}}
+{{- $wrong := list -}}
+{{- range $check := list "store" "tls" "auth" "scale" "pods" "worker" -}}
+{{- range $line := include (printf "kvplane.validate.%s" $check) $ | splitList "\n" -}}
+{{- with trim $line }}{{ $wrong = append $wrong (printf "  - %s" .) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if $wrong -}}
+{{- fail (printf "\nkvplane: these values cannot be:\n%s\n" (join "\n" $wrong)) -}}
+{{- end -}}
+{{- end }}
+
+{{- define "kvplane.validate.store" -}}
+{{- $store := .Values.store }}
+{{- $most := ternary (max (int .Values.autoscaling.maxReplicas) 1) (int .Values.replicas) .Values.autoscaling.enabled }}
+{{- if and (gt (int $most) 1) (has $store.type (list "none" "sqlite")) }}
+store.type: {{ $store.type }} is not shared, and there may be {{ $most }} service processes: use external (or, to try it, builtin), or one process
+{{- end }}
+{{- if and (eq $store.type "external") (not $store.external.url) }}
+store.external.url is empty: name the store, such as redis://HOST:6379
+{{- end }}
+{{- if and (ne $store.type "external") (or $store.external.url $store.external.existingSecret) }}
+store.external is given, but store.type is {{ $store.type }}: set store.type=external, or take it away
+{{- end }}
+{{- if contains "@" $store.external.url }}
+store.external.url holds a user: put it into store.external.existingSecret (usernameKey, passwordKey)
+{{- end }}
+{{- if and (not $store.external.existingSecret) (or $store.external.usernameKey $store.external.caKey $store.external.certKey $store.external.keyKey) }}
+store.external names keys of a secret, but no existingSecret
+{{- end }}
+{{- if ne (empty $store.external.certKey) (empty $store.external.keyKey) }}
+store.external has half a TLS pair: give certKey and keyKey, or neither
+{{- end }}
+{{- if and $store.external.caKey (not (hasPrefix "rediss" $store.external.url)) }}
+store.external.caKey is given, but the url is not one of TLS: begin it with rediss
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.tls" -}}
+{{- $tls := .Values.tls }}
+{{- $given := or $tls.existingSecret $tls.certManager.enabled }}
+{{- if and $tls.enabled (not $given) }}
+tls.enabled without a certificate: name tls.existingSecret, or enable tls.certManager
+{{- end }}
+{{- if and $tls.existingSecret $tls.certManager.enabled }}
+tls.existingSecret and tls.certManager both give a certificate: choose one
+{{- end }}
+{{- if and $tls.certManager.enabled (not $tls.certManager.issuerRef.name) }}
+tls.certManager.issuerRef.name is empty: name the issuer
+{{- end }}
+{{- if and (not $tls.enabled) (or $given (ne $tls.clientAuth "none") $tls.clientCA.existingSecret) }}
+tls is set up but not enabled: set tls.enabled=true, or take the rest away
+{{- end }}
+{{- if and $tls.clientCA.existingSecret (eq $tls.clientAuth "none") }}
+tls.clientCA is given, but no client is asked for a certificate: set tls.clientAuth=require
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.auth" -}}
+{{- $auth := .Values.auth }}
+{{- if and (not $auth.existingSecret) (or $auth.tokensKey $auth.jwksKey $auth.ownersKey $auth.jwtIssuer $auth.jwtAudience) }}
+auth names keys or claims, but no existingSecret that holds them
+{{- end }}
+{{- if and $auth.existingSecret (not $auth.tokensKey) (not $auth.jwksKey) }}
+auth.existingSecret without tokensKey or jwksKey: nobody could call
+{{- end }}
+{{- if and (or $auth.jwtIssuer $auth.jwtAudience) (not $auth.jwksKey) }}
+auth.jwtIssuer and jwtAudience are claims of a JWT: name auth.jwksKey
+{{- end }}
+{{- $access := .Values.access }}
+{{- if and (not $access.existingSecret) (or $access.tokenKey $access.certKey $access.keyKey) }}
+access names keys of a secret, but no existingSecret
+{{- end }}
+{{- if ne (empty $access.certKey) (empty $access.keyKey) }}
+access has half a TLS pair: give certKey and keyKey, or neither
+{{- end }}
+{{- if and $access.tokenKey (not .Values.tls.enabled) }}
+access.tokenKey would cross the network in plain text: set tls.enabled=true
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.scale" -}}
+{{- $scale := .Values.autoscaling }}
+{{- if and $scale.enabled (gt (int $scale.minReplicas) (int $scale.maxReplicas)) }}
+autoscaling.minReplicas {{ int $scale.minReplicas }} is above maxReplicas {{ int $scale.maxReplicas }}
+{{- end }}
+{{- if and .Values.metrics.serviceMonitor.enabled (not .Values.metrics.enabled) }}
+metrics.serviceMonitor has nothing to read: set metrics.enabled=true
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.pods" -}}
+{{- $ports := list (int .Values.ports.grpc) (int .Values.ports.health) (int .Values.ports.metrics) }}
+{{- if ne (len (uniq $ports)) 3 }}
+ports.grpc, ports.health and ports.metrics are one pod's: give each its own
+{{- end }}
+{{- $needed := add (int .Values.drain.preStopSeconds) (int .Values.drain.graceSeconds) }}
+{{- with .Values.terminationGracePeriodSeconds }}
+{{- if le (int64 .) (int64 $needed) }}
+terminationGracePeriodSeconds {{ int . }} is no longer than draining takes: give more than {{ $needed }} (drain.preStopSeconds + drain.graceSeconds)
+{{- end }}
+{{- end }}
+{{- range .Values.extraEnv }}
+{{- $key := trimPrefix "KVPLANE_" .name | lower }}
+{{- if and (hasPrefix "KVPLANE_" .name) (has $key (include "kvplane.chartKeys" $ | fromYamlArray)) }}
+extraEnv sets {{ .name }}, which the chart sets: use the value for it (README.md lists them)
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.validate.worker" -}}
+{{- $worker := .Values.gpuWorker }}
+{{- if and (eq $worker.mode "daemonset") $worker.replica (not (contains "$(NODE_NAME)" $worker.replica)) }}
+gpuWorker.replica is the same on every node, and a rank has one worker: let it contain $(NODE_NAME)
+{{- end }}
+{{- if and (eq $worker.mode "sidecar") $worker.replica (not (contains "$(POD_NAME)" $worker.replica)) }}
+gpuWorker.replica is the same in every pod, and a rank has one worker: let it contain $(POD_NAME)
+{{- end }}
+{{- if and $worker.resourceClaims (semverCompare "<1.31-0" .Capabilities.KubeVersion.Version) }}
+gpuWorker.resourceClaims needs Kubernetes 1.31, this is {{ .Capabilities.KubeVersion.Version }}: use gpuWorker.runtimeClassName
+{{- end }}
+{{- if ne $worker.mode "disabled" }}
+{{- if and (include "kvplane.auth" .) (not .Values.access.tokenKey) }}
+gpuWorker has no token for the service: name access.existingSecret and access.tokenKey
+{{- end }}
+{{- if and (eq .Values.tls.clientAuth "require") (not .Values.access.certKey) }}
+gpuWorker has no certificate for the service: name access.existingSecret, access.certKey and access.keyKey
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,132 @@
+{{/*
+Workers, the processes that hold the pages of one rank each.
+
+No liveness probe: a worker that is slow for a while holds the cache of an engine, and a restart would lose it.
+*/}}
+{{- define "kvplane.workerContainers" -}}
+{{- $worker := .root.Values.gpuWorker -}}
+{{- $isDaemon := eq $worker.mode "daemonset" -}}
+{{- range $rank := until (int $worker.ranks) }}
+- name: worker-{{ $rank }}
+  image: {{ include "kvplane.image" (dict "root" $.root "image" $worker.image) | quote }}
+  imagePullPolicy: {{ $worker.image.pullPolicy }}
+  args:
+    {{- if and (not $isDaemon) $.root.Values.tls.enabled }}
+    - --tls-server-name={{ include "kvplane.address" $.root | splitList ":" | first }}
+    {{- end }}
+    - worker
+    - --service={{ $.service }}
+    - --replica={{ $worker.replica | default (ternary "$(NODE_NAME)" "$(POD_NAME)" $isDaemon) }}
+    - --rank={{ $rank }}
+    - --device={{ ternary (printf "cuda:%d" $rank) "cpu" (eq $worker.device "cuda") }}
+    - --run-dir={{ $worker.runDir }}/rank-{{ $rank }}
+    - --staging-mib={{ int $worker.stagingMiB }}
+    - --grace-s={{ int $worker.graceSeconds }}
+    - --wait
+  env:
+    - name: NODE_NAME
+      valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+    - name: POD_NAME
+      valueFrom: {fieldRef: {fieldPath: metadata.name}}
+    {{- if and (eq $worker.device "cuda") (not $worker.resourceClaims) }}
+    - {name: NVIDIA_VISIBLE_DEVICES, value: {{ $worker.visibleDevices | quote }}}
+    - {name: NVIDIA_DRIVER_CAPABILITIES, value: "compute,utility"}
+    {{- end }}
+    {{- include "kvplane.accessEnv" $.root | nindent 4 }}
+    {{- with $worker.extraEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  readinessProbe:
+    exec:
+      command: [kvplane, health, "unix:{{ $worker.runDir }}/rank-{{ $rank }}/worker.sock"]
+    periodSeconds: 15
+    timeoutSeconds: 10
+  securityContext: {{- toYaml $.root.Values.securityContext | nindent 4 }}
+  resources:
+    {{- toYaml $worker.resources | nindent 4 }}
+    {{- with $worker.resourceClaims }}
+    claims:
+      {{- range . }}
+      - name: {{ .name | quote }}
+      {{- end }}
+    {{- end }}
+  volumeMounts:
+    - {name: run, mountPath: {{ $worker.runDir }}}
+    - {name: {{ ternary "worker-tmp" "tmp" $isDaemon }}, mountPath: /var/tmp}
+    {{- if not $isDaemon }}
+    - {name: shm, mountPath: /dev/shm}
+    {{- end }}
+    {{- include "kvplane.accessMounts" $.root | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{/* How the chart's own clients reach the service: variables that every command of kvplane reads. */}}
+{{- define "kvplane.accessEnv" -}}
+{{- if .Values.tls.enabled }}
+- {name: KVPLANE_CA_FILE, value: {{ ternary (printf "%s/ca/ca.crt" (include "kvplane.dir" .)) "system" (not (empty .Values.tls.caKey)) | quote }}}
+{{- if .Values.access.certKey }}
+- {name: KVPLANE_CERT_FILE, value: "{{ include "kvplane.dir" . }}/access/tls.crt"}
+- {name: KVPLANE_KEY_FILE, value: "{{ include "kvplane.dir" . }}/access/tls.key"}
+{{- end }}
+{{- end }}
+{{- if .Values.access.tokenKey }}
+- {name: KVPLANE_TOKEN_FILE, value: "{{ include "kvplane.dir" . }}/access/token"}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.accessMounts" -}}
+{{- if and .Values.tls.enabled .Values.tls.caKey }}
+- {name: ca, mountPath: "{{ include "kvplane.dir" . }}/ca", readOnly: true}
+{{- end }}
+{{- if .Values.access.existingSecret }}
+- {name: access, mountPath: "{{ include "kvplane.dir" . }}/access", readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.accessVolumes" -}}
+{{- if and .Values.tls.enabled .Values.tls.caKey }}
+- name: ca
+  secret:
+    secretName: {{ include "kvplane.tlsSecret" . | quote }}
+    items: [{key: {{ .Values.tls.caKey | quote }}, path: ca.crt}]
+{{- end }}
+{{- with .Values.access }}
+{{- if .existingSecret }}
+- name: access
+  secret:
+    secretName: {{ .existingSecret | quote }}
+    defaultMode: 0440
+    items:
+      {{- if .tokenKey }}
+      - {key: {{ .tokenKey | quote }}, path: token}
+      {{- end }}
+      {{- if .certKey }}
+      - {key: {{ .certKey | quote }}, path: tls.crt}
+      - {key: {{ .keyKey | quote }}, path: tls.key}
+      {{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "kvplane.sidecarVolumes" -}}
+- name: run
+  emptyDir: {medium: Memory, sizeLimit: 16Mi}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .Values.gpuWorker.shmSize }}}
+{{- include "kvplane.accessVolumes" . }}
+{{- end }}
+
+{{/* Where workers may run: their nodes are those with GPUs, unless they hold pages on CPUs. */}}
+{{- define "kvplane.workerNodes" -}}
+{{- if eq .Values.gpuWorker.device "cuda" }}{{ toYaml .Values.gpuWorker.nodeSelector }}{{ else }}{}{{ end -}}
+{{- end }}
+
+{{/* What a pod with workers needs of its node to see GPUs. */}}
+{{- define "kvplane.workerGpus" -}}
+{{- $worker := .Values.gpuWorker -}}
+{{- if $worker.resourceClaims }}
+resourceClaims: {{- toYaml $worker.resourceClaims | nindent 2 }}
+{{- else if eq $worker.device "cuda" }}
+runtimeClassName: {{ $worker.runtimeClassName | quote }}
+{{- end }}
+{{- end }}

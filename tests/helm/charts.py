@@ -1,0 +1,126 @@
+"""The chart through real Helm: 3.6.2 as a command, 4 as a library. And what of a manifest does not depend on Helm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import helm_python
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm" / "kvplane"
+SETS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
+NAMESPACE = "caches"
+HELM_3 = [str(ROOT / "scripts" / "helm.sh")]
+MONITORING = "monitoring.coreos.com/v1"
+
+Object = dict[str, Any]
+Values = Mapping[str, Any]
+
+
+class Refused(Exception):
+    """Helm does not render it."""
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """One of the sets in ci/, as Helm reads it."""
+    return helm_python.values_from_yaml((CHART / "ci" / f"{name}-values.yaml").read_text())
+
+
+def objects_in(text: str) -> list[Object]:
+    """Manifests of a text, read as Kubernetes reads them, to which `on` is true."""
+    return [one for one in yaml.safe_load_all(text) if one]
+
+
+@dataclass(frozen=True, slots=True)
+class Helm3:
+    """The command. It knows the schema, the capabilities that it is told, and the version of Kubernetes."""
+
+    kubernetes: str = "1.29.0"
+
+    def run(self, *arguments: str, values: Values | None = None, check: bool = True) -> str:
+        """Its output; raises Refused with what it complains about."""
+        given = ["--values", "-"] if values is not None else []
+        done = subprocess.run(
+            [*HELM_3, *arguments, *given],
+            input=json.dumps(values),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        if check and done.returncode != 0:
+            raise Refused(done.stdout + done.stderr)
+        return done.stdout
+
+    def text(self, values: Values, release: str = "kvplane") -> str:
+        """All manifests, tests too, on a cluster with Prometheus' operator."""
+        where = ("--namespace", NAMESPACE, "--kube-version", self.kubernetes, "--api-versions", MONITORING)
+        return self.run("template", release, str(CHART), *where, values=values)
+
+    def objects(self, values: Values, release: str = "kvplane") -> list[Object]:
+        return objects_in(self.text(values, release))
+
+    def lint(self, values: Values, kubernetes: str = "") -> str:
+        """What it says; raises Refused. It knows one version of Kubernetes only."""
+        return self.run("lint", "--strict", str(CHART), "--namespace", NAMESPACE, values=values)
+
+
+class Helm4:
+    """The library, without a cluster."""
+
+    def files(self, values: Values, release: str = "kvplane") -> dict[str, str]:
+        """Each template's text, NOTES.txt too."""
+        chart = helm_python.Chart.load(str(CHART))
+        try:
+            chart.validate_schema(dict(values))
+            return chart.render(dict(values), name=release, namespace=NAMESPACE)
+        except helm_python.HelmError as error:
+            raise Refused(str(error)) from None
+
+    def objects(self, values: Values, release: str = "kvplane") -> list[Object]:
+        texts = self.files(values, release)
+        return [one for path, text in texts.items() if path.endswith(".yaml") for one in objects_in(text)]
+
+    def lint(self, values: Values, kubernetes: str = "1.29") -> str:
+        version = f"v{kubernetes}.0"
+        report = helm_python.lint(str(CHART), dict(values), strict=True, namespace=NAMESPACE, kube_version=version)
+        if report["errors"]:
+            raise Refused("\n".join(report["errors"]))
+        return "\n".join(message["error"] for message in report["messages"])
+
+
+def kinds(objects: list[Object]) -> list[str]:
+    return sorted(one["kind"] for one in objects)
+
+
+def the(objects: list[Object], kind: str, suffix: str = "") -> Object:
+    """The one object of a kind whose name ends so."""
+    (found,) = [
+        one for one in objects if one["kind"] == kind and (not suffix or one["metadata"]["name"].endswith(suffix))
+    ]
+    return found
+
+
+def pod_specs(objects: list[Object]) -> list[Object]:
+    """Of every object that makes pods, and of pods."""
+    specs = []
+    for one in objects:
+        if one["kind"] == "Pod":
+            specs.append(one["spec"])
+        elif one["kind"] in ("StatefulSet", "Deployment", "DaemonSet"):
+            specs.append(one["spec"]["template"]["spec"])
+    return specs
+
+
+def configuration(objects: list[Object]) -> dict[str, Any]:
+    """The file that the service reads."""
+    for one in objects:
+        if one["kind"] == "ConfigMap" and "config.yaml" in one.get("data", {}):
+            return yaml.safe_load(one["data"]["config.yaml"])
+    raise AssertionError("there is no config.yaml")

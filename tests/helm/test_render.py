@@ -1,0 +1,184 @@
+"""What the chart renders, by the oldest Helm that it allows and by the newest: valid, restricted, and named well."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+
+import pytest
+import yaml
+
+from kvplane_service.config import load
+from tests.helm.charts import CHART, SETS, Helm3, Helm4, configuration, kinds, pod_specs, the, values_of
+from tests.helm.schemas import CUSTOM, VERSIONS, complaints
+
+SINCE = {"gpu-dra": "1.31"}  # sets that an older Kubernetes cannot run
+# What YAML takes for something else than text when it is not quoted, a leading digit, a dot, and the longest.
+NAMES = ("y", "on", "012", "1e3", "a.b", "r" * 53)
+DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
+LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+
+
+@pytest.fixture(scope="module", params=SETS)
+def case(request):
+    """A set's name and what Helm 3.6.2 makes of it."""
+    name = request.param
+    return name, Helm3(SINCE.get(name, "1.29") + ".0").objects(values_of(name))
+
+
+@pytest.mark.parametrize(
+    ("helm", "name"),
+    # The lint of Helm 3 takes Kubernetes to be 1.20, on which a set of a later one is refused.
+    [(Helm4(), name) for name in SETS] + [(Helm3(), name) for name in SETS if name not in SINCE],
+)
+def test_lint_has_nothing_to_say(name, helm):
+    assert "WARNING" not in helm.lint(values_of(name), SINCE.get(name, "1.29"))
+
+
+def test_both_helms_render_the_same(case):
+    name, by_three = case
+    by_four = Helm4().objects(values_of(name))
+    of_operators = ("ServiceMonitor", "PrometheusRule")  # the library is told of no cluster that knows them
+    assert kinds(by_four) == kinds([one for one in by_three if one["kind"] not in of_operators])
+    plain = [one for one in by_three if one["kind"] not in of_operators and name != "ha"]  # ha draws a password
+    assert all(one in by_four for one in plain)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_manifest_keeps_the_schema(case, version):
+    name, objects = case
+    if float(version) < float(SINCE.get(name, "0")):
+        assert any(complaints(one, version) for one in objects)
+        return
+    assert [line for one in objects for line in complaints(one, version)] == []
+
+
+def test_the_schemas_refuse_a_typo_in_every_kind():
+    for name in SETS:
+        for one in Helm3("1.31.0").objects(values_of(name)):
+            part = "spec" if "spec" in one else "metadata"
+            broken = json.loads(json.dumps(one))
+            broken[part]["tpyo"] = {"a": 1}
+            assert complaints(broken, VERSIONS[-1]), one["kind"]
+    assert set(CUSTOM) == {"ServiceMonitor", "PrometheusRule", "Certificate"}
+
+
+def test_the_configuration_is_what_the_service_accepts(case, tmp_path):
+    name, objects = case
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(configuration(objects)))
+    loaded = load({}, {}, file)
+    given = configuration(objects)
+    assert {key for key, source in loaded.sources.items() if source == str(file)} == set(given)
+    if name == "everything":
+        assert loaded.config.events_resume_bytes == 1 << 30  # and not 1.073741824e+09
+        assert loaded.config.store_prefix == "1e3"
+
+
+def test_no_secret_lies_in_a_config_map(case):
+    name, objects = case
+    secrets = [one for one in objects if one["kind"] == "Secret"]
+    assert bool(secrets) == (name == "ha")
+    words = [text for one in secrets for text in one["stringData"].values()]
+    words += [base64.b64encode(word.encode()).decode() for word in words]
+    maps = json.dumps([one for one in objects if one["kind"] != "Secret"])
+    assert not any(word in maps for word in words)
+    assert "password" not in configuration(objects)
+
+
+def test_pods_are_restricted(case):
+    _, objects = case
+    for spec in pod_specs(objects):
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["enableServiceLinks"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            if not container["image"].startswith("example.org/"):  # given by the values
+                assert container["securityContext"]["readOnlyRootFilesystem"] is True
+                assert container["securityContext"]["allowPrivilegeEscalation"] is False
+                assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_only_workers_of_a_node_leave_their_namespaces(case):
+    _, objects = case
+    for spec in pod_specs(objects):
+        is_daemon = any(container["name"] == "worker-0" for container in spec["containers"]) and "hostPID" in spec
+        assert is_daemon or not {"hostIPC", "hostPID", "hostNetwork"} & set(spec)
+        assert is_daemon or not any("hostPath" in volume for volume in spec.get("volumes", ()))
+
+
+def test_a_pod_has_time_to_drain(case):
+    _, objects = case
+    spec = the(objects, "StatefulSet")["spec"]["template"]["spec"]
+    container = spec["containers"][0]
+    sleep = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert spec["terminationGracePeriodSeconds"] > sleep + configuration(objects)["drain_grace_ms"] / 1000
+
+
+def test_a_changed_configuration_changes_the_pods():
+    def checksum(values):
+        template = the(Helm4().objects(values), "StatefulSet")["spec"]["template"]
+        return template["metadata"]["annotations"]["checksum/config"]
+
+    assert checksum({"config": {"lease_ms": 5000}}) != checksum({})
+    assert checksum({"podLabels": {"a": "b"}}) == checksum({})
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
+def test_any_release_name_gives_names_that_kubernetes_takes(name, helm):
+    values = {**values_of("ha"), "gpuWorker": {"mode": "daemonset"}, "metrics": {"dashboard": {"enabled": True}}}
+    objects = helm.objects(values, name)
+    for one in objects:
+        full = one["metadata"]["name"]
+        assert DNS_LABEL.fullmatch(full), full
+        assert one["kind"] != "StatefulSet" or len(full) <= 52
+        labels = dict(one["metadata"]["labels"])
+        if "template" in one.get("spec", {}):
+            labels |= one["spec"]["template"]["metadata"]["labels"]
+        assert all(isinstance(value, str) and LABEL_VALUE.fullmatch(value) for value in labels.values()), labels
+        assert labels["app.kubernetes.io/instance"] == name
+        assert [line for version in VERSIONS[::8] for line in complaints(one, version)] == []
+
+
+def test_long_releases_that_begin_alike_do_not_meet():
+    full = {the(Helm4().objects({}, "r" * 52 + last), "StatefulSet")["metadata"]["name"] for last in "ab"}
+    assert len(full) == 2
+
+
+def test_what_needs_the_operator_waits_for_it():
+    values = values_of("everything")
+    assert {"ServiceMonitor", "PrometheusRule"} <= set(kinds(Helm3().objects(values)))
+    files = Helm4().files(values)
+    assert not any("kind: ServiceMonitor" in text for text in files.values())
+    (notes,) = (text for path, text in files.items() if path.endswith("NOTES.txt"))
+    assert "monitoring.coreos.com/v1" in notes
+    assert "WARNING" in notes
+
+
+def test_alerts_and_dashboard_are_those_of_the_files():
+    objects = Helm3().objects(values_of("everything"))
+    assert the(objects, "PrometheusRule")["spec"] == yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    dashboard = the(objects, "ConfigMap", "-dashboard")["data"]["kvplane.json"]
+    assert json.loads(dashboard) == json.loads((CHART / "files" / "dashboard.json").read_text())
+
+
+def test_a_certificate_names_every_way_to_a_pod():
+    objects = Helm3().objects(values_of("tls"))
+    spec = the(objects, "Certificate")["spec"]
+    container = the(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
+    (advertise,) = (one["value"] for one in container["env"] if one["name"] == "KVPLANE_ADVERTISE")
+    assert "*." + advertise.partition(".")[2].partition(":")[0] in spec["dnsNames"]
+    assert "kvplane.caches.svc.cluster.local" in spec["dnsNames"]
+
+
+def test_the_claims_of_a_driver_replace_the_runtime_class():
+    spec = the(Helm3("1.31.0").objects(values_of("gpu-dra")), "DaemonSet")["spec"]["template"]["spec"]
+    assert "runtimeClassName" not in spec
+    assert spec["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
+    spec = the(Helm3().objects(values_of("gpu-daemonset")), "DaemonSet")["spec"]["template"]["spec"]
+    assert spec["runtimeClassName"] == "nvidia"
+    assert [one["name"] for one in spec["containers"]] == ["worker-0", "worker-1"]
+    assert "nvidia.com/gpu" not in json.dumps(spec["containers"])  # the engine asks for it, or it would find none free

@@ -1,0 +1,209 @@
+"""Values that cannot be are refused before anything is installed; what is made from values.yaml follows it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_service.config import KEYS, load
+from tests.helm.charts import CHART, ROOT, SETS, Helm3, Helm4, Refused, configuration, values_of
+
+HELMS = pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
+EXTERNAL = {"type": "external", "external": {"url": "redis://r:6379"}}
+
+# Values → a part of the refusal.
+CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "two on no store": ({"replicas": 2}, "store.type: none is not shared, and there may be 2 service processes"),
+    "two on a file": ({"replicas": 2, "store": {"type": "sqlite"}}, "sqlite is not shared"),
+    "autoscaled on no store": ({"autoscaling": {"enabled": True}}, "there may be 4 service processes"),
+    "no address": ({"store": {"type": "external"}}, "store.external.url is empty"),
+    "an unused store": ({"store": {**EXTERNAL, "type": "none"}}, "store.external is given, but store.type is none"),
+    "a user": ({"store": {"type": "external", "external": {"url": "redis://u:p@r"}}}, "holds a user"),
+    "half a pair for the store": (
+        {"store": {"type": "external", "external": {"url": "rediss://r", "existingSecret": "s", "certKey": "c"}}},
+        "half a TLS pair",
+    ),
+    "an authority without TLS": (
+        {"store": {"type": "external", "external": {"url": "redis://r", "existingSecret": "s", "caKey": "c"}}},
+        "begin it with rediss",
+    ),
+    "keys of no secret": (
+        {"store": {"type": "external", "external": {"url": "redis://r", "usernameKey": "u"}}},
+        "no existingSecret",
+    ),
+    "no certificate": ({"tls": {"enabled": True}}, "tls.enabled without a certificate"),
+    "two certificates": (
+        {"tls": {"enabled": True, "existingSecret": "s", "certManager": {"enabled": True, "issuerRef": {"name": "i"}}}},
+        "choose one",
+    ),
+    "no issuer": ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "name the issuer"),
+    "TLS set up and off": ({"tls": {"clientAuth": "require"}}, "set tls.enabled=true"),
+    "clients nobody asks": (
+        {"tls": {"enabled": True, "existingSecret": "s", "clientCA": {"existingSecret": "c"}}},
+        "set tls.clientAuth=require",
+    ),
+    "tokens of no secret": ({"auth": {"tokensKey": "t"}}, "no existingSecret that holds them"),
+    "auth without a way in": ({"auth": {"existingSecret": "s"}}, "nobody could call"),
+    "claims without keys": (
+        {"auth": {"existingSecret": "s", "tokensKey": "t", "jwtIssuer": "i"}},
+        "name auth.jwksKey",
+    ),
+    "access to nothing": ({"access": {"tokenKey": "t"}}, "access names keys of a secret"),
+    "half a pair of a client": (
+        {"access": {"existingSecret": "s", "certKey": "c"}},
+        "access has half a TLS pair",
+    ),
+    "a token in plain text": ({"access": {"existingSecret": "s", "tokenKey": "t"}}, "in plain text"),
+    "limits that cross": (
+        {"store": EXTERNAL, "autoscaling": {"enabled": True, "minReplicas": 5}},
+        "minReplicas 5 is above maxReplicas 4",
+    ),
+    "a monitor of nothing": (
+        {"metrics": {"enabled": False, "serviceMonitor": {"enabled": True}}},
+        "metrics.serviceMonitor has nothing to read",
+    ),
+    "one port twice": ({"ports": {"health": 7070}}, "give each its own"),
+    "too little time": ({"terminationGracePeriodSeconds": 25}, "give more than 25"),
+    "a variable of the chart": (
+        {"extraEnv": [{"name": "KVPLANE_LISTEN", "value": "x:1"}]},
+        "extraEnv sets KVPLANE_LISTEN, which the chart sets",
+    ),
+    "one replica on all nodes": (
+        {"gpuWorker": {"mode": "daemonset", "replica": "one"}},
+        "let it contain $(NODE_NAME)",
+    ),
+    "one replica in all pods": ({"gpuWorker": {"mode": "sidecar", "replica": "one"}}, "let it contain $(POD_NAME)"),
+    "a worker without a token": (
+        {"gpuWorker": {"mode": "daemonset"}, "auth": {"existingSecret": "s", "tokensKey": "t"}},
+        "gpuWorker has no token",
+    ),
+    "a worker without a certificate": (
+        {"gpuWorker": {"mode": "daemonset"}, "tls": {"enabled": True, "existingSecret": "s", "clientAuth": "require"}},
+        "gpuWorker has no certificate",
+    ),
+}
+
+
+def refusal(values: dict[str, Any], helm: Helm3 | Helm4) -> str:
+    with pytest.raises(Refused) as refused:
+        helm.objects(values)
+    return str(refused.value)
+
+
+@HELMS
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_a_contradiction_is_refused_with_the_remedy(name, helm):
+    values, words = CONTRADICTIONS[name]
+    told = refusal(values, helm)
+    assert words in told
+    assert "these values cannot be" in told
+
+
+def test_every_rule_is_told_of_some_case():
+    """Rules are the lines of the templates that begin with a value's name."""
+    text = (CHART / "templates" / "_validations.tpl").read_text()
+    names = r"[a-z]\w*\.|access |auth |tls |gpuWorker |extraEnv |terminationG"
+    rules = re.findall(rf"^((?:{names})[^\n]*)$", text, re.MULTILINE)
+    assert len(rules) > 20
+    told = "".join(refusal(values, Helm4()) for values, _ in CONTRADICTIONS.values())
+    told += refusal(values_of("gpu-dra"), Helm3("1.30.0"))
+    for rule in rules:
+        assert max(re.split(r"{{.*?}}", rule), key=len) in told
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    values = {"replicas": 2, "tls": {"enabled": True}, "access": {"tokenKey": "t"}}
+    assert refusal(values, Helm4()).count("\n  - ") == 3
+
+
+def test_an_old_kubernetes_has_no_claims():
+    assert "needs Kubernetes 1.31, this is v1.30.0" in refusal(values_of("gpu-dra"), Helm3("1.30.0"))
+
+
+@HELMS
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"tls": {"enable": True}}, "enable"),
+        ({"store": {"typ": "none"}}, "typ"),
+        ({"config": {"leese_ms": 5}}, "leese_ms"),
+        ({"config": {"listen": "0.0.0.0:1"}}, "listen"),
+        ({"config": {"lease_ms": 0}}, "lease_ms"),
+        ({"config": {"lease_ms": "soon"}}, "lease_ms"),
+        ({"replicas": 0}, "replicas"),
+        ({"replicas": "2"}, "replicas"),
+        ({"store": {"type": "etcd"}}, "type"),
+        ({"image": {"digest": "abc"}}, "digest"),
+        ({"commonLabels": {"number": 42}}, "number"),
+        ({"tls": {"clientAuth": "optional"}}, "clientAuth"),
+        ({"fullnameOverride": "1e3"}, "fullnameOverride"),
+    ],
+)
+def test_what_the_schema_does_not_know_is_refused_by_name(values, named, helm):
+    assert named in refusal(values, helm)
+
+
+def test_globals_of_a_chart_above_are_let_through():
+    assert Helm4().objects({"global": {"other": 1}})
+
+
+def test_a_typo_in_the_rendered_file_is_refused_with_the_nearest_key(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("leese_ms: 5\n")
+    with pytest.raises(InvalidArgument, match="the nearest is lease_ms"):
+        load({}, {}, file)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of what is made and of what it is made from."""
+    for name in ("values.yaml", "values.schema.json", "README.md"):
+        shutil.copy(CHART / name, tmp_path)
+    return tmp_path
+
+
+def chart_script(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "chart.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_schema_and_table_are_made_from_the_values():
+    done = chart_script("--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("replicas: 1", "replicas: 2"), ("# -- Names of secrets", "# -- Secrets"), ("clusterDomain:", "domain:")],
+)
+def test_a_change_that_was_not_followed_is_found(old, new, copy):
+    values = copy / "values.yaml"
+    values.write_text(values.read_text().replace(old, new))
+    done = chart_script("--check", "--chart", copy)
+    assert done.returncode == 1
+    assert "make chart" in done.stderr
+    assert chart_script("--chart", copy).returncode == 0
+    assert chart_script("--check", "--chart", copy).returncode == 0
+
+
+def test_a_map_that_may_hold_anything_must_say_so(copy):
+    with (copy / "values.yaml").open("a") as file:
+        file.write("more: {}\n")
+    done = chart_script("--chart", copy)
+    assert done.returncode == 1
+    assert "more is an empty map" in done.stderr
+
+
+def test_the_schema_knows_the_keys_of_the_configuration():
+    properties = json.loads((CHART / "values.schema.json").read_text())["properties"]["config"]["properties"]
+    set_by_chart = {key for name in SETS for key in configuration(Helm4().objects(values_of(name)))}
+    assert set(properties) <= set(KEYS)
+    assert set(KEYS) - set(properties) <= set_by_chart | {"advertise", "store_username", "store_password"}
