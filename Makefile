@@ -2,8 +2,8 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest bench \
-	bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live clean
+.PHONY: help demo test test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -82,6 +82,9 @@ conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all
+
+faults: $(DEV)  ## real processes killed, stopped, cut off, their stores full or damaged (FAULTS=40 SEED=1)
+	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)
 
 clean:  ## remove what was made here, the environments too
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,9 +1,10 @@
-"""A TCP proxy that can cut what goes through it, and refuse to carry more."""
+"""A TCP proxy that can cut what goes through it, carry it late or not at all, and refuse to carry more."""
 
 from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 
 
@@ -22,6 +23,9 @@ class CuttingProxy:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._refusing = False
+        self._delay_s = 0.0
+        self._carries = threading.Event()
+        self._carries.set()
         self.num_connections = 0
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -38,9 +42,22 @@ class CuttingProxy:
         with self._lock:
             self._refusing = refusing
 
+    def delay(self, seconds: float) -> None:
+        """Carry everything so much later from now on; 0 = at once."""
+        self._delay_s = seconds
+
+    def hold(self, holding: bool) -> None:
+        """A black hole: take what is sent and carry nothing of it, or carry it all. Nothing is lost, unless `cut`."""
+        if holding:
+            self._carries.clear()
+        else:
+            self._carries.set()
+
     def close(self) -> None:
         """Cut, and listen no more."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would wait for ever
         self._listener.close()
+        self._carries.set()
         self.cut()
 
     def _accept(self) -> None:
@@ -55,7 +72,11 @@ class CuttingProxy:
             if refused:
                 client.close()
                 continue
-            server = socket.create_connection(self._target)
+            try:
+                server = socket.create_connection(self._target)
+            except OSError:  # nobody is there now
+                client.close()
+                continue
             with self._lock:
                 self._open |= {client, server}
             for source, sink in ((client, server), (server, client)):
@@ -64,6 +85,8 @@ class CuttingProxy:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         try:
             while data := source.recv(65536):
+                time.sleep(self._delay_s)
+                self._carries.wait()
                 sink.sendall(data)
         except OSError:
             pass

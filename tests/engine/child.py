@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -11,7 +12,7 @@ import kvplane
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import attach_ranks, open_session
+from kvplane_worker.engine.ranks import attach_ranks
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import draw_weights
@@ -21,19 +22,24 @@ from kvplane_worker.ops.torch_ops import TorchOps
 def engine(connection: Connection, address: str, replica: str, workers: list[str]) -> None:
     """Say how many keys the new life kept; then serve lists of requests, and say after each step what ended in it."""
     torch.set_num_threads(1)
-    ops = TorchOps()
-    memory = attach_ranks(workers, ops)
     with kvplane.connect(address) as client:
-        session = open_session(client, replica, memory)
-        model = Model(MIXED, draw_weights(MIXED), [one.pages for one in memory], ops)
-        served = Engine(session, memory, model, SchedulerConfig(token_budget=64))
-        connection.send(session.kept_keys)
+        served = begin(client, replica, workers)
+        connection.send(served.kept_keys)
         with contextlib.suppress(EOFError):
             while True:
-                _serve(connection, served, connection.recv())
+                serve(connection, served, connection.recv())
 
 
-def _serve(connection: Connection, served: Engine, prompts: list[tuple[list[int], int]]) -> None:
+def begin(client: kvplane.Client, replica: str, workers: list[str], kind: type[Engine] = Engine) -> Engine:
+    """A new engine life on the workers' pages; raises what `attach` and `lasting_session` raise."""
+    ops = TorchOps()
+    memory = attach_ranks(workers, ops)
+    model = Model(MIXED, draw_weights(MIXED), [one.pages for one in memory], ops)
+    return kind(partial(client.lasting_session, replica), memory, model, SchedulerConfig(token_budget=64))
+
+
+def serve(connection: Connection, served: Engine, prompts: list[tuple[list[int], int]]) -> None:
+    """Send (number, hits, output) of the requests that ended, step by step, and None at the end."""
     for number, (prompt, max_new) in enumerate(prompts):
         served.add(Request(str(number), prompt, max_new))
     while served.has_work:

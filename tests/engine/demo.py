@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,7 +31,7 @@ from kvplane_service.cli.child import ServiceChild
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model
-from kvplane_worker.engine.ranks import attach_ranks, open_session
+from kvplane_worker.engine.ranks import attach_ranks
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.engine.weights import Weights, draw_weights
@@ -141,7 +142,7 @@ def make_engine(client: kvplane.Client, workers: Sequence[str]) -> tuple[Engine,
     ops, weights = TorchOps(), draw_weights(MIXED)
     memory = attach_ranks(workers, ops)
     model = Model(MIXED, weights, [one.pages for one in memory], ops)
-    return Engine(open_session(client, REPLICA, memory), memory, model, CONFIG), weights
+    return Engine(partial(client.lasting_session, REPLICA), memory, model, CONFIG), weights
 
 
 Show = Callable[[Look], None]

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from kvplane.base.groups import DENSE_RETENTION
-from kvplane.session import Session
 from kvplane_worker.engine.batch import Launch, Row
 from kvplane_worker.engine.config import MIXED, AttentionLayer, layer_name
-from kvplane_worker.engine.engine import Engine
+from kvplane_worker.engine.engine import Engine, OpenSession
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig
@@ -70,8 +69,10 @@ def flip(part: Part, rng: random.Random) -> None:
 class Flipping(Engine):
     """Before each launch, tries it with flipped bytes; then computes it on the pages as they were."""
 
-    def __init__(self, session: Session, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig) -> None:
-        super().__init__(session, memory, model, config)
+    def __init__(
+        self, open_session: OpenSession, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig
+    ) -> None:
+        super().__init__(open_session, memory, model, config)
         self.memory = memory
         self.rng = random.Random(5)
         self.seen: Counter[str] = Counter()

@@ -76,7 +76,7 @@ def test_an_engine_whose_pages_went_to_a_newer_life_is_refused():
     with pytest.raises(OtherWriter):
         old.step()
     with pytest.raises(StaleEpoch):
-        Engine(session, world.memory, old._model, SchedulerConfig())
+        Engine(lambda _: session, world.memory, old._model, SchedulerConfig())
 
 
 def test_two_ranks_compute_what_one_does():

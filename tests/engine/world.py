@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -9,9 +10,9 @@ from torch import Tensor
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.rank_plan import RankPlan
-from kvplane.base.session import OpenRequest, SessionTransport
+from kvplane.base.session import SessionTransport
 from kvplane.base.stamp_table import table_bytes
-from kvplane.rank import RankGroup
+from kvplane.revival import Revival
 from kvplane.session import Session, draw_nonce
 from kvplane.sources import LayerSource
 from kvplane.v1 import allocation_pb2 as pb
@@ -150,13 +151,15 @@ class World:
 
     def begin(self) -> Engine:
         """A new engine life on the memory as it stands, as after a crash: nobody said goodbye."""
-        stamps = RankGroup([one.stamps for one in self.memory]).agreed_stamps()
-        request = OpenRequest(self.name, draw_nonce(), stamp_table=stamps)
-        self.session = Session(self.transport(), request, heartbeats=False)
         buffers = [one.pages for one in self.memory]
         model = LossyModel(self.pool.model, self.weights, buffers, self.ops)
         model.lose_every = self.lose_every
-        return self.fault.engine(self.session, self.memory, model, self.config)
+        return self.fault.engine(self.open_session, self.memory, model, self.config)
+
+    def open_session(self, revive: Callable[[], Revival]) -> Session:
+        request = revive().first_request(self.name, draw_nonce(), False, "")
+        self.session = Session(self.transport(), request, heartbeats=False, revive=revive)
+        return self.session
 
     def transport(self) -> SessionTransport:
         return InProcessTransport(lambda name: self.registry.get(name).host)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.step import StepResult
+from kvplane.base.step import News, StepResult
 from kvplane.rank import Rank, RankGroup
+from kvplane.revival import Revival
 from kvplane.session import Session
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Counts, Scheduled, Scheduler, SchedulerConfig
+
+OpenSession = Callable[[Callable[[], Revival]], Session]
 
 
 class LaunchFailed(KvplaneError):
@@ -24,22 +27,32 @@ class Engine:
 
         memory = attach_ranks(addresses, ops)
         model = Model(config, weights, [one.pages for one in memory], ops)
-        engine = Engine(open_session(client, "replica", memory), memory, model, SchedulerConfig())
+        engine = Engine(partial(client.lasting_session, "replica"), memory, model, SchedulerConfig())
         engine.add(Request("q", prompt, max_new=20))
         while engine.has_work:
             print([request.output for request in engine.step()])
 
-    Steps are synchronous: a launch has finished before the next step is asked for.
+    Steps are synchronous: a launch has finished before the next step is asked for. A service that is started anew is
+    shown the memory and told the requests; those that ran are preempted, and go on from what is cached of them.
     """
 
-    def __init__(self, session: Session, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig) -> None:
-        """Claim the pages for the session's epoch. Raises StaleEpoch when a newer life has them."""
-        self._session = session
+    def __init__(
+        self, open_session: OpenSession, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig
+    ) -> None:
+        """Open the session, which keeps what the memory proves, and claim the pages for it.
+
+        Raises:
+            StaleEpoch: a newer life has the pages.
+            KvplaneError: the session cannot be opened.
+        """
         self._model = model
         self._ranks = [Rank(one.stamps, one.mover) for one in memory]
         self._group = RankGroup([one.stamps for one in memory])
-        self._group.claim(session.epoch)
-        self._scheduler = Scheduler(session.spec, config)
+        self._known_requests: Callable[[], tuple[News, tuple[int, ...]]] = _none_yet
+        self._session = open_session(self.revival)
+        self._group.claim(self._session.epoch)
+        self._scheduler = Scheduler(self._session.spec, config)
+        self._known_requests = self._scheduler.known_requests
         self._report_lag = config.report_lag
         self._reported = 0
 
@@ -47,6 +60,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether another step is needed."""
         return self._scheduler.has_work
+
+    @property
+    def kept_keys(self) -> int:
+        """Cached keys that survived into this life, or into the life of the service."""
+        return self._session.kept_keys
 
     @property
     def num_waiting(self) -> int:
@@ -72,6 +90,7 @@ class Engine:
         part = self._scheduler.plan()
         answer = self._session.apply(part, executed_through=self._executed_through())
         (result,) = answer.parts
+        self._group.claim(self._session.epoch, answer.seq)  # another epoch when the service was started anew
         self._carry_out(answer)
         scheduled = self._scheduler.settle(part, result)
         try:
@@ -82,6 +101,11 @@ class Engine:
             for rank in self._ranks:
                 rank.executed(answer.seq)
         return self._scheduler.take_finished()
+
+    def revival(self) -> Revival:
+        """What a service that knows nothing of this engine must be shown and told."""
+        news, running = self._known_requests()
+        return Revival(self._group.agreed_stamps(), self._group.incarnation, news, running)
 
     def _executed_through(self) -> int:
         """What all ranks have finished, told as late as the configuration says."""
@@ -99,3 +123,7 @@ class Engine:
         if scheduled:
             launch = Launch([one.row for one in scheduled], self._model.device)
             self._scheduler.take(scheduled, self._model.logits(launch))
+
+
+def _none_yet() -> tuple[News, tuple[int, ...]]:
+    return News(), ()

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvplane.base.stamp_table import StampTable
-from kvplane.rank import PageMover, RankGroup
-from kvplane.session import Session
-from kvplane.unary import Client
+from kvplane.rank import PageMover
 from kvplane_worker import pages
 from kvplane_worker.attach import attach
 from kvplane_worker.ops.interface import PagedOps
@@ -31,9 +29,3 @@ def attach_ranks(addresses: Sequence[str], ops: PagedOps) -> list[RankMemory]:
     """
     attached = [attach(address) for address in addresses]
     return [RankMemory(one.buffers, one.stamps, pages.PageMover(one.buffers, ops)) for one in attached]
-
-
-def open_session(client: Client, replica: str, memory: Sequence[RankMemory]) -> Session:
-    """Begin an engine life that keeps what the ranks' memory proves; raises as `Client.session`."""
-    stamps = RankGroup([one.stamps for one in memory]).agreed_stamps()
-    return client.session(replica, stamp_table=stamps)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvplane.base.errors import InternalError, InvalidArgument
 from kvplane.base.groups import GroupKind, ReplicaSpec
-from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Budget, Cache, End, Part, PartResult, RowFlag
+from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Budget, Cache, End, News, Part, PartResult, RowFlag
 from kvplane.rows import AdmitRow, FactRow, NewsRow, Row, RunRow, part_of
 from kvplane.tables import BlockTables
 from kvplane_worker.engine import batch
@@ -137,6 +137,11 @@ class Scheduler:
             )
         self._waiting.append(request)
 
+    def known_requests(self) -> tuple[News, tuple[int, ...]]:
+        """Requests that the service was told of, as they are now, and the slots of those that hold blocks."""
+        news = part_of(*map(_news_of, self._by_slot.values())).news
+        return news, tuple(request.slot for request in self._running)
+
     # -- what is asked -----------------------------------------------------------------------------------------------
 
     def plan(self) -> Part:
@@ -171,14 +176,7 @@ class Scheduler:
             if request.slot == NO_SLOT:
                 request.slot = next(slot for slot in count() if slot not in self._by_slot)
                 self._by_slot[request.slot] = request
-                longest = len(request.prompt) + request.max_new
-                yield NewsRow(
-                    request.slot,
-                    request.tokens,
-                    request_id=request.name,
-                    domain=request.domain,
-                    max_tokens=longest,
-                )
+                yield _news_of(request)
             yield AdmitRow(
                 request.slot, cap=self._config.chunk_tokens, lookahead=self._config.lookahead, flags=self._flags
             )
@@ -318,6 +316,11 @@ class Scheduler:
         self._finished.append(request)
         self.counts.completed += not request.error
         self.counts.refused += bool(request.error)
+
+
+def _news_of(request: Request) -> NewsRow:
+    longest = len(request.prompt) + request.max_new
+    return NewsRow(request.slot, request.tokens, request_id=request.name, domain=request.domain, max_tokens=longest)
 
 
 def _check_drafts(spec: ReplicaSpec, num_drafts: int) -> None:

@@ -37,6 +37,12 @@ class StoreFull(FailedPrecondition):
     reason = "STORE_FULL"
 
 
+class StoreDamaged(FailedPrecondition):
+    """More of the store is damaged than single records. What was there is kept beside, and the store begins anew."""
+
+    reason = "STORE_DAMAGED"
+
+
 class ClockBehindStore(FailedPrecondition):
     """The store holds records of the future: this machine's clock was set back."""
 
@@ -49,7 +55,7 @@ class StoreUnavailable(Unavailable):
     reason = "STORE_UNAVAILABLE"
 
 
-STORE_ERRORS = (StoreNewer, StoreForeign, StoreDenied, StoreReadOnly, StoreFull, StoreUnavailable)
+STORE_ERRORS = (StoreNewer, StoreForeign, StoreDenied, StoreReadOnly, StoreFull, StoreDamaged, StoreUnavailable)
 
 
 class Refusal(Enum):

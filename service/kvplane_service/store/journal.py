@@ -196,17 +196,22 @@ class ReplicaJournal:
                 self._pending = self._pack(entries)
         return self._pending
 
-    def wrote(self, batch: Batch, count: int) -> None:
-        """The chunk that `take` gave is stored, and the log has `count` chunks now."""
+    def wrote(self, batch: Batch, count: int) -> bool:
+        """The chunk that `take` gave is stored, and the log has `count` chunks now; False when it should have others.
+
+        Then all is told anew.
+        """
         if batch is not self._pending:
-            return  # the log was switched meanwhile
+            return True  # the log was switched meanwhile
         self._pending = None
         self._since_ns = self._taken_ns  # what is left has waited a little longer
         self.written.chunks += 1
         self.written.rows += batch.rows
         self.written.num_bytes += len(batch.chunk.raw)
-        if count != len(self._chunks):
+        has_all = count == len(self._chunks)
+        if not has_all:
             self._lost()
+        return has_all
 
     def switch(self, log: LogName) -> LogName:
         """The page memory is another one: all that was told is void. Returns the log that can be dropped."""

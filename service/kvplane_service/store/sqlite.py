@@ -6,6 +6,8 @@ written, so that a foreign or newer file is left as it is.
 
 from __future__ import annotations
 
+import logging
+import os
 import sqlite3
 import struct
 import threading
@@ -13,8 +15,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvplane_service.store.errors import StoreForeign, StoreFull, StoreNewer, StoreReadOnly, StoreUnavailable
+from kvplane_service.store.errors import (
+    StoreDamaged,
+    StoreForeign,
+    StoreFull,
+    StoreNewer,
+    StoreReadOnly,
+    StoreUnavailable,
+)
 from kvplane_service.store.interface import LogName, StoredChunk
+
+_log = logging.getLogger(__name__)
 
 APPLICATION_ID = 0x6B767073  # "kvps"
 TABLES_VERSION = 1
@@ -25,6 +36,7 @@ _MAGIC = b"SQLite format 3\0"
 _HEAD_BYTES = 108
 _VERSION_AT = struct.Struct(">60x i 4x i")
 _LEAF_PAGE = b"\x0d"
+_MAKE_WRITABLE = "make the file and its folder writable for this user"
 _TABLES = """
 CREATE TABLE log (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
 CREATE TABLE chunk (log INTEGER NOT NULL, seq INTEGER NOT NULL, raw BLOB NOT NULL, UNIQUE (log, seq)) STRICT;
@@ -38,6 +50,8 @@ class SqliteStore:
     def __init__(self, path: Path) -> None:
         """Open the file, or make it.
 
+        A damaged one is kept beside and begun anew.
+
         Raises:
             StoreForeign, StoreNewer: it is not ours, or newer than we are.
             StoreReadOnly: it, or its folder, cannot be written.
@@ -47,12 +61,18 @@ class SqliteStore:
         with self._named_errors():
             if path.exists():
                 _check_file(path)
-            self._connection = sqlite3.connect(
-                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-            self._set_up()
+            _check_writable(path)
+            try:
+                self._open()
+            except sqlite3.Error as error:
+                if not _is_damage(error):
+                    raise
+                self._begin_anew()
 
-    def _set_up(self) -> None:
+    def _open(self) -> None:
+        self._connection = sqlite3.connect(
+            self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+        )
         run = self._connection.execute
         with self._writing():  # before WAL mode, so that the file's header says whose it is
             if run("PRAGMA application_id").fetchone()[0] == 0:
@@ -64,6 +84,17 @@ class SqliteStore:
         run("PRAGMA synchronous = NORMAL")  # the last writes may be lost with the machine: they cost hits, no truth
         run(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         run(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
+
+    def _begin_anew(self) -> None:
+        """Keep what is damaged beside, in place of what was kept there before, and go on with an empty file."""
+        self._connection.close()
+        beside = f"{self._path}.damaged"
+        for end in ("", "-wal"):
+            if (part := Path(f"{self._path}{end}")).exists():
+                part.replace(f"{beside}{end}")
+        Path(f"{self._path}-shm").unlink(missing_ok=True)
+        _log.warning("%s is damaged: it is %s now, and a new one is begun", self._path, beside)
+        self._open()
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """See IndexStore."""
@@ -157,6 +188,8 @@ class SqliteStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
+            if _is_damage(error):
+                self._begin_anew()
             raise _named(self._path, error) from error
 
 
@@ -181,11 +214,24 @@ def _check_file(path: Path) -> None:
         )
 
 
+def _check_writable(path: Path) -> None:
+    """Raise StoreReadOnly: SQLite itself would read such a file, and fail when it is written."""
+    for place in (path, path.parent):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise StoreReadOnly(f"{place} is read-only", field="store", remedy=_MAKE_WRITABLE)
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether the file, which had been taken for ours, cannot be one."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
+    return code == sqlite3.SQLITE_IOERR_SHORT_READ or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     text = f"{path}: {error}"
-    if code == sqlite3.SQLITE_NOTADB:
-        return StoreForeign(text, field="store", remedy="name another file; it was not touched")
+    if _is_damage(error):
+        return StoreDamaged(text, field="store", remedy="look at the disk; a new file is begun, the old one is beside")
     if code == sqlite3.SQLITE_FULL:
         return StoreFull(text, field="store", remedy="make room on the disk; allocation goes on meanwhile")
     if code in (
@@ -194,5 +240,5 @@ def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
         sqlite3.SQLITE_PERM,
         sqlite3.SQLITE_AUTH,
     ) or isinstance(error, PermissionError):
-        return StoreReadOnly(text, field="store", remedy="make the file and its folder writable for this user")
+        return StoreReadOnly(text, field="store", remedy=_MAKE_WRITABLE)
     return StoreUnavailable(text, field="store", remedy="look at the disk; allocation goes on meanwhile")

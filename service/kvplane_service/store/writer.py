@@ -120,7 +120,6 @@ class StoreWriter:
         self._failures = 0
         self._problem = ""
         self._pause_s = 0.0
-        self._one_at_a_time = asyncio.Lock()  # who lets go of a replica writes all out, beside the loop
 
     # -- what is watched ---------------------------------------------------------------------------------------------
 
@@ -129,13 +128,9 @@ class StoreWriter:
         self._gone.pop(name, None)
         self._watched[name] = watch
 
-    def leave(self, name: str) -> Watch | None:
-        """Follow a replica no longer; the store keeps what it has."""
-        return self._watched.pop(name, None)
-
     def forget(self, name: str) -> None:
         """The replica was deregistered: the store shall forget it."""
-        watch = self.leave(name)
+        watch = self._watched.pop(name, None)
         if watch is not None:
             self.drop(watch.journal.log)
             self._gone[name] = None
@@ -178,10 +173,9 @@ class StoreWriter:
     async def write_all(self) -> bool:
         """Store everything that waits; False when the store failed meanwhile, and the rest waits for the next time."""
         try:
-            async with self._one_at_a_time:
-                await self._forget_dropped()
-                while await self._write_round():
-                    pass
+            await self._forget_dropped()
+            while await self._write_round():
+                pass
         except STORE_ERRORS as error:
             self._note_failure(error)
             return False
@@ -203,15 +197,14 @@ class StoreWriter:
         """One chunk of each replica, in turn, so that none waits for another's backlog; False when there was none."""
         any_left = False
         for name, watch in list(self._watched.items()):
-            if self._watched.get(name) is not watch:
-                continue  # somebody else's meanwhile
             await self._write_record(name, watch)
             journal = watch.journal
             batch = journal.take()
             if batch is None:
                 continue
             count = await self._call(partial(self.store.append, batch.log, batch.chunk, batch.trim_below))
-            journal.wrote(batch, count)
+            if not journal.wrote(batch, count):
+                watch.record_due = True  # a store that lost chunks may have lost the record too
             any_left = any_left or journal.has_work
         return any_left
 

@@ -1,0 +1,270 @@
+"""Rounds of work under faults: what an engine answers is the twin's word, and whatever broke comes back by itself."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+
+import torch
+
+from kvplane.base.errors import FailedPrecondition, KvplaneError, NotFound, StaleEpoch
+from kvplane.v1 import admin_pb2
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1.admin_pb2_grpc import AdminStub
+from kvplane_worker.engine.config import MIXED
+from kvplane_worker.engine.request import Request
+from kvplane_worker.engine.weights import draw_weights
+from tests.engine.twin import Twin
+from tests.engine.workload import Requests
+from tests.faults.cluster import LEASE_S, LIMIT_S, Cluster, Ended, Plan, descriptors, is_stored, running
+from tests.faults.kinds import KINDS, Kind
+from tests.store.servers import wait_until
+
+STORES = ("sqlite", "redis")
+ROUNDS_PER_CLUSTER = 25
+REQUESTS = 4
+SHARE_OF_PAIRS = 0.25
+SPARE_DESCRIPTORS = 12  # that a process may have open beside those of its first idle moment
+LONG = [tokens % 251 for tokens in range(100)]  # asked for again and again
+LONG_HIT = 96
+FILES_PER_WORKER = 3
+# After these faults the service may have forgotten the replica: the engine is told so, and begun anew.
+FORGETFUL = ("redis killed", "redis forgets", "redis damaged", "file truncated", "file damaged", "file of yesterday")
+TOLD = (NotFound, StaleEpoch, FailedPrecondition)
+
+
+class Finding(AssertionError):
+    """Something that must never happen."""
+
+
+@dataclass
+class Report:
+    """What a campaign saw.
+
+    Attributes:
+        faults: done, by kind.
+        hits_after_restart: tokens that were hit in rounds in which a process was started anew.
+        slowest_s: that the requests of a round took once everything had been mended.
+        finding: what must never happen and did; "" = nothing.
+    """
+
+    faults: Counter[str] = field(default_factory=Counter)
+    restarts: int = 0
+    requests: int = 0
+    tokens: int = 0
+    differing: int = 0
+    hits_after_restart: int = 0
+    leaks: int = 0
+    slowest_s: float = 0.0
+    finding: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether nothing was found, in a campaign that could have found something."""
+        return not self.finding and not self.differing and not self.leaks and self.hits_after_restart > 0
+
+    @property
+    def line(self) -> str:
+        return (
+            f"faults={self.faults.total()} kinds={len(self.faults)} restarts={self.restarts} requests={self.requests} "
+            f"tokens={self.tokens} slowest_s={self.slowest_s:.1f} differing={self.differing} "
+            f"hits_after_restart={self.hits_after_restart} leaks={self.leaks}"
+        )
+
+
+class Round:
+    """Some requests, a fault or two on their way, and what must be so afterwards."""
+
+    def __init__(self, cluster: Cluster, requests: Requests, rng: Random, report: Report) -> None:
+        self._cluster = cluster
+        self._requests = requests
+        self._rng = rng
+        self._report = report
+        self._sent: dict[int, Request] = {}
+        self._twin = Twin(MIXED, draw_weights(MIXED))
+
+    def run(self, kinds: list[Kind]) -> None:
+        """Raise Finding."""
+        cluster, rng = self._cluster, self._rng
+        restarts, lives = cluster.restarts, cluster.engines.lives
+        self._ask([Request("", LONG, 4), *(self._requests.next() for _ in range(REQUESTS))], kinds)
+        for _ in range(rng.randrange(6)):
+            self._cluster.engines.listen(LEASE_S)
+        for kind in kinds:
+            kind.strike(cluster, rng)
+            self._report.faults[kind.name] += 1
+        time.sleep(rng.uniform(0, 1.5 * LEASE_S))  # what is broken stays so for a while
+        cluster.mend()
+        hits = self._finish(forgetful=any(kind.name in FORGETFUL for kind in kinds))
+        if cluster.restarts > restarts or cluster.engines.lives > lives:
+            self._report.hits_after_restart += hits
+        self._check_warm()
+        self._check_idle()
+
+    # -- requests and answers ----------------------------------------------------------------------------------------
+
+    def _ask(self, requests: list[Request], kinds: list[Kind]) -> None:
+        traps = [trap for trap in (kind.draw_trap(self._rng) for kind in kinds) if trap]
+        self._sent = dict(enumerate(requests))
+        prompts = {number: (one.prompt, one.max_new) for number, one in self._sent.items()}
+        self._cluster.engines.ask(prompts, traps[0] if traps else None)
+
+    def _finish(self, forgetful: bool) -> int:
+        """Wait for every answer, and compare it; tokens that were hit."""
+        engines, began_s = self._cluster.engines, time.monotonic()
+        while not engines.is_done:
+            if time.monotonic() - began_s > LIMIT_S:
+                raise Finding(f"no answer within {LIMIT_S} s")
+            self._go_on(forgetful)
+        self._report.slowest_s = max(self._report.slowest_s, time.monotonic() - began_s)
+        ended, engines.ended = engines.ended, []
+        for one in ended:
+            self._compare(one)
+        return sum(sum(hits) for _, hits, _ in ended)
+
+    def _go_on(self, forgetful: bool) -> None:
+        """Hear a step; a dead engine is followed by a new life."""
+        engines = self._cluster.engines
+        refusal = engines.listen(LIMIT_S) if engines.process else None
+        if refusal is not None and not (forgetful and isinstance(refusal, TOLD)):
+            raise Finding(f"the engine ended: {type(refusal).__name__}: {refusal}")
+        if engines.process is None:
+            with_patience(self._cluster.begin_engine)
+
+    def _compare(self, ended: Ended) -> None:
+        number, _, output = ended
+        request = self._sent[number]
+        prompt = request.prompt
+        expected = self._twin.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].argmax(dim=1).tolist()
+        self._report.requests += 1
+        self._report.tokens += len(output)
+        self._report.differing += sum(a != b for a, b in zip(expected, output, strict=True))
+        if output != expected:
+            raise Finding(f"prompt {prompt} was answered {output}, the twin says {expected}")
+        if prompt is not LONG:
+            self._requests.done(replace(request, tokens=[*prompt, *output]))
+
+    # -- what must be so ---------------------------------------------------------------------------------------------
+
+    def _check_warm(self) -> None:
+        """No hit is withheld for ever: what was answered a moment ago is hit."""
+        for _ in range(2):
+            self._ask([Request("", LONG, 2)], [])
+            hits = self._finish(forgetful=False)
+        if hits != LONG_HIT:
+            raise Finding(f"{hits} of {LONG_HIT} tokens were hit that were answered a moment ago")
+
+    def _check_idle(self) -> None:
+        """All blocks are back, leases are counted, the store follows, nothing is left behind."""
+        cluster = self._cluster
+        try:
+            wait_until(lambda: not self._unsettled(), "idle", LIMIT_S)
+            AdminStub(cluster.client._owners.first).Snapshot(admin_pb2.SnapshotRequest(replica="r", summary=True))
+        except AssertionError as error:
+            self._report.leaks += len(self._leaks())
+            raise Finding(f"{error}: {self._unsettled()}") from error
+        for log in cluster.logs.iterdir():
+            for line in log.read_text().splitlines():
+                if "Traceback" in line or "a bug in" in line:
+                    raise Finding(f"{log.name}: {line}")
+
+    def _unsettled(self) -> list[str]:
+        cluster = self._cluster
+        status = cluster.describe()
+        is_as_it_should = {
+            f"{status.free_blocks} free blocks": status.free_blocks == status.spec.num_blocks - 1,
+            f"{status.running_requests} requests run": not status.running_requests,
+            f"{len(status.workers)} workers": len(status.workers) == status.num_ranks,
+            f"the session is {status.state}": status.state == pb.REPLICA_STATE_LIVE,
+            f"the store is {status.store}": is_stored(status.store),
+        }
+        return [what for what, is_so in is_as_it_should.items() if not is_so] + self._leaks()
+
+    def _leaks(self) -> list[str]:
+        cluster = self._cluster
+        shared, sockets = cluster.shared_files(), cluster.sockets()
+        found = []
+        if shared != FILES_PER_WORKER * len(cluster.workers):
+            found.append(f"{shared} files of shared memory")
+        if sockets != len(cluster.workers):
+            found.append(f"{sockets} sockets")
+        for name, pid in cluster.pids().items():
+            first = cluster.first_descriptors.setdefault(pid, descriptors(pid))
+            if descriptors(pid) > first + SPARE_DESCRIPTORS:
+                found.append(f"{descriptors(pid)} descriptors of the {name}, {first} at first")
+        return found
+
+
+def with_patience(act: Callable[[], None]) -> None:
+    """Again, while the refusal is one that passes: a service is being told who owns the pages."""
+    until_s = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return act()
+        except (StaleEpoch, FailedPrecondition):
+            if time.monotonic() > until_s:
+                raise
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_campaign(num_faults: int, seed: int, say: Callable[[str], None], twin: str = "") -> Report:
+    """So many faults or a few more, on clusters with either store; `report.finding` names the round that failed."""
+    report, rng, number = Report(), Random(seed), 0
+    with one_thread():
+        while report.faults.total() < num_faults:
+            store = STORES[number % len(STORES)]
+            left = num_faults - report.faults.total()
+            share = min(ROUNDS_PER_CLUSTER, left if number else max(1, left // len(STORES)))
+            try:
+                run_cluster(Plan(store, twin=twin), share, Random(rng.getrandbits(64)), report, say)
+            except Finding as finding:
+                report.finding = str(finding)
+                return report
+            number += 1
+    return report
+
+
+def run_cluster(plan: Plan, num_faults: int, rng: Random, report: Report, say: Callable[[str], None]) -> None:
+    """One cluster, from its start to its end."""
+    until = report.faults.total() + num_faults
+    with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, running(Path(folder), plan) as cluster:
+        requests = Requests(plan.pool.max_model_len, rng.getrandbits(32))
+        kinds = [kind for kind in KINDS if kind.fits(cluster)]
+        bag: list[Kind] = []
+        while report.faults.total() < until:
+            chosen = draw_kinds(bag, kinds, rng)
+            names, began_s = " and ".join(kind.name for kind in chosen), time.monotonic()
+            try:
+                Round(cluster, requests, rng, report).run(chosen)
+            except (AssertionError, KvplaneError) as error:
+                raise Finding(f"fault {report.faults.total()}, {plan.store}, {names}: {error}") from error
+            say(f"{report.faults.total():>4} {plan.store:<6} {time.monotonic() - began_s:5.1f} s  {names}")
+            if plan.store == "sqlite" and rng.random() < 0.3:
+                cluster.copy_store()
+        report.restarts += cluster.restarts
+
+
+def draw_kinds(bag: list[Kind], kinds: list[Kind], rng: Random) -> list[Kind]:
+    """The next kind of the bag, which is filled when it is empty; now and then two at once."""
+    chosen: list[Kind] = []
+    for _ in range(2 if rng.random() < SHARE_OF_PAIRS else 1):
+        if not bag:
+            bag.extend(rng.sample(kinds, len(kinds)))
+        if not chosen or not (chosen[0].alone or bag[-1].alone or chosen[0] is bag[-1]):
+            chosen.append(bag.pop())
+    return chosen

@@ -1,0 +1,401 @@
+"""One replica on real processes: a service, a worker per rank, an engine, a store, and the links between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kvplane
+from kvplane.base.errors import KvplaneError
+from kvplane.retry import RetryPolicy
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_worker.engine.config import MIXED
+from kvplane_worker.memory.shared import SHM_FOLDER
+from kvplane_worker.process import WorkerOptions
+from kvplane_worker.rundir import SOCKET, shared_prefix
+from tests.cli.processes import KVPLANE
+from tests.client.proxy import CuttingProxy
+from tests.engine.world import Pool
+from tests.faults import child
+from tests.faults.child import Work
+from tests.faults.disks import Disk, small_disk
+from tests.store import servers
+from tests.store.servers import free_port, wait_until
+from tests.twins import weakened
+from tests.worker import children
+from tests.worker.rig import FORKS, Child
+
+REPLICA = "r"
+LEASE_S = 1.0
+LIMIT_S = 60.0  # for whatever must happen
+SETTINGS = {
+    "lease_ms": int(LEASE_S * 1000),
+    "worker_lease_ms": int(LEASE_S * 1000),
+    "store_flush_ms": 20,
+    "store_timeout_ms": 500,
+}
+FORKS.set_forkserver_preload(["tests.faults.child", "tests.worker.children"])
+
+Ended = tuple[int, list[int], list[int]]  # number, hits, output
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a cluster is made of.
+
+    Attributes:
+        store: "sqlite" or "redis".
+        twin: the rule that is taken out of every process, "" = none.
+        settings: of the service, beside SETTINGS.
+    """
+
+    store: str = "sqlite"
+    pool: Pool = Pool(num_blocks=300)  # noqa: RUF009 - frozen
+    twin: str = ""
+    settings: tuple[tuple[str, object], ...] = ()
+
+
+class ServiceRefused(Exception):
+    """A service ended before it served; the text is what it said."""
+
+
+class Service:
+    """`kvplane serve`, one life after another at one address."""
+
+    def __init__(self, folder: Path, plan: Plan, store: str) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        self.folder = folder
+        self.process: subprocess.Popen[str] | None = None
+        self.lives = 0
+        settings = {**SETTINGS, **dict(plan.settings), "store": store}
+        program = [sys.executable, "-m", "tests.twins", plan.twin, "kvplane"] if plan.twin else KVPLANE
+        flags = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
+        self._command = [*program, "serve", "--listen", self.address, *flags]
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Raise ServiceRefused when it does not come to serve."""
+        own_log = self.folder / f"service-{self.lives}.log"
+        self.lives += 1
+        with own_log.open("w") as log:
+            self.process = subprocess.Popen(
+                self._command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        assert self.process.stdout is not None
+        with self.process.stdout as said:
+            if not said.readline():
+                self.process.wait(LIMIT_S)
+                raise ServiceRefused(own_log.read_text())
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+
+
+class Engines:
+    """One engine process after another; a request that one did not answer is sent to the next.
+
+    Attributes:
+        ended: what was answered, until it is taken.
+        kept_keys: of the newest life, when it began.
+    """
+
+    def __init__(self, start: Callable[[], Child]) -> None:
+        self._start = start
+        self._open: dict[int, tuple[list[int], int]] = {}
+        self._numbers: list[int] = []  # of the requests that the process was sent last, in order
+        self._trap: child.Trap | None = None
+        self.process: Child | None = None
+        self.ended: list[Ended] = []
+        self.kept_keys = 0
+        self.lives = 0
+
+    def begin(self) -> None:
+        """A new life, which gets what is not answered. Raises the KvplaneError that it was refused by."""
+        process = self._start()
+        self.process, said = process, process.hear()
+        if isinstance(said, KvplaneError):
+            process.wait()
+            self.process = None
+            raise said
+        self.kept_keys = said
+        self.lives += 1
+        self._send()
+
+    def ask(self, prompts: dict[int, tuple[list[int], int]], trap: child.Trap | None = None) -> None:
+        """Requests by number; a trap is for the life that there is now."""
+        self._open, self._trap = dict(prompts), trap
+        self._send()
+
+    def _send(self) -> None:
+        assert self.process is not None
+        self._numbers, trap = list(self._open), self._trap
+        self._trap = None
+        if self._open:
+            self.process.connection.send(Work([self._open[number] for number in self._numbers], trap))
+
+    @property
+    def is_done(self) -> bool:
+        return not self._open
+
+    def listen(self, limit_s: float) -> KvplaneError | None:
+        """Take note of what ended in the next step, for so long at most; the refusal that the process ended with."""
+        process = self.process
+        if process is None or self.is_done:
+            return None
+        try:
+            if not process.connection.poll(limit_s):
+                return None
+            said = process.connection.recv()
+        except (EOFError, OSError):
+            self.bury()
+            return None
+        if isinstance(said, KvplaneError):
+            self.bury()
+            return said
+        for at, hits, output in said or ():
+            number = self._numbers[at]
+            del self._open[number]
+            self.ended.append((number, hits, output))
+        return None
+
+    def bury(self) -> None:
+        """Kill the process, if it lives, and forget it."""
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+
+
+class Cluster:
+    """All processes of one replica, and how to break and mend them.
+
+    Attributes:
+        to_service, to_redis: links that can be cut.
+        copies: of the SQLite file, oldest first, made by `copy_store`.
+        logs: folder of what the processes say on standard error.
+        first_descriptors: of a process at its first idle moment, by its number.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, disk: Disk, server: servers.Server | None) -> None:
+        self.folder = folder
+        self.plan = plan
+        self.disk = disk
+        self.redis = server
+        self.to_redis = CuttingProxy(server.address) if server else None
+        self.file = disk.folder / "entries.db"
+        store = f"redis://{self.to_redis.address}" if self.to_redis else f"sqlite:{self.file}"
+        self.logs = folder / "logs"
+        self.logs.mkdir()
+        self.service = Service(self.logs, plan, store)
+        self.to_service = CuttingProxy(self.service.address)
+        self.client = kvplane.connect(self.service.address, retry=RetryPolicy(attempts=40))
+        self.workers: list[Child | None] = [None] * MIXED.num_ranks
+        self.addresses = [""] * MIXED.num_ranks
+        self.engines = Engines(self.start_engine)
+        self.copies: list[Path] = []
+        self.first_descriptors: dict[int, int] = {}
+        self.restarts = 0
+
+    # -- begin and end -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.service.start()
+        self.register()
+        for rank in range(MIXED.num_ranks):
+            self.start_worker(rank)
+        self.engines.begin()
+
+    def register(self) -> None:
+        """A service that lost its store is told of the replica again."""
+        self.client.register_replica(REPLICA, self.plan.pool.source, num_ranks=MIXED.num_ranks)
+
+    def end(self) -> None:
+        self.client.close()
+        for link in (self.to_service, self.to_redis):
+            if link is not None:
+                link.close()
+        for process in (self.engines.process, *self.workers):
+            if process is not None:
+                process.kill()
+        if self.service.is_alive:
+            self.service.kill()
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def start_worker(self, rank: int) -> None:
+        run_dir = self.folder / f"rank-{rank}"
+        options = WorkerOptions(self.to_service.address, REPLICA, rank, "cpu", run_dir, 1 << 16, grace_s=5)
+        process = self._start(children.worker, options)
+        address = process.hear()
+        assert isinstance(address, str), address
+        self.workers[rank], self.addresses[rank] = process, address
+
+    def start_engine(self) -> Child:
+        return self._start(child.engine, self.to_service.address, REPLICA, self.addresses)
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> Child:
+        ours, theirs = FORKS.Pipe()
+        way = Way(str(self.logs / target.__name__), self.plan.twin)
+        process = FORKS.Process(target=run_child, args=(theirs, way, target, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        return Child(process, ours)
+
+    def mend(self) -> None:
+        """Let go of every process and link, and start again what is dead. What was damaged stays damaged."""
+        for link in (self.to_service, self.to_redis):
+            if link is not None:
+                link.hold(False)
+                link.delay(0)
+        self._mend_store()
+        resume(self.pids())
+        if not self.service.is_alive:
+            self._start_service()
+        for rank, worker in enumerate(self.workers):
+            if worker is None:
+                self.restarts += 1
+                self.start_worker(rank)
+                self.engines.bury()  # its pages are no worker's any more
+
+    def _mend_store(self) -> None:
+        if self.disk.is_own:
+            self.disk.allow_writes(True)
+            self.disk.make_room()
+        if self.redis is None:
+            return
+        assert self.redis.process is not None
+        if self.redis.process.poll() is not None:
+            self.restarts += 1
+            self.redis.start()
+        resume([self.redis.process.pid])
+        with self.redis.client() as client:
+            client.config_set("maxmemory", 0)
+
+    def _start_service(self) -> None:
+        """As whoever reads what it says would: a store that cannot be used is put aside."""
+        self.restarts += 1
+        try:
+            self.service.start()
+        except ServiceRefused as refused:
+            said = str(refused).strip().splitlines()
+            assert [line[:16] for line in said] == ["kvplane: store: "], said
+            if self.redis is not None:
+                raise
+            self.put_store_aside()
+            self.service.start()
+
+    def begin_engine(self) -> None:
+        """A new engine life; a service that knows nothing any more is told of the replica first."""
+        self.restarts += 1
+        self.register()
+        self.engines.begin()
+
+    def pids(self) -> dict[str, int]:
+        """Of the processes of the product that live, by what they are."""
+        found = {f"worker {rank}": one.pid for rank, one in enumerate(self.workers) if one is not None}
+        if self.engines.process is not None:
+            found["engine"] = self.engines.process.pid
+        if self.service.is_alive:
+            assert self.service.process is not None
+            found["service"] = self.service.process.pid
+        return found
+
+    # -- the store ---------------------------------------------------------------------------------------------------
+
+    def store_files(self) -> list[Path]:
+        return sorted(self.file.parent.glob(f"{self.file.name}*"))
+
+    def put_store_aside(self) -> None:
+        aside = self.folder / "aside"
+        aside.mkdir(exist_ok=True)
+        for path in self.store_files():
+            shutil.move(path, aside / path.name)
+
+    def copy_store(self) -> None:
+        """Keep the store as it is now, for `restore_store`."""
+        copy = self.folder / f"copy-{len(self.copies)}"
+        copy.mkdir()
+        for path in self.store_files():
+            shutil.copy(path, copy)
+        self.copies.append(copy)
+
+    def restore_store(self, copy: Path) -> None:
+        """An older store in place of the present one; the service must be dead."""
+        for path in self.store_files():
+            path.unlink()
+        for path in copy.iterdir():
+            shutil.copy(path, self.file.parent)
+
+    # -- what there is to see ----------------------------------------------------------------------------------------
+
+    def describe(self) -> pb.DescribeReplicaResponse:
+        return self.client.describe_replica(REPLICA)
+
+    def wait_until_stored(self) -> None:
+        wait_until(lambda: is_stored(self.describe().store), "what is published is stored", LIMIT_S)
+
+    def shared_files(self) -> int:
+        prefixes = [shared_prefix(self.folder / f"rank-{rank}") for rank in range(MIXED.num_ranks)]
+        return sum(len(list(SHM_FOLDER.glob(f"{prefix}*"))) for prefix in prefixes)
+
+    def sockets(self) -> int:
+        return len(list(self.folder.glob(f"rank-*/{SOCKET}")))
+
+
+def is_stored(store: pb.StoreStatus) -> bool:
+    return store.state == pb.STORE_STATE_OK and not store.lag_entries and not store.loading
+
+
+def resume(pids: Sequence[int] | dict[str, int]) -> None:
+    for pid in pids.values() if isinstance(pids, dict) else pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a process of the cluster runs: where its log goes, and what is taken out of it."""
+
+    log: str
+    twin: str
+
+
+def run_child(connection: Any, way: Way, target: Callable[..., None], *arguments: object) -> None:
+    """A process of the cluster."""
+    log = os.open(way.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, sys.stderr.fileno())
+    os.close(log)
+    with weakened(way.twin) if way.twin else ExitStack():
+        target(connection, *arguments)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process has been stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+@contextmanager
+def running(folder: Path, plan: Plan) -> Iterator[Cluster]:
+    """A cluster that serves; nothing of it is left behind."""
+    with ExitStack() as stack:
+        disk = stack.enter_context(small_disk(folder / "disk"))
+        server = stack.enter_context(servers.serving(folder / "redis")) if plan.store == "redis" else None
+        cluster = Cluster(folder, plan, disk, server)
+        stack.callback(cluster.end)
+        cluster.start()
+        yield cluster

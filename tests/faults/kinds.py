@@ -1,0 +1,269 @@
+"""The kinds of faults: each does its harm and returns; `Cluster.mend` brings back what is dead or stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import OtherWriter
+from kvplane.v1 import allocation_pb2 as pb
+from tests.faults.child import POINTS, Trap
+from tests.faults.cluster import LEASE_S, LIMIT_S, Cluster, ServiceRefused, is_stopped
+from tests.store.servers import wait_until
+
+Strike = Callable[[Cluster, Random], None]
+TRAP_LIMIT_S = 2 * LEASE_S
+SQLITE, REDIS = ("sqlite",), ("redis",)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        strike: does it.
+        stores: with which it can be.
+        trap: the signal of a trap that the engine gets with its work, None = none.
+        own_disk: needs a disk that can be filled and made read-only.
+        alone: no other fault at the same time: it waits for what others may delay.
+    """
+
+    name: str
+    strike: Strike
+    stores: tuple[str, ...] = SQLITE + REDIS
+    trap: signal.Signals | None = None
+    own_disk: bool = False
+    alone: bool = False
+
+    def fits(self, cluster: Cluster) -> bool:
+        return cluster.plan.store in self.stores and (cluster.disk.is_own or not self.own_disk)
+
+    def draw_trap(self, rng: Random) -> Trap | None:
+        return Trap(rng.choice(POINTS), rng.randrange(12), self.trap) if self.trap else None
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def kill_service(cluster: Cluster, _: Random) -> None:
+    cluster.service.kill()
+
+
+def stop_service(cluster: Cluster, _: Random) -> None:
+    if cluster.service.is_alive:
+        os.kill(cluster.pids()["service"], signal.SIGSTOP)
+
+
+def kill_worker(cluster: Cluster, rng: Random) -> None:
+    """Its memory is gone with it; the engine that maps it is not told."""
+    rank = rng.randrange(len(cluster.workers))
+    worker, cluster.workers[rank] = cluster.workers[rank], None
+    if worker is not None:
+        worker.kill()
+
+
+def stop_worker(cluster: Cluster, rng: Random) -> None:
+    worker = cluster.workers[rng.randrange(len(cluster.workers))]
+    if worker is not None:
+        os.kill(worker.pid, signal.SIGSTOP)
+
+
+def wait_for_trap(cluster: Cluster) -> bool:
+    """Until the engine has killed or stopped itself, or did not reach its trap: whether it lives."""
+    engines, until_s = cluster.engines, time.monotonic() + TRAP_LIMIT_S
+    while not engines.is_done and time.monotonic() < until_s:
+        if engines.process is None:
+            return False
+        if is_stopped(engines.process.pid):
+            return True
+        engines.listen(0.01)
+    return engines.process is not None
+
+
+def kill_engine(cluster: Cluster, _: Random) -> None:
+    if wait_for_trap(cluster):
+        cluster.engines.bury()
+
+
+def stop_engine(cluster: Cluster, rng: Random) -> None:
+    """Beyond its lease, while another life asks for the pages: it gets them when the stopped one is dead, not before.
+
+    Then the stopped one wakes up and writes, or is killed in its sleep.
+    """
+    wait_for_trap(cluster)
+    process = cluster.engines.process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    lapsed = pb.REPLICA_STATE_LAPSED
+    wait_until(lambda: cluster.describe().state == lapsed, "the lease of a stopped engine ends", LIMIT_S)
+    rival = cluster.start_engine()
+    said = rival.hear()
+    rival.kill()
+    assert isinstance(said, OtherWriter), f"a rival of a stopped engine got its pages: {said}"
+    if rng.random() < 0.5:
+        cluster.engines.bury()
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def cut_link(cluster: Cluster, _: Random) -> None:
+    cluster.to_service.cut()
+
+
+def delay_link(cluster: Cluster, rng: Random) -> None:
+    cluster.to_service.delay(rng.uniform(0.005, 0.1))
+
+
+def hold_link(cluster: Cluster, rng: Random) -> None:
+    """A black hole; what was sent into it arrives late, or never."""
+    cluster.to_service.hold(True)
+    if rng.random() < 0.5:
+        cluster.to_service.cut()
+
+
+def cut_store(cluster: Cluster, _: Random) -> None:
+    assert cluster.to_redis is not None
+    cluster.to_redis.cut()
+
+
+def delay_store(cluster: Cluster, rng: Random) -> None:
+    assert cluster.to_redis is not None
+    cluster.to_redis.delay(rng.uniform(0.01, 0.7))
+
+
+def hold_store(cluster: Cluster, _: Random) -> None:
+    assert cluster.to_redis is not None
+    cluster.to_redis.hold(True)
+
+
+# -- Redis -------------------------------------------------------------------------------------------------------------
+
+
+def kill_redis(cluster: Cluster, _: Random) -> None:
+    """It keeps nothing on disk: it comes back empty."""
+    assert cluster.redis is not None
+    cluster.redis.kill()
+
+
+def stop_redis(cluster: Cluster, _: Random) -> None:
+    assert cluster.redis is not None
+    assert cluster.redis.process is not None
+    os.kill(cluster.redis.process.pid, signal.SIGSTOP)
+
+
+def fill_redis(cluster: Cluster, _: Random) -> None:
+    assert cluster.redis is not None
+    with cluster.redis.client() as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", 1)
+
+
+def damage_redis(cluster: Cluster, rng: Random) -> None:
+    """Of the chunks some are lost, repeated, swapped or have a bit flipped, while nobody looks."""
+    assert cluster.redis is not None
+    cluster.service.kill()
+    with cluster.redis.client() as client:
+        for key in client.keys("*:log"):
+            chunks = [fields[b"c"] for _, fields in client.xrange(key)]
+            client.delete(key)
+            for number, chunk in enumerate(shuffled(chunks, rng), 1):
+                client.xadd(key, {b"c": with_flipped_bits(chunk, rng) if rng.random() < 0.2 else chunk}, f"{number}-0")
+
+
+def shuffled(chunks: list[bytes], rng: Random) -> list[bytes]:
+    kept = [chunk for chunk in chunks for _ in range(rng.choice((0, 1, 1, 1, 1, 2)))]
+    if rng.random() < 0.3:
+        rng.shuffle(kept)
+    return kept
+
+
+def forget_in_redis(cluster: Cluster, rng: Random) -> None:
+    """Under a service that runs: the chunks, or everything."""
+    assert cluster.redis is not None
+    with cluster.redis.client() as client:
+        if rng.random() < 0.5:
+            client.flushall()
+        else:
+            client.delete(*client.keys("*:log"))
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def fill_disk(cluster: Cluster, _: Random) -> None:
+    cluster.disk.fill()
+
+
+def forbid_writes(cluster: Cluster, _: Random) -> None:
+    """The disk comes back read-only: a service must refuse it by name, and touch nothing."""
+    cluster.service.kill()
+    cluster.disk.allow_writes(False)
+    with pytest.raises(ServiceRefused, match=r"kvplane: store: .*read-only"):
+        cluster.service.start()
+
+
+def truncate_file(cluster: Cluster, rng: Random) -> None:
+    cluster.service.kill()
+    for path in some_files(cluster, rng):
+        os.truncate(path, rng.randrange(path.stat().st_size + 1))
+
+
+def flip_bits(cluster: Cluster, rng: Random) -> None:
+    cluster.service.kill()
+    for path in some_files(cluster, rng):
+        path.write_bytes(with_flipped_bits(path.read_bytes(), rng))
+
+
+def some_files(cluster: Cluster, rng: Random) -> list[Path]:
+    """The database, its write-ahead log, or both."""
+    files = [path for path in cluster.store_files() if not path.name.endswith("-shm") and path.stat().st_size]
+    return rng.sample(files, rng.randrange(1, len(files) + 1)) if files else []
+
+
+def with_flipped_bits(raw: bytes, rng: Random) -> bytes:
+    """Most of them in one place, as a bad sector has them."""
+    changed = bytearray(raw)
+    for _ in range(rng.choice((1, 3, 20)) if raw else 0):
+        changed[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def restore_file(cluster: Cluster, rng: Random) -> None:
+    """The store is an older one: it has lost something, and says again what is no longer true."""
+    cluster.service.kill()
+    if cluster.copies:
+        cluster.restore_store(rng.choice(cluster.copies))
+
+
+KINDS = (
+    Kind("service killed", kill_service),
+    Kind("service stopped", stop_service),
+    Kind("worker killed", kill_worker),
+    Kind("worker stopped", stop_worker),
+    Kind("engine killed", kill_engine, trap=signal.SIGKILL),
+    Kind("engine stopped", stop_engine, trap=signal.SIGSTOP, alone=True),
+    Kind("link cut", cut_link),
+    Kind("link slow", delay_link),
+    Kind("link held", hold_link),
+    Kind("store's link cut", cut_store, REDIS),
+    Kind("store's link slow", delay_store, REDIS),
+    Kind("store's link held", hold_store, REDIS),
+    Kind("redis killed", kill_redis, REDIS),
+    Kind("redis stopped", stop_redis, REDIS),
+    Kind("redis full", fill_redis, REDIS, alone=True),
+    Kind("redis damaged", damage_redis, REDIS, alone=True),
+    Kind("redis forgets", forget_in_redis, REDIS, alone=True),
+    Kind("disk full", fill_disk, SQLITE, own_disk=True),
+    Kind("disk read-only", forbid_writes, SQLITE, own_disk=True, alone=True),
+    Kind("file truncated", truncate_file, SQLITE),
+    Kind("file damaged", flip_bits, SQLITE),
+    Kind("file of yesterday", restore_file, SQLITE),
+)

@@ -1,0 +1,61 @@
+"""A real disk that is full, or read-only."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvplane_service.store import errors
+from kvplane_service.store.sqlite import SqliteStore
+from tests.faults.disks import small_disk
+from tests.store.contract import LOG, chunk
+from tests.store.test_named_errors import refused
+
+
+@pytest.fixture
+def disk(tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        if not disk.is_own:
+            pytest.skip("this user may mount no disk: run it as root")
+        yield disk
+
+
+@pytest.fixture
+def filled(disk):
+    """A store with a chunk, as a service leaves it that is killed."""
+    store = SqliteStore(disk.folder / "entries.db")
+    store.append(LOG, chunk(1), 0)
+    yield store
+    store.close()
+
+
+def append_until_refused(store):
+    for seq in itertools.count(2):
+        store.append(LOG, chunk(seq, 10_000), 0)
+
+
+def test_a_store_on_a_read_only_disk_is_refused_and_not_touched(disk, filled):
+    filled.close()
+    disk.allow_writes(False)
+    refused(errors.StoreReadOnly, disk.folder)
+    disk.allow_writes(True)
+    store = SqliteStore(disk.folder / "entries.db")
+    assert list(store.load(LOG)) == [chunk(1)]
+    store.close()
+
+
+def test_no_new_store_on_a_read_only_disk(disk):
+    disk.allow_writes(False)
+    refused(errors.StoreReadOnly, disk.folder)
+
+
+def test_a_full_disk_loses_nothing_that_is_there_and_goes_on_when_there_is_room(disk, filled):
+    disk.fill()
+    with pytest.raises(errors.StoreFull, match="full") as caught:
+        append_until_refused(filled)  # the file has some room left
+    assert "make room" in caught.value.remedy
+    held = list(filled.load(LOG))
+    assert held[0] == chunk(1)
+    disk.make_room()
+    assert filled.append(LOG, chunk(5000), 0) == len(held) + 1
