@@ -17,6 +17,7 @@ from kvplane.access import PLAIN, Access
 from kvplane.base.errors import KvplaneError, NoPlan, NotFound, Unavailable, WorkerExists, WrongPlan
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
 from kvplane.channel import open_channel
+from kvplane.owners import Owners
 from kvplane.workers import WorkersClient
 from kvplane_worker.holdings import Holdings
 from kvplane_worker.memory import check_device
@@ -38,7 +39,7 @@ class WorkerOptions:
     """How a worker is started.
 
     Attributes:
-        service: address of the kvplane service.
+        service: address of the kvplane service, or several with commas between them.
         replica, rank: whose pages it holds.
         device: "cpu" or "cuda:N".
         run_dir: its directory; None = the default one of the rank.
@@ -78,7 +79,7 @@ class WorkerProcess:
         self._options = options
         self._place = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
         reach = partial(open_channel, access=options.access)
-        self._service = WorkersClient(reach(options.service), reach=reach)
+        self._service = WorkersClient(Owners.at(options.service, reach))
         self._leave = threading.Event()
         self._now = threading.Event()
         self._info = WorkerInfo(

@@ -21,6 +21,7 @@ from kvplane_service.registry import Registry
 from kvplane_service.rpc.server import RpcServer
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.opening import open_store
+from kvplane_service.store.ownership import Durable, Ownership, is_gone
 from kvplane_service.store.writer import Surroundings, offload_to_thread
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.http import MetricsServer
@@ -50,10 +51,12 @@ class App:
         around = Surroundings(clock, asyncio.sleep, offload_to_thread, random.random)
         chance = Chance(lambda: time.time_ns() // 1_000_000, lambda: secrets.randbelow((1 << 64) - 1) + 1)
         self.keeper = Keeper(self.registry, config, around, chance)
+        self.ownership = Ownership(self.registry, config, self.keeper, around, is_gone)
         self.address = self.metrics_address = ""  # once it serves
         self._tracing: Tracing | None = None
         self.about = About()
-        self._server = RpcServer(self.registry, config, self.about, self.keeper, self._start_tracing(environment))
+        durable = Durable(self.keeper, self.ownership)
+        self._server = RpcServer(self.registry, config, self.about, durable, self._start_tracing(environment))
         self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report))
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -67,6 +70,7 @@ class App:
         store = await asyncio.to_thread(open_store, self.config)
         if store is not None:
             await self.keeper.start(store)
+            await self.ownership.beat()
         if self.config.metrics_listen:
             self.metrics_address = await self._metrics.start(self.config.metrics_listen)
         self.about.metrics_address, self.about.tracing = self.metrics_address, self._tracing is not None
@@ -79,6 +83,7 @@ class App:
         if store is None:
             await self._server.announce_ready()
         else:
+            self._start_task(self.ownership.keep())
             self._start_task(self._recover())
         return self.address
 

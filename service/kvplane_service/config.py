@@ -97,7 +97,9 @@ class Config(BaseModel):
     drain_grace_ms: Pause = 20_000
     """After SIGTERM, sessions have so long to finish."""
     advertise: str = ""
-    """Address under which clients reach this service, and its name in a shared store; empty = that of `listen`."""
+    """Address under which clients and other services reach this one, and its name in a shared store; empty = that of
+    `listen`.
+    """
     store: str = "none"
     """Where published entries outlive this process: none, memory, sqlite:PATH, redis://HOST:PORT[/DB],
     redis+cluster://HOST:PORT,..., redis+sentinel://HOST:PORT,.../NAME; rediss for TLS. None by default: where a
@@ -119,6 +121,10 @@ class Config(BaseModel):
     """A store that does not answer for so long counts as gone."""
     store_ttl_ms: Millis = 24 * 3600 * 1000
     """Redis forgets what no service has renewed for so long."""
+    owner_lease_ms: Millis = 5000
+    """A service that shared its store and is silent there for longer counts as gone: another one that is asked for its
+    replicas takes them over.
+    """
     store_flush_ms: Millis = 100
     """What changed is written so long afterwards, together."""
     store_lag_entries: Count = 100_000

@@ -30,7 +30,7 @@ class InProcessTransport:
         self._nonce = 0
         self._answers: deque[StepResult | KvplaneError] = deque()
         self._ended: KvplaneError | None = None
-        self.draining = False  # nobody drains a registry
+        self.draining = self.can_move = False  # nobody drains a registry
 
     def open(self, request: OpenRequest) -> Opened:
         """Make this the newest session of the replica."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvplane.base.errors import AlreadyExists, InvalidArgument, LimitExceeded, NotFound
+from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane_service.config import Config
@@ -75,8 +75,11 @@ class Registry:
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def get(self, name: str) -> Entry:
-        """The replica of that name. Raises NotFound."""
+        """The replica of that name. Raises UnknownReplica."""
         entry = self._entries.get(name)
         if entry is None:
             raise UnknownReplica(name)
@@ -149,13 +152,21 @@ class Registry:
             NotFound: no such replica.
             StaleEpoch: `epoch` is given and not the current one.
         """
-        host = self.get(name).host
         if epoch is not None:
-            host.check_epoch(epoch)
-        del self._entries[name]
+            self.get(name).host.check_epoch(epoch)
+        self.let_go(name, NotFound(f"{name} was deregistered", field="replica", remedy="register it again"))
         for watcher in self._removal_watchers:
             watcher(name)
-        host.retire(NotFound(f"{name} was deregistered", field="replica", remedy="register it again"))
+
+    def let_go(self, name: str, reason: KvplaneError) -> None:
+        """Decide nothing more for a replica, which lives on elsewhere, and tell those who use it here.
+
+        Raises:
+            NotFound: no such replica.
+        """
+        host = self.get(name).host
+        del self._entries[name]
+        host.retire(reason)
 
     def page(self, after: str, size: int) -> list[Entry]:
         """At most `size` replicas whose names come after `after`, by name."""

@@ -8,14 +8,16 @@ import pytest
 
 import kvplane
 from kvplane import aio
-from kvplane.base.errors import Moved, NotFound
+from kvplane.base.errors import InvalidArgument, Moved, NotFound, Unavailable
 from kvplane.channel import open_channel
-from kvplane.owners import MAX_HOPS, Owners
+from kvplane.owners import MAX_HOPS, Owners, split_addresses
 from kvplane.requests import Allocate, Content
 from kvplane.unary import Client
 from tests.cli.test_serve import serving
 from tests.client.lasting import ONE_GROUP
 from tests.store import servers
+
+CHANNELS = {"one": "ONE", "two": "TWO", "three": "THREE", "owner": "OWNER"}
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +79,29 @@ def test_nobody_is_followed_for_ever():
     moved = Moved("", metadata={"address": "there"})
     assert [owners.after(moved, hop) for hop in range(1, MAX_HOPS + 1)] == ["channel to there"] * 3
     assert opened == ["there"], "one channel per address"
-    with pytest.raises(Moved):
+    with pytest.raises(Unavailable, match="4 times"):
         owners.after(moved, MAX_HOPS + 1)
     with pytest.raises(Moved):
         owners.after(Moved("no address"), 1)
     assert owners.close() == ["first", "channel to there"]
     with pytest.raises(Moved):
         owners.after(moved, 1)
+
+
+def test_who_is_away_is_followed_by_the_next_of_the_list():
+    owners = Owners.at("one, two,three", CHANNELS.__getitem__)
+    assert owners.present == "ONE"
+    assert owners.instead_of("ONE") == "TWO"
+    assert owners.instead_of("ONE") == "TWO", "another thread has moved on already"
+    owner = owners.after(Moved("", metadata={"address": "owner"}), 1)
+    assert owners.has_other_than(owner)
+    assert owners.instead_of(owner) == "TWO", "who named the owner is asked again"
+    assert [owners.instead_of(owners.present) for _ in range(3)] == ["THREE", "ONE", "TWO"]
+    assert not Owners.at("one", CHANNELS.__getitem__).has_other_than("ONE")
+
+
+def test_lists_of_addresses():
+    assert split_addresses("a:1,b:2") == ["a:1", "b:2"]
+    assert split_addresses("ipv4:1.2.3.4:5,6.7.8.9:5") == ["ipv4:1.2.3.4:5,6.7.8.9:5"]
+    with pytest.raises(InvalidArgument, match="empty"):
+        split_addresses("a:1,")

@@ -28,7 +28,7 @@ class FlakyTransport:
         self.breaks: Callable[[str], bool] = never
         self.calls: list[str] = []
         self.opens: list[OpenRequest] = []
-        self.draining = False
+        self.draining = self.can_move = False
         self._inner = inner
         self._broken = True
 

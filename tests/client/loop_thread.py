@@ -79,13 +79,15 @@ class Blocking:
 
 
 class Awaited:
-    """Something blocking, but quick, with methods that are awaited."""
+    """Something blocking, but quick, with methods that are awaited; what it says of itself is not."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
+        if not callable(method):
+            return method
 
         async def call(*args: object, **facts: object) -> Any:
             return method(*args, **facts)

@@ -255,7 +255,7 @@ def test_a_newer_session_is_noticed_between_steps_by_the_heartbeat(session, worl
 class Scripted:
     """A transport that gives the answers of a script."""
 
-    draining = False
+    draining = can_move = False
 
     def __init__(self, inner, answers):
         self._inner = inner

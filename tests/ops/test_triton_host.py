@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given
@@ -17,7 +15,6 @@ from kvplane_worker.ops.triton_ops import attention, moves
 from kvplane_worker.ops.triton_ops.attention import DECODE, LATENT
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.entry import unfit_machine
-from kvplane_worker.ops.triton_ops.host_link import HostLink
 from kvplane_worker.ops.triton_ops.launch import INTERPRETER, Chip
 from tests.ops import interpreter
 
@@ -125,19 +122,6 @@ def test_planned_copies_at_once_equal_copies_one_after_the_other(pairs):
     for source, target in plan.direct + plan.staged:
         at_once[target] = source
     assert at_once == one_by_one
-
-
-@pytest.mark.parametrize("buffer_bytes", [1, 5000, 1 << 20])
-def test_the_host_link_moves_blocks_piece_by_piece(ops, buffer_bytes):
-    group = GroupPages(tuple(torch.randint(0, 256, (6, size), dtype=torch.uint8) for size in (64, 2048)))
-    link = HostLink(torch.device("cpu"), partial(ops._stage, beside=True), buffer_bytes)
-    rows, wanted = (torch.zeros((4, group.bytes_per_block), dtype=torch.uint8) for _ in range(2))
-    link.save(group, [5, 1, 3, 1], rows)
-    ops.gather(group, [5, 1, 3, 1], wanted)
-    assert torch.equal(rows, wanted)
-    link.load(group, [2, 4, 1, 5], rows)
-    ops.gather(group, [2, 4, 1, 5], wanted)
-    assert torch.equal(rows, wanted)
 
 
 def test_a_row_that_all_workers_share_is_merged_in_several_rounds(ops):

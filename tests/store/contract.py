@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvplane_service.config import Config
-from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
+from kvplane_service.store.interface import IndexStore, LogName, SharedStore, StoredChunk
 from kvplane_service.store.opening import open_store
+from tests.store.servers import wait_until
 
 LOG = LogName("replica/0", b"n" * 16, 0xABCDEF)
 OTHER_LOGS = (
@@ -101,3 +102,22 @@ class StoreContract:
     def test_it_is_closed_more_than_once(self, store):
         store.close()
         store.close()
+
+
+class SharedContract:
+    """Beside it, of a store that several services can have."""
+
+    def test_a_service_is_announced_until_its_lease_ends(self, store):
+        assert isinstance(store, SharedStore)
+        assert not store.is_announced("a:1")
+        store.announce("a:1", 3_600_000)
+        store.announce("unix:/b", 1)
+        assert store.is_announced("a:1")
+        wait_until(lambda: not store.is_announced("unix:/b"), "a lease of a millisecond ends")
+        assert store.is_announced("a:1")
+        assert list(store.records()) == []
+
+    def test_a_service_that_says_so_again_stays(self, store):
+        store.announce("a:1", 1)
+        store.announce("a:1", 3_600_000)
+        assert store.is_announced("a:1")

@@ -11,7 +11,7 @@ from kvplane_service.config import Config
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.sqlite import SqliteStore
 from tests.store import servers
-from tests.store.contract import StoreContract, opened
+from tests.store.contract import SharedContract, StoreContract, opened
 
 if sys.platform != "linux":
     pytest.skip("servers are started on Linux", allow_module_level=True)
@@ -35,7 +35,7 @@ def watched(tmp_path_factory):
         yield running
 
 
-class TestMemory(StoreContract):
+class TestMemory(SharedContract, StoreContract):
     @pytest.fixture
     def store(self):
         return MemoryStore()
@@ -49,7 +49,7 @@ class TestSqlite(StoreContract):
         store.close()
 
 
-class TestRedisWithTlsAndUser(StoreContract):
+class TestRedisWithTlsAndUser(SharedContract, StoreContract):
     @pytest.fixture
     def store(self, guarded, request):
         one, authority = guarded
@@ -65,7 +65,7 @@ class TestRedisWithTlsAndUser(StoreContract):
         store.close()
 
 
-class TestRedisCluster(StoreContract):
+class TestRedisCluster(SharedContract, StoreContract):
     @pytest.fixture
     def store(self, nodes, request):
         hosts = ",".join(node.address for node in nodes[:2])
@@ -74,7 +74,7 @@ class TestRedisCluster(StoreContract):
         store.close()
 
 
-class TestRedisBehindSentinel(StoreContract):
+class TestRedisBehindSentinel(SharedContract, StoreContract):
     @pytest.fixture
     def store(self, watched, request):
         config = Config(store=f"redis+sentinel://{watched.sentinel.address}/main", store_prefix=prefix_of(request))

@@ -57,7 +57,8 @@ class Session:
 
     When the service itself was started anew, a session that was given `revive` shows it the page memory and tells it
     the requests; the answers to what was in flight then say that nothing was granted and who was preempted. The epoch
-    is another one from then on, the numbers of steps go on.
+    is another one from then on, the numbers of steps go on. It does the same when the service goes and another one can
+    be asked, as soon as nothing is in flight.
 
     Parts belong to the session until they are answered: build new ones for the next step. One thread at a
     time: a call while another one is under way raises FailedPrecondition. A daemon thread keeps the lease
@@ -126,7 +127,9 @@ class Session:
 
     @property
     def draining(self) -> bool:
-        """The service will go: finish what runs, close, and open a session elsewhere."""
+        """The service will go: finish what runs, close, and open a session elsewhere. A session with `revive` does so
+        itself at its next step when it knows another service.
+        """
         return self._transport.draining
 
     @property
@@ -211,6 +214,9 @@ class Session:
     def _submit(self, parts: tuple[Part, ...], last: bool, executed_through: int | None) -> int:
         step = self._state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
+        moving = self._transport.draining and self._transport.can_move and self._revive is not None
+        if self._state.keeps_back(step, moving):
+            return step.seq
         try:
             self._transport.send(self._state.outward(step))
         except KvplaneError:
@@ -234,6 +240,9 @@ class Session:
                 made = self._state.take_made()
                 if made is not None:
                     return made
+                if self._state.is_quiet:
+                    self._move()
+                    continue
                 answer = self._transport.receive()
                 return self._state.inward(answer) if isinstance(answer, StepResult) else answer
             except Unavailable as error:
@@ -276,6 +285,12 @@ class Session:
     def _resume(self, cause: Unavailable) -> None:
         """Open the stream again and send what was not answered; raises Unavailable after the last attempt."""
         self._retrying(partial(self._reopen, self._revive), cause, self._patience)
+
+    def _move(self) -> None:
+        """Leave a service that goes, which lets another one take the replica, and go on there."""
+        self._transport.close()
+        self._reviving = True
+        self._resume(Unavailable("the service goes, and no other one took the replica"))
 
     def _reopen(self, revive: Callable[[], Revival] | None) -> None:
         """Without `revive` a session that can be revived is left to the engine's next call."""

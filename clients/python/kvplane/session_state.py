@@ -41,6 +41,7 @@ class SessionState:
         self._executed_through = 0
         self._unanswered: deque[Step] = deque()
         self._numbers = Numbers()
+        self._num_unsent = 0  # of them, the newest: kept for another service
         self._made: deque[StepResult] = deque()  # answers to the oldest of them, which no service will give
 
     @property
@@ -82,6 +83,20 @@ class SessionState:
         self._next = (seq + 1, 0) if last else (seq, part + len(step.parts))
         return step
 
+    def keeps_back(self, step: Step, moving: bool) -> bool:
+        """Whether this step, registered last, is not sent to a service that the session is about to leave (`moving`).
+
+        Steps that were begun there end there.
+        """
+        keeps = self._num_unsent > 0 or (moving and step.part == 0)
+        self._num_unsent += keeps
+        return keeps
+
+    @property
+    def is_quiet(self) -> bool:
+        """The service has answered all that was sent, and something waits to be sent to another one."""
+        return self._num_unsent == len(self._unanswered) > 0
+
     def withdraw(self, step: Step) -> None:
         """Undo the last `register`: the step could not be sent."""
         withdrawn = self._unanswered.pop()
@@ -108,8 +123,9 @@ class SessionState:
         Returns how many later parts were in flight; the service refuses each of them as out of order.
         """
         step = self._oldest()
-        followers = len(self._unanswered) - 1
+        followers = len(self._unanswered) - 1 - self._num_unsent
         self._unanswered.clear()
+        self._num_unsent = 0
         self._next = (step.seq, step.part)
         return followers
 
@@ -134,6 +150,7 @@ class SessionState:
         self.epoch, self.spec, self.kept_keys = opened.epoch, opened.spec, opened.kept_keys
         self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
         self._made.extend(revival.answers(self.unanswered(), told))
+        self._num_unsent = 0
         self._numbers.restart(self._next, opened.seq + len(told), revival.held)
 
     def resumed(self, opened: Opened) -> list[Step]:
@@ -153,6 +170,7 @@ class SessionState:
             )
         if not self._unanswered:
             self.free_blocks = opened.free_blocks
+        self._num_unsent = 0
         return unanswered
 
     def require_idle(self) -> None:

@@ -39,22 +39,39 @@ class GrpcTransport:
     ) -> None:
         """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
-        self._stub = AllocationStub(self._owners.first)
+        self._stubs: dict[grpc.Channel, AllocationStub] = {}
+        self._channel = self._owners.present  # of the stream
+        self._stub(self._channel)
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
-        self.draining = False
+        self.draining = self.can_move = False
 
     def open(self, request: OpenRequest) -> Opened:
-        """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
+        """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal.
+
+        After Unavailable the next attempt asks the next address of the list.
+        """
         message = stream_messages.open_message(request)
-        stub, hops = self._stub, 0
+        channel, hops = self._owners.present, 0
         while True:
             try:
-                return self._open_at(stub, message)
+                opened = self._open_at(self._stub(channel), message)
             except Moved as moved:
                 hops += 1
-                stub = AllocationStub(self._owners.after(moved, hops))
+                channel = self._owners.after(moved, hops)
+            except Unavailable:
+                self._owners.instead_of(channel)
+                raise
+            else:
+                self._channel, self.can_move = channel, self._owners.has_other_than(channel)
+                return opened
+
+    def _stub(self, channel: grpc.Channel) -> AllocationStub:
+        """Made once, while the channel is open: gRPC crashes where it is made on a closed one."""
+        if channel not in self._stubs:
+            self._stubs[channel] = AllocationStub(channel)
+        return self._stubs[channel]
 
     def _open_at(self, stub: AllocationStub, message: SessionRequest) -> Opened:
         self._drop()
@@ -81,7 +98,8 @@ class GrpcTransport:
         """Wait for the next answer."""
         stream = self._require_stream()
         while True:
-            answer = stream_messages.answer_of(stream.receive())
+            with moving_is_breaking():
+                answer = stream_messages.answer_of(stream.receive())
             if answer is not None:
                 return answer
             self.draining = True
@@ -89,11 +107,17 @@ class GrpcTransport:
     def heartbeat(self) -> None:
         """Keep the lease; raises what ended the stream when it has ended."""
         stream = self._require_stream()
-        stream.check()
+        with moving_is_breaking():
+            stream.check()
         stream.send(stream_messages.heartbeat_message())
 
     def close(self) -> None:
-        """Say goodbye, and wait a moment for the answer: then the service has freed the requests."""
+        """Say goodbye, and wait a moment for the answer: then the service has freed the requests.
+
+        Who opens again after a service announced that it goes asks the next address of the list.
+        """
+        if self.draining:
+            self._owners.instead_of(self._channel)
         stream, self._stream = self._stream, None
         if stream is None:
             return
@@ -110,6 +134,15 @@ class GrpcTransport:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.cut()
+
+
+@contextmanager
+def moving_is_breaking() -> Iterator[None]:
+    """An open stream whose replica another service took is broken; whoever opens it again is told where to go."""
+    try:
+        yield
+    except Moved as moved:
+        raise Unavailable(moved.message) from moved
 
 
 class _Stream:

@@ -16,13 +16,13 @@ from google.protobuf.message import Message
 
 from kvplane import calls, wire
 from kvplane.access import Access, Tls, Token
-from kvplane.base.errors import FailedPrecondition, Moved, Unavailable
+from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.calls import Call
 from kvplane.channel import MAX_MESSAGE_BYTES, open_channel
-from kvplane.events import EventBatch
-from kvplane.owners import Owners
+from kvplane.events import EventBatch, Place
+from kvplane.owners import MAX_HOPS, Owners
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
@@ -51,7 +51,8 @@ def connect(
     """A client of the service at an address. Connects with its first call.
 
     Args:
-        address: "host:port", "dns:///host:port" or "unix:/path".
+        address: "host:port", "dns:///host:port" or "unix:/path"; or several with commas between them: when a service
+            is away, or goes, the next one is asked, and says who owns a replica.
         tls: None = plain text.
         token: says who calls; a path = the file that holds it, read for each call. Needs TLS, except to this machine.
         timeout_s: deadline of each unary call.
@@ -62,8 +63,8 @@ def connect(
         InvalidArgument, NotFound: TLS or token cannot be used.
     """
     reach = partial(open_channel, access=Access(tls, token), max_message_bytes=max_message_bytes)
-    channel = reach(address)
-    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry, reach=reach)
+    owners = Owners.at(address, reach)
+    return Client(owners, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
 
 
 class Client:
@@ -75,16 +76,17 @@ class Client:
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channel: grpc.Channel | Owners[grpc.Channel],
         *,
         timeout_s: float = TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         retry: RetryPolicy = UNARY_RETRY,
         reach: Callable[[str], grpc.Channel] | None = None,
     ) -> None:
-        """`reach` opens a channel to the service that owns a replica, where another one said so; it is followed."""
-        self._owners = Owners(channel, reach)
-        self._events = events_pb2_grpc.EventsStub(channel)
+        """`reach` opens a channel to the service that owns a replica, where another one said so; it is followed. An
+        `Owners` has its own.
+        """
+        self._owners = channel if isinstance(channel, Owners) else Owners(channel, reach)
         self._closed = False
         self._timeout_s = timeout_s
         self._max_message_bytes = max_message_bytes
@@ -226,41 +228,58 @@ class Client:
     def subscribe(self, replica: str, after_seq: int | None = None) -> Iterator[EventBatch]:
         """Batches of published events, without end.
 
-        After a broken stream it goes on behind the last batch; what is no longer kept there shows as a gap. Close
-        the iterator to unsubscribe.
+        After a broken stream it goes on behind the last batch; what is no longer kept there shows as a gap, and so
+        does another service. Close the iterator to unsubscribe.
 
         Args:
             replica: its name.
             after_seq: last batch already known; None = only batches from now on; 0 = all that are kept.
         """
-        delays = self._retry.delays_s()
+        place, delays = Place(after_seq), self._retry.delays_s()
+        channel, hops = self._owners.present, 0
         while True:
             self._require_open()
-            stream = self._events.Subscribe(calls.subscription(replica, after_seq))
+            request = calls.subscription(replica, place.seek(channel))
+            stream = events_pb2_grpc.EventsStub(channel).Subscribe(request)
+            failed: KvplaneError = Unavailable("the service ended the stream")
             try:
                 for message in stream:
-                    batch = wire.decode_batch(message)
-                    after_seq, delays = batch.seq, self._retry.delays_s()
-                    yield batch
-                failed = Unavailable("the service ended the stream")
+                    delays, hops = self._retry.delays_s(), 0
+                    yield place.pass_on(wire.decode_batch(message))
             except grpc.RpcError:
-                error = error_of_rpc(stream)
-                if not isinstance(error, Unavailable):
-                    raise error from None
-                failed = error
+                failed = error_of_rpc(stream)
             finally:
                 stream.cancel()
-            self._pause(delays, failed)
+            if isinstance(failed, Moved) and hops < MAX_HOPS:
+                hops += 1
+                channel = self._owners.after(failed, hops)
+            elif isinstance(failed, (Moved, Unavailable)):
+                self._pause(delays, failed)
+                channel, hops = self._owners.instead_of(channel), 0
+            elif not place.is_gone(failed):
+                raise failed
 
     def _do(self, call: Call[Answer]) -> Answer:
         self._require_open()
-        channel, hops = self._owners.first, 0
+        delays = self._retry.delays_s() if call.repeatable else iter(())
+        while True:
+            try:
+                return self._do_once(call)
+            except Unavailable as error:
+                self._pause(delays, error)
+
+    def _do_once(self, call: Call[Answer]) -> Answer:
+        """Ask whom the list names now, and follow; after Unavailable the next one is asked."""
+        channel, hops = self._owners.present, 0
         while True:
             try:
                 return self._do_at(channel, call)
             except Moved as moved:
                 hops += 1
                 channel = self._owners.after(moved, hops)
+            except Unavailable:
+                self._owners.instead_of(channel)
+                raise
 
     def _do_at(self, channel: grpc.Channel, call: Call[Answer]) -> Answer:
         method = channel.unary_unary(
@@ -268,23 +287,18 @@ class Client:
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.answer_type.FromString,
         )
-        delays = self._retry.delays_s() if call.repeatable else iter(())
-        while True:
-            try:
-                timeout_s = call.timeout_s or self._timeout_s
-                return method(call.request, timeout=timeout_s, metadata=trace_metadata())
-            except grpc.RpcError as outcome:
-                error = error_of_rpc(cast(RpcOutcome, outcome))
-                if not isinstance(error, Unavailable):
-                    raise error from None
-            self._pause(delays, error)
+        try:
+            timeout_s = call.timeout_s or self._timeout_s
+            return method(call.request, timeout=timeout_s, metadata=trace_metadata())
+        except grpc.RpcError as outcome:
+            raise error_of_rpc(cast(RpcOutcome, outcome)) from None
 
     def _require_open(self) -> None:
         # Not left to gRPC: 1.71 crashes the process when a stub is made on a closed channel.
         if self._closed:
             raise FailedPrecondition("the client is closed", remedy="connect again")
 
-    def _pause(self, delays: Iterator[float], failed: Unavailable) -> None:
+    def _pause(self, delays: Iterator[float], failed: KvplaneError) -> None:
         """Wait before the next attempt; raises `failed` when there is none."""
         delay = next(delays, None)
         if delay is None:

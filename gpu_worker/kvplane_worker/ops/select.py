@@ -48,12 +48,9 @@ class Choice:
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """The reasons, and one line for each operation that the backend has left to another one so far."""
-        left: dict[str, str] = getattr(self.ops, "fallbacks", {})
-        return (
-            *self.reasons,
-            *(f"{self.ops.name}: {operation} not by a kernel: {why}" for operation, why in left.items()),
-        )
+        """The reasons, and what the backend has to say of its work so far: what it left to another one, and why."""
+        lines: tuple[str, ...] = getattr(self.ops, "explained", ())
+        return (*self.reasons, *(f"{self.ops.name}: {line}" for line in lines))
 
 
 def choose(device: torch.device | str, asked: str = AUTO) -> Choice:

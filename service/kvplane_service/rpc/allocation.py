@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -14,12 +15,12 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.contents import ContentHasher
 from kvplane_service.core.lookup import Hit
 from kvplane_service.host import ReplicaHost, UnaryStep, new_replica
-from kvplane_service.registry import Entry, Registration, Registry
+from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.rpc import decode, encode
 from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams, fingerprint
 from kvplane_service.rpc.sources import Planned, plan_source
-from kvplane_service.store.keeper import Keeper
+from kvplane_service.store.ownership import Durable, OwnerUnknown
 from kvplane_service.unary import Appended, Hashes
 
 Act: TypeAlias = Callable[[], Message]
@@ -31,11 +32,11 @@ DEFAULT_PAGE = 100
 class AllocationServicer:
     """Adapters from requests to the registry, hosts and unary calls."""
 
-    def __init__(self, registry: Registry, streams: SessionStreams, hasher: ContentHasher, keeper: Keeper) -> None:
+    def __init__(self, registry: Registry, streams: SessionStreams, hasher: ContentHasher, durable: Durable) -> None:
         self._registry = registry
         self._streams = streams
         self._hasher = hasher
-        self._keeper = keeper
+        self._keeper, self._ownership = durable.keeper, durable.ownership
         self._draining = False
 
     def refuse_new(self) -> None:
@@ -50,12 +51,19 @@ class AllocationServicer:
             raise Unavailable("the service is going away", remedy="register elsewhere")
         planned = await asyncio.to_thread(plan_source, request)
         registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest, planned.plans)
+        await self._look_elsewhere(request.replica)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
             replica = await asyncio.to_thread(new_replica, planned.spec)
             entry = self._registry.add(request.replica, registration, replica)
             await self._keeper.settle(request.replica)
         return _registered(planned, entry)
+
+    async def _look_elsewhere(self, name: str) -> None:
+        """Raise Moved when another service has the replica; a store that is away keeps nobody from registering one."""
+        if name not in self._registry:
+            with contextlib.suppress(UnknownReplica, OwnerUnknown):
+                await self._ownership.bring(name)
 
     async def DeregisterReplica(self, request: pb.DeregisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""

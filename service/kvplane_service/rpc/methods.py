@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import grpc
@@ -17,14 +18,14 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
-from kvplane.base.errors import InternalError, KvplaneError, Moved
+from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.status import encode_status
 from kvplane.wire.parsing import parse
 from kvplane_service.registry import UnknownReplica
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
-FindOwner: TypeAlias = Callable[[str], Awaitable[str]]
+Bring: TypeAlias = Callable[[str], Awaitable[None]]
 ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
 
@@ -33,90 +34,85 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-def service_handler(
-    service: ServiceDescriptor, servicer: object, find_owner: FindOwner
-) -> grpc.GenericRpcHandler:
+def service_handler(service: ServiceDescriptor, servicer: object, bring: Bring) -> grpc.GenericRpcHandler:
     """Handlers for every method of a service; the servicer has a method of each name.
 
-    `find_owner` is asked for the address of the service that owns a replica which this one does not know.
+    `bring` is asked to make a replica known that is not, and raises MOVED when another service owns it.
 
     A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that
     streams answers gets the message and yields messages; one that streams both ways gets the context.
     """
-    handlers = {method.name: _handler(method, servicer, find_owner) for method in service.methods}
+    handlers = {method.name: _handler(method, servicer, bring) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(
-    method: MethodDescriptor, servicer: object, find_owner: FindOwner
-) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _handler(method: MethodDescriptor, servicer: object, bring: Bring) -> grpc.RpcMethodHandler[bytes, bytes]:
     behaviour = getattr(servicer, method.name)
     request_class = GetMessageClass(method.input_type)
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_stream(behaviour, find_owner))
+        return grpc.stream_stream_rpc_method_handler(_stream(behaviour))
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_server_stream(behaviour, request_class, find_owner))
-    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, find_owner))
+        return grpc.unary_stream_rpc_method_handler(_server_stream(behaviour, request_class, bring))
+    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, bring))
 
 
 def _unary(
-    behaviour: Unary, request_class: type[Message], find_owner: FindOwner
+    behaviour: Unary, request_class: type[Message], bring: Bring
 ) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def answer(raw: bytes) -> bytes:
         answer = await behaviour(parse(request_class, raw), raw)
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
     async def call(raw: bytes, context: Context) -> bytes:
-        return await _answered(answer(raw), context, find_owner)
+        return await _answered(_with_replica(partial(answer, raw), bring), context)
 
     return call
 
 
 def _server_stream(
-    behaviour: ServerStream, request_class: type[Message], find_owner: FindOwner
+    behaviour: ServerStream, request_class: type[Message], bring: Bring
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def answers(raw: bytes, context: Context) -> None:
         async for answer in behaviour(parse(request_class, raw)):
             await context.write(answer.SerializeToString())
 
     async def call(raw: bytes, context: Context) -> None:
-        await _answered(answers(raw, context), context, find_owner)
+        await _answered(_with_replica(partial(answers, raw, context), bring), context)
 
     return call
 
 
-def _stream(behaviour: Stream, find_owner: FindOwner) -> Callable[[object, Context], Awaitable[None]]:
+def _stream(behaviour: Stream) -> Callable[[object, Context], Awaitable[None]]:
     async def call(_: object, context: Context) -> None:
-        await _answered(behaviour(context), context, find_owner)
+        await _answered(behaviour(context), context)
 
     return call
 
 
-async def _answered(work: Awaitable[_T], context: Context, find_owner: FindOwner) -> _T:
+async def _with_replica(work: Callable[[], Awaitable[_T]], bring: Bring) -> _T:
+    """What the work returns; a replica that it does not know is brought, if it can be."""
+    try:
+        return await work()
+    except UnknownReplica as error:
+        field, name = error.field, error.replica
+    try:
+        await bring(name)
+    except KvplaneError as error:
+        error.field = field
+        raise
+    return await work()
+
+
+async def _answered(work: Awaitable[_T], context: Context) -> _T:
     """What the work returns; a refusal ends the call with its status, a bug with INTERNAL."""
     try:
         return await work
-    except UnknownReplica as error:
-        await _abort(await _moved(error, find_owner), context)
     except KvplaneError as error:
         await _abort(error, context)
     except Exception as error:
         _log.exception("a bug in the service")
         name = type(error).__name__
         await _abort(InternalError(f"{name}: a bug, the log of the service says more"), context)
-
-
-async def _moved(error: UnknownReplica, find_owner: FindOwner) -> KvplaneError:
-    """Who else has the replica, if somebody said so."""
-    address = await find_owner(error.replica)
-    if not address:
-        return error
-    return Moved(
-        f"{error.replica} is owned by the service at {address}",
-        field=error.field,
-        remedy="call there",
-        metadata={"address": address},
-    )
 
 
 async def _abort(error: KvplaneError, context: Context) -> NoReturn:

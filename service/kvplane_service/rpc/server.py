@@ -22,7 +22,7 @@ from kvplane_service.rpc.ports import add_port
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.tls import server_credentials
 from kvplane_service.rpc.workers import WorkersServicer
-from kvplane_service.store.keeper import Keeper
+from kvplane_service.store.ownership import Durable
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops
@@ -41,22 +41,23 @@ class RpcServer:
         registry: Registry,
         config: Config,
         about: About,
-        keeper: Keeper,
+        durable: Durable,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._config = config
         self._server = grpc.aio.server(options=_options(config), interceptors=interceptors)
-        self._streams = SessionStreams(registry)
+        self._streams = SessionStreams(registry, durable.ownership)
         self._events = EventsServicer(registry)
+        self._ownership, bring = durable.ownership, durable.ownership.bring
         hasher = ContentHasher(config)
-        self._allocation = AllocationServicer(registry, self._streams, hasher, keeper)
+        self._allocation = AllocationServicer(registry, self._streams, hasher, durable)
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
         handlers = (
-            service_handler(_ALLOCATION, self._allocation, keeper.find_owner),
-            service_handler(_EVENTS, self._events, keeper.find_owner),
-            service_handler(_WORKERS, WorkersServicer(registry), keeper.find_owner),
-            service_handler(_ADMIN, AdminServicer(registry, hasher, about), keeper.find_owner),
+            service_handler(_ALLOCATION, self._allocation, bring),
+            service_handler(_EVENTS, self._events, bring),
+            service_handler(_WORKERS, WorkersServicer(registry), bring),
+            service_handler(_ADMIN, AdminServicer(registry, hasher, about), bring),
         )
         self._server.add_generic_rpc_handlers(handlers)
         self._health_server = grpc.aio.server()
@@ -94,11 +95,13 @@ class RpcServer:
         await self._health.draining()
 
     async def drain(self, grace_ms: int) -> None:
-        """Take nothing new, let sessions finish for so long at most, then stop."""
+        """Take nothing new, let sessions finish for so long at most, let other services have the replicas, stop."""
         self._streams.refuse_new()
         self._allocation.refuse_new()
         self._events.drain()
+        await self._ownership.leave(self._streams.replicas())
         await self._streams.drain(grace_ms)
+        await self._ownership.leave(())
         await self._server.stop(_LAST_CALLS_S)
         await self._health_server.stop(None)
 

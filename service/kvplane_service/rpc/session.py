@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Awaitable, Callable
 from typing import NoReturn, cast
 
 from kvplane import wire
@@ -21,6 +22,7 @@ from kvplane.wire.parsing import parse
 from kvplane_service.host import ReplicaHost
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.methods import Context
+from kvplane_service.store.ownership import Ownership
 
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
@@ -33,8 +35,9 @@ def fingerprint(raw: bytes) -> bytes:
 class SessionStreams:
     """The open streams of this process."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, ownership: Ownership) -> None:
         self._registry = registry
+        self._ownership = ownership
         self._open: set[_Stream] = set()
         self._all_closed = asyncio.Event()
         self._all_closed.set()
@@ -48,7 +51,9 @@ class SessionStreams:
         if self._draining:
             raise Unavailable("the service is going away", remedy="connect elsewhere")
         request = wire.decode_open(first.open)
-        stream = _Stream(self._registry.get(request.replica).host, request, context)
+        if request.replica not in self._registry:
+            await self._ownership.bring(request.replica)
+        stream = _Stream(self._registry.get(request.replica).host, request, context, self._left)
         self._open.add(stream)
         self._all_closed.clear()
         try:
@@ -61,6 +66,15 @@ class SessionStreams:
     def refuse_new(self) -> None:
         """Open no further sessions."""
         self._draining = True
+
+    def replicas(self) -> set[str]:
+        """Those that have a stream."""
+        return {stream.replica for stream in self._open}
+
+    async def _left(self, replica: str) -> None:
+        """An engine has left; a service that goes lets go of its replica before the engine hears of it."""
+        if self._draining:
+            await self._ownership.release(replica)
 
     async def drain(self, grace_ms: int) -> None:
         """Ask every engine to finish and wait until all have left, for so long at most."""
@@ -78,8 +92,13 @@ class SessionStreams:
 class _Stream:
     """One open stream on one replica."""
 
-    def __init__(self, host: ReplicaHost, request: OpenRequest, context: Context) -> None:
+    def __init__(
+        self, host: ReplicaHost, request: OpenRequest, context: Context, left: Callable[[str], Awaitable[None]]
+    ) -> None:
+        """`left` is awaited when the session was closed."""
+        self.replica = host.name
         self._host = host
+        self._left = left
         self._request = request
         self._context = context
         self._digest_size = host.scheme.digest.size
@@ -117,6 +136,7 @@ class _Stream:
                 host.heartbeat(nonce)
             elif kind == "close":
                 host.close(nonce)
+                await self._left(self.replica)
                 await self.write(pb.SessionResponse(closed=pb.SessionClosed()).SerializeToString())
                 return
             else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,4 +86,17 @@ class IndexStore(Protocol):
 
     def close(self) -> None:
         """Let go of connections and files. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SharedStore(IndexStore, Protocol):
+    """A store that several services can have: it also keeps which of them live, each under its address."""
+
+    def announce(self, service: str, lease_ms: int) -> None:
+        """The service lives, and says so again before the lease ends."""
+        ...
+
+    def is_announced(self, service: str) -> bool:
+        """Whether a lease of the service has not ended."""
         ...

@@ -4,6 +4,8 @@
     restore   replicas are registered again, each waiting for its engine (ReplicaState.RECOVERING)
     load      their entries are read beside the event loop, while calls are answered
     write     from then on the store follows what is published
+
+Between start and stop replicas of other services are adopted, and own ones released: see `ownership`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from kvplane_service.host import new_replica
 from kvplane_service.recovering import Recovering
 from kvplane_service.registry import Entry, Registry
 from kvplane_service.store.errors import STORE_ERRORS, ClockBehindStore, RecordRefused, Refusal, StoreDamaged
-from kvplane_service.store.interface import IndexStore, LogName
+from kvplane_service.store.interface import IndexStore, LogName, SharedStore
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.loading import LoadedLog
 from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record, unpack_record
@@ -51,8 +53,10 @@ class Keeper:
         self._config = config
         self._around = around
         self._chance = chance
-        self._owner = config.advertise or config.listen
+        self.owner = config.advertise or config.listen
         self._restored: dict[str, ReplicaRecord] = {}
+        self._released: set[str] = set()
+        self._loads: set[asyncio.Task[None]] = set()
         self._journals: dict[str, ReplicaJournal] = {}
         self._writer: StoreWriter | None = None
 
@@ -73,15 +77,17 @@ class Keeper:
         self._registry.watch(self._entered)
         self._registry.watch_removals(self._removed)
         for record in records:
-            if self._is_ours(record):
+            if not self._is_ours(record):
+                continue
+            try:
                 await self._restore(record)
+            except KvplaneError as error:
+                _log.warning("%s is in the store and cannot be registered again: %s", record.name, error)
 
     async def load(self) -> None:
         """Read the entries of what was restored. A store that fails meanwhile is asked again."""
         for name, record in list(self._restored.items()):
-            while name in self._restored and not await self._load(name, record):
-                await self._around.sleep(_LOAD_PAUSE_S)
-        self._restored.clear()
+            await self._load_patiently(name, record)
 
     async def write(self) -> None:
         """Follow what is published, until cancelled."""
@@ -92,6 +98,8 @@ class Keeper:
         """Write what waits, for a moment at most, and let go of the store. `write` was cancelled before."""
         if self._writer is None:
             return
+        for load in self._loads:
+            load.cancel()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._writer.write_all(), _LAST_WRITE_S)
         await self._around.offload(self._writer.store.close)
@@ -109,23 +117,65 @@ class Keeper:
             return StoreReport(StoreState.OFF)
         return self._writer.report(entry.host.name)
 
-    async def find_owner(self, name: str) -> str:
-        """Address of another service that said it owns the replica, "" when nobody did."""
-        if self._writer is None:
-            return ""
-        try:
-            raw = await self._around.offload(partial(self._writer.store.get_record, name))
-            owner = unpack_record(raw).owner if raw is not None else ""
-        except (*STORE_ERRORS, RecordRefused) as error:
-            _log.warning("who owns %s is not known: %s", name, error)
-            return ""
-        return "" if owner == self._owner else owner
+    # -- what moves between services ---------------------------------------------------------------------------------
+
+    @property
+    def shared_store(self) -> SharedStore | None:
+        """The store, if other services can have it too."""
+        store = self._writer.store if self._writer is not None else None
+        return store if isinstance(store, SharedStore) else None
+
+    async def adopt(self, record: ReplicaRecord) -> None:
+        """Take over a replica that another service had: register it, and read its entries while calls are answered.
+
+        Raises:
+            KvplaneError: it cannot be registered here.
+        """
+        assert self._writer is not None, "there is no store"
+        await self._restore(record)
+        await self._writer.write_record(record.name)
+        load = asyncio.create_task(self._load_patiently(record.name, record))
+        self._loads.add(load)
+        load.add_done_callback(self._loads.discard)
+
+    async def release(self, name: str, reason: KvplaneError) -> None:
+        """Let go of a replica: write out what was published, and say in its record that it has no owner."""
+        assert self._writer is not None, "there is no store"
+        self._registry.let_go(name, reason)
+        self._released.add(name)
+        self._writer.record_changed(name)
+        written = await self._writer.write_all()
+        self._released.discard(name)
+        self._leave(name)
+        if not written:
+            _log.warning("nobody was told that %s was let go: the store is away", name)
+
+    def give_up(self, name: str, reason: KvplaneError) -> None:
+        """Another service owns the replica; nothing of it is written here any more."""
+        self._leave(name)
+        self._registry.let_go(name, reason)
+
+    def confirm(self, name: str) -> None:
+        """Write the replica's record again."""
+        assert self._writer is not None, "there is no store"
+        self._writer.record_changed(name)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _is_ours(self, record: ReplicaRecord) -> bool:
         """A file is one service's; a server may be many services', each of which goes on with its own."""
-        return record.owner == self._owner or not self._config.store.startswith("redis")
+        return record.owner == self.owner or not self._config.store.startswith("redis")
+
+    def _leave(self, name: str) -> None:
+        assert self._writer is not None, "there is no store"
+        self._journals.pop(name, None)
+        self._restored.pop(name, None)
+        self._writer.leave(name)
+
+    async def _load_patiently(self, name: str, record: ReplicaRecord) -> None:
+        while name in self._restored and not await self._load(name, record):
+            await self._around.sleep(_LOAD_PAUSE_S)
+        self._restored.pop(name, None)
 
     def _check_clock(self, records: list[ReplicaRecord]) -> None:
         now_ms = self._chance.wall_clock_ms()
@@ -143,10 +193,9 @@ class Keeper:
         self._restored[record.name] = record
         try:
             entry = self._registry.add(record.name, record.registration, replica)
-        except KvplaneError as error:
+        except KvplaneError:
             del self._restored[record.name]
-            _log.warning("%s is in the store and cannot be registered again: %s", record.name, error)
-            return
+            raise
         entry.host.recover(Recovering(record.epoch, record.incarnation))
 
     async def _load(self, name: str, record: ReplicaRecord) -> bool:
@@ -205,7 +254,10 @@ class Keeper:
         now_ms = self._chance.wall_clock_ms()
         host = entry.host
         incarnation = journal.log.incarnation
-        return pack_record(ReplicaRecord(host.name, entry.registration, host.epoch, incarnation, self._owner, now_ms))
+        released = host.name in self._released
+        return pack_record(
+            ReplicaRecord(host.name, entry.registration, host.epoch, incarnation, self.owner, now_ms, released)
+        )
 
 
 def _read_records(store: IndexStore) -> list[ReplicaRecord]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from kvplane_service.store.interface import LogName, StoredChunk
 
 
 class MemoryStore:
-    """Implements IndexStore. `logs` and `records_by_name` are open, so that a simulation can tear and lose."""
+    """Implements SharedStore. `logs` and `records_by_name` are open, so that a simulation can tear and lose."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """The clock counts nanoseconds."""
         self.logs: dict[LogName, dict[int, bytes]] = {}
         self.records_by_name: dict[str, bytes] = {}
+        self._clock = clock
+        self._leases: dict[str, int] = {}
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """See IndexStore."""
@@ -54,6 +58,14 @@ class MemoryStore:
     def keep_alive(self, log: LogName) -> None:
         """See IndexStore; nothing is forgotten in time."""
         del log
+
+    def announce(self, service: str, lease_ms: int) -> None:
+        """See SharedStore."""
+        self._leases[service] = self._clock() + lease_ms * 1_000_000
+
+    def is_announced(self, service: str) -> bool:
+        """See SharedStore."""
+        return self._clock() < self._leases.get(service, 0)
 
     def close(self) -> None:
         """See IndexStore."""

@@ -2,6 +2,7 @@
 
     PREFIX:format                                       the version of what is written here
     PREFIX:replicas                                     names by the time at which their records end (sorted set)
+    PREFIX:service:ADDRESS                              a service lives
     PREFIX:{replica}:record                             a replica's record
     PREFIX:{replica}:NAMESPACE:INCARNATION:log          its log on one life of its page memory
 
@@ -46,7 +47,7 @@ Client: TypeAlias = redis.Redis | RedisCluster
 
 
 class RedisStore:
-    """Implements IndexStore over a connected client of one server, of a cluster, or behind Sentinels.
+    """Implements SharedStore over a connected client of one server, of a cluster, or behind Sentinels.
 
     The server's clock decides what has ended.
     """
@@ -158,6 +159,16 @@ class RedisStore:
         with self._named_errors() as client:
             client.pexpire(self._log_key(log), self._ttl_ms)
 
+    def announce(self, service: str, lease_ms: int) -> None:
+        """See SharedStore."""
+        with self._named_errors() as client:
+            client.set(self._service_key(service), b"", px=lease_ms)
+
+    def is_announced(self, service: str) -> bool:
+        """See SharedStore."""
+        with self._named_errors() as client:
+            return client.get(self._service_key(service)) is not None
+
     def close(self) -> None:
         """See IndexStore."""
         client, self._client = self._client, None
@@ -173,6 +184,9 @@ class RedisStore:
 
     def _log_key(self, log: LogName) -> str:
         return f"{self._prefix}:{{{log.replica}}}:{log.namespace.hex()}:{log.incarnation:016x}:log"
+
+    def _service_key(self, service: str) -> str:
+        return f"{self._prefix}:service:{service}"
 
     def _record_key(self, replica: str) -> str:
         return f"{self._prefix}:{{{replica}}}:record"

@@ -32,6 +32,7 @@ class ReplicaRecord:
         incarnation: of the page memory that the log belongs to; drawn by the service where the engine names none.
         owner: address of the service that wrote this.
         written_ms: wall clock, since 1970.
+        released: the owner has let go of the replica, and decides nothing more for it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ReplicaRecord:
     incarnation: int
     owner: str
     written_ms: int
+    released: bool = False
 
     @property
     def log(self) -> LogName:
@@ -69,6 +71,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
         "incarnation": record.incarnation,
         "owner": record.owner,
         "written_ms": record.written_ms,
+        "released": record.released,
     }
     return seal(REGISTRATION, json.dumps(content, separators=(",", ":")).encode())
 
@@ -92,6 +95,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             _number(content["incarnation"], 1 << 64),
             str(content["owner"]),
             _number(content["written_ms"], 1 << 64),
+            bool(content.get("released", False)),
         )
     except (ValueError, KeyError, TypeError, DecodeError, InvalidArgument, binascii.Error) as error:
         raise RecordRefused(Refusal.IMPOSSIBLE, f"{type(error).__name__}: {error}") from error

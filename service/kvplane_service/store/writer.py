@@ -120,6 +120,7 @@ class StoreWriter:
         self._failures = 0
         self._problem = ""
         self._pause_s = 0.0
+        self._one_at_a_time = asyncio.Lock()  # who lets go of a replica writes all out, beside the loop
 
     # -- what is watched ---------------------------------------------------------------------------------------------
 
@@ -128,9 +129,13 @@ class StoreWriter:
         self._gone.pop(name, None)
         self._watched[name] = watch
 
+    def leave(self, name: str) -> Watch | None:
+        """Follow a replica no longer; the store keeps what it has."""
+        return self._watched.pop(name, None)
+
     def forget(self, name: str) -> None:
         """The replica was deregistered: the store shall forget it."""
-        watch = self._watched.pop(name, None)
+        watch = self.leave(name)
         if watch is not None:
             self.drop(watch.journal.log)
             self._gone[name] = None
@@ -173,9 +178,10 @@ class StoreWriter:
     async def write_all(self) -> bool:
         """Store everything that waits; False when the store failed meanwhile, and the rest waits for the next time."""
         try:
-            await self._forget_dropped()
-            while await self._write_round():
-                pass
+            async with self._one_at_a_time:
+                await self._forget_dropped()
+                while await self._write_round():
+                    pass
         except STORE_ERRORS as error:
             self._note_failure(error)
             return False
@@ -197,6 +203,8 @@ class StoreWriter:
         """One chunk of each replica, in turn, so that none waits for another's backlog; False when there was none."""
         any_left = False
         for name, watch in list(self._watched.items()):
+            if self._watched.get(name) is not watch:
+                continue  # somebody else's meanwhile
             await self._write_record(name, watch)
             journal = watch.journal
             batch = journal.take()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -11,6 +12,7 @@ from kvplane_worker.ops.triton_ops import moves, writes
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from kvplane_worker.ops.triton_ops.kernels import moves as kinds
 from kvplane_worker.ops.triton_ops.launch import chip_of
+from kvplane_worker.ops.triton_ops.link.routes import Route
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits
 from tests.bench.gpu.timing import Clock
@@ -90,20 +92,26 @@ def token_writes(clock: Clock, sizes: Sizes, limits: Limits, dtype: torch.dtype)
 
 
 def link(clock: Clock, sizes: Sizes, limits: Limits, page_bytes: int) -> Iterator[Figure]:
-    """Blocks of one layer, so that a page is a fragment; beside it, a kernel that writes pinned memory itself."""
-    group, ops = pages_of(clock, 2 * sizes.link_bytes, page_bytes, layers=1), TritonOps()
+    """Blocks of one layer, so that a page is a fragment: by each route, and by the one that the link chooses; beside
+    them, a kernel that writes pinned memory itself.
+    """
+    group, ops = pages_of(clock, 4 * sizes.link_bytes, page_bytes, layers=1), TritonOps()
     count = min(sizes.link_bytes // page_bytes, group.layers[0].shape[0] - 1)
     blocks = (torch.randperm(group.layers[0].shape[0] - 1)[:count] + 1).tolist()
     rows = torch.empty((count, page_bytes), dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
-    moved, name = count * page_bytes, f"fragments of {page_bytes >> 10} KiB, 4 multiprocessors"
-    for what, work, limit in (
-        ("to the host", lambda: ops.gather(group, blocks, rows), limits.to_host),
-        ("to the device", lambda: ops.scatter(group, blocks, rows), limits.to_device),
-    ):
-        rate = moved / clock.seconds_as_called(work)
-        yield Figure(f"{what}, {name}", rate, limit.name, rate / limit.value, 0.95)
-    ids = moves.on_device(blocks, clock.device)
-    direct = moves.Move(int(kinds.GATHER), ids, staging=rows, beside=True)
-    rate = moved / clock.seconds(moves.move_launch(moves.LayerTable.of(group), direct).run)
+    chosen, name = ops.link_of(group), f"fragments of {page_bytes >> 10} KiB"
+    ways: list[tuple[str, Route, float | None]] = [(f"{name}, as chosen", chosen, 0.95)]
+    ways.append((f"{name}, by buffers and 4 multiprocessors", chosen.buffered, None))
+    if chosen.batched is not None:
+        ways.append((f"{name}, batched copies", chosen.batched, None))
+    for way, route, goal in ways:
+        for what, work, limit in (
+            ("to the host", route.save, limits.to_host),
+            ("to the device", route.load, limits.to_device),
+        ):
+            rate = count * page_bytes / clock.seconds_as_called(partial(work, group, blocks, rows))
+            yield Figure(f"{what}, {way}", rate, limit.name, rate / limit.value, goal)
+    direct = moves.Move(int(kinds.GATHER), moves.on_device(blocks, clock.device), staging=rows, beside=True)
+    rate = count * page_bytes / clock.seconds(moves.move_launch(moves.LayerTable.of(group), direct).run)
     name = f"peer: a kernel writes pinned memory, {name}"
     yield Figure(name, rate, limits.to_host.name, rate / limits.to_host.value)

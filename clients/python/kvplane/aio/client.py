@@ -17,13 +17,13 @@ from kvplane import calls, wire
 from kvplane.access import Access, Tls, Token
 from kvplane.aio.session import Session
 from kvplane.aio.transport import GrpcTransport
-from kvplane.base.errors import FailedPrecondition, Moved, Unavailable
+from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.calls import Call
 from kvplane.channel import MAX_MESSAGE_BYTES, open_aio_channel
-from kvplane.events import EventBatch
-from kvplane.owners import Owners
+from kvplane.events import EventBatch, Place
+from kvplane.owners import MAX_HOPS, Owners
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
@@ -48,8 +48,8 @@ def connect(
 ) -> Client:
     """A client of the service at an address; call it within the running loop. See `kvplane.connect`."""
     reach = partial(open_aio_channel, access=Access(tls, token), max_message_bytes=max_message_bytes)
-    channel = reach(address)
-    return Client(channel, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry, reach=reach)
+    owners = Owners.at(address, reach)
+    return Client(owners, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
 
 
 class Client:
@@ -60,7 +60,7 @@ class Client:
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        channel: grpc.aio.Channel | Owners[grpc.aio.Channel],
         *,
         timeout_s: float = TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
@@ -68,8 +68,7 @@ class Client:
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
         reach: Callable[[str], grpc.aio.Channel] | None = None,
     ) -> None:
-        self._owners = Owners(channel, reach)
-        self._events = events_pb2_grpc.EventsStub(channel)
+        self._owners = channel if isinstance(channel, Owners) else Owners(channel, reach)
         self._transports: WeakSet[GrpcTransport] = WeakSet()
         self._closed = False
         self._timeout_s = timeout_s
@@ -204,34 +203,51 @@ class Client:
 
     async def subscribe(self, replica: str, after_seq: int | None = None) -> AsyncIterator[EventBatch]:
         """Batches of published events, without end; see `kvplane.Client.subscribe`."""
-        delays = self._retry.delays_s()
+        place, delays = Place(after_seq), self._retry.delays_s()
+        channel, hops = self._owners.present, 0
         while True:
             self._require_open()
-            stream = self._events.Subscribe(calls.subscription(replica, after_seq))
+            request = calls.subscription(replica, place.seek(channel))
+            stream = events_pb2_grpc.EventsStub(channel).Subscribe(request)
+            failed: KvplaneError = Unavailable("the service ended the stream")
             try:
                 async for message in stream:
-                    batch = wire.decode_batch(message)
-                    after_seq, delays = batch.seq, self._retry.delays_s()
-                    yield batch
-                failed = Unavailable("the service ended the stream")
+                    delays, hops = self._retry.delays_s(), 0
+                    yield place.pass_on(wire.decode_batch(message))
             except grpc.aio.AioRpcError as outcome:
-                error = error_of_rpc(outcome)
-                if not isinstance(error, Unavailable):
-                    raise error from None
-                failed = error
+                failed = error_of_rpc(outcome)
             finally:
                 stream.cancel()
-            await self._pause(delays, failed)
+            if isinstance(failed, Moved) and hops < MAX_HOPS:
+                hops += 1
+                channel = self._owners.after(failed, hops)
+            elif isinstance(failed, (Moved, Unavailable)):
+                await self._pause(delays, failed)
+                channel, hops = self._owners.instead_of(channel), 0
+            elif not place.is_gone(failed):
+                raise failed
 
     async def _do(self, call: Call[Answer]) -> Answer:
         self._require_open()
-        channel, hops = self._owners.first, 0
+        delays = self._retry.delays_s() if call.repeatable else iter(())
+        while True:
+            try:
+                return await self._do_once(call)
+            except Unavailable as error:
+                await self._pause(delays, error)
+
+    async def _do_once(self, call: Call[Answer]) -> Answer:
+        """Ask whom the list names now, and follow; after Unavailable the next one is asked."""
+        channel, hops = self._owners.present, 0
         while True:
             try:
                 return await self._do_at(channel, call)
             except Moved as moved:
                 hops += 1
                 channel = self._owners.after(moved, hops)
+            except Unavailable:
+                self._owners.instead_of(channel)
+                raise
 
     async def _do_at(self, channel: grpc.aio.Channel, call: Call[Answer]) -> Answer:
         method = channel.unary_unary(
@@ -239,22 +255,17 @@ class Client:
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.answer_type.FromString,
         )
-        delays = self._retry.delays_s() if call.repeatable else iter(())
-        while True:
-            try:
-                timeout_s = call.timeout_s or self._timeout_s
-                return await method(call.request, timeout=timeout_s, metadata=trace_metadata())
-            except grpc.aio.AioRpcError as outcome:
-                error = error_of_rpc(outcome)
-                if not isinstance(error, Unavailable):
-                    raise error from None
-            await self._pause(delays, error)
+        try:
+            timeout_s = call.timeout_s or self._timeout_s
+            return await method(call.request, timeout=timeout_s, metadata=trace_metadata())
+        except grpc.aio.AioRpcError as outcome:
+            raise error_of_rpc(outcome) from None
 
     def _require_open(self) -> None:
         if self._closed:
             raise FailedPrecondition("the client is closed", remedy="connect again")
 
-    async def _pause(self, delays: Iterator[float], failed: Unavailable) -> None:
+    async def _pause(self, delays: Iterator[float], failed: KvplaneError) -> None:
         """Wait before the next attempt; raises `failed` when there is none."""
         delay = next(delays, None)
         if delay is None:

@@ -29,6 +29,7 @@ class AsyncSessionTransport(Protocol):
     """SessionTransport, awaited; the contract is the same."""
 
     draining: bool
+    can_move: bool
 
     async def open(self, request: OpenRequest) -> Opened:
         """Open a stream, in place of the one before if there was one."""
@@ -198,6 +199,9 @@ class Session:
     async def _submit(self, parts: tuple[Part, ...], last: bool, executed_through: int | None) -> int:
         step = self._state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
+        moving = self._transport.draining and self._transport.can_move and self._revive is not None
+        if self._state.keeps_back(step, moving):
+            return step.seq
         try:
             await self._transport.send(self._state.outward(step))
         except KvplaneError:
@@ -221,6 +225,9 @@ class Session:
                 made = self._state.take_made()
                 if made is not None:
                     return made
+                if self._state.is_quiet:
+                    await self._move()
+                    continue
                 answer = await self._transport.receive()
                 return self._state.inward(answer) if isinstance(answer, StepResult) else answer
             except Unavailable as error:
@@ -249,6 +256,12 @@ class Session:
     async def _resume(self, cause: Unavailable) -> None:
         """Open the stream again and send what was not answered; raises Unavailable after the last attempt."""
         await self._retrying(partial(self._reopen, self._revive), cause, self._patience)
+
+    async def _move(self) -> None:
+        """Leave a service that goes, which lets another one take the replica, and go on there."""
+        await self._transport.close()
+        self._reviving = True
+        await self._resume(Unavailable("the service goes, and no other one took the replica"))
 
     async def _reopen(self, revive: Callable[[], Revival] | None) -> None:
         """Without `revive` a session that can be revived is left to the engine's next call."""

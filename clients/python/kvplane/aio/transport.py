@@ -14,7 +14,7 @@ from kvplane.base.step import Step, StepResult
 from kvplane.channel import MAX_MESSAGE_BYTES
 from kvplane.owners import Owners
 from kvplane.status import error_of_rpc
-from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S
+from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, moving_is_breaking
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.wire import stream as stream_messages
@@ -39,23 +39,40 @@ class GrpcTransport:
     ) -> None:
         """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
-        self._stub = AllocationStub(self._owners.first)
+        self._stubs: dict[grpc.aio.Channel, AllocationAsyncStub] = {}
+        self._channel = self._owners.present  # of the stream
+        self._stub(self._channel)
         self._open_timeout_s = open_timeout_s
         self._max_message_bytes = max_message_bytes
         self._call: _Call | None = None
         self._first_outcome: grpc.aio.AioRpcError | None = None  # of the call
-        self.draining = False
+        self.draining = self.can_move = False
 
     async def open(self, request: OpenRequest) -> Opened:
-        """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal."""
+        """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal.
+
+        After Unavailable the next attempt asks the next address of the list.
+        """
         message = stream_messages.open_message(request)
-        stub, hops = self._stub, 0
+        channel, hops = self._owners.present, 0
         while True:
             try:
-                return await self._open_at(stub, message)
+                opened = await self._open_at(self._stub(channel), message)
             except Moved as moved:
                 hops += 1
-                stub = AllocationStub(self._owners.after(moved, hops))
+                channel = self._owners.after(moved, hops)
+            except Unavailable:
+                self._owners.instead_of(channel)
+                raise
+            else:
+                self._channel, self.can_move = channel, self._owners.has_other_than(channel)
+                return opened
+
+    def _stub(self, channel: grpc.aio.Channel) -> AllocationAsyncStub:
+        """Made once, while the channel is open: gRPC crashes where it is made on a closed one."""
+        if channel not in self._stubs:
+            self._stubs[channel] = AllocationStub(channel)
+        return self._stubs[channel]
 
     async def _open_at(self, stub: AllocationAsyncStub, message: SessionRequest) -> Opened:
         self.cut()
@@ -86,7 +103,8 @@ class GrpcTransport:
     async def receive(self) -> StepResult | KvplaneError:
         """Wait for the next answer. Cancelled, it breaks the stream, for grpc.aio does so."""
         while True:
-            answer = stream_messages.answer_of(await self._read())
+            with moving_is_breaking():
+                answer = stream_messages.answer_of(await self._read())
             if answer is not None:
                 return answer
             self.draining = True
@@ -94,11 +112,17 @@ class GrpcTransport:
     async def heartbeat(self) -> None:
         """Keep the lease; raises what ended the stream when it has ended."""
         if self._call is None or self._call.done():
-            await self._read()
+            with moving_is_breaking():
+                await self._read()
         await self._write(stream_messages.heartbeat_message())
 
     async def close(self) -> None:
-        """Say goodbye, and wait a moment for the answer: then the service has freed the requests."""
+        """Say goodbye, and wait a moment for the answer: then the service has freed the requests.
+
+        Who opens again after a service announced that it goes asks the next address of the list.
+        """
+        if self.draining:
+            self._owners.instead_of(self._channel)
         if self._call is None:
             return
         try:

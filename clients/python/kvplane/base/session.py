@@ -71,9 +71,11 @@ class SessionTransport(Protocol):
 
     Attributes:
         draining: the service has announced that it will go; known once an answer behind the notice was received.
+        can_move: another service can be asked for the replica.
     """
 
     draining: bool
+    can_move: bool
 
     def open(self, request: OpenRequest) -> Opened:
         """Open a stream, in place of the one before if there was one."""

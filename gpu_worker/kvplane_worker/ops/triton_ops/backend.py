@@ -21,9 +21,9 @@ from kvplane_worker.ops.interface import (
 )
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import attention, moves, writes
-from kvplane_worker.ops.triton_ops.host_link import HostLink
 from kvplane_worker.ops.triton_ops.kernels.moves import CHECKED_GATHER, CHECKSUM, COPY, GATHER, SCATTER, ZERO
 from kvplane_worker.ops.triton_ops.launch import chip_of
+from kvplane_worker.ops.triton_ops.link import HostLink
 
 MAX_LAYER_TABLES = 256
 
@@ -124,7 +124,7 @@ class TritonOps:
         if self._refused("gather", moves.refusal(group) or moves.staging_refusal(group, staging)):
             self._other.gather(group, blocks, staging)
         elif staging.device != group.layers[0].device:
-            self._link(group).save(group, blocks, staging)
+            self.link_of(group).save(group, blocks, staging)
         elif blocks:
             self._stage(GATHER, group, blocks, staging)
 
@@ -137,7 +137,7 @@ class TritonOps:
         if self._refused("scatter", moves.refusal(group) or moves.staging_refusal(group, staging)):
             self._other.scatter(group, blocks, staging)
         elif staging.device != group.layers[0].device:
-            self._link(group).load(group, blocks, staging)
+            self.link_of(group).load(group, blocks, staging)
         elif blocks:
             self._stage(SCATTER, group, blocks, staging)
 
@@ -170,7 +170,13 @@ class TritonOps:
             self._move(group, moves.Move(what, moves.on_device(blocks, device), staging=staging, sums=sums))
         return sums
 
-    def _link(self, group: GroupPages) -> HostLink:
+    @property
+    def explained(self) -> tuple[str, ...]:
+        """A line for each operation left to the other backend so far, and what the host link chose."""
+        left = (f"{operation} not by a kernel: {why}" for operation, why in self.fallbacks.items())
+        return (*left, *(line for link in self._links.values() for line in link.explained))
+
+    def link_of(self, group: GroupPages) -> HostLink:
         """The way between the group's device and the host, made when it is first needed."""
         device = group.layers[0].device
         if device not in self._links:

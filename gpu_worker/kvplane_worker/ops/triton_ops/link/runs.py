@@ -1,0 +1,63 @@
+"""Which bytes go where, in as few copies as possible: fragments that lie together on both sides are one run.
+
+        staging row r:  | layer 0 of blocks[r] | layer 1 of blocks[r] | ...    in order of addresses
+        pages:          layers of a block together (block-outermost): a run per block; blocks in a row too: one run
+                        layers apart: a run per block and layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops.interface import GroupPages
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Copies between pages and staging; none continues the one before it.
+
+    Attributes:
+        pages, rows: addresses of the first bytes.
+        sizes: bytes, above 0.
+    """
+
+    pages: list[int]
+    rows: list[int]
+    sizes: list[int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all runs."""
+        return sum(self.sizes)
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes of a run on average; 0 without runs."""
+        return self.num_bytes // max(1, len(self.sizes))
+
+
+def merged_runs(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Runs:
+    """The runs between blocks and rows of staging: every byte once, in order of the rows."""
+    widths = torch.tensor([layer.shape[1] for layer in group.layers])
+    bases = torch.tensor([layer.data_ptr() for layer in group.layers])
+    strides = torch.tensor([layer.stride(0) for layer in group.layers])
+    ids, places = torch.tensor(blocks, dtype=torch.int64), torch.arange(len(blocks))
+    pages = (bases + ids[:, None] * strides).flatten()
+    rows = (staging.data_ptr() + places[:, None] * staging.stride(0) + widths.cumsum(0) - widths).flatten()
+    return merged(pages, rows, widths.repeat(len(blocks)))
+
+
+def merged(pages: Tensor, rows: Tensor, sizes: Tensor) -> Runs:
+    """Fragments, int64 on the host, as runs; those of no bytes are left out."""
+    held = sizes > 0
+    pages, rows, sizes = pages[held], rows[held], sizes[held]
+    begins = torch.ones_like(sizes, dtype=torch.bool)
+    begins[1:] = (pages[1:] != pages[:-1] + sizes[:-1]) | (rows[1:] != rows[:-1] + sizes[:-1])
+    first = begins.nonzero().flatten()
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    ends = torch.cat([first[1:], torch.tensor([len(sizes)])])[: len(first)]
+    return Runs(pages[first].tolist(), rows[first].tolist(), (before[ends] - before[first]).tolist())

@@ -1,0 +1,207 @@
+"""Services that share a store, as processes: one goes, another one has its replicas, and engines see a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+import pytest
+
+import kvplane
+from kvplane import aio
+from kvplane.base.errors import Moved
+from kvplane.base.step import End, EventKind
+from kvplane.channel import open_channel
+from kvplane.events import EventBatch
+from kvplane.retry import RetryPolicy
+from kvplane.revival import Revival
+from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane.unary import Client
+from tests.cli.test_restart import wait_until_stored
+from tests.cli.test_serve import serving
+from tests.client.lasting import HYBRID, LastingEngine, PageMemory
+from tests.service.rig import WAIT_S
+from tests.store import servers
+
+LEASE_MS = 600
+
+
+@dataclass
+class Fleet:
+    """Two services on one Redis; a process can be gone and come back."""
+
+    store: str
+    addresses: list[str] = field(default_factory=lambda: [f"127.0.0.1:{servers.free_port()}" for _ in range(2)])
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def start(self, number: int):
+        settings = (f"store=redis://{self.store}", "store_flush_ms=5", f"owner_lease_ms={LEASE_MS}")
+        arguments = [argument for setting in settings for argument in ("--set", setting)]
+        process, _ = self.stack.enter_context(serving(*arguments, listen=self.addresses[number]))
+        return process
+
+
+    def owner(self) -> int:
+        """Which of the two says that the replica is its own."""
+        for number, address in enumerate(self.addresses):
+            with Client(open_channel(address), timeout_s=1.0) as client:
+                try:
+                    client.describe_replica("r")
+                except (Moved, kvplane.Unavailable):
+                    continue
+                return number
+        raise AssertionError("nobody has the replica")
+
+    def goes_on_with(self, number: int) -> None:
+        servers.wait_until(lambda: self.owner() == number, f"service {number} has the replica")
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory):
+    with servers.serving(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def fleet(redis):
+    redis.client().flushall()
+    fleet = Fleet(redis.address)
+    with fleet.stack:
+        yield fleet
+
+
+@contextmanager
+def an_engine(fleet) -> Iterator[LastingEngine]:
+    """An engine on the first service that asks the second one first, with something published."""
+    with kvplane.connect(fleet.addresses[0]) as client:
+        client.register_replica("r", HYBRID)
+    with kvplane.connect(",".join(reversed(fleet.addresses))) as client:
+        engine = LastingEngine(lambda revive: client.lasting_session("r", revive), HYBRID.num_blocks)
+        for _ in range(12):
+            engine.step()
+        wait_until_stored(client)
+        yield engine
+        engine.session.close()
+
+
+def test_when_a_service_is_killed_another_one_goes_on_and_back_again(fleet):
+    first, second = fleet.start(0), fleet.start(1)
+    with an_engine(fleet) as engine:
+        first.kill()
+        first.wait()
+        engine.step()
+        assert (fleet.owner(), engine.revivals) == (1, 1)
+        while not engine.hits_since_revival:
+            engine.step()
+        fleet.start(0)
+        second.kill()
+        second.wait()
+        engine.run()
+        assert (fleet.owner(), engine.revivals) == (0, 2)
+
+
+def test_a_service_that_drains_hands_its_replicas_over_at_once(fleet):
+    first = fleet.start(0)
+    fleet.start(1)
+    with an_engine(fleet) as engine:
+        first.send_signal(signal.SIGTERM)
+        while fleet.owner() == 0:
+            engine.step()
+        _, logged = first.communicate(timeout=15)  # less than drain_grace_ms, which an engine may take that stays
+        assert (first.returncode, engine.session.draining) == (0, False), logged
+        assert engine.revivals
+        engine.run()
+        assert engine.hits_since_revival > 0
+
+
+def test_an_asyncio_session_and_a_subscriber_follow(fleet):
+    first = fleet.start(0)
+    fleet.start(1)
+    with kvplane.connect(fleet.addresses[0]) as client:
+        client.register_replica("r", HYBRID)
+    memory = PageMemory(HYBRID.num_blocks)
+    batches: SimpleQueue[EventBatch] = SimpleQueue()
+
+    async def go_on_elsewhere() -> None:
+        async with aio.connect(",".join(reversed(fleet.addresses))) as client:
+            session = await client.lasting_session("r", lambda: Revival(tuple(memory.stamps), memory.incarnation))
+            epoch = session.epoch
+            await serve(session)
+            assert batches.get(timeout=WAIT_S).events
+            first.send_signal(signal.SIGTERM)
+            while session.epoch == epoch:
+                await session.apply(kvplane.Part())
+            await serve(session)
+            await session.close()
+
+    async def serve(session) -> None:
+        tokens = [session.epoch] * 40
+        for part in (part_of(NewsRow(0, tokens), AdmitRow(0)), part_of(FactRow(0, end=End.FREE)), kvplane.Part()):
+            memory.carry_out((await session.apply(part)).parts[0])
+
+    with subscribed(fleet.addresses[1] + "," + fleet.addresses[0], batches):
+        asyncio.run(go_on_elsewhere())
+        told = [batches.get(timeout=WAIT_S)]
+        while not told[-1].events or told[-1].events[0].kind is not EventKind.STORED:
+            told.append(batches.get(timeout=WAIT_S))
+    assert any(batch.gap for batch in told), "another service counts on its own"
+
+
+@contextmanager
+def subscribed(addresses: str, batches: SimpleQueue[EventBatch]) -> Iterator[None]:
+    """A subscriber in a thread of its own, from the first batch on."""
+    with kvplane.connect(addresses, retry=RetryPolicy(attempts=200, max_delay_s=0.05)) as client:
+
+        def listen() -> None:
+            with suppress(kvplane.KvplaneError):
+                for batch in client.subscribe("r", 0):
+                    batches.put(batch)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        yield
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_an_owner_that_was_stopped_and_wakes_does_no_harm(fleet):
+    """It says for a moment that the replica is its own; no engine asks it, and it gives up."""
+    first, second = fleet.start(0), fleet.start(1)
+    with an_engine(fleet) as engine, Client(open_channel(fleet.addresses[1])) as client:
+        first.send_signal(signal.SIGSTOP)
+        servers.wait_until(lambda: is_owned(client), "the second service adopts")
+        cut(engine.session)
+        engine.step()
+        epoch = engine.session.epoch
+        first.send_signal(signal.SIGCONT)
+        for _ in range(10):
+            engine.step()
+        fleet.goes_on_with(1)
+        assert engine.session.epoch == epoch
+        wait_until_stored(client)
+        second.kill()
+        second.wait()
+        hits = engine.num_hit
+        engine.run()
+        assert fleet.owner() == 0
+        assert engine.num_hit > hits
+
+
+def cut(session: kvplane.Session) -> None:
+    """As gRPC's keepalive does in half a minute."""
+    transport = session._transport
+    assert isinstance(transport, kvplane.GrpcTransport)
+    transport._drop()
+
+
+def is_owned(client) -> bool:
+    try:
+        client.describe_replica("r")
+    except Moved:
+        return False
+    return True

@@ -1,0 +1,296 @@
+"""Services in one process on one store: who adopts, who gives up, and what a wrong hint costs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+
+import pytest
+
+from kvplane.base.errors import LimitExceeded, Moved, NotFound, Unavailable
+from kvplane.base.session import OpenRequest
+from kvplane_service.config import Config
+from kvplane_service.host import ReplicaState
+from kvplane_service.registry import Registration, Registry, UnknownReplica
+from kvplane_service.store.errors import StoreUnavailable
+from kvplane_service.store.interface import SharedStore
+from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.ownership import Ownership, OwnerUnknown, is_gone
+from kvplane_service.store.registration import unpack_record
+from kvplane_service.store.sqlite import SqliteStore
+from kvplane_service.store.writer import StoreWriter, Surroundings
+from tests.client.lasting import HYBRID, ONE_GROUP
+from tests.store.test_restart import NONCES, inline, no_pause
+
+LEASE_MS = 1000
+
+
+class Clock:
+    now_ms = 1_000
+
+    def __call__(self) -> int:
+        return self.now_ms * 1_000_000
+
+
+class Net:
+    """A store, a clock, and services by address."""
+
+    def __init__(self, store=None) -> None:
+        self.clock = Clock()
+        self.store = store or MemoryStore(self.clock)
+        self.dead: set[str] = set()
+
+    async def is_gone(self, address: str) -> bool:
+        return address in self.dead
+
+    async def service(self, address: str, **config) -> Service:
+        service = Service(self, Config(listen=address, store="redis://unused", owner_lease_ms=LEASE_MS, **config))
+        await service.keeper.start(self.store)
+        await service.keeper.load()
+        await service.ownership.beat()
+        return service
+
+    def owner(self, name: str = "r") -> tuple[str, bool]:
+        record = unpack_record(self.store.records_by_name[name])
+        return record.owner, record.released
+
+
+class Service:
+    def __init__(self, net: Net, config: Config) -> None:
+        self.registry = Registry(config, net.clock)
+        around = Surroundings(net.clock, no_pause, inline, lambda: 0.0)
+        draws = itertools.count(5)
+        self.keeper = Keeper(self.registry, config, around, Chance(lambda: 1, lambda: next(draws)))
+        self.ownership = Ownership(self.registry, config, self.keeper, around, net.is_gone)
+
+    async def register(self, name: str = "r", spec=HYBRID) -> None:
+        self.registry.register(name, Registration(spec))
+        await self.keeper.settle(name)
+
+    async def bring(self, name: str = "r") -> None:
+        await self.ownership.bring(name)
+        await self.settled()
+
+    async def settled(self) -> None:
+        await asyncio.gather(*self.keeper._loads)
+        assert await self.writer.write_all()
+
+    @property
+    def writer(self) -> StoreWriter:
+        assert self.keeper._writer is not None
+        return self.keeper._writer
+
+    def open(self, name: str = "r") -> None:
+        self.registry.get(name).host.open(OpenRequest(name, next(NONCES)))
+
+    def state(self, name: str = "r") -> ReplicaState | None:
+        return self.registry.get(name).host.state if name in self.registry else None
+
+
+@pytest.fixture
+async def net():
+    return Net()
+
+
+async def pair(net: Net) -> tuple[Service, Service]:
+    first, second = await net.service("a:1"), await net.service("b:1")
+    await first.register()
+    return first, second
+
+
+async def test_an_owner_that_lives_is_named(net):
+    _, second = await pair(net)
+    with pytest.raises(Moved) as moved:
+        await second.bring()
+    assert moved.value.metadata["address"] == "a:1"
+    assert second.state() is None
+
+
+async def test_an_owner_that_is_silent_for_its_lease_is_replaced(net):
+    _, second = await pair(net)
+    net.clock.now_ms += LEASE_MS
+    await second.bring()
+    assert second.state() is ReplicaState.RECOVERING
+    assert net.owner() == ("b:1", False)
+    second.open()
+    assert second.state() is ReplicaState.LIVE
+
+
+async def test_an_owner_that_beats_is_not(net):
+    first, second = await pair(net)
+    for _ in range(4):
+        net.clock.now_ms += LEASE_MS // 2
+        await first.ownership.beat()
+    with pytest.raises(Moved):
+        await second.bring()
+
+
+async def test_nobody_at_its_address_is_proof_enough(net):
+    _, second = await pair(net)
+    net.dead.add("a:1")
+    await second.bring()
+    assert net.owner() == ("b:1", False)
+
+
+async def test_who_lets_go_says_so_and_forgets(net):
+    first, second = await pair(net)
+    first.open()
+    await first.ownership.leave(["r"])
+    assert first.state() is ReplicaState.LIVE, "its engine is still there"
+    with pytest.raises(Moved):
+        await second.bring()
+    await first.ownership.release("r")
+    assert (first.state(), net.owner()) == (None, ("a:1", True))
+    with pytest.raises(Unavailable, match="going away"):
+        await first.bring()
+    await second.bring()
+    assert net.owner() == ("b:1", False)
+    with pytest.raises(Moved):
+        await first.bring()
+
+
+async def test_a_service_that_let_go_and_comes_back_has_it_again_unless_somebody_took_it(net):
+    first, second = await pair(net)
+    await first.ownership.leave(())
+    again = await net.service("a:1")
+    assert again.state() is ReplicaState.RECOVERING
+    await again.settled()
+    assert net.owner() == ("a:1", False)
+    await again.ownership.leave(())
+    await second.bring()
+    assert (await net.service("a:1")).state() is None
+
+
+async def test_of_two_owners_the_one_without_an_engine_gives_up(net):
+    first, second = await pair(net)
+    first.open()
+    host = first.registry.get("r").host
+    net.dead.add("a:1")  # so it seems from here
+    await second.bring()
+    await first.ownership.beat()
+    await first.settled()
+    assert net.owner() == ("a:1", False), "it has the engine"
+    await second.ownership.beat()
+    assert (first.state(), second.state()) == (ReplicaState.LIVE, None)
+    await second.bring()
+    second.open()
+    assert host._session is not None
+    host.lost(host._session.nonce)
+    await first.ownership.beat()
+    assert (first.state(), second.state()) == (None, ReplicaState.LIVE)
+    with pytest.raises(Moved):
+        host.check_readable()
+
+
+async def test_who_gives_up_writes_nothing_more(net):
+    first, second = await pair(net)
+    net.clock.now_ms += LEASE_MS
+    await second.bring()
+    await first.ownership.beat()
+    assert first.state() is None
+    await first.settled()
+    assert net.owner() == ("b:1", False)
+
+
+async def test_a_record_that_the_store_lost_is_written_again(net):
+    first, _ = await pair(net)
+    net.store.records_by_name.clear()
+    await first.ownership.beat()
+    await first.settled()
+    assert net.owner() == ("a:1", False)
+
+
+async def test_many_who_ask_at_once_make_one_replica(net):
+    _, second = await pair(net)
+    net.clock.now_ms += LEASE_MS
+    await asyncio.gather(*(second.ownership.bring("r") for _ in range(5)))
+    await second.settled()
+    assert len(second.registry) == 1
+
+
+async def test_a_look_around_while_a_replica_is_adopted_does_not_take_it_away(net, monkeypatch):
+    _, second = await pair(net)
+    net.clock.now_ms += LEASE_MS
+
+    async def meanwhile(name):
+        await second.ownership.beat()
+
+    monkeypatch.setattr(second.writer, "write_record", meanwhile)
+    await second.ownership.bring("r")
+    assert second.state() is ReplicaState.RECOVERING
+
+
+@pytest.mark.parametrize("name", ["unknown", "no name at all"])
+async def test_nobody_has_it(net, name):
+    _, second = await pair(net)
+    with pytest.raises(UnknownReplica):
+        await second.bring(name)
+
+
+async def test_a_damaged_record_is_nobodys(net):
+    _, second = await pair(net)
+    net.store.records_by_name["r"] = b"damaged"
+    with pytest.raises(NotFound):
+        await second.bring()
+
+
+async def test_no_room_for_it(net):
+    first = await net.service("a:1")
+    second = await net.service("b:1", max_blocks=ONE_GROUP.num_blocks - 1)
+    await first.register("r", ONE_GROUP)
+    net.clock.now_ms += LEASE_MS
+    with pytest.raises(LimitExceeded):
+        await second.bring()
+    assert net.owner() == ("a:1", False)
+
+
+class Away(MemoryStore):
+    away = False
+
+    def get_record(self, replica):
+        if self.away:
+            raise StoreUnavailable("away")
+        return super().get_record(replica)
+
+
+async def test_a_store_that_is_away_names_nobody_and_takes_nothing(net):
+    net = Net(Away(net.clock))
+    first, second = await pair(net)
+    net.store.away = True
+    with pytest.raises(OwnerUnknown):
+        await second.bring()
+    await first.ownership.beat()
+    assert first.state() is ReplicaState.IDLE
+
+
+async def test_a_file_has_one_service(net, tmp_path):
+    store = SqliteStore(tmp_path / "entries.db")
+    assert not isinstance(store, SharedStore)
+    service = await Net(store).service("a:1")
+    await service.register()
+    await service.ownership.leave(())
+    assert service.state() is ReplicaState.IDLE, "nobody else can have it"
+    with pytest.raises(UnknownReplica):
+        await service.bring("other")
+    store.close()
+
+
+async def test_what_proves_that_nobody_listens():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert await is_gone(address)
+        listener.listen()
+        assert not await is_gone(address)
+    assert not await is_gone("no address")
+
+
+async def test_what_proves_that_nobody_listens_on_a_socket_file(tmp_path):
+    path = tmp_path / "s"
+    assert await is_gone(f"unix:{path}")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        assert not await is_gone(f"unix:{path}")
