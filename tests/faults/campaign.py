@@ -11,12 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import grpc
 import torch
 
 from kvplane.base.errors import FailedPrecondition, KvplaneError, NotFound, StaleEpoch
-from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.weights import draw_weights
@@ -165,7 +164,7 @@ class Round:
         cluster = self._cluster
         try:
             wait_until(lambda: not self._unsettled(), "idle", LIMIT_S)
-            AdminStub(cluster.client._owners.first).Snapshot(admin_pb2.SnapshotRequest(replica="r", summary=True))
+            cluster.prove()
         except AssertionError as error:
             self._report.leaks += len(self._leaks())
             raise Finding(f"{error}: {self._unsettled()}") from error
@@ -251,7 +250,7 @@ def run_cluster(plan: Plan, num_faults: int, rng: Random, report: Report, say: C
             names, began_s = " and ".join(kind.name for kind in chosen), time.monotonic()
             try:
                 Round(cluster, requests, rng, report).run(chosen)
-            except (AssertionError, KvplaneError) as error:
+            except (AssertionError, KvplaneError, grpc.RpcError) as error:
                 raise Finding(f"fault {report.faults.total()}, {plan.store}, {names}: {error}") from error
             say(f"{report.faults.total():>4} {plan.store:<6} {time.monotonic() - began_s:5.1f} s  {names}")
             if plan.store == "sqlite" and rng.random() < 0.3:

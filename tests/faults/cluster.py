@@ -15,8 +15,11 @@ from typing import Any
 
 import kvplane
 from kvplane.base.errors import KvplaneError
+from kvplane.channel import open_channel
 from kvplane.retry import RetryPolicy
+from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.memory.shared import SHM_FOLDER
 from kvplane_worker.process import WorkerOptions
@@ -342,6 +345,11 @@ class Cluster:
 
     def describe(self) -> pb.DescribeReplicaResponse:
         return self.client.describe_replica(REPLICA)
+
+    def prove(self) -> None:
+        """Let the service prove the allocator's invariants; raises grpc.RpcError."""
+        with open_channel(self.service.address) as channel:
+            AdminStub(channel).Snapshot(admin_pb2.SnapshotRequest(replica=REPLICA, summary=True), timeout=LIMIT_S)
 
     def wait_until_stored(self) -> None:
         wait_until(lambda: is_stored(self.describe().store), "what is published is stored", LIMIT_S)
