@@ -1,7 +1,8 @@
 """Which backend works on a device: chosen once, when a worker starts, with reasons that `Worker.Describe` shows.
 
 A backend is a class that carries out `interface.PagedOps` and says by `unfit(device)` why it cannot work there. It is
-listed in `BACKENDS` and imported only when it is considered, so that what it needs may be missing.
+listed in `BACKENDS` and imported only when it is considered, so that what it needs may be missing. What it says of
+itself is not enough: it has to prove itself beside the torch backend on the very device (`proof`), or it is not used.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane_worker.ops.interface import PagedOps
+from kvplane_worker.ops.proof import prove
 
 AUTO = "auto"
 PACKAGE = "kvplane_worker.ops"
 
-# Best first. "module:class", the module relative to PACKAGE. The last one works everywhere.
+# Best first. "module:class", the module relative to PACKAGE. The last one works everywhere; others are proved by it.
 BACKENDS: dict[str, str] = {
     "triton": "triton_ops.entry:TritonEntry",
     "torch": "torch_ops:TorchOps",
 }
+YARDSTICK = "torch"
 
 
 class Backend(Protocol):
@@ -66,20 +69,29 @@ def choose(device: torch.device | str, asked: str = AUTO) -> Choice:
     device = torch.device(device)
     reasons: list[str] = []
     for name in BACKENDS if asked == AUTO else (asked,):
-        backend, why_not = considered(name, device)
-        if backend:
-            return Choice(backend(), (*reasons, f"{name}: chosen" + (", asked for by name" if asked == name else "")))
-        reasons.append(f"{name}: {why_not}")
+        ops, why = considered(name, device)
+        if ops is not None:
+            return Choice(ops, (*reasons, f"{name}: chosen{', asked for by name' if asked == name else ''}{why}"))
+        reasons.append(f"{name}: {why}")
     remedy = f"give {AUTO!r}, or another device" if asked != AUTO else "give another device"
     raise FailedPrecondition(f"no backend for {device}: " + "; ".join(reasons), field="backend", remedy=remedy)
 
 
-def considered(name: str, device: torch.device) -> tuple[Backend | None, str]:
-    """Return the class of a backend when it fits the device, else None and why not."""
+def considered(name: str, device: torch.device) -> tuple[PagedOps | None, str]:
+    """Return a backend that works on the device, and what proved it; or None, and why it does not."""
     module, _, class_name = BACKENDS[name].partition(":")
     try:
         backend: Backend = getattr(importlib.import_module(f"{PACKAGE}.{module}"), class_name)
+        if why_not := backend.unfit(device):
+            return None, why_not
+        if name == YARDSTICK:
+            return backend(), ""
+        proof = prove(backend(), device)
+        if proof.failure:
+            return None, f"failed its start check: {proof.failure}"
+        return (
+            backend(),
+            f"; {proof.trials} trials as torch's in {proof.seconds:.1f} s",
+        )  # anew: it has done nothing yet
     except ImportError as error:
         return None, str(error)
-    why_not = backend.unfit(device)
-    return (None, why_not) if why_not else (backend, "")

@@ -1,0 +1,112 @@
+"""The start check: a sound backend passes, each of the usual mistakes makes it unfit, and auto goes on to the next."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from kvplane.base.errors import FailedPrecondition
+from kvplane_worker.ops import proof, select
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.ops.trials import FORMS, Trial, attention_trials, page_trials, trials, write_trials
+from kvplane_worker.ops.triton_ops.backend import TritonOps
+from tests.ops import interpreter
+from tests.ops.contract import CHECKS
+from tests.ops.faults import FAULTS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Lists a backend before torch's: what `make()` returns, which claims to fit everywhere."""
+
+    def plant(make) -> None:
+        class Entry:
+            def __new__(cls):
+                return make()
+
+            @staticmethod
+            def unfit(device: torch.device) -> str:
+                return ""
+
+        module = ModuleType("kvplane_worker.ops.planted_ops")
+        module.Entry = Entry  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        chosen = {"planted": "planted_ops:Entry", "torch": select.BACKENDS["torch"]}
+        monkeypatch.setattr(select, "BACKENDS", chosen)
+
+    return plant
+
+
+def test_every_operation_is_tried_and_each_form_of_attention():
+    tried = trials(CPU)
+    assert {trial.operation for trial in tried} == CHECKS.keys()
+    assert len({(trial.operation, trial.name) for trial in tried}) == len(tried)
+    assert len(attention_trials(CPU)) == 2 * len(FORMS)
+
+
+def test_a_sound_backend_is_chosen_anew_and_says_what_proved_it(planted):
+    made = []
+
+    def make() -> TorchOps:
+        made.append(TorchOps())
+        return made[-1]
+
+    planted(make)
+    choice = select.choose(CPU)
+    assert choice.ops is made[-1]
+    assert len(made) == 2
+    assert choice.reasons[0].startswith(f"planted: chosen; {len(trials(CPU))} trials as torch's in ")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.operation}: {fault.name}")
+def test_a_backend_with_a_mistake_is_not_used(planted, fault):
+    planted(lambda: fault.planted(TorchOps()))
+    choice = select.choose(CPU)
+    assert isinstance(choice.ops, TorchOps)
+    assert choice.reasons[0].startswith(f"planted: failed its start check: {fault.operation} (")
+    assert choice.reasons[1] == "torch: chosen"
+
+
+class Broken(TorchOps):
+    def mla_decode(self, query, pages, batch, scale, value_size):
+        raise OSError("ptxas: not found\nCommand failed with exit status 255")
+
+
+def test_one_that_breaks_is_not_used_and_asked_for_by_name_it_is_an_error(planted):
+    planted(Broken)
+    why = r"planted: failed its start check: mla_decode \(.*\): OSError: Command failed with exit status 255"
+    with pytest.raises(FailedPrecondition, match=why) as refusal:
+        select.choose(CPU, "planted")
+    assert refusal.value.remedy
+    assert isinstance(select.choose(CPU).ops, TorchOps)
+
+
+def test_the_check_leaves_torchs_modes_as_they_were():
+    before = torch.get_deterministic_debug_mode()
+    assert proof.prove(Broken(), CPU).failure
+    assert torch.get_deterministic_debug_mode() == before
+
+
+def differences(tried: list[Trial]) -> list[str]:
+    interpreter.quicken()
+    ops, found = TritonOps(), []
+    for trial in tried:
+        found.append(proof.difference(trial, ops, TorchOps()))
+    assert not ops.fallbacks, "kernels take every trial"
+    return found
+
+
+def test_kernels_pass_in_the_interpreter():
+    tried = [*page_trials(CPU), *write_trials(CPU), attention_trials(CPU)[0]]
+    assert differences(tried) == [""] * len(tried)
+
+
+@pytest.mark.nightly
+def test_kernels_pass_every_trial_in_the_interpreter():
+    tried = list(trials(CPU))
+    assert differences(tried) == [""] * len(tried)
