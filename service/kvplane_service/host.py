@@ -34,7 +34,7 @@ from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
 from kvplane_service.events import EventLog, PublicationHold
-from kvplane_service.order import StepOrder, count_rows
+from kvplane_service.order import StepOrder, check_step
 from kvplane_service.recovering import Recovering
 from kvplane_service.telemetry.context import CURRENT
 from kvplane_service.telemetry.tally import Tally
@@ -176,8 +176,8 @@ class ReplicaHost:
 
     # ---- the session
 
-    def open(self, request: OpenRequest, told: Told | None = None) -> Opened:
-        """Make this the newest session. `told` is called once, with the reason, when the replica is taken from it.
+    def check_open(self, request: OpenRequest) -> None:
+        """Raise what keeps this request from opening a session now; nothing changes, but epochs are heard of.
 
         Raises:
             StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
@@ -200,7 +200,6 @@ class ReplicaHost:
         self._check_loaded()
         if request.epoch == NEW_EPOCH:
             self._check_stamps(request.stamp_table)
-            self._begin_epoch(request.stamp_table, request.incarnation)
         elif self.recovering is not None:
             self.recovering.heard_of(request.epoch)
             raise ServiceRestarted(
@@ -211,6 +210,27 @@ class ReplicaHost:
             )
         elif request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
+
+    def next_epoch(self, request: OpenRequest) -> int:
+        """The engine life that this request, which may open, begins now. Raises LimitExceeded."""
+        epoch = max(self.epoch, self._owner_epoch) + 1
+        if self.recovering is not None:
+            epoch = max(epoch, self.recovering.epoch_above(request.stamp_table))
+        if epoch > MAX_EPOCH:
+            raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
+        return epoch
+
+    def open(self, request: OpenRequest, told: Told | None = None, epoch: int = NEW_EPOCH) -> Opened:
+        """Make this the newest session. `told` is called once, with the reason, when the replica is taken from it.
+
+        A new engine life is `epoch` where the workers were claimed for that, and the next one elsewhere.
+
+        Raises as `check_open`, and LimitExceeded for one engine life too many.
+        """
+        self.check_open(request)
+        old = self._session
+        if request.epoch == NEW_EPOCH:
+            self._begin_epoch(request, epoch or self.next_epoch(request))
         self._session = _Session(
             request.nonce, request.with_events, request.client, told or _tell_nobody, self._deadline_ns()
         )
@@ -235,7 +255,7 @@ class ReplicaHost:
         answer = self._order.find(step, fingerprint)
         if answer is not None:
             return answer
-        rows = self._check_step(step)
+        rows = check_step(step, self._order, self.replica.executed_through, self._config)
         result = self._apply(step)
         if not session.with_events:
             for part in result.parts:
@@ -304,7 +324,7 @@ class ReplicaHost:
             executed_through=order.seq if at.executed_through is None else at.executed_through,
             traceparent=CURRENT.get(),
         )
-        rows = self._check_step(step)
+        rows = check_step(step, self._order, self.replica.executed_through, self._config)
         result = self._apply(step)
         order.advance(step, rows)
         return result
@@ -313,7 +333,8 @@ class ReplicaHost:
         """Begin an engine life for unary calls when the last one has left, whatever becomes of the call."""
         if self._left:
             self._check_loaded()
-            self._begin_epoch((), 0)
+            request = OpenRequest(self.name, 0)
+            self._begin_epoch(request, self.next_epoch(request))
             self.events.restore()
 
     # ---- the end
@@ -333,12 +354,10 @@ class ReplicaHost:
 
     # ---- inside
 
-    def _begin_epoch(self, stamp_table: tuple[int, ...], incarnation: int) -> None:
-        epoch, stored = max(self.epoch, self._owner_epoch) + 1, self.recovering
-        if stored is not None:
-            epoch = max(epoch, stored.epoch_above(stamp_table))
-        if epoch > MAX_EPOCH:
-            raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
+    def _begin_epoch(self, request: OpenRequest, epoch: int) -> None:
+        assert epoch > self.epoch, f"epoch {epoch} has begun"
+        stored = self.recovering
+        stamp_table, incarnation = request.stamp_table, request.incarnation
         if 0 != incarnation != self._incarnation != 0:
             stamp_table = ()  # other memory: what its stamps say is of no page that is known here
         self._incarnation = incarnation or self._incarnation
@@ -403,41 +422,6 @@ class ReplicaHost:
         session.broken = False
         self.events.restore()
         return session
-
-    def _check_step(self, step: Step) -> int:
-        """Rows of a step that is next in turn, after checking it against the limits."""
-        before, done = self.replica.executed_through, step.executed_through
-        if not before <= done <= self._order.seq:
-            raise InvalidArgument(
-                f"{done} is not in {before}..{self._order.seq}",
-                field="executed_through",
-                remedy="name a step that has been answered and executed; it never goes back",
-            )
-        if step.seq - done > self._config.max_steps_in_flight:
-            raise LimitExceeded(
-                f"step {step.seq} would be in flight with all from {done + 1} on",
-                field="executed_through",
-                remedy=f"wait for execution: at most {self._config.max_steps_in_flight} steps may be in flight",
-            )
-        rows = count_rows(step)
-        if self._order.rows + rows > self._config.max_rows_per_step:
-            raise LimitExceeded(
-                f"step {step.seq} has {self._order.rows + rows} rows",
-                field="parts",
-                remedy=f"send at most {self._config.max_rows_per_step} rows a step",
-            )
-        self._check_tokens(step)
-        return rows
-
-    def _check_tokens(self, step: Step) -> None:
-        """Tokens of a session are hashed while everyone else waits, so there are not many at once."""
-        num_tokens = sum(len(part.facts.tokens) + len(part.news.tokens) for part in step.parts)
-        if num_tokens > self._config.max_tokens_per_message:
-            raise LimitExceeded(
-                f"{num_tokens} token ids in one message",
-                field="parts",
-                remedy=f"send hashes, or at most {self._config.max_tokens_per_message} tokens at once",
-            )
 
     def _apply(self, step: Step) -> StepResult:
         """Let the core apply a step and publish what may be seen.

@@ -1,12 +1,13 @@
-"""The order of steps: which one comes next, and the stored answers of those that may be asked for again."""
+"""The order of steps: which one comes next, the stored answers of those that may be asked for again, and limits."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-from kvplane.base.errors import SequenceError
+from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.step import Step, StepResult
+from kvplane_service.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,48 @@ class StepOrder:
             field="seq",
             remedy=remedy,
             metadata={"seq": str(self.seq), "next_part": str(self.next_part)},
+        )
+
+
+def check_step(step: Step, order: StepOrder, executed_through: int, config: Config) -> int:
+    """Rows of a step that is next in turn; `executed_through` is what was said before it.
+
+    Raises:
+        InvalidArgument: its own executed_through cannot be.
+        LimitExceeded: more rows, tokens, or steps in flight than may be.
+    """
+    done = step.executed_through
+    if not executed_through <= done <= order.seq:
+        raise InvalidArgument(
+            f"{done} is not in {executed_through}..{order.seq}",
+            field="executed_through",
+            remedy="name a step that has been answered and executed; it never goes back",
+        )
+    if step.seq - done > config.max_steps_in_flight:
+        raise LimitExceeded(
+            f"step {step.seq} would be in flight with all from {done + 1} on",
+            field="executed_through",
+            remedy=f"wait for execution: at most {config.max_steps_in_flight} steps may be in flight",
+        )
+    rows = count_rows(step)
+    if order.rows + rows > config.max_rows_per_step:
+        raise LimitExceeded(
+            f"step {step.seq} has {order.rows + rows} rows",
+            field="parts",
+            remedy=f"send at most {config.max_rows_per_step} rows a step",
+        )
+    _check_tokens(step, config.max_tokens_per_message)
+    return rows
+
+
+def _check_tokens(step: Step, most: int) -> None:
+    """Tokens of a session are hashed while everyone else waits, so there are not many at once."""
+    num_tokens = sum(len(part.facts.tokens) + len(part.news.tokens) for part in step.parts)
+    if num_tokens > most:
+        raise LimitExceeded(
+            f"{num_tokens} token ids in one message",
+            field="parts",
+            remedy=f"send hashes, or at most {most} tokens at once",
         )
 
 

@@ -99,6 +99,13 @@ class Hands:
         for rank in self.ranks:
             rank.claim(epoch)
 
+    def claim_from(self, epoch: int, next_seq: int) -> tuple[int, int]:
+        """Claim with a first step of its own; where the ranks stand then."""
+        for rank in self.ranks:
+            rank.claim(epoch, next_seq)
+        first, second = (one.stamps.position[0] for one in self.attached)
+        return first, second
+
     def carry_out(self, epoch: int, seq: int) -> None:
         """A step with nothing to do, executed."""
         for rank in self.ranks:

@@ -19,6 +19,7 @@ from kvplane.base.errors import (
 from kvplane.base.session import OpenRequest
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.parsing import parse
+from kvplane_service.claims import claim_worker, claimed
 from kvplane_service.host import ReplicaHost
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.methods import Context
@@ -48,20 +49,26 @@ class SessionStreams:
         first = _parse_request(await _read(context) or b"")
         if first.WhichOneof("kind") != "open":
             raise InvalidArgument("the first message does not open the session", field="kind", remedy="send open")
-        if self._draining:
-            raise Unavailable("the service is going away", remedy="connect elsewhere")
+        self._check_stays()
         request = wire.decode_open(first.open)
         if request.replica not in self._registry:
             await self._ownership.bring(request.replica)
-        stream = _Stream(self._registry.get(request.replica).host, request, context, self._left)
+        entry = self._registry.get(request.replica)
+        request, epoch = await claimed(entry, request, claim_worker)
+        self._check_stays()
+        stream = _Stream(entry.host, request, context, self._left)
         self._open.add(stream)
         self._all_closed.clear()
         try:
-            await stream.run()
+            await stream.run(epoch)
         finally:
             self._open.discard(stream)
             if not self._open:
                 self._all_closed.set()
+
+    def _check_stays(self) -> None:
+        if self._draining:
+            raise Unavailable("the service is going away", remedy="connect elsewhere")
 
     def refuse_new(self) -> None:
         """Open no further sessions."""
@@ -106,9 +113,12 @@ class _Stream:
         self._task = asyncio.current_task()
         self._ended: KvplaneError | None = None
 
-    async def run(self) -> None:
-        """From the open to the end; leaves the replica lapsed unless the session was closed."""
-        opened = self._host.open(self._request, self.end)
+    async def run(self, epoch: int) -> None:
+        """From the open to the end; leaves the replica lapsed unless the session was closed.
+
+        `epoch` is the engine life that the workers were claimed for, if any.
+        """
+        opened = self._host.open(self._request, self.end, epoch)
         try:
             await self.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
             await self._messages()

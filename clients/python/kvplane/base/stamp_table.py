@@ -158,7 +158,8 @@ class StampTable:
         return bool(self._words[_PART] & _BUSY)
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make this engine life the owner. The same again changes nothing.
+        """Make this engine life the owner. The same again changes nothing, except that `next_seq` may rise before the
+        first orders: a service claims without knowing how far the engine's own numbers are.
 
         Args:
             epoch: of the engine life.
@@ -174,10 +175,13 @@ class StampTable:
             raise InvalidArgument(f"{next_seq} is no step", field="next_seq", remedy=f"give 1 to {_MAX_SEQ}")
         if epoch < self.owner_epoch:
             raise self._stale(epoch, "ask the service for a new epoch")
-        if epoch > self.owner_epoch:
-            # In this order: a claim that is cut short leaves no progress of one epoch to another.
+        begins = epoch > self.owner_epoch
+        # In this order: a claim that is cut short leaves no progress of one epoch to another.
+        if begins:
             self._words[_PART] = _ALL_PARTS
+        if begins or (self._words[_PART] == _ALL_PARTS and next_seq - 1 > self._words[_SEQ]):
             self._words[_EXECUTED] = self._words[_SEQ] = next_seq - 1
+        if begins:
             self._words[_OWNER_EPOCH] = epoch
 
     def check_owner(self, epoch: int) -> None:

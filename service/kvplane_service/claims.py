@@ -1,0 +1,158 @@
+"""Claims: an engine life begins by raising the owner epoch in every rank's stamp table, through its worker.
+
+    claim, rank 0 first -> the old life's orders are refused by every rank -> read stamps -> admit entries
+
+A worker can be claimed where the service may enter its directory, as the same user of the same host. Of the others the
+engine itself claims the tables when its session is open, and what it has shown counts; so do the tables' epochs, which
+no claim takes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+
+from kvplane.base.errors import InvalidArgument, KvplaneError, StaleEpoch, Unavailable
+from kvplane.base.session import NEW_EPOCH, OpenRequest
+from kvplane.base.stamp_table import StampReading, agreed_stamps
+from kvplane.base.stamps import MAX_EPOCH
+from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.status import error_of_rpc
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_service.registry import Entry
+
+CLAIM_TIMEOUT_S = 1.0
+MAX_ATTEMPTS = 4
+_METHOD = "/kvplane.v1.Worker/Claim"
+_TOKEN = "token"
+_TOKEN_BYTES = 4096
+_OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # the stamps of 2^27 blocks
+
+Claim = Callable[[WorkerInfo, int], Awaitable[StampReading]]
+
+_log = logging.getLogger(__name__)
+
+
+async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[OpenRequest, int]:
+    """Claim the workers for the engine life that a session begins.
+
+    Returns its request, with the stamps that hold behind the claim, and the life for `ReplicaHost.open`, to be begun at
+    once: NEW_EPOCH where nothing was claimed.
+
+    A worker that cannot be reached, and one that is silent, are left to the engine.
+
+    Raises:
+        KvplaneError: the session cannot be opened, as `ReplicaHost.check_open`; no worker was claimed then.
+    """
+    host = entry.host
+    for _ in range(MAX_ATTEMPTS):
+        host.check_open(request)
+        workers = [worker for worker in entry.workers.alive() if worker.state is not WorkerState.STARTING]
+        if request.epoch != NEW_EPOCH or not workers:
+            return request, NEW_EPOCH
+        epoch = host.next_epoch(request)
+        try:
+            readings = await _claim_all(workers, epoch, claim)
+        except StaleEpoch as error:
+            host.follow_owner(_owner_of(error))
+            continue
+        if epoch > host.epoch:  # nobody else began it meanwhile
+            return replace(request, stamp_table=_proven(request.stamp_table, readings)), epoch
+    raise Unavailable(f"engine lives of {host.name} begin faster than its workers can be told", remedy="try again")
+
+
+async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[StampReading]:
+    """What the tables of those say that could be claimed. Raises StaleEpoch."""
+    first, *others = workers
+    answers = [*await _answers([first], epoch, claim), *await _answers(others, epoch, claim)]
+    readings = []
+    for worker, answer in zip(workers, answers, strict=True):
+        if isinstance(answer, StampReading):
+            readings.append(answer)
+        elif isinstance(answer, StaleEpoch):
+            raise answer
+        else:
+            _log.info("the worker of rank %d is left to the engine to claim: %s", worker.rank, answer)
+    return readings
+
+
+async def _answers(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[StampReading | KvplaneError]:
+    async def ask(worker: WorkerInfo) -> StampReading | KvplaneError:
+        try:
+            return await claim(worker, epoch)
+        except KvplaneError as error:
+            return error
+
+    return list(await asyncio.gather(*map(ask, workers)))
+
+
+def _owner_of(error: StaleEpoch) -> int:
+    """The epoch that a worker says owns its pages, 0 when that cannot be one."""
+    text = error.metadata.get("epoch", "")
+    return int(text) if text.isdecimal() and int(text) < MAX_EPOCH else 0
+
+
+def _proven(shown: tuple[int, ...], readings: Sequence[StampReading]) -> tuple[int, ...]:
+    """What the engine showed, where every table that was read says the same now."""
+    if not shown or not readings:
+        return shown
+    try:
+        agreed = agreed_stamps(readings)
+    except InvalidArgument:
+        agreed = ()  # they are of different pools, so none of them is this replica's
+    if agreed == shown:
+        return shown
+    if len(agreed) != len(shown):
+        return (0,) * len(shown)
+    return tuple(one if one == other else 0 for one, other in zip(shown, agreed, strict=True))
+
+
+async def claim_worker(worker: WorkerInfo, epoch: int) -> StampReading:
+    """Claim the pages of a worker of this host.
+
+    Raises:
+        StaleEpoch: a newer engine life owns them.
+        Unavailable: it cannot be reached from here, or does not answer within CLAIM_TIMEOUT_S.
+        KvplaneError: it refuses.
+    """
+    request = pb.ClaimRequest(token=_token_of(worker.address), epoch=epoch)
+    async with grpc.aio.insecure_channel(worker.address, _OPTIONS) as channel:
+        call = channel.unary_unary(
+            _METHOD,
+            request_serializer=pb.ClaimRequest.SerializeToString,
+            response_deserializer=pb.ClaimResponse.FromString,
+        )
+        try:
+            answer = await call(request, timeout=CLAIM_TIMEOUT_S)
+        except grpc.aio.AioRpcError as outcome:
+            raise error_of_rpc(outcome) from None
+    return StampReading(answer.incarnation, answer.generation, _unpack(answer.stamps))
+
+
+def _token_of(address: str) -> str:
+    """The token beside the socket; only of a directory that nobody else could have made."""
+    path = Path(address.removeprefix("unix:"))
+    try:
+        found = path.parent.lstat()
+        if not address.startswith("unix:") or not _is_private(found):
+            raise Unavailable(f"{address} is not a socket in a directory of user {os.getuid()} alone")
+        with (path.parent / _TOKEN).open() as file:
+            return file.read(_TOKEN_BYTES)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{address} is not of this host and user: {error}") from None
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def _unpack(stamps: bytes) -> tuple[int, ...]:
+    """Stamps, u64 little-endian each, as this machine's words are: the worker is of this host."""
+    return tuple(memoryview(stamps[: len(stamps) // 8 * 8]).cast("Q"))

@@ -1,0 +1,119 @@
+"""A session begins with a claim on every worker: from then on no rank obeys the engine life before."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+import kvplane
+from kvplane.base.errors import InvalidArgument, StaleEpoch
+from kvplane.base.stamps import Stamp
+from kvplane_worker.attach import read_stamps
+from tests.service.rig import NONCES, Stream
+from tests.worker.rig import World, world
+
+PROMPT = list(range(1000, 1100))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two ranks, an engine on them that has served a request, and the tables of both."""
+    with world(tmp_path) as it:
+        it.register(num_ranks=2, retention_interval=-1)
+        workers = [it.worker(rank) for rank in range(2)]
+        engine = it.engine()
+        for _, address in workers:
+            engine.do("attach", address)
+        engine.do("open", it.service.address, "r")
+        engine.do("serve", 0, PROMPT)
+        yield it, engine, [child for child, _ in workers], [read_stamps(address) for _, address in workers]
+
+
+def open_without_claim(here: World, stamps: tuple[int, ...] = ()) -> Stream:
+    """A session of an engine that has not claimed anything itself yet."""
+    return here.service.open(stamp_table=b"".join(stamp.to_bytes(8, "little") for stamp in stamps))
+
+
+def epochs(tables) -> list[int]:
+    return [table.owner_epoch for table in tables]
+
+
+def test_a_session_raises_the_owner_epoch_of_every_rank(pair):
+    here, engine, _, tables = pair
+    before = epochs(tables)
+    opened = open_without_claim(here).opened
+    assert epochs(tables) == [opened.epoch] * 2
+    assert before[0] < opened.epoch
+    assert isinstance(engine.do("carry_out", before[0], 50), StaleEpoch), "an old life that wakes is refused"
+
+
+def test_keys_are_kept_by_what_the_tables_say_behind_the_claim(pair):
+    here, engine, _, tables = pair
+    shown = tables[0].read_all()
+    kept = open_without_claim(here, shown).opened.kept_keys
+    assert kept > 1
+    with_key = [block for block, stamp in enumerate(shown) if stamp]
+    engine.do("restamp", 1, with_key[0], Stamp(0, 1, 999).pack())  # on one rank, after the engine read its tables
+    assert 0 < open_without_claim(here, shown).opened.kept_keys < kept
+
+
+def test_an_epoch_that_the_memory_has_seen_is_not_begun_again(pair):
+    here, engine, _, tables = pair
+    engine.do("claim", 40)
+    assert open_without_claim(here).opened.epoch == 41
+    assert epochs(tables) == [41, 41]
+
+
+def test_who_may_not_open_claims_nothing(pair):
+    here, _, _, tables = pair
+    before = epochs(tables)
+    stream = Stream(here.service.channel)
+    stream.send(open={"replica": "r", "nonce": next(NONCES), "stamp_table": bytes(8)})
+    assert isinstance(stream.end(), InvalidArgument)
+    assert epochs(tables) == before
+
+
+def test_a_resumed_session_claims_nothing(pair):
+    here, _, _, tables = pair
+    opened = open_without_claim(here).opened
+    assert here.service.open(epoch=opened.epoch).opened.epoch == opened.epoch
+    assert epochs(tables) == [opened.epoch] * 2
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_worker_that_does_not_answer_is_left_to_the_engine(pair, how):
+    here, _, workers, tables = pair
+    before = epochs(tables)
+    if how == "killed":
+        workers[1].kill()
+    else:
+        os.kill(workers[1].pid, signal.SIGSTOP)
+    opened = open_without_claim(here).opened
+    assert epochs(tables) == [opened.epoch, before[1]]
+    if how == "stopped":
+        os.kill(workers[1].pid, signal.SIGCONT)
+
+
+def test_an_engine_that_goes_on_counts_on_behind_the_claim(pair):
+    """Its next step has another number than the first one of the life that the service claimed."""
+    here, engine, _, _ = pair
+    epoch = open_without_claim(here).opened.epoch
+    assert engine.do("claim_from", epoch, 31) == (30, 30)
+    engine.do("carry_out", epoch, 31)
+    assert engine.do("claim_from", epoch, 50) == (31, 31), "not behind the first orders"
+    assert isinstance(engine.do("carry_out", epoch, 50), kvplane.SequenceError)
+
+
+def test_a_directory_that_others_can_enter_is_not_trusted(pair):
+    here, _, _, tables = pair
+    before = epochs(tables)
+    folders = [here.folder / f"r-{rank}" for rank in range(2)]
+    for folder in folders:
+        folder.chmod(0o755)
+    opened = open_without_claim(here).opened
+    for folder in folders:
+        folder.chmod(0o700)
+    assert epochs(tables) == before
+    assert opened.epoch == before[0] + 1
