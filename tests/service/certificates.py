@@ -32,11 +32,13 @@ class Authority:
         self.cert = str(folder / f"{name}.pem")
         _write(self.cert, builder.add_extension(basics, critical=True).sign(self._key, hashes.SHA256()))
 
-    def issue(self, name: str, days: float = 1, uri: str = "", file: str = "", starts: float = -1) -> Pair:
-        """A certificate for 127.0.0.1 and localhost; `days` from now it expires, `starts` days from now it begins."""
+    def issue(
+        self, name: str, days: float = 1, uri: str = "", file: str = "", starts: float = -1, host: str = "127.0.0.1"
+    ) -> Pair:
+        """A certificate for an address and localhost; `days` from now it expires, `starts` days from now it begins."""
         key = ec.generate_private_key(ec.SECP256R1())
         names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri)] if uri else []
-        names += [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+        names += [x509.IPAddress(ipaddress.ip_address(host)), x509.DNSName("localhost")]
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         builder = _builder(subject, key.public_key(), days, starts).issuer_name(self._name)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)

@@ -57,7 +57,7 @@ def check_reflection(channel: grpc.Channel) -> None:
 def check_round_trip(client: Client) -> None:
     """Blocks are granted, given back, and found again."""
     replica = f"helm-test-{uuid.uuid4().hex[:12]}"
-    client.register_replica(replica, ModelSource(model="llama-3.1-8b", num_blocks=64))
+    client.register_replica(replica, ModelSource(model="llama-3.1-8b", num_blocks=64, max_model_len=1008))
     try:
         answer = client.allocate_slots(replica, Allocate("r", content=Content(tokens=TOKENS)))
         client.free(replica, "r")

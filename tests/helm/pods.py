@@ -1,0 +1,346 @@
+"""A pod runner: starts the very processes that rendered manifests describe, on this machine.
+
+What stands for a part of Kubernetes, and how: each pod has an address of its own in 127.0.0.0/8, and the names of
+Services and pods lead to it; volumes are folders. Both are put in where a process would read them: in arguments,
+variables and mounted text. Probes are real gRPC calls, connections and commands, as the manifest says. An image is what
+its Dockerfile's entry point is called; there are no limits of memory or CPU, and no other user.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.helm.charts import NAMESPACE, ROOT, Object
+from tests.store.servers import wait_until
+
+KVPLANE = [sys.executable, "-c", "from kvplane_service.cli import main; main()"]
+NODE_NAME = "node-1"
+PATIENCE_S = 60.0
+_LOOK_S = 0.02
+
+
+def program(word: str) -> list[str]:
+    """What a word at the beginning of a command is on this machine."""
+    if word == "kvplane":
+        return KVPLANE
+    if word == "python":
+        return [sys.executable]
+    found = shutil.which(word) or (shutil.which("redis-server") if word == "valkey-server" else None)
+    assert found, f"there is no {word} here"
+    return [found]
+
+
+def entry_point(image: str) -> list[str]:
+    """Of one of our images, as its Dockerfile says."""
+    part = image.partition("@")[0].rpartition(":")[0].rpartition("/")[2]
+    text = (ROOT / "docker" / f"{part}.Dockerfile").read_text()
+    (found,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
+    return json.loads(found)
+
+
+@dataclass
+class Plan:
+    """A pod that an object of the manifests asks for."""
+
+    name: str
+    labels: Mapping[str, str]
+    spec: Object
+    claims: tuple[str, ...] = ()
+
+
+def plans(objects: list[Object]) -> Iterator[Plan]:
+    """Every pod that the objects ask for, of a cluster of one node."""
+    for one in objects:
+        name, spec = one["metadata"]["name"], one.get("spec", {})
+        if one["kind"] == "Pod":
+            yield Plan(name, one["metadata"]["labels"], spec)
+        elif one["kind"] in ("StatefulSet", "Deployment", "DaemonSet"):
+            template = spec["template"]
+            claims = tuple(claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", ()))
+            ordinals = range(spec.get("replicas", 1)) if one["kind"] == "StatefulSet" else [one["kind"].lower()]
+            for ordinal in ordinals:
+                yield Plan(f"{name}-{ordinal}", template["metadata"]["labels"], template["spec"], claims)
+
+
+@dataclass
+class Ending:
+    """How a pod ended.
+
+    Attributes:
+        codes: exit code of each container.
+        killed: containers that took longer than the grace period.
+        took_s: from the first word of it to the last exit.
+    """
+
+    codes: dict[str, int] = field(default_factory=dict)
+    killed: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+
+
+class Machine:
+    """One node. Pods of its manifests are started one by one; all are killed at the end."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, objects: list[Object], folder: Path) -> None:
+        self.objects = objects
+        self.folder = folder
+        self.plans = {plan.name: plan for plan in plans(objects)}
+        ours = os.getpid() % 60_000 + 256  # so that two runs at once do not meet
+        first = f"127.{ours >> 8}.{ours & 255}"
+        self.addresses = {name: f"{first}.{next(self._numbers) % 250 + 1}" for name in self.plans}
+        self.names = dict(self._names())
+        self.pods: list[Pod] = []
+
+    def start(self, name: str) -> Pod:
+        """Start a pod again or for the first time; its init containers have ended well."""
+        pod = Pod(self, self.plans[name])
+        self.pods.append(pod)
+        pod.start()
+        return pod
+
+    def kill(self) -> None:
+        for pod in self.pods:
+            pod.kill()
+
+    def data_of(self, kind: str, name: str) -> dict[str, bytes]:
+        """Files of a ConfigMap or Secret of the manifests."""
+        (one,) = (o for o in self.objects if o["kind"] == kind and o["metadata"]["name"] == name)
+        plain = {key: text.encode() for key, text in one.get("stringData" if kind == "Secret" else "data", {}).items()}
+        coded = one.get("data", {}) if kind == "Secret" else {}
+        return plain | {key: base64.b64decode(text) for key, text in coded.items()}
+
+    def _names(self) -> Iterator[tuple[str, str]]:
+        """What DNS would know: each Service, and each pod behind a headless one."""
+        for one in self.objects:
+            if one["kind"] != "Service":
+                continue
+            selector = one["spec"]["selector"].items()
+            behind = [plan.name for plan in self.plans.values() if selector <= plan.labels.items()]
+            host = f"{one['metadata']['name']}.{NAMESPACE}.svc.cluster.local"
+            if behind:
+                yield host, self.addresses[behind[0]]
+            if one["spec"].get("clusterIP") == "None":
+                yield from ((f"{name}.{host}", self.addresses[name]) for name in behind)
+
+
+class Pod:
+    """Containers that run, or ran."""
+
+    def __init__(self, machine: Machine, plan: Plan) -> None:
+        self.machine = machine
+        self.plan = plan
+        self.spec = plan.spec
+        self.ip = machine.addresses[plan.name]
+        self.folder = Path(tempfile.mkdtemp(dir=machine.folder, prefix=""))
+        self.containers = {one["name"]: one for one in self.spec["containers"]}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._volumes = {one["name"]: one for one in self.spec.get("volumes", ())}
+        self._replaced = self._replacements()
+
+    def start(self) -> None:
+        for volume in [*self._volumes.values(), *({"name": claim, "claim": claim} for claim in self.plan.claims)]:
+            self._fill(volume)
+        for container in self.spec.get("initContainers", ()):
+            done = subprocess.run(self.command(container), env=self.environment(container), timeout=PATIENCE_S)
+            assert done.returncode == 0, container["name"]
+        for name, container in self.containers.items():
+            with self.log(name).open("ab") as log:
+                self.processes[name] = subprocess.Popen(
+                    self.command(container), env=self.environment(container), stdout=log, stderr=log
+                )
+
+    def log(self, container: str) -> Path:
+        return self.folder / f"{container}.log"
+
+    def said(self, container: str) -> str:
+        return self.log(container).read_text()
+
+    def command(self, container: Object, words: list[str] | None = None) -> list[str]:
+        """The container's own, or that of a probe or hook in it."""
+        if words is None:
+            words = [*(container.get("command") or entry_point(container["image"])), *container.get("args", ())]
+        variables = self._variables(container)
+        first, *rest = (self.put_in(_expand(word, variables)) for word in words)
+        return [*program(first), *rest]
+
+    def environment(self, container: Object) -> dict[str, str]:
+        """The manifest's variables, and what finds the interpreter's modules."""
+        found = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+        return found | {name: self.put_in(value) for name, value in self._variables(container).items()}
+
+    def put_in(self, text: str) -> str:
+        """Text with addresses and folders of this machine in place of the cluster's."""
+        pattern = "|".join(map(re.escape, sorted(self._replaced, key=len, reverse=True)))
+        return re.sub(rf"(?<![\w.-])(?:{pattern})(?![\w-])", lambda match: self._replaced[match[0]], text)
+
+    def place(self, path: str) -> Path:
+        """Where a path of a container is."""
+        return Path(self.put_in(path))
+
+    # ---- probes
+
+    def is_well(self, container: str, probe: str) -> bool:
+        """Whether a probe succeeds now; True where there is none."""
+        asked = self.containers[container].get(probe)
+        if asked is None:
+            return True
+        if "grpc" in asked:
+            return self._is_serving(asked["grpc"]["port"], asked["grpc"].get("service", ""))
+        if "tcpSocket" in asked:
+            return self._is_listening(self._port(self.containers[container], asked["tcpSocket"]["port"]))
+        return self.run(container, asked["exec"]["command"]).returncode == 0
+
+    def wait_ready(self) -> None:
+        """Until every startup and readiness probe succeeds."""
+        for name in self.containers:
+            for probe in ("startupProbe", "readinessProbe"):
+                wait_until(lambda name=name, probe=probe: self._ready(name, probe), f"{self.plan.name}: {probe}")
+
+    def run(self, container: str, words: list[str]) -> subprocess.CompletedProcess[str]:
+        """A command in a container, to its end."""
+        spec = self.containers[container]
+        command, environment = self.command(spec, words), self.environment(spec)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+    def _ready(self, container: str, probe: str) -> bool:
+        code = self.processes[container].poll()
+        assert code is None, f"{container} ended with {code}: {self.said(container)}"
+        return self.is_well(container, probe)
+
+    def _is_serving(self, port: int, service: str) -> bool:
+        with grpc.insecure_channel(f"{self.ip}:{port}") as channel, suppress(grpc.RpcError):
+            asked = health_pb2.HealthCheckRequest(service=service)
+            status = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=5).status
+            return status == health_pb2.HealthCheckResponse.SERVING
+        return False
+
+    def _is_listening(self, port: int) -> bool:
+        with suppress(OSError), socket.create_connection((self.ip, port), 5):
+            return True
+        return False
+
+    def _port(self, container: Object, port: int | str) -> int:
+        named = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
+        return port if isinstance(port, int) else named[port]
+
+    # ---- the end
+
+    def terminate(self) -> Ending:
+        """As the kubelet does: preStop, SIGTERM, and at the end of the grace period SIGKILL."""
+        ending, begun = Ending(), time.monotonic()
+        deadline = begun + self.spec.get("terminationGracePeriodSeconds", 30)
+        for name, container in self.containers.items():
+            hook = container.get("lifecycle", {}).get("preStop")
+            if hook and self.processes[name].poll() is None:
+                assert self.run(name, hook["exec"]["command"]).returncode == 0
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for name, process in self.processes.items():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                ending.killed.append(name)
+            ending.codes[name] = process.wait(PATIENCE_S)
+        ending.took_s = time.monotonic() - begun
+        return ending
+
+    def kill(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(PATIENCE_S)
+
+    def wait(self) -> dict[str, int]:
+        """Until every container has ended; their exit codes."""
+        return {name: process.wait(PATIENCE_S) for name, process in self.processes.items()}
+
+    # ---- what containers see
+
+    def _replacements(self) -> dict[str, str]:
+        """Addresses and paths: those of the cluster → those of this machine."""
+        found = {**self.machine.names, "0.0.0.0": self.ip, "127.0.0.1": self.ip}
+        for container in (*self.spec["containers"], *self.spec.get("initContainers", ())):
+            for mount in container.get("volumeMounts", ()):
+                if mount["mountPath"] != "/dev/shm":  # the machine's own: programs know it by this name alone
+                    found[mount["mountPath"]] = str(self._folder_of(mount["name"]))
+        return found
+
+    def _folder_of(self, volume: str) -> Path:
+        if volume in self.plan.claims:  # outlives the pod
+            return self.machine.folder / f"claim-{volume}-{self.plan.name}"
+        host = self._volumes[volume].get("hostPath")
+        return self.machine.folder / "host" / host["path"].strip("/") if host else self.folder / volume
+
+    def _fill(self, volume: Object) -> None:
+        folder = self._folder_of(volume["name"])
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind, source, key in (("ConfigMap", "configMap", "name"), ("Secret", "secret", "secretName")):
+            if source not in volume:
+                continue
+            data = self.machine.data_of(kind, volume[source][key])
+            items = volume[source].get("items") or [{"key": name, "path": name} for name in data]
+            for item in items:
+                content = data[item["key"]]
+                with suppress(UnicodeDecodeError):
+                    content = self.put_in(content.decode()).encode()
+                (folder / item["path"]).write_bytes(content)
+                (folder / item["path"]).chmod(volume[source].get("defaultMode", 0o644))
+
+    def _variables(self, container: Object) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for one in container.get("env", ()):
+            source = one.get("valueFrom")
+            found[one["name"]] = self._referred(source) if source else _expand(one["value"], found)
+        return found
+
+    def _referred(self, source: Object) -> str:
+        if "secretKeyRef" in source:
+            reference = source["secretKeyRef"]
+            return self.machine.data_of("Secret", reference["name"])[reference["key"]].decode()
+        fields = {"metadata.name": self.plan.name, "metadata.namespace": NAMESPACE, "spec.nodeName": NODE_NAME}
+        return fields[source["fieldRef"]["fieldPath"]]
+
+
+def _expand(text: str, variables: Mapping[str, str]) -> str:
+    """$(NAME) as Kubernetes fills it in; an unknown name stays as it is."""
+    return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
+
+
+@contextmanager
+def machine(objects: list[Object], *secrets: Object) -> Iterator[Machine]:
+    """A node for these manifests and secrets that somebody made before. Its folder's path is short, as sockets need."""
+    with tempfile.TemporaryDirectory(prefix="kv") as folder:
+        node = Machine([*objects, *secrets], Path(folder))
+        try:
+            yield node
+        finally:
+            node.kill()
+
+
+def secret(name: str, **data: bytes | str) -> Object:
+    """A Secret; `_` in a key stands for a dot."""
+    coded = {
+        key.replace("_", "."): base64.b64encode(value if isinstance(value, bytes) else value.encode()).decode()
+        for key, value in data.items()
+    }
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": coded}

@@ -1,0 +1,218 @@
+"""What the manifests describe runs: service, stores, workers and `helm test`, as processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvplane
+from kvplane import Allocate, Client, Content
+from kvplane.base.errors import Unavailable
+from kvplane.sources import LayerSource
+from kvplane_worker.attach import attach
+from tests.core.planner_layers import full, named, window
+from tests.helm.charts import Helm4, values_of
+from tests.helm.pods import Machine, Pod, machine, secret
+from tests.service.certificates import Authority
+from tests.store.servers import require_redis, wait_until
+
+TOKENS = list(range(500, 540))
+MODEL = kvplane.ModelSource(model="llama-3.1-8b", num_blocks=64, max_model_len=1008)
+LAYERS = LayerSource(
+    layers=named(f=(2, full()), w=(2, window())), num_blocks=64, max_model_len=256, max_batched_tokens=256
+)
+QUICK = {"drain": {"preStopSeconds": 1, "graceSeconds": 10}}
+
+
+def rendered(*sets: str, **values: Any) -> list[dict[str, Any]]:
+    given: dict[str, Any] = dict(QUICK)
+    for name in sets:
+        given |= values_of(name)
+    return Helm4().objects({**given, **values})
+
+
+def client_of(pod: Pod) -> Client:
+    return kvplane.connect(f"{pod.ip}:7070")
+
+
+def hit_after_a_round(client: Client, replica: str) -> int:
+    """Allocate, free, and look up again; tokens that are found."""
+    client.allocate_slots(replica, Allocate("r", content=Content(tokens=TOKENS)))
+    client.free(replica, "r")
+    return client.find_cache_hit(replica, Content(tokens=TOKENS)).hit_tokens
+
+
+def helm_test(node: Machine) -> str:
+    """What the chart's own test says, once it has passed."""
+    pod = node.start("kvplane-test")
+    assert pod.wait() == {"try": 0}, pod.said("try")
+    return pod.said("try")
+
+
+def test_the_default_serves_is_tested_and_drains():
+    with machine(rendered("default")) as node:
+        pod = node.start("kvplane-0")
+        pod.wait_ready()
+        assert all(pod.is_well("kvplane", f"{name}Probe") for name in ("startup", "liveness", "readiness"))
+        said = helm_test(node)
+        assert "health: serving" in said
+        assert "reflection: grpc.health.v1.Health" in said
+        assert "32 of 33 tokens found again" in said
+        with client_of(pod) as client:
+            client.register_replica("r", MODEL)
+            session = client.session("r")
+            endings: list[Any] = []
+            thread = threading.Thread(target=lambda: endings.append(pod.terminate()))
+            thread.start()
+            wait_until(lambda: not pod.is_well("kvplane", "readinessProbe"), "the pod is taken out")
+            assert pod.is_well("kvplane", "livenessProbe")  # nobody kills it while it drains
+            with pytest.raises(Unavailable):
+                client.register_replica("new", MODEL)
+            step = kvplane.part_of(kvplane.NewsRow(0, tokens=TOKENS), kvplane.AdmitRow(0))
+            assert session.apply(step).parts[0].admit_hit[0] == 0  # the open session is served to its end
+            session.close()
+            thread.join(60)
+    (ending,) = endings
+    assert (ending.codes, ending.killed) == ({"kvplane": 0}, [])
+    assert 1 < ending.took_s < 10  # preStop, and then no longer than the session
+
+
+def test_a_session_that_stays_is_cut_before_the_pod_is_killed():
+    with machine(rendered("default", drain={"preStopSeconds": 0, "graceSeconds": 1})) as node:
+        pod = node.start("kvplane-0")
+        pod.wait_ready()
+        with client_of(pod) as client:
+            client.register_replica("r", MODEL)
+            session = client.session("r")
+            ending = pod.terminate()
+            session.close()
+    assert (ending.codes, ending.killed) == ({"kvplane": 0}, [])
+    assert 1 <= ending.took_s < pod.spec["terminationGracePeriodSeconds"]
+
+
+def test_a_key_with_a_typo_ends_the_pod_with_the_nearest_one():
+    objects = rendered("default")
+    (config,) = (one for one in objects if one["kind"] == "ConfigMap")
+    config["data"]["config.yaml"] += "leese_ms: 5\n"
+    with machine(objects) as node:
+        pod = node.start("kvplane-0")
+        assert pod.wait() == {"kvplane": 2}
+        assert "the nearest is lease_ms" in pod.said("kvplane")
+
+
+def test_a_volume_outlives_its_pod():
+    with machine(rendered("default", store={"type": "sqlite"})) as node:
+        pod = node.start("kvplane-0")
+        pod.wait_ready()
+        with client_of(pod) as client:
+            client.register_replica("r", MODEL)
+            assert hit_after_a_round(client, "r") == 32
+        pod.terminate()
+        pod = node.start("kvplane-0")
+        pod.wait_ready()
+        with client_of(pod) as client:
+            assert [one.replica for one in client.list_replicas()] == ["r"]
+
+
+def test_three_processes_share_the_built_in_store():
+    require_redis()
+    with machine(rendered("ha")) as node:
+        for name in ("kvplane-valkey-deployment", "kvplane-0", "kvplane-1", "kvplane-2"):
+            node.start(name)
+        for pod in node.pods:
+            pod.wait_ready()
+        store, first, *others = node.pods
+        assert store.containers.keys() == {"valkey"}
+        with client_of(first) as client:
+            client.register_replica("r", MODEL)
+            assert hit_after_a_round(client, "r") == 32
+        for pod in others:  # told to go to kvplane-0 by the name that it advertises, and follow
+            with client_of(pod) as client:
+                wait_until(lambda client=client: owner_of(client) == "r", "the others know whose it is")
+                assert client.find_cache_hit("r", Content(tokens=TOKENS)).hit_tokens == 32
+        helm_test(node)
+
+
+def owner_of(client: Client) -> str:
+    try:
+        return client.describe_replica("r").replica
+    except kvplane.NotFound:
+        return ""
+
+
+def test_tls_with_certificates_of_clients(tmp_path):
+    values = values_of("tls") | {"access": {"existingSecret": "own", "certKey": "tls.crt", "keyKey": "tls.key"}}
+    with machine(rendered(**values)) as node:
+        authority = Authority(tmp_path)
+        service = authority.issue("service", host=node.addresses["kvplane-0"])
+        own = authority.issue("own")
+        node.objects += [
+            secret("kvplane-tls", ca_crt=read(authority.cert), tls_crt=read(service.cert), tls_key=read(service.key)),
+            secret("own", tls_crt=read(own.cert), tls_key=read(own.key)),
+        ]
+        pod = node.start("kvplane-0")
+        pod.wait_ready()
+        assert "32 of 33 tokens found again" in helm_test(node)
+        del node.plans["kvplane-test"].spec["containers"][0]["env"][2:]  # nothing to show
+        node.plans["kvplane-test"].spec["containers"][0]["args"].append("--stranger")
+        assert "a stranger is refused" in helm_test(node)
+        assert pod.terminate().codes == {"kvplane": 0}
+
+
+def read(path: str) -> bytes:
+    return Path(path).read_bytes()
+
+
+def test_a_sidecar_holds_pages_for_an_engine_beside_it():
+    values = {"gpuWorker": {"mode": "sidecar", "device": "cpu", "graceSeconds": 5}}
+    with machine(rendered(**values)) as node:
+        pod = node.start("kvplane-0")
+        wait_until(lambda: pod.is_well("kvplane", "readinessProbe"), "the service is ready")
+        assert not pod.is_well("worker-0", "readinessProbe")  # it waits for an engine to register the replica
+        use_pages(pod, pod, "kvplane-0")
+        ending = pod.terminate()
+        assert ending.codes == {"kvplane": 0, "worker-0": 0}
+
+
+def test_a_node_s_workers_hold_pages_for_engines_of_that_node():
+    ours = {"runAsNonRoot": True, "runAsUser": os.getuid(), "runAsGroup": os.getgid()}
+    worker = {"mode": "daemonset", "device": "cpu", "ranks": 2, "graceSeconds": 5}
+    with machine(rendered(gpuWorker=worker, podSecurityContext=ours)) as node:
+        service = node.start("kvplane-0")
+        workers = node.start("kvplane-worker-daemonset")
+        service.wait_ready()
+        use_pages(service, workers, "node-1")
+        assert workers.place("/run/kvplane").stat().st_mode & 0o777 == 0o700
+        assert service.terminate().codes == {"kvplane": 0}
+        assert all(process.poll() is None for process in workers.processes.values())  # pages outlive the service
+        assert workers.terminate().codes == {"worker-0": 0, "worker-1": 0}
+
+
+def use_pages(service: Pod, workers: Pod, replica: str) -> None:
+    """An engine registers the replica, attaches to every rank, and gets blocks."""
+    ranks = range(sum(name.startswith("worker-") for name in workers.containers))
+    with client_of(service) as client:
+        client.register_replica(replica, LAYERS, num_ranks=len(ranks))
+        workers.wait_ready()
+        assert [one.rank for one in client.describe_replica(replica).workers] == list(ranks)
+        for rank in ranks:
+            attach(workers.place(f"/run/kvplane/rank-{rank}")).close()
+        assert hit_after_a_round(client, replica) == 32
+
+
+def test_a_probe_can_fail():
+    """The runner's own check: a pod whose process does not listen is not well, and one that ends is told of."""
+    objects = rendered("default")
+    (workload,) = (one for one in objects if one["kind"] == "StatefulSet")
+    container = workload["spec"]["template"]["spec"]["containers"][0]
+    container["command"], container["args"] = ["sleep"], ["60"]
+    with machine(objects) as node:
+        pod = node.start("kvplane-0")
+        assert not pod.is_well("kvplane", "livenessProbe")
+    container["command"], container["args"] = ["python"], ["-c", "import sys; sys.exit('no port is free')"]
+    with machine(objects) as node, pytest.raises(AssertionError, match="no port is free"):
+        node.start("kvplane-0").wait_ready()
