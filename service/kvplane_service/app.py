@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from kvplane.base.errors import KvplaneError
 from kvplane_service import garbage
 from kvplane_service.about import About
+from kvplane_service.auth.opening import open_gate
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
-from kvplane_service.rpc.server import RpcServer
+from kvplane_service.rpc.server import Outside, RpcServer
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.opening import open_store
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
@@ -45,7 +46,12 @@ class App:
         clock: Callable[[], int] = time.monotonic_ns,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """`environment`: OpenTelemetry's variables. Raises InvalidArgument for one that cannot be."""
+        """`environment`: OpenTelemetry's variables.
+
+        Raises:
+            InvalidArgument: for a variable that cannot be, values that contradict each other, a file of who may call.
+            NotFound: such a file cannot be read.
+        """
         self.config = config
         self.registry = Registry(config, clock)
         around = Surroundings(clock, asyncio.sleep, offload_to_thread, random.random)
@@ -55,8 +61,10 @@ class App:
         self.address = self.metrics_address = ""  # once it serves
         self._tracing: Tracing | None = None
         self.about = About()
+        self._gate = open_gate(config, clock)
+        outside = Outside(self._gate, self._start_tracing(environment))
         durable = Durable(self.keeper, self.ownership)
-        self._server = RpcServer(self.registry, config, self.about, durable, self._start_tracing(environment))
+        self._server = RpcServer(self.registry, config, self.about, durable, outside)
         self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report))
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -128,11 +136,13 @@ class App:
         await self._server.announce_ready()
 
     async def _sweep(self) -> None:
-        """Withdraw what silent replicas have published."""
+        """Withdraw what silent replicas have published, and break off who may no longer call."""
         while True:
             await asyncio.sleep(self.config.lease_ms / 1000 / _SWEEPS_PER_LEASE)
             for entry in self.registry:
                 entry.host.expire()
+            if self._gate is not None:
+                self._gate.recheck()
 
     async def _end(self) -> None:
         await self._metrics.stop()
@@ -143,6 +153,8 @@ class App:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         await self.keeper.stop()
+        if self._gate is not None:
+            await asyncio.to_thread(self._gate.close)
 
 
 def _tell_bug(task: asyncio.Task[None]) -> None:

@@ -50,6 +50,19 @@ class Config(BaseModel):
     """PEM file of the authorities that clients' certificates are checked against."""
     tls_client_auth: str = "none"
     """Client certificates: none, or require."""
+    auth_owners: str = ""
+    """YAML file of owners: what each may, and its limits. With it, every caller must say who it is."""
+    auth_tokens: str = ""
+    """File of static bearer tokens, by their digests: lines that `kvplane token` prints."""
+    auth_jwks: str = ""
+    """JWKS file of the public keys that JSON Web Tokens are checked against."""
+    auth_jwt_issuer: str = ""
+    """Who must have issued them (`iss`)."""
+    auth_jwt_audience: str = ""
+    """For whom they must be (`aud`)."""
+    audit_log: str = ""
+    """File that is told who changed what and who was refused, a JSON object a line; `-` = standard error; empty = none.
+    """
     max_message_bytes: Annotated[int, Field(ge=1 << 16, le=2**31 - 1)] = 32 << 20
     """Largest message that the service accepts."""
     max_rows_per_step: Count = 4096
@@ -142,6 +155,11 @@ class Config(BaseModel):
     """Run on uvloop in place of asyncio's own event loop."""
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
+
+    @property
+    def serves_reflection(self) -> bool:
+        """Who may not call need not know what could be called, unless it was asked for."""
+        return self.reflection == "true" or (self.reflection == "auto" and not self.auth_owners)
 
     @field_validator("listen")
     @classmethod
@@ -253,6 +271,15 @@ def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
     yield asks and not config.tls_client_ca, "tls_client_ca", "nothing to check clients' certificates against", remedy
     remedy = "set it to require"
     yield bool(config.tls_client_ca) and not asks, "tls_client_auth", "tls_client_ca is set and not used", remedy
+    proofs = [key for key in ("auth_tokens", "auth_jwks") if getattr(config, key)]
+    what, remedy = f"{' and '.join(proofs)} without owners", "name the file that says what each owner may"
+    yield bool(proofs) and not config.auth_owners, "auth_owners", what, remedy
+    what, remedy = "nobody can show who it is", "set auth_tokens, auth_jwks or tls_client_auth"
+    yield bool(config.auth_owners) and not proofs and not asks, "auth_owners", what, remedy
+    for key in ("auth_jwt_issuer", "auth_jwt_audience"):
+        has = bool(getattr(config, key))
+        yield not has and bool(config.auth_jwks), key, "it is empty: any token of these keys would do", "set it"
+        yield has and not config.auth_jwks, "auth_jwks", f"{key} is set and there are no keys", "name a JWKS file"
     for key in ("metrics_listen", "health_listen"):
         value = getattr(config, key)
         is_taken = value == config.listen and not value.endswith(":0")

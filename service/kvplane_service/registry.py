@@ -29,12 +29,14 @@ class Registration:
         num_ranks: workers of the engine, all with equal plans.
         namespace_digest: of everything that makes bytes incompatible.
         plans: memory of a rank, one per pipeline stage; none when groups were given as they are.
+        registered_by: the owner that it belongs to; "" when nobody was asked.
     """
 
     spec: ReplicaSpec
     num_ranks: int = 1
     namespace_digest: bytes = b""
     plans: tuple[RankPlan, ...] = field(default=(), compare=False)
+    registered_by: str = field(default="", compare=False)
 
     def agrees_with(self, other: Registration) -> bool:
         """Whether both can be one replica."""
@@ -187,13 +189,19 @@ class Registry:
         blocks = sum(entry.registration.spec.num_blocks for entry in self) + spec.num_blocks
         _limit(len(spec.groups), config.max_groups, "max_groups", "groups")
         _limit(spec.num_blocks, config.max_blocks, "max_blocks", "num_blocks")
-        _limit(blocks, config.max_total_blocks, "max_total_blocks", "num_blocks")
-        _limit(len(self) + 1, config.max_replicas, "max_replicas", "replica")
+        _check_room(blocks <= config.max_total_blocks, f"{spec.num_blocks} blocks", "max_total_blocks", "num_blocks")
+        _check_room(len(self) < config.max_replicas, "another replica", "max_replicas", "replica")
 
 
 def _limit(value: int, limit: int, key: str, field: str) -> None:
     if value > limit:
         raise LimitExceeded(f"{value} is over the limit of {limit}", field=field, remedy=f"raise {key} of the service")
+
+
+def _check_room(is_there: bool, what: str, key: str, field: str) -> None:
+    """The words tell nothing of what others have."""
+    if not is_there:
+        raise LimitExceeded(f"there is no room for {what}", field=field, remedy=f"raise {key} of the service")
 
 
 def _difference(old: Registration, new: Registration) -> str:

@@ -85,7 +85,7 @@ def test_a_registration_that_cannot_be_leaves_nothing(registry, registration, ki
 
 def test_replicas_are_limited_in_number_and_in_blocks(registry):
     registry.register("a", PLAIN)
-    with pytest.raises(LimitExceeded, match="61 is over the limit of 60"):
+    with pytest.raises(LimitExceeded, match="no room for 40 blocks"):
         registry.register("b", Registration(spec_of(num_blocks=40)))
     registry.register("b", PLAIN)
     with pytest.raises(LimitExceeded, match="max_replicas"):

@@ -28,10 +28,12 @@ from kvplane.base.errors import (
     OtherWriter,
     OutOfMemory,
     PermissionDenied,
+    QuotaExceeded,
     ReplicaLapsed,
     SequenceError,
     ServiceRestarted,
     StaleEpoch,
+    Unauthenticated,
     Unavailable,
     WorkerExists,
     WrongPlan,
@@ -57,8 +59,10 @@ _CODES: Mapping[type[KvplaneError], grpc.StatusCode] = {
     WrongPlan: grpc.StatusCode.FAILED_PRECONDITION,
     WorkerExists: grpc.StatusCode.FAILED_PRECONDITION,
     PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
+    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
     LimitExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    QuotaExceeded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     InternalError: grpc.StatusCode.INTERNAL,
@@ -74,6 +78,7 @@ _BY_CODE: Mapping[grpc.StatusCode, type[KvplaneError]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.FAILED_PRECONDITION: FailedPrecondition,
 }
 
@@ -103,7 +108,9 @@ def status_code(error: KvplaneError) -> grpc.StatusCode:
 
 
 def encode_status(error: KvplaneError) -> status_pb2.Status:
-    """The rich status of a refusal: ErrorInfo, BadRequest when a field is at fault. Long texts are cut."""
+    """The rich status of a refusal: ErrorInfo, BadRequest when a field is at fault, QuotaFailure and RetryInfo at an
+    owner's limit. Long texts are cut.
+    """
     metadata = {key: value[:MAX_TEXT] for key, value in error.metadata.items()}
     if error.remedy:
         metadata["remedy"] = error.remedy[:MAX_TEXT]
@@ -112,7 +119,20 @@ def encode_status(error: KvplaneError) -> status_pb2.Status:
     if error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message[:MAX_TEXT])
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, QuotaExceeded):
+        _add_quota(status, error)
     return status
+
+
+def _add_quota(status: status_pb2.Status, error: QuotaExceeded) -> None:
+    """Whose limit it is, and when to try again: what retrying clients know how to read."""
+    subject = error.metadata.get("quota", "")[:MAX_TEXT]
+    violation = error_details_pb2.QuotaFailure.Violation(subject=subject, description=error.message[:MAX_TEXT])
+    status.details.add().Pack(error_details_pb2.QuotaFailure(violations=[violation]))
+    if "retry_ms" in error.metadata:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(int(error.metadata["retry_ms"]))
+        status.details.add().Pack(retry)
 
 
 def decode_status(status: status_pb2.Status) -> KvplaneError | None:

@@ -35,6 +35,7 @@ COMMANDS = {
     "replay": "kvplane_service.cli.replay",
     "decode": "kvplane_service.cli.decode",
     "config": "kvplane_service.cli.config",
+    "token": "kvplane_service.cli.token",
     "version": "kvplane_service.cli.version",
 }
 

@@ -14,13 +14,13 @@ from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
 from kvplane_service.about import About
+from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.contents import ContentHasher, hash_tokens
 from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.decisions import Entry
 from kvplane_service.explaining import Prompt, explain_prompt, explain_request
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.recording import header_of, message_of
-from kvplane_service.registry import Registry
 from kvplane_service.rpc import decode
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
 
@@ -32,7 +32,7 @@ _LOOK_S = 0.5  # so often a recording looks whether its replica is still there
 class AdminServicer:
     """Looks inside replicas, and sends the process away."""
 
-    def __init__(self, registry: Registry, hasher: ContentHasher, about: About) -> None:
+    def __init__(self, registry: VisibleReplicas, hasher: ContentHasher, about: About) -> None:
         self._registry = registry
         self._hasher = hasher
         self._about = about

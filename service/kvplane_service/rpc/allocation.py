@@ -12,10 +12,11 @@ from google.protobuf.message import Message
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.contents import ContentHasher
 from kvplane_service.core.lookup import Hit
 from kvplane_service.host import ReplicaHost, UnaryStep, new_replica
-from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
+from kvplane_service.registry import Entry, Registration, UnknownReplica
 from kvplane_service.rpc import decode, encode
 from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams, fingerprint
@@ -32,11 +33,13 @@ DEFAULT_PAGE = 100
 class AllocationServicer:
     """Adapters from requests to the registry, hosts and unary calls."""
 
-    def __init__(self, registry: Registry, streams: SessionStreams, hasher: ContentHasher, durable: Durable) -> None:
+    def __init__(
+        self, registry: VisibleReplicas, streams: SessionStreams, hasher: ContentHasher, durable: Durable
+    ) -> None:
         self._registry = registry
         self._streams = streams
         self._hasher = hasher
-        self._keeper, self._ownership = durable.keeper, durable.ownership
+        self._keeper = durable.keeper
         self._draining = False
 
     def refuse_new(self) -> None:
@@ -49,6 +52,7 @@ class AllocationServicer:
         """See the contract. Large pools are built beside the event loop."""
         if self._draining:
             raise Unavailable("the service is going away", remedy="register elsewhere")
+        self._registry.check_name(request.replica)
         planned = await asyncio.to_thread(plan_source, request)
         registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest, planned.plans)
         await self._look_elsewhere(request.replica)
@@ -63,7 +67,7 @@ class AllocationServicer:
         """Raise Moved when another service has the replica; a store that is away keeps nobody from registering one."""
         if name not in self._registry:
             with contextlib.suppress(UnknownReplica, OwnerUnknown):
-                await self._ownership.bring(name)
+                await self._registry.bring(name)
 
     async def DeregisterReplica(self, request: pb.DeregisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""

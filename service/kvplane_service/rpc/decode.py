@@ -9,6 +9,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme
 from kvplane.base.step import ANY_HIT, UNCHANGED, UNLIMITED, News, RowFlag, Watermark
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.auth.gate import CALL
 from kvplane_service.contents import ContentHasher
 from kvplane_service.host import ReplicaHost, UnaryStep
 from kvplane_service.requests import KnownRequest
@@ -24,7 +25,13 @@ def decode_header(header: pb.MutationHeader) -> UnaryStep:
 
 
 async def decode_content(message: pb.RequestContent, host: ReplicaHost, hasher: ContentHasher) -> Content:
-    """A new request's content, hashed. Raises InvalidArgument naming a field below `content`."""
+    """A new request's content, hashed.
+
+    Raises:
+        InvalidArgument: naming a field below `content`.
+        PermissionDenied: the domain is not the caller's to use.
+    """
+    CALL.get().check_domain(message.domain, "content.domain")
     scheme = host.scheme
     content = Content(
         num_tokens=message.num_tokens,

@@ -9,14 +9,14 @@ from google.protobuf.message import Message
 
 from kvplane.base.errors import Unavailable
 from kvplane.v1 import events_pb2 as pb
-from kvplane_service.registry import Registry
+from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.rpc.encode import encode_batch
 
 
 class EventsServicer:
     """Streams the logs of replicas."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: VisibleReplicas) -> None:
         self._registry = registry
         self._draining = asyncio.Event()
         self._wakers: set[asyncio.Event] = set()

@@ -7,8 +7,10 @@ the table is `kvplane.status`.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -21,6 +23,8 @@ from grpc_status import rpc_status
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.status import encode_status
 from kvplane.wire.parsing import parse
+from kvplane_service.auth.gate import Brought, Gate
+from kvplane_service.auth.identity import Proof
 from kvplane_service.registry import UnknownReplica
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
@@ -30,66 +34,109 @@ ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
 
 _T = TypeVar("_T")
+Work: TypeAlias = Callable[[], Awaitable[_T]]
+_Answered: TypeAlias = Callable[..., Awaitable[Any]]
 
 _log = logging.getLogger(__name__)
 
 
-def service_handler(service: ServiceDescriptor, servicer: object, bring: Bring) -> grpc.GenericRpcHandler:
-    """Handlers for every method of a service; the servicer has a method of each name.
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is around every method.
 
-    `bring` is asked to make a replica known that is not, and raises MOVED when another service owns it.
+    Attributes:
+        bring: asked to make a replica known that is not; raises MOVED when another service owns it.
+        gate: that calls pass; None when nobody is asked who it is.
+    """
+
+    bring: Bring
+    gate: Gate | None = None
+
+
+def service_handler(service: ServiceDescriptor, servicer: object, around: Around) -> grpc.GenericRpcHandler:
+    """Handlers for every method of a service; the servicer has a method of each name.
 
     A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that
     streams answers gets the message and yields messages; one that streams both ways gets the context.
     """
-    handlers = {method.name: _handler(method, servicer, bring) for method in service.methods}
+    handlers = {method.name: _handler(method, servicer, around) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, servicer: object, bring: Bring) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _handler(method: MethodDescriptor, servicer: object, around: Around) -> grpc.RpcMethodHandler[bytes, bytes]:
     behaviour = getattr(servicer, method.name)
     request_class = GetMessageClass(method.input_type)
+    answered = partial(_answered, f"{method.containing_service.full_name}/{method.name}", around.gate)
     if method.client_streaming:
-        return grpc.stream_stream_rpc_method_handler(_stream(behaviour))
+        return grpc.stream_stream_rpc_method_handler(_stream(behaviour, answered))
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_server_stream(behaviour, request_class, bring))
-    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, bring))
+        return grpc.unary_stream_rpc_method_handler(_server_stream(behaviour, request_class, around.bring, answered))
+    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, around.bring, answered))
 
 
 def _unary(
-    behaviour: Unary, request_class: type[Message], bring: Bring
+    behaviour: Unary, request_class: type[Message], bring: Bring, answered: _Answered
 ) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def answer(raw: bytes) -> bytes:
         answer = await behaviour(parse(request_class, raw), raw)
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
     async def call(raw: bytes, context: Context) -> bytes:
-        return await _answered(_with_replica(partial(answer, raw), bring), context)
+        given: bytes = await answered(context, partial(_with_replica, bring, partial(answer, raw)))
+        return given
 
     return call
 
 
 def _server_stream(
-    behaviour: ServerStream, request_class: type[Message], bring: Bring
+    behaviour: ServerStream, request_class: type[Message], bring: Bring, answered: _Answered
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def answers(raw: bytes, context: Context) -> None:
         async for answer in behaviour(parse(request_class, raw)):
             await context.write(answer.SerializeToString())
 
     async def call(raw: bytes, context: Context) -> None:
-        await _answered(_with_replica(partial(answers, raw, context), bring), context)
+        await answered(context, partial(_with_replica, bring, partial(answers, raw, context)))
 
     return call
 
 
-def _stream(behaviour: Stream) -> Callable[[object, Context], Awaitable[None]]:
+def _stream(behaviour: Stream, answered: _Answered) -> Callable[[object, Context], Awaitable[None]]:
     async def call(_: object, context: Context) -> None:
-        await _answered(behaviour(context), context)
+        await answered(context, partial(behaviour, context))
 
     return call
 
 
-async def _with_replica(work: Callable[[], Awaitable[_T]], bring: Bring) -> _T:
+async def _answered(method: str, gate: Gate | None, context: Context, work: Work[_T]) -> _T:
+    """What the work returns; a refusal ends the call with its status, a bug with INTERNAL."""
+    try:
+        return await (work() if gate is None else _let_in(gate, method, context, work))
+    except KvplaneError as error:
+        await _abort(error, context)
+    except Exception as error:
+        _log.exception("a bug in the service")
+        name = type(error).__name__
+        await _abort(InternalError(f"{name}: a bug, the log of the service says more"), context)
+
+
+async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> _T:
+    """Do the work if the caller may have it done, as long as it may."""
+    proof = Proof.of(context.invocation_metadata() or (), context.auth_context())
+    call = None
+    try:
+        with gate.passing(Brought(method, context.peer(), proof)) as call:
+            return await work()
+    except asyncio.CancelledError:
+        if call is None or call.ended is None:
+            raise
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+        raise call.ended from None
+
+
+async def _with_replica(bring: Bring, work: Work[_T]) -> _T:
     """What the work returns; a replica that it does not know is brought, if it can be."""
     try:
         return await work()
@@ -101,18 +148,6 @@ async def _with_replica(work: Callable[[], Awaitable[_T]], bring: Bring) -> _T:
         error.field = field
         raise
     return await work()
-
-
-async def _answered(work: Awaitable[_T], context: Context) -> _T:
-    """What the work returns; a refusal ends the call with its status, a bug with INTERNAL."""
-    try:
-        return await work
-    except KvplaneError as error:
-        await _abort(error, context)
-    except Exception as error:
-        _log.exception("a bug in the service")
-        name = type(error).__name__
-        await _abort(InternalError(f"{name}: a bug, the log of the service says more"), context)
 
 
 async def _abort(error: KvplaneError, context: Context) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -10,6 +11,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
 from kvplane_service.about import About
+from kvplane_service.auth.gate import Gate
+from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.config import Config
 from kvplane_service.contents import ContentHasher
 from kvplane_service.registry import Registry
@@ -17,7 +20,7 @@ from kvplane_service.rpc import health
 from kvplane_service.rpc.admin import AdminServicer
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
-from kvplane_service.rpc.methods import service_handler
+from kvplane_service.rpc.methods import Around, service_handler
 from kvplane_service.rpc.ports import add_port
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.tls import server_credentials
@@ -33,6 +36,14 @@ _WORKERS = plan_pb2.DESCRIPTOR.services_by_name["Workers"]
 _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
 
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What calls pass before they reach a servicer; gate None: everybody may."""
+
+    gate: Gate | None = None
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+
+
 class RpcServer:
     """Serves a registry. Create it inside the running event loop."""
 
@@ -42,29 +53,31 @@ class RpcServer:
         config: Config,
         about: About,
         durable: Durable,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        outside: Outside,
     ) -> None:
         self._config = config
-        self._server = grpc.aio.server(options=_options(config), interceptors=interceptors)
-        self._streams = SessionStreams(registry, durable.ownership)
-        self._events = EventsServicer(registry)
-        self._ownership, bring = durable.ownership, durable.ownership.bring
+        self._server = grpc.aio.server(options=_options(config), interceptors=outside.interceptors)
+        self._ownership = durable.ownership
+        visible = VisibleReplicas(registry, durable.ownership.bring)
+        self._streams = SessionStreams(visible, durable.ownership)
+        self._events = EventsServicer(visible)
         hasher = ContentHasher(config)
-        self._allocation = AllocationServicer(registry, self._streams, hasher, durable)
+        self._allocation = AllocationServicer(visible, self._streams, hasher, durable)
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
+        around = Around(visible.bring, outside.gate)
         handlers = (
-            service_handler(_ALLOCATION, self._allocation, bring),
-            service_handler(_EVENTS, self._events, bring),
-            service_handler(_WORKERS, WorkersServicer(registry), bring),
-            service_handler(_ADMIN, AdminServicer(registry, hasher, about), bring),
+            service_handler(_ALLOCATION, self._allocation, around),
+            service_handler(_EVENTS, self._events, around),
+            service_handler(_WORKERS, WorkersServicer(visible), around),
+            service_handler(_ADMIN, AdminServicer(visible, hasher, about), around),
         )
         self._server.add_generic_rpc_handlers(handlers)
         self._health_server = grpc.aio.server()
         self.health_address = ""  # once it serves, if it is to have one of its own
         for server in (self._server, self._health_server):
             health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
-        if config.reflection != "false":
+        if config.serves_reflection:
             # Only what has a descriptor is listed: v1 of reflection has none here, and clients ask for each.
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             _add_reflection(self._server, names)

@@ -13,15 +13,19 @@ from kvplane.base.errors import (
     InvalidArgument,
     KvplaneError,
     OtherWriter,
+    PermissionDenied,
     StaleEpoch,
     Unavailable,
 )
 from kvplane.base.session import OpenRequest
+from kvplane.base.step import Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.parsing import parse
+from kvplane_service.auth.gate import CALL
+from kvplane_service.auth.patterns import ALL
+from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.claims import claim_worker, claimed
 from kvplane_service.host import ReplicaHost
-from kvplane_service.registry import Registry
 from kvplane_service.rpc.methods import Context
 from kvplane_service.store.ownership import Ownership
 
@@ -36,7 +40,7 @@ def fingerprint(raw: bytes) -> bytes:
 class SessionStreams:
     """The open streams of this process."""
 
-    def __init__(self, registry: Registry, ownership: Ownership) -> None:
+    def __init__(self, registry: VisibleReplicas, ownership: Ownership) -> None:
         self._registry = registry
         self._ownership = ownership
         self._open: set[_Stream] = set()
@@ -52,7 +56,7 @@ class SessionStreams:
         self._check_stays()
         request = wire.decode_open(first.open)
         if request.replica not in self._registry:
-            await self._ownership.bring(request.replica)
+            await self._registry.bring(request.replica)
         entry = self._registry.get(request.replica)
         request, epoch = await claimed(entry, request, claim_worker)
         self._check_stays()
@@ -109,6 +113,8 @@ class _Stream:
         self._request = request
         self._context = context
         self._digest_size = host.scheme.digest.size
+        self._call = CALL.get()
+        self._may_use_all_domains = ALL in self._call.owner.domains
         self._writing = asyncio.Lock()
         self._task = asyncio.current_task()
         self._ended: KvplaneError | None = None
@@ -119,6 +125,7 @@ class _Stream:
         `epoch` is the engine life that the workers were claimed for, if any.
         """
         opened = self._host.open(self._request, self.end, epoch)
+        self._call.tell("session_opened", "OK")
         try:
             await self.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
             await self._messages()
@@ -126,6 +133,7 @@ class _Stream:
             self._raise_end()
         finally:
             self._host.lost(self._request.nonce)
+            self._call.tell("session_closed", self._ended.reason if self._ended else "OK")
 
     async def write(self, raw: bytes) -> None:
         """Send a message; whole, whoever sends."""
@@ -160,13 +168,23 @@ class _Stream:
         """The answer to a step, as bytes; a refusal is an answer unless it ends the session."""
         try:
             step = wire.decode_step(message.step, self._digest_size)
+            if not self._may_use_all_domains:
+                self._check_domains(step)
             result = self._host.step(self._request.nonce, step, fingerprint(raw))
         except _ENDS_STREAM:
             raise
         except KvplaneError as error:
+            if isinstance(error, PermissionDenied):
+                self._call.tell("refused", error.reason)
             refusal = wire.encode_step_error(message.step.seq, message.step.part, error)
             return pb.SessionResponse(error=refusal).SerializeToString()
         return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()
+
+    def _check_domains(self, step: Step) -> None:
+        for at, part in enumerate(step.parts):
+            if part.news.slot:
+                for domain in {*part.news.domain} or {""}:
+                    self._call.check_domain(domain, f"parts[{at}].news.domain")
 
     def end(self, reason: KvplaneError) -> None:
         """Wake the stream wherever it waits, and end it with this reason."""

@@ -6,13 +6,13 @@ from google.protobuf.message import Message
 
 from kvplane import wire
 from kvplane.v1 import plan_pb2 as pb
-from kvplane_service.registry import Registry
+from kvplane_service.auth.visible import VisibleReplicas
 
 
 class WorkersServicer:
     """Adapters from requests to the rosters of replicas."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: VisibleReplicas) -> None:
         self._registry = registry
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, _: bytes) -> Message:  # noqa: N802

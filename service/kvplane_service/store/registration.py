@@ -66,6 +66,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
         "spec": _text(wire.encode_spec(registration.spec).SerializeToString()),
         "num_ranks": registration.num_ranks,
         "namespace": _text(registration.namespace_digest),
+        "registered_by": registration.registered_by,
         "plans": [_text(wire.encode_plan(plan).SerializeToString()) for plan in registration.plans],
         "epoch": record.epoch,
         "incarnation": record.incarnation,
@@ -87,6 +88,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             _number(content["num_ranks"], 1 << 32),
             _bytes(content["namespace"]),
             tuple(wire.decode_plan(plan) for plan in plans),
+            str(content.get("registered_by", "")),  # records of earlier versions name nobody
         )
         return ReplicaRecord(
             str(content["name"]),

@@ -126,6 +126,12 @@ class PermissionDenied(KvplaneError):
     reason = "PERMISSION_DENIED"
 
 
+class Unauthenticated(KvplaneError):
+    """The service asks who calls, and nothing that holds was shown."""
+
+    reason = "UNAUTHENTICATED"
+
+
 class OutOfMemory(KvplaneError):
     """The device has too little memory. `metadata`: bytes "asked" and "free", and "num_blocks" that would fit."""
 
@@ -136,6 +142,12 @@ class LimitExceeded(KvplaneError):
     """A configured limit is reached (never: out of blocks, which is an answer)."""
 
     reason = "LIMIT_EXCEEDED"
+
+
+class QuotaExceeded(LimitExceeded):
+    """The caller's own limit is reached; `metadata["retry_ms"]`, where it is there, says when to try again."""
+
+    reason = "QUOTA_EXCEEDED"
 
 
 class Unavailable(KvplaneError):

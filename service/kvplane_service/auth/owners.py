@@ -1,0 +1,155 @@
+"""Owners: who may use which replicas and domains, for what, and how much.
+
+The file `auth_owners` is YAML, from an owner's name to what it may. Two owners never may use one name of a replica:
+whether it is taken would tell one about the other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from itertools import combinations
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_service.auth.files import read_bytes
+from kvplane_service.auth.patterns import ALL, is_pattern, matches, overlap
+from kvplane_service.auth.scopes import Scope
+
+KEY = "auth_owners"
+SUBJECT_KINDS = ("jwt:", "cert:")
+_WORKING = frozenset(Scope) - {Scope.ADMIN}
+
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class OwnerLimits(BaseModel):
+    """Inclusive; None = what the service itself can do."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    requests_per_second: Count | None = None
+    concurrent_calls: Count | None = None  # open sessions and subscriptions too
+    replicas: Count | None = None
+    blocks: Count | None = None  # of all its replicas' pools
+
+
+class Owner(BaseModel):
+    """An identity that the channel has verified, and what it may.
+
+    Attributes:
+        scopes: all but admin by default.
+        domains: that its requests may have; by default only the empty one.
+        replicas: names that it may register; NAME/* by default.
+        every_replica: it may use the replicas of all owners: operators, monitoring.
+        subjects: under which tokens and certificates name it, `jwt:SUB` or `cert:NAME`; its own name by default.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    scopes: frozenset[Scope] = _WORKING
+    domains: tuple[str, ...] = ("",)
+    replicas: tuple[str, ...] = ()
+    every_replica: bool = False
+    subjects: tuple[str, ...] = ()
+    limits: OwnerLimits = OwnerLimits()
+
+    @field_validator("domains", "replicas")
+    @classmethod
+    def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(map(is_pattern, value)):
+            raise ValueError("a star stands at the end of a name only")
+        return value
+
+    @field_validator("subjects")
+    @classmethod
+    def _kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(subject.startswith(SUBJECT_KINDS) for subject in value):
+            raise ValueError("write jwt:SUB or cert:NAME")
+        return value
+
+    def may_name(self, replica: str) -> bool:
+        """Whether a replica of its own can be called so."""
+        return any(matches(pattern, replica) for pattern in self.replicas or (f"{self.name}/*",))
+
+    def may_use(self, replica: str, registered_by: str) -> bool:
+        """Whether it may know of a replica: one that it registered, or nobody did while the service asked nobody."""
+        return self.every_replica or (self.may_name(replica) and registered_by in (self.name, ""))
+
+    def may_use_domain(self, domain: str) -> bool:
+        """Whether its requests may have this domain."""
+        return any(matches(pattern, domain) for pattern in self.domains)
+
+
+ANYONE = Owner(name="", scopes=frozenset(Scope), domains=(ALL,), replicas=(ALL,), every_replica=True)
+
+
+class Owners:
+    """The owners of a file."""
+
+    def __init__(self, owners: Iterable[Owner]) -> None:
+        """Raises InvalidArgument for a subject, or a name of replicas, that two owners have."""
+        self._by_name = {owner.name: owner for owner in owners}
+        self._by_subject: dict[str, Owner] = {}
+        for owner in self._by_name.values():
+            for subject in owner.subjects or [kind + owner.name for kind in SUBJECT_KINDS]:
+                first = self._by_subject.setdefault(subject, owner)
+                if first is not owner:
+                    raise _refused(f"{subject} is {first.name} and {owner.name}", "name each subject once")
+        for one, other in combinations(self._by_name.values(), 2):
+            _check_apart(one, other)
+
+    def get(self, name: str) -> Owner | None:
+        """The owner of this name."""
+        return self._by_name.get(name)
+
+    def of_subject(self, subject: str) -> Owner | None:
+        """The owner that `jwt:SUB` or `cert:NAME` stands for."""
+        return self._by_subject.get(subject)
+
+
+def read_owners(path: str) -> Owners:
+    """Read the file. Raises NotFound, InvalidArgument naming the owner and its key."""
+    try:
+        content = yaml.safe_load(read_bytes(path, KEY))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _refused(f"{path} is not YAML: {error}", "write lines of `owner: {key: value}`") from None
+    if not isinstance(content, Mapping) or not content:
+        raise _refused(f"{path} names no owner", "write lines of `owner: {key: value}`")
+    return Owners([_owner(str(name), fields) for name, fields in content.items()])
+
+
+def _owner(name: str, fields: Any) -> Owner:  # noqa: ANN401 - what YAML holds
+    if fields is not None and not isinstance(fields, Mapping):
+        raise _refused(f"{name} is no mapping", "write `owner: {key: value}`")
+    try:
+        return Owner(**{"name": name, **{str(key): value for key, value in (fields or {}).items()}})
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, (name, *first["loc"])))
+        raise _refused(f"{where}: {first['msg']}", _remedy(first["type"], str(first["loc"][-1]))) from None
+
+
+def _remedy(kind: str, key: str) -> str:
+    keys = [key for key in (*Owner.model_fields, *OwnerLimits.model_fields) if key != "name"]
+    if kind == "extra_forbidden":
+        return f"the nearest key is {difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]}"
+    return "docs/operating.md shows every key"
+
+
+def _check_apart(one: Owner, other: Owner) -> None:
+    for mine in one.replicas or (f"{one.name}/*",):
+        for theirs in other.replicas or (f"{other.name}/*",):
+            if overlap(mine, theirs):
+                raise _refused(
+                    f"{one.name} may use {mine!r} and {other.name} {theirs!r}, which have names in common",
+                    "give each owner names of its own; `every_replica: true` is for operators",
+                )
+
+
+def _refused(what: str, remedy: str) -> InvalidArgument:
+    return InvalidArgument(what, field=KEY, remedy=remedy)

@@ -1,0 +1,72 @@
+"""What a caller may be allowed to do, and which method needs what: the one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Scope(Enum):
+    """A kind of calls."""
+
+    ALLOCATE = "allocate"  # an engine: register, open sessions, allocate
+    READ = "read"  # look at replicas, ask for hits and explanations
+    EVENTS = "events"  # follow what replicas publish
+    WORKER = "worker"  # hold the pages of a rank
+    ADMIN = "admin"  # an operator: whole state, every decision, drain
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a method needs.
+
+    Attributes:
+        scope: that the caller must have.
+        is_audited: each call is told in the audit log, refused or not.
+        is_for_all: it concerns every owner's replicas, so the caller must be allowed to see them all.
+    """
+
+    scope: Scope
+    is_audited: bool = False
+    is_for_all: bool = False
+
+
+def _service(name: str, **rules: Rule) -> dict[str, Rule]:
+    return {f"kvplane.v1.{name}/{method}": rule for method, rule in rules.items()}
+
+
+_ALLOCATE, _READ = Rule(Scope.ALLOCATE), Rule(Scope.READ)
+_CHANGE = Rule(Scope.ALLOCATE, is_audited=True)
+
+METHODS: Mapping[str, Rule] = {
+    **_service(
+        "Allocation",
+        RegisterReplica=_CHANGE,
+        DeregisterReplica=_CHANGE,
+        DescribeReplica=_READ,
+        ListReplicas=_READ,
+        FindCacheHit=_READ,
+        AllocateSlots=_ALLOCATE,
+        CommitBlocks=_ALLOCATE,
+        Free=_ALLOCATE,
+        EvictBlocks=_CHANGE,
+        ResetPrefixCache=_CHANGE,
+        Session=_ALLOCATE,
+    ),
+    **_service("Events", Subscribe=Rule(Scope.EVENTS)),
+    **_service(
+        "Workers",
+        RegisterWorker=Rule(Scope.WORKER, is_audited=True),
+        RenewWorker=Rule(Scope.WORKER),
+        DeregisterWorker=Rule(Scope.WORKER, is_audited=True),
+    ),
+    **_service(
+        "Admin",
+        Status=_READ,
+        Drain=Rule(Scope.ADMIN, is_audited=True, is_for_all=True),
+        Snapshot=Rule(Scope.ADMIN, is_audited=True),
+        Explain=_READ,
+        Record=Rule(Scope.ADMIN, is_audited=True),
+    ),
+}

@@ -1,0 +1,137 @@
+"""The file of owners, certificates that name them, and what is refused at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvplane import ModelSource, connect
+from kvplane.access import Tls
+from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, PermissionDenied
+from kvplane_service.app import App
+from kvplane_service.auth.owners import Owner, read_owners
+from kvplane_service.auth.patterns import is_pattern, matches, overlap
+from kvplane_service.auth.tokens import line_of
+from kvplane_service.config import Config
+from tests.service.certificates import Authority
+from tests.service.guarded import Guard
+from tests.service.rig import running
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "does"),
+    [("a/*", "a/b", True), ("a/*", "a", False), ("a", "a", True), ("a", "ab", False), ("*", "", True), ("", "", True),
+     ("", "a", False)],
+)  # fmt: skip
+def test_a_pattern_is_a_name_or_a_beginning(pattern, name, does):
+    assert matches(pattern, name) is does
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "do"),
+    [("a/*", "a/b*", True), ("a/*", "b/*", False), ("a", "a*", True), ("a", "a", True), ("a", "b", False),
+     ("*", "x", True), ("a*", "ab*", True), ("ab", "a*", True)],
+)  # fmt: skip
+def test_patterns_that_have_a_name_in_common(one, other, do):
+    assert overlap(one, other) is do
+    assert overlap(other, one) is do
+
+
+def test_a_star_stands_at_the_end():
+    assert is_pattern("a*")
+    assert not is_pattern("*a")
+
+
+REFUSED = {
+    "acme.scopse": ("acme: {scopse: []}", "the nearest key is scopes"),
+    "acme.scopes.0": ("acme: {scopes: [alocate]}", "docs/operating.md"),
+    "acme.limits.block": ("acme: {limits: {block: 1}}", "the nearest key is blocks"),
+    "acme.limits.blocks": ("acme: {limits: {blocks: 0}}", "docs/operating.md"),
+    "a star stands at the end": ("acme: {domains: ['*x']}", "docs/operating.md"),
+    "write jwt:SUB or cert:NAME": ("acme: {subjects: [x]}", "docs/operating.md"),
+    "acme is no mapping": ("acme: [1]", "owner: {key"),
+    "names no owner": ("", "owner: {key"),
+    "is not YAML": ("a: [", "owner: {key"),
+    "have names in common": ("acme: {replicas: ['x*']}\nrival: {replicas: [xy]}", "names of its own"),
+    "have names in common ": ("acme: {}\nrival: {replicas: ['*']}", "names of its own"),
+    "cert:x is acme and rival": ("acme: {subjects: ['cert:x']}\nrival: {subjects: ['cert:x']}", "once"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_file_cannot_say_is_refused_by_name(tmp_path, what):
+    text, remedy = REFUSED[what]
+    path = tmp_path / "owners"
+    path.write_text(text)
+    with pytest.raises(InvalidArgument, match=what.strip()) as caught:
+        read_owners(str(path))
+    assert caught.value.field == "auth_owners"
+    assert remedy in caught.value.remedy
+
+
+def test_an_owner_of_whom_nothing_is_said_may_work_under_its_own_name():
+    owner = Owner(name="acme")
+    assert {scope.value for scope in owner.scopes} == {"allocate", "read", "events", "worker"}
+    assert owner.may_name("acme/r")
+    assert not owner.may_name("r")
+    assert owner.may_use_domain("")
+    assert not owner.may_use_domain("x")
+    assert not owner.may_use("acme/r", "rival")
+
+
+OWNED: dict[str, Any] = {"auth_owners": "owners", "auth_tokens": "tokens"}
+KEYED: dict[str, Any] = {"auth_owners": "owners", "auth_jwks": "k"}
+# What is set (files by their names in the folder) -> how it is refused, and which key is named.
+BAD_STARTS: dict[str, tuple[dict[str, Any], type[KvplaneError], str]] = {
+    "tokens without owners": ({"auth_tokens": "tokens"}, InvalidArgument, "auth_owners"),
+    "owners without proof": ({"auth_owners": "owners"}, InvalidArgument, "auth_owners"),
+    "a token of nobody": ({**OWNED, "auth_tokens": "stranger"}, InvalidArgument, "auth_tokens"),
+    "no tokens": ({**OWNED, "auth_tokens": "broken"}, InvalidArgument, "auth_tokens"),
+    "no file": ({**OWNED, "auth_owners": "nothing"}, NotFound, "auth_owners"),
+    "keys without issuer": ({**KEYED, "auth_jwt_audience": "a"}, InvalidArgument, "auth_jwt_issuer"),
+    "keys without audience": ({**KEYED, "auth_jwt_issuer": "i"}, InvalidArgument, "auth_jwt_audience"),
+    "an issuer without keys": ({**OWNED, "auth_jwt_issuer": "i"}, InvalidArgument, "auth_jwks"),
+    "no audit log": ({**OWNED, "audit_log": "no/where"}, NotFound, "audit_log"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_STARTS)
+async def test_a_service_does_not_start_with_what_contradicts_itself(tmp_path, monkeypatch, what):
+    Guard(tmp_path)
+    (tmp_path / "stranger").write_text(line_of("t", "stranger"))
+    (tmp_path / "broken").write_text("canary")
+    monkeypatch.chdir(tmp_path)
+    settings, kind, field = BAD_STARTS[what]
+    with pytest.raises(kind) as caught:
+        App(Config(**settings))
+    assert caught.value.field == field
+    assert caught.value.remedy
+    assert "canary" not in str(caught.value)
+
+
+def test_tokens_in_plain_text_on_a_network_are_warned_of(tmp_path, caplog):
+    with running(Guard(tmp_path).config(listen="0.0.0.0:0")):
+        assert "in plain text" in caplog.text
+
+
+def test_a_certificate_is_an_identity(tmp_path):
+    authority = Authority(tmp_path)
+    server = authority.issue("server")
+    guard = Guard(tmp_path, {"acme": {}, "team": {"subjects": ["cert:spiffe://cluster/engine"]}})
+    config = guard.config(
+        auth_tokens="", tls_cert=server.cert, tls_key=server.key, tls_client_auth="require",
+        tls_client_ca=authority.cert,
+    )  # fmt: skip
+    pairs = {
+        "acme/r": authority.issue("acme"),
+        "team/r": authority.issue("x", uri="spiffe://cluster/engine"),
+    }
+    with running(config) as service:
+        for name, pair in pairs.items():
+            with connect(service.address, tls=Tls(authority.cert, *pair)) as client:
+                client.register_replica(name, ModelSource(model="llama-3.1-8b", num_blocks=100, max_model_len=512))
+                assert [one.replica for one in client.list_replicas()] == [name]
+        tls = Tls(authority.cert, *authority.issue("nobody"))
+        with connect(service.address, tls=tls) as client, pytest.raises(PermissionDenied):
+            client.status()

@@ -1,0 +1,132 @@
+"""Limits of an owner: on how often and how much at once it calls, on its replicas and blocks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from kvplane.base.errors import QuotaExceeded
+from kvplane.status import DETAILS_KEY
+from kvplane.v1 import admin_pb2
+from kvplane_service.auth.owners import Owner, OwnerLimits
+from kvplane_service.auth.quotas import Quotas
+from tests.service.guarded import Caller, Guard
+from tests.service.rig import SPEC, refusal, running, until
+
+SECOND = 1_000_000_000
+
+
+class Clock:
+    now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+def owner(**limits: int) -> Owner:
+    return Owner(name="acme", limits=OwnerLimits(**limits))
+
+
+def test_a_second_s_worth_may_come_at_once_and_then_at_its_rate():
+    clock = Clock()
+    quotas, acme = Quotas(clock), owner(requests_per_second=3)
+    for _ in range(3):
+        quotas.enter(acme)
+    with pytest.raises(QuotaExceeded) as caught:
+        quotas.enter(acme)
+    clock.now_ns += int(caught.value.metadata["retry_ms"]) * 1_000_000
+    quotas.enter(acme)
+    with pytest.raises(QuotaExceeded):
+        quotas.enter(acme)
+    clock.now_ns += 100 * SECOND
+    for _ in range(3):
+        quotas.enter(acme)
+    with pytest.raises(QuotaExceeded):
+        quotas.enter(acme)
+
+
+def test_calls_at_once_are_counted_until_they_end():
+    quotas, acme = Quotas(Clock()), owner(concurrent_calls=2)
+    quotas.enter(acme)
+    quotas.enter(acme)
+    with pytest.raises(QuotaExceeded):
+        quotas.enter(acme)
+    quotas.leave(acme)
+    quotas.enter(acme)
+
+
+def test_one_owner_s_calls_take_nothing_from_another():
+    quotas = Quotas(Clock())
+    quotas.enter(owner(requests_per_second=1, concurrent_calls=1))
+    quotas.enter(Owner(name="rival", limits=OwnerLimits(requests_per_second=1, concurrent_calls=1)))
+
+
+@pytest.fixture
+def limited(tmp_path):
+    """A caller with the limits, and the clock of its service."""
+    clock = Clock()
+    limits = {"requests_per_second": 50, "concurrent_calls": 2, "replicas": 2, "blocks": 90}
+    guard = Guard(tmp_path, {"acme": {"limits": limits}, "rival": {}})
+    with running(guard.config(), clock) as service:
+        yield Caller(service, "token-acme"), clock, Caller(service, "token-rival")
+
+
+def test_too_many_requests_are_told_when_to_come_back(limited):
+    caller, clock, rival = limited
+    status = caller.channel.unary_unary("/kvplane.v1.Admin/Status")
+    for _ in range(50):
+        status(b"")
+    with pytest.raises(grpc.RpcError) as raised:
+        status(b"")
+    assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata: dict[str, Any] = dict(cast(Any, raised.value).trailing_metadata())
+    rich = status_pb2.Status.FromString(metadata[DETAILS_KEY])
+    retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
+    assert any(detail.Unpack(retry) for detail in rich.details)
+    assert any(detail.Unpack(quota) for detail in rich.details)
+    assert 0 < retry.retry_delay.ToMilliseconds() <= 21
+    assert quota.violations[0].subject == "owner:acme"
+    rival.admin.Status(admin_pb2.StatusRequest())
+    clock.now_ns += retry.retry_delay.ToMilliseconds() * 1_000_000
+    status(b"")
+
+
+def test_an_open_session_is_a_call_under_way(limited):
+    caller, _, _ = limited
+    caller.register("acme/r")
+    caller.register("acme/s")
+    sessions = [caller.open("acme/r"), caller.open("acme/s")]
+    with refusal(QuotaExceeded, "concurrent_calls"):
+        caller.describe("acme/r")
+    sessions[0].close()
+    assert sessions[0].end() is None
+    until(lambda: not refused(caller))
+    sessions[1].close()
+
+
+def refused(caller: Caller) -> bool:
+    """The end of a call is seen by its client before it is counted."""
+    try:
+        caller.describe("acme/r")
+    except grpc.RpcError:
+        return True
+    return False
+
+
+def test_replicas_and_blocks_are_counted_per_owner(limited):
+    caller, _, rival = limited
+    caller.register("acme/r")
+    caller.register("acme/r")
+    spec = type(SPEC)()
+    spec.CopyFrom(SPEC)
+    spec.num_blocks = 50
+    with refusal(QuotaExceeded, "blocks"):
+        caller.register("acme/s", spec)
+    caller.register("acme/s")
+    with refusal(QuotaExceeded, "replicas") as caught:
+        caller.register("acme/t")
+    assert "retry_ms" not in caught[0].metadata, "waiting does not help"
+    rival.register("rival/r", spec)

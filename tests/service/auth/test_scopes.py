@@ -1,0 +1,107 @@
+"""Every method has its rule, and no call gets in without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvplane.access import TokenChannel
+from kvplane.base.errors import KvplaneError, PermissionDenied, Unauthenticated
+from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2, worker_pb2
+from kvplane_service.auth.scopes import METHODS, Scope
+from tests.service.guarded import Caller, Guard, guarded
+from tests.service.rig import error_of, running
+
+FILES = (admin_pb2, allocation_pb2, events_pb2, plan_pb2, worker_pb2)
+ON_A_SOCKET = {"Worker"}  # served by each worker on a socket of its user alone, with a token of its directory
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    with guarded(tmp_path_factory.mktemp("guard"), reflection="true") as world:
+        yield world
+
+
+def outcome(channel: grpc.Channel | TokenChannel, method: str, raw: bytes = b"") -> KvplaneError | None:
+    """The refusal of any method; None when it is answered, or goes on."""
+    try:
+        method_of: Any = channel.stream_stream(f"/{method}")
+        call = method_of(iter([raw]), timeout=10)
+        next(call, None)
+        call.cancel()
+    except grpc.RpcError as error:
+        return error_of(error)
+    return None
+
+
+def test_every_method_of_every_service_has_a_rule():
+    services = [service for file in FILES for service in file.DESCRIPTOR.services_by_name.values()]
+    served = [service for service in services if service.name not in ON_A_SOCKET]
+    named = {f"{service.full_name}/{method.name}" for service in served for method in service.methods}
+    assert named == set(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_who_shows_nothing_is_nobody(world, method):
+    assert isinstance(outcome(world.service.channel, method), Unauthenticated)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_its_scope_a_method_is_denied_and_with_it_the_call_gets_in(tmp_path, method):
+    scope = METHODS[method].scope
+    owners = {
+        "has": {"scopes": [scope.value], "every_replica": True},
+        "lacks": {"scopes": [one.value for one in Scope if one is not scope], "every_replica": True},
+    }
+    guard = Guard(tmp_path, owners)
+    with running(guard.config()) as service:
+        denied = outcome(Caller(service, "token-lacks").channel, method)
+        assert isinstance(denied, PermissionDenied)
+        assert scope.value in denied.message
+        assert not isinstance(outcome(Caller(service, "token-has").channel, method), PermissionDenied | Unauthenticated)
+
+
+def test_what_concerns_everyone_s_replicas_needs_them_all(tmp_path):
+    guard = Guard(tmp_path, {"acme": {"scopes": ["admin"]}})
+    with running(guard.config()) as service:
+        assert isinstance(outcome(Caller(service, "token-acme").channel, "kvplane.v1.Admin/Drain"), PermissionDenied)
+        assert not service.app.about.drain_asked.is_set()
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [("authorization", "token-acme")],
+        [("authorization", "Basic token-acme")],
+        [("authorization", "Bearer ")],
+        [("authorization", "Bearer token-acm")],
+        [("authorization", "Bearer token-acme"), ("authorization", "Bearer token-rival")],
+        [("authorization", "Bearer a.b.c")],
+    ],
+)
+def test_what_is_no_token_that_holds_is_refused_and_not_repeated(world, metadata):
+    call = world.service.channel.unary_unary("/kvplane.v1.Admin/Status")
+    with pytest.raises(grpc.RpcError) as raised:
+        call(b"", metadata=metadata)
+    error = error_of(raised.value)
+    assert isinstance(error, Unauthenticated)
+    assert "token-" not in str(error)
+
+
+def test_health_is_for_everybody(world):
+    answer = health_pb2_grpc.HealthStub(world.service.channel).Check(health_pb2.HealthCheckRequest())
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+
+def test_reflection_is_off_unless_it_was_asked_for(tmp_path, world):
+    assert outcome(world.service.channel, REFLECTION) is None
+    with running(Guard(tmp_path).config()) as service:
+        refused = outcome(service.channel, REFLECTION)
+        assert refused is not None
+        assert refused.metadata["code"] == "UNIMPLEMENTED"

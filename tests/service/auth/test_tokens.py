@@ -1,0 +1,130 @@
+"""Static tokens: what is kept of them, files that change, sessions that are broken off."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, Unauthenticated
+from kvplane.v1 import admin_pb2, events_pb2
+from kvplane_service.auth.tokens import StaticTokens, line_of, new_token, read_tokens
+from tests.service.guarded import OWNERS, Caller, Guard, guarded
+from tests.service.rig import refusal, running, until
+
+STATUS = admin_pb2.StatusRequest()
+
+
+def test_a_file_of_digests_knows_its_tokens_and_no_other(tmp_path):
+    path, tokens = tmp_path / "tokens", [new_token() for _ in range(3)]
+    lines = [line_of(token, f"o{at}") for at, token in enumerate(tokens)]
+    path.write_text("# comment\n\n" + "\n".join(f"{line}  # of {at}" for at, line in enumerate(lines)))
+    found = read_tokens(str(path))
+    assert [found.find(token) for token in tokens] == ["o0", "o1", "o2"]
+    assert found.find(tokens[0][:-1]) is None
+    assert found.find("") is None
+    assert not any(token in path.read_text() for token in tokens)
+
+
+def test_tokens_are_256_bits_and_never_the_same():
+    tokens = {new_token() for _ in range(100)}
+    assert len(tokens) == 100
+    assert all(len(token) == len("kvp_") + 43 for token in tokens)
+
+
+BAD_LINES = ["canary-token acme", "sha256:00 acme", "sha256:" + "0" * 64, "sha256:" + "G" * 64 + " a"]
+
+
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_line_that_cannot_be_is_named_by_its_number_and_not_repeated(tmp_path, line):
+    path = tmp_path / "tokens"
+    path.write_text(f"# first\n{line}\n")
+    with pytest.raises(InvalidArgument, match="line 2") as caught:
+        read_tokens(str(path))
+    assert "canary" not in str(caught.value)
+
+
+def test_a_token_twice_is_a_slip(tmp_path):
+    path = tmp_path / "tokens"
+    path.write_text(f"{line_of('t', 'a')}\n{line_of('t', 'b')}\n")
+    with pytest.raises(InvalidArgument, match="repeats"):
+        read_tokens(str(path))
+
+
+def test_comparing_looks_at_every_digest(monkeypatch):
+    """So that the time it takes tells nothing."""
+    looked = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        looked.append(one)
+        return one == other
+
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    tokens = StaticTokens(tuple((bytes([at]) * 32, str(at)) for at in range(5)))
+    tokens.find("anything")
+    assert len(looked) == 5
+
+
+def test_the_command_makes_a_token_and_its_line(kvplane, tmp_path):
+    code, output, _ = kvplane("token", "acme")
+    token, line = output.splitlines()
+    path = tmp_path / "tokens"
+    path.write_text(line)
+    assert code == 0
+    assert read_tokens(str(path)).find(token) == "acme"
+
+
+def test_a_token_that_is_added_or_taken_away_counts_at_once(tmp_path):
+    with guarded(tmp_path) as world:
+        world.acme.admin.Status(STATUS)
+        world.guard.write_tokens("rival")
+        with refusal(Unauthenticated):
+            world.acme.admin.Status(STATUS)
+        world.guard.write_tokens("acme", "rival")
+        world.acme.admin.Status(STATUS)
+
+
+def test_files_that_cannot_be_used_change_nothing(tmp_path, caplog):
+    with guarded(tmp_path) as world:
+        world.guard.tokens_file.write_text("nonsense")
+        world.acme.admin.Status(STATUS)
+        world.guard.tokens_file.unlink()
+        world.acme.admin.Status(STATUS)
+        world.guard.write_tokens("acme", "nobody-s")
+        world.acme.admin.Status(STATUS)
+        world.guard.write_owners({"acme": {"scopse": []}})
+        world.acme.admin.Status(STATUS)
+    assert "line 1" in caplog.text
+    assert "'nobody-s' is not in" in caplog.text
+    assert "the nearest key is scopes" in caplog.text
+
+
+def test_streams_of_a_token_that_is_taken_away_are_broken_off(tmp_path):
+    with guarded(tmp_path, lease_ms=100) as world:
+        world.acme.register("acme/r")
+        stream = world.acme.open("acme/r")
+        other = world.rival
+        other.register("rival/r")
+        kept = other.open("rival/r")
+        followed = world.acme.events.Subscribe(events_pb2.SubscribeRequest(replica="acme/r", after_seq=0))
+        world.guard.write_tokens("rival", "operator")
+        assert isinstance(stream.end(), Unauthenticated)
+        with refusal(Unauthenticated):
+            list(followed)
+        assert kept.step().WhichOneof("kind") == "result"
+        until(lambda: world.guard.audit_file.read_text().count("UNAUTHENTICATED") == 2)
+
+
+def test_a_stream_whose_owner_may_less_now_is_broken_off(tmp_path):
+    with guarded(tmp_path, lease_ms=100) as world:
+        world.acme.register("acme/r")
+        stream = world.acme.open("acme/r")
+        world.guard.write_owners({**OWNERS, "acme": {"domains": ["gold"]}})
+        assert isinstance(stream.end(), Unauthenticated)
+
+
+def test_the_audit_file_is_its_user_s_alone(tmp_path):
+    guard = Guard(tmp_path)
+    with running(guard.config()) as service:
+        Caller(service, "token-acme").register("acme/r")
+    assert stat.S_IMODE(guard.audit_file.stat().st_mode) == 0o600
