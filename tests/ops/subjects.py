@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
+from kvplane_worker.ops.flashinfer_ops.entry import FlashInferEntry
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.ops import interpreter
@@ -18,7 +21,14 @@ def triton_subject(device: str) -> Subject:
     return Subject(TritonOps(), device)
 
 
+def flashinfer_subject(device: str) -> Subject:
+    """On a GPU, where FlashInfer is installed."""
+    assert not (why := FlashInferEntry.unfit(torch.device(device))), why
+    return Subject(FlashInferEntry(), device)
+
+
 SUBJECTS: dict[str, Callable[[str], Subject]] = {
     "torch": lambda device: Subject(TorchOps(), device),
     "triton": triton_subject,
+    "flashinfer": flashinfer_subject,
 }

@@ -30,7 +30,8 @@ def ops() -> TritonOps:
 
 def test_a_worker_on_a_cpu_uses_torch_and_says_why():
     choice = select.choose("cpu")
-    assert choice.reasons == ("triton: needs a CUDA device, not cpu", "torch: chosen")
+    why = "needs a CUDA device, not cpu"
+    assert choice.reasons == (f"triton: {why}", f"flashinfer: {why}", "torch: chosen")
     with pytest.raises(FailedPrecondition, match="triton: needs a CUDA device"):
         select.choose("cpu", "triton")
 

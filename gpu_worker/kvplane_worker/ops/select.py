@@ -23,6 +23,7 @@ PACKAGE = "kvplane_worker.ops"
 # Best first. "module:class", the module relative to PACKAGE. The last one works everywhere; others are proved by it.
 BACKENDS: dict[str, str] = {
     "triton": "triton_ops.entry:TritonEntry",
+    "flashinfer": "flashinfer_ops.entry:FlashInferEntry",
     "torch": "torch_ops:TorchOps",
 }
 YARDSTICK = "torch"

@@ -1,0 +1,165 @@
+"""The FlashInfer backend: attention that it takes by its kernels, all else by another backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops import checks
+from kvplane_worker.ops.flashinfer_ops import calls
+from kvplane_worker.ops.flashinfer_ops.calls import Planned, Shape
+from kvplane_worker.ops.flashinfer_ops.indices import PagedRows, paged_rows
+from kvplane_worker.ops.flashinfer_ops.plans import PerBatch
+from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch, PagedOps
+
+TYPES = (torch.bfloat16, torch.float16)
+SIZES = (64, 128, 256)
+LATENT_SIZE, LATENT_REST = 512, 64
+ALIGNMENT_BYTES = 16
+# Shared by all plans: what runs on one stream uses it in turn.
+WORKSPACE_BYTES = 128 << 20
+# A plan holds 8 MiB on the device and 8 of pinned memory.
+MAX_PLANS, MAX_ROWS = 16, 32
+
+Planner = Callable[[Any, Tensor, PagedRows, Shape], Planned]
+
+
+class FlashInferOps:
+    """A backend around another one.
+
+    Tables and lengths are read on the host, once per batch and step: that waits for the device, and cannot be captured
+    in a graph.
+
+    Attributes:
+        other: the backend of everything that FlashInfer does not do.
+        fallbacks: operation of attention → why it last went to the other backend; shown by `Worker.Describe`.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, other: PagedOps, library: Any) -> None:  # noqa: ANN401
+        self.other = other
+        self.fallbacks: dict[str, str] = {}
+        self._library = library
+        self._rows: PerBatch[PagedRows | str] = PerBatch(MAX_ROWS)
+        self._plans: PerBatch[Planned] = PerBatch(MAX_PLANS, settle)
+        self._workspaces: dict[torch.device, Tensor] = {}
+        self.write_kv, self.write_latent, self.state_step = other.write_kv, other.write_latent, other.state_step
+        self.copy_pages, self.zero_pages = other.copy_pages, other.zero_pages
+        self.gather, self.scatter, self.checksum = other.gather, other.scatter, other.checksum
+
+    @property
+    def explained(self) -> tuple[str, ...]:
+        """A line for each operation of attention left to the other backend so far, and what that one has to say."""
+        left = (f"{operation} by {self.other.name}: {why}" for operation, why in self.fallbacks.items())
+        theirs: tuple[str, ...] = getattr(self.other, "explained", ())
+        return (f"all but attention by {self.other.name}", *left, *(f"{self.other.name}: {line}" for line in theirs))
+
+    def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        """See `AttentionOps.decode_attention`."""
+        checks.check_one_query_per_row(batch)
+        checks.check_attention(query, pages, batch, rule)
+        shape = shape_of(query, pages.k, rule)
+        rows = self._taken("decode_attention", refusal(query, pages, rule), batch, shape)
+        if rows is None:
+            return self.other.decode_attention(query, pages, batch, rule)
+        return self._planned(calls.decode, rows, batch, shape, query)(query, (pages.k, pages.v))
+
+    def prefill_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
+        """See `AttentionOps.prefill_attention`."""
+        checks.check_attention(query, pages, batch, rule)
+        if batch.query_start is None:
+            return self.decode_attention(query, pages, batch, rule)
+        shape = shape_of(query, pages.k, rule)
+        rows = self._taken("prefill_attention", refusal(query, pages, rule), batch, shape)
+        if rows is None:
+            return self.other.prefill_attention(query, pages, batch, rule)
+        return self._planned(calls.prefill, rows, batch, shape, query)(query, (pages.k, pages.v))
+
+    def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
+        """See `AttentionOps.mla_decode`."""
+        checks.check_mla(query, pages, batch, value_size)
+        rest = pages.shape[2] - value_size
+        shape = Shape(query.shape[1], 1, value_size, pages.shape[1], scale, query.dtype, rest=rest)
+        rows = self._taken("mla_decode", latent_refusal(query, pages, value_size), batch, shape)
+        if rows is None:
+            return self.other.mla_decode(query, pages, batch, scale, value_size)
+        return self._planned(calls.latent, rows, batch, shape, query)(query, pages)
+
+    def _taken(self, operation: str, why_not: str, batch: Batch, shape: Shape) -> PagedRows | None:
+        """The batch's rows, read once; None, and the reason kept, where the other backend has to do it."""
+        if not why_not:
+            block_size, window = shape.block_size, shape.window
+            rows = self._rows.of(batch, (block_size, window), partial(paged_rows, batch, block_size, window))
+            if isinstance(rows, PagedRows):
+                return rows
+            why_not = rows
+        self.fallbacks[operation] = why_not
+        return None
+
+    def _planned(self, plan: Planner, rows: PagedRows, batch: Batch, shape: Shape, query: Tensor) -> Planned:
+        """What runs a plan for the batch and sets the results of empty rows to 0; planned once, run by every layer."""
+
+        def make() -> Planned:
+            run, empty = plan(self._library, self._workspace(query), rows, shape), rows.empty.to(query.device)
+            return partial(run_and_clear, run, empty) if len(empty) else run
+
+        return self._plans.of(batch, (plan, shape), make)
+
+    def _workspace(self, like: Tensor) -> Tensor:
+        if like.device not in self._workspaces:
+            self._workspaces[like.device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=like.device)
+        return self._workspaces[like.device]
+
+
+def run_and_clear(run: Planned, empty: Tensor, query: Tensor, pages: Any) -> Tensor:  # noqa: ANN401
+    """Run a plan; the results of `empty` queries become 0."""
+    return run(query, pages).index_fill_(0, empty, 0)
+
+
+def settle() -> None:
+    """Wait for the device: plans copy from pinned memory of their own, which must not go while they do."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+def shape_of(query: Tensor, keys: Tensor, rule: AttentionRule) -> Shape:
+    """What a plan for keys and values depends on."""
+    _, block_size, kv_heads, size = keys.shape
+    return Shape(query.shape[1], kv_heads, size, block_size, rule.scale, query.dtype, rule.window)
+
+
+def refusal(query: Tensor, pages: AttentionPages, rule: AttentionRule) -> str:
+    """Why FlashInfer does not attend to these pages with this query; "" when it does."""
+    if pages.k.dtype not in TYPES:
+        return f"pages of {checks.name_of(pages.k.dtype)}: bfloat16 or float16"
+    if rule.sinks is not None or rule.chunk:
+        return "sinks" if rule.sinks is not None else "chunks"
+    if pages.k.shape[3] not in SIZES or pages.v.shape[3] != pages.k.shape[3]:
+        return f"heads of {pages.k.shape[3]} and {pages.v.shape[3]} elements: both of {', '.join(map(str, SIZES))}"
+    if pages.k.stride() != pages.v.stride():
+        return "keys and values do not lie alike"
+    return misaligned(query, pages.k, pages.v)
+
+
+def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
+    """Why FlashInfer does not attend to these latents with this query; "" when it does."""
+    if pages.dtype not in TYPES:
+        return f"latents of {checks.name_of(pages.dtype)}: bfloat16 or float16"
+    rest = pages.shape[2] - value_size
+    if (value_size, rest) != (LATENT_SIZE, LATENT_REST):
+        return f"latents of {value_size} + {rest} elements: {LATENT_SIZE} + {LATENT_REST}"
+    return misaligned(query, pages)
+
+
+def misaligned(*tensors: Tensor) -> str:
+    """Why the kernels' 16-byte accesses do not fit some tensor; "" when they do."""
+    for tensor in tensors:
+        steps = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
+        if tensor.stride(-1) != 1 or any(place % ALIGNMENT_BYTES for place in (tensor.data_ptr(), *steps)):
+            return f"heads are not contiguous, or not aligned to {ALIGNMENT_BYTES} bytes"
+    return ""

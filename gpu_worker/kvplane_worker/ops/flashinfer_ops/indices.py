@@ -1,0 +1,71 @@
+"""A batch as FlashInfer reads it: the blocks of all rows one after the other, from where each row's window begins.
+
+Only what is attended to is named: blocks that left the window are not among the indices, and none is the null block.
+So nothing is read that the table does not name, and positions still count from the end of a row, as its window does.
+
+        table        | 0  0  7  4  9  |      seq_len 70, block 16, window 20, one query: tokens 50..69
+        indices               4  9           (tokens 48..69; the window cuts off 48 and 49)
+        last_page_len            6
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvplane_worker.ops.interface import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Rows as columns, int32 on the host.
+
+    Attributes:
+        query_start: [rows + 1].
+        indptr: [rows + 1]: blocks of row r are indices[indptr[r] : indptr[r + 1]].
+        lengths: [rows]: tokens from the first of those blocks on; at least 1.
+        last_page_len: [rows]: of them, in the last block.
+        empty: int64: queries of rows without tokens, whose result is 0 whatever is computed. Such rows, and those
+            without queries, are given one token of another row, so that no row is without blocks.
+    """
+
+    query_start: Tensor
+    indptr: Tensor
+    indices: Tensor
+    lengths: Tensor
+    last_page_len: Tensor
+    empty: Tensor
+
+
+def paged_rows(batch: Batch, block_size: int, window: int) -> PagedRows | str:
+    """The rows of a batch; or why FlashInfer cannot be told of them. Waits for the device."""
+    table, seq_lens = batch.block_table.cpu(), batch.seq_lens.cpu().long()
+    starts = torch.arange(len(seq_lens) + 1) if batch.query_start is None else batch.query_start.cpu().long()
+    queries = starts.diff()
+    works = (seq_lens > 0) & (queries > 0)
+    if not works.any():
+        return "no row has both tokens and queries"
+    oldest = (seq_lens - queries - window + 1).clamp(min=0) if window else torch.zeros_like(seq_lens)
+    first, end = oldest // block_size, -(-seq_lens // block_size)
+    column = torch.arange(table.shape[1])
+    attended = works[:, None] & (column >= first[:, None]) & (column < end[:, None])
+    blocks = table[attended]
+    if not blocks.all():
+        return "a null block is among those to attend to"
+    return columns(blocks, torch.where(works, seq_lens - first * block_size, 0), starts, block_size)
+
+
+def columns(blocks: Tensor, lengths: Tensor, starts: Tensor, block_size: int) -> PagedRows:
+    """Rows of so many tokens (0: of a row without work) in `blocks`, which lie one row after the other."""
+    works = lengths > 0
+    counts = -(-lengths // block_size)
+    borrowed = torch.where(works, counts, 1)
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), borrowed.cumsum(0)])
+    indices = blocks[0].repeat(int(indptr[-1]))
+    indices[works.repeat_interleave(borrowed)] = blocks
+    lengths = lengths.clamp(min=1)
+    idle = (~works).repeat_interleave(starts.diff()).nonzero().flatten()
+    last = (lengths - 1) % block_size + 1
+    return PagedRows(starts.int(), indptr.int(), indices.int(), lengths.int(), last.int(), idle)
