@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults fuzz clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -85,6 +85,9 @@ replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models
 
 faults: $(DEV)  ## real processes killed, stopped, cut off, their stores full or damaged (FAULTS=40 SEED=1)
 	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)
+
+fuzz: $(DEV)  ## coverage-guided fuzzing of all that the wire can say; findings go to tests/fuzz/found (SECONDS=1800)
+	@$(PYTHON) -m tests.fuzz $(or $(SECONDS),1800)
 
 clean:  ## remove what was made here, the environments too
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -343,6 +343,8 @@ class AlignedStateManager(GroupManager):
             return
         if self._safe and self.requests.ends_at[slot] != num_tokens:
             return
+        if num_tokens // self.hash_size > len(self.requests.content[slot].digests):
+            return  # the engine sends the hash later, or never
         index = self._blocks_for(num_tokens) - 1
         if index >= len(self.table[slot]):
             return

@@ -1,0 +1,121 @@
+"""The fuzzer: seeds are answered, what was found stays mended, what is broken on purpose is seen, and it runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.step import Part, StepResult
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.auth.visible import VisibleReplicas
+from kvplane_service.core.inspect import digest
+from kvplane_service.host import ReplicaHost, UnaryStep
+from tests.fuzz import mutator, world
+
+SECONDS = 8
+SEEDS = list(mutator.seeds())
+FOUND = sorted((Path(__file__).parent / "found").iterdir())
+
+
+@pytest.fixture(scope="module")
+def grounds():
+    return world.new_grounds()
+
+
+def test_seeds_reach_what_a_call_does(grounds):
+    """Each method is answered for a seed, so that its mutations begin behind the first checks."""
+    answered = set()
+    for program in SEEDS:
+        operations = world.decode(program)
+        service = world.World(grounds, any(kind == world.ON_STATES for kind, _ in operations))
+        for kind, raw in operations:
+            if kind < world.SESSION and service.call(world.METHODS[kind], raw) == 0:
+                answered.add(world.METHODS[kind])
+    assert set(world.METHODS) - answered == {"kvplane.v1.Admin/Drain"}, "which needs every replica"
+
+
+@pytest.mark.parametrize("at", range(len(SEEDS)))
+def test_what_must_hold_holds_of_every_seed(grounds, at):
+    world.run(grounds, SEEDS[at])
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda path: path.name)
+def test_what_was_found_stays_mended(grounds, path):
+    world.run(grounds, path.read_bytes())
+
+
+def test_the_same_program_is_the_same_every_time(grounds):
+    def state(program: bytes) -> list[str]:
+        world.run(grounds, program)
+        return [digest(entry.host.replica) for entry in grounds.registry]
+
+    assert all(state(program) == state(program) for program in SEEDS[::7])
+
+
+def test_mutations_keep_to_the_form_and_are_made_by_their_seed(grounds):
+    for seed, program in enumerate(SEEDS):
+        made = mutator.mutate(program, 8192, seed, lambda raw: raw[::-1])
+        assert made == mutator.mutate(program, 8192, seed, lambda raw: raw[::-1])
+        assert world.encode(world.decode(made)) == made
+        world.run(grounds, made)
+
+
+def is_seen(grounds) -> bool:
+    """Whether some seed shows that something is wrong."""
+    for program in SEEDS:
+        try:
+            world.run(grounds, program)
+        except AssertionError:
+            return True
+    return False
+
+
+def test_another_owner_s_replica_that_can_be_reached_is_seen(grounds, monkeypatch):
+    monkeypatch.setattr(VisibleReplicas, "_check_reach", lambda *_: None)
+    monkeypatch.setattr("kvplane_service.auth.visible._may_use", lambda *_: True)
+    assert is_seen(grounds)
+
+
+def test_a_refusal_that_changes_something_is_seen(grounds, monkeypatch):
+    apply_unary = ReplicaHost.apply_unary
+
+    def apply_and_refuse(self: ReplicaHost, at: UnaryStep, parts: list[Part]) -> StepResult:
+        result = apply_unary(self, at, parts)
+        if self.replica.seq > 2:  # behind what a world begins with
+            raise InvalidArgument("but it was done")
+        return result
+
+    monkeypatch.setattr(ReplicaHost, "apply_unary", apply_and_refuse)
+    assert is_seen(grounds)
+
+
+def test_a_bug_is_seen(grounds, monkeypatch):
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ReplicaHost, "heartbeat", broken)
+    heartbeat = pb.SessionRequest(heartbeat={}).SerializeToString()
+    opening = world.decode(next(program for program in SEEDS if world.decode(program)[0][0] == world.SESSION))[:1]
+    with pytest.raises(AssertionError, match="broke"):
+        world.run(grounds, world.encode([*opening, (world.SESSION, heartbeat)]))
+
+
+def test_a_stranger_who_is_let_in_is_seen(grounds, monkeypatch):
+    monkeypatch.setattr("hmac.compare_digest", lambda *_: True)
+    assert is_seen(grounds)
+
+
+def test_a_short_run_finds_nothing(tmp_path):
+    pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", str(SECONDS)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    programs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
+    assert programs is not None
+    assert int(programs[1]) > len(SEEDS)
