@@ -43,6 +43,11 @@ class Prompt:
     hash_with: HashWith | None = None
 
 
+def reaches_registration(host: ReplicaHost) -> bool:
+    """Whether the decision log tells all that became of the replica. What a store brought back has an untold past."""
+    return host.decisions.num_lost == 0 and host.recovering is None and host.recovered is None
+
+
 async def explain_prompt(host: ReplicaHost, prompt: Prompt) -> Explanation:
     """Why a prompt would hit so much now, as FindCacheHit tells it."""
     replica, spec = host.replica, host.replica.spec
@@ -50,7 +55,7 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt) -> Explanation:
     horizon = pool.executed_through if spec.commit is CommitRule.SAFE else INSIDE
     prefix = Prefix(prompt.digests, prompt.domain, prompt.num_tokens - 1, horizon)
     account = Accountant(spec, replica.coordinator.lookup, pool).account(prefix)
-    is_complete = host.decisions.num_lost == 0
+    is_complete = reaches_registration(host)
     tentative = _tentative(host, prefix, account.lacking) if account.lacking else None
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
@@ -109,7 +114,7 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
     account = Accountant.over(spec, find).account(prefix)
     reads = not request.skip_reading
     question = Question(request.digests, request.domain, request.num_tokens, attempt.at, reads)
-    is_complete = host.decisions.num_lost == 0
+    is_complete = reaches_registration(host)
     why = Explainer(spec, history, is_complete).why(question, account)
     why = with_hit_checked(why, account, attempt.hit)
     return Explanation(request.num_tokens, account, why, is_complete, attempt.status, attempt.seq)

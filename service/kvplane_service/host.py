@@ -149,15 +149,12 @@ class ReplicaHost:
         """How long ago that was, by the clock of decisions."""
         return max(0, self._clock() - at_ns)
 
-    def check_readable(self) -> None:
+    def check_readable(self, remedy: str = "compute the prefix instead") -> None:
         """Raise when nothing can be promised about the replica's pages."""
         self._check_sound()
         if self._left or self.state is ReplicaState.LAPSED:
-            raise ReplicaLapsed(
-                f"the engine of {self.name} is gone or silent",
-                field="replica",
-                remedy="compute the prefix instead",
-            )
+            how = "has not come back" if self.recovering else "is gone or silent"
+            raise ReplicaLapsed(f"the engine of {self.name} {how}", field="replica", remedy=remedy)
 
     def check_epoch(self, epoch: int) -> None:
         """Raise StaleEpoch when this is not the current engine life."""

@@ -64,21 +64,36 @@ def write_frame(file: BinaryIO, message: RecordResponse) -> None:
     file.write(_FRAME.pack(len(raw), zlib.crc32(raw)) + raw)
 
 
-def read_frames(path: Path) -> Iterator[RecordResponse]:
-    """The messages of a file.
+class Frames:
+    """The messages of a file, one after the other.
+
+    Attributes:
+        is_cut: the file ended inside a frame; known at the end.
 
     Raises:
         NotFound: there is none.
         InvalidArgument: it is no recording, one of another version, or damaged.
     """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}", field="--log", remedy="name a file of `kvplane record`") from None
-    with file:
-        _check_magic(path, file.read(len(MAGIC)))
-        while frame := _read_frame(path, file):
-            yield frame
+
+    def __init__(self, path: Path) -> None:
+        self.is_cut = False
+        self._path = path
+
+    def __iter__(self) -> Iterator[RecordResponse]:
+        path = self._path
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            problem = f"{path}: {error.strerror}"
+            raise NotFound(problem, field="--log", remedy="name a file of `kvplane record`") from None
+        with file:
+            _check_magic(path, file.read(len(MAGIC)))
+            while head := file.read(_FRAME.size):
+                frame = _read_frame(path, file, head)
+                self.is_cut = frame is None
+                if frame is None:
+                    return
+                yield frame
 
 
 def _check_magic(path: Path, magic: bytes) -> None:
@@ -90,9 +105,8 @@ def _check_magic(path: Path, magic: bytes) -> None:
     raise InvalidArgument(f"{path} {problem}", field="--log", remedy=remedy if of_us else "make one: kvplane record")
 
 
-def _read_frame(path: Path, file: BinaryIO) -> RecordResponse | None:
-    """The next message; None at the end, also inside a frame that was cut off."""
-    head = file.read(_FRAME.size)
+def _read_frame(path: Path, file: BinaryIO, head: bytes) -> RecordResponse | None:
+    """The message behind its head; None when it was cut off."""
     if len(head) < _FRAME.size:
         return None
     length, checksum = _FRAME.unpack(head)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.channel import open_channel
 from kvplane.sources import ModelSource
 from kvplane.unary import connect
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.workers import WorkersClient
+from kvplane_service.cli import checks
 from kvplane_service.config import Config
 from kvplane_service.store.errors import StoreUnavailable
 from tests.service.rig import Service, running
@@ -122,6 +126,16 @@ def test_a_sound_service_has_no_fault(kvplane):
     assert code == 0
     assert [finding["check"] for finding in findings] == CHECKS
     assert all(finding["is_well"] for finding in findings)
+
+
+def test_a_server_without_health_is_a_finding_and_no_crash():
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with open_channel(f"127.0.0.1:{port}") as channel:
+        found = checks._health(channel)
+    server.stop(None).wait()
+    assert (found.is_well, found.seen) == (False, "unimplemented")
 
 
 def test_every_check_has_a_fault():

@@ -70,9 +70,9 @@ def test_a_decision_that_differs_fails(kvplane, tmp_path):
         with client.session("r") as session:
             serve(session, 0, 7)
             record(service.address, "r", path, 3)
-    from kvplane_service.recording import MAGIC, read_frames, write_frame
+    from kvplane_service.recording import MAGIC, Frames, write_frame
 
-    frames = list(read_frames(path))
+    frames = list(Frames(path))
     frames[-1].decision.result_digest = bytes(32)
     with path.open("wb") as file:
         file.write(MAGIC)
@@ -99,7 +99,7 @@ def test_what_cannot_be_recorded_is_named(kvplane, tmp_path, fault):
             name = "nobody" if fault == "no replica" else "r"
             code, _, told = kvplane("record", name, str(path), "--decisions", "1", "--service", service.address)
     expected = {
-        "beyond the log": (1, "are no longer kept (begin to record earlier"),
+        "beyond the log": (1, "are no longer kept (record from the registration on"),
         "file is there": (1, "is there (name another"),
         "no replica": (2, "there is no replica 'nobody'"),
         "no folder": (2, "No such file or directory"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvplane
+from kvplane import AdmitRow, NewsRow, Part, connect, part_of
 from kvplane.base.errors import KvplaneError
 from kvplane.v1 import allocation_pb2 as pb
 from tests.cli.processes import run_kvplane
@@ -51,6 +52,36 @@ def test_an_engine_outlives_a_killed_service_on_sqlite(tmp_path):
 def test_an_engine_outlives_a_killed_service_on_redis(tmp_path):
     with servers.serving(tmp_path) as server:
         killed_under_an_engine(f"redis://{server.address}", HYBRID)
+
+
+def test_what_the_store_brought_back_is_told_as_that(kvplane, tmp_path):
+    """Nobody knows what became of it before: nothing is claimed of its past."""
+    address = f"127.0.0.1:{servers.free_port()}"
+    settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}", "--set", "store_flush_ms=5")
+    prompt = list(range(100))
+
+    def ask(*words: str) -> str:
+        return " ".join(kvplane(*words, "--service", address)[1:])
+
+    with connect(address) as client:
+        with serving(*settings, listen=address) as (process, _):
+            client.register_replica("r", SPEC)
+            with client.session("r") as session:
+                session.apply(part_of(NewsRow(0, tokens=prompt), AdmitRow(0)))
+                session.apply(Part())
+                wait_until_stored(client)
+            process.kill()
+            process.wait()
+        with serving(*settings, listen=address):
+            assert "replicas: 1 (0 live, 0 idle, 0 lapsed, 1 recovering)" in ask("status")
+            assert "r recovering" in ask("top", "--once")
+            (tmp_path / "prompt").write_text(str(prompt))
+            question = ("explain", "r", "--tokens", str(tmp_path / "prompt"))
+            assert "the engine of r has not come back" in ask(*question)
+            with client.session("r"):
+                assert "why: not recorded: " in ask(*question)
+                told = ask("record", "r", str(tmp_path / "log"))
+            assert "what it decided before a store brought it back is not known (record from" in told
 
 
 def test_a_store_that_cannot_be_used_is_told_in_one_line(tmp_path):

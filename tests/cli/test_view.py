@@ -12,7 +12,7 @@ from rich.console import Console
 from kvplane_service.cli import live, report
 from kvplane_service.cli.demo_show import complaints, summary_line
 from kvplane_service.cli.pace import Pace
-from kvplane_service.cli.watch import Look, Pool
+from kvplane_service.cli.watch import Look, Pool, Trend
 from kvplane_service.replay import CostModel, Tally
 from kvplane_service.replay.engine import TOO_LONG, Refusal
 from kvplane_service.replay.summary import ServiceCounts, Summary
@@ -171,6 +171,25 @@ def test_a_bar_fills_with_the_share():
 
 def test_the_picture_loads_nothing_from_elsewhere():
     assert "url(" not in live.picture([LOOK] * 2, "kvplane").replace("url(#", "")
+
+
+# ---- what counters did from look to look
+
+
+def test_a_trend_tells_shares_and_speed_between_looks():
+    trend = Trend()
+    trend.note(10.0, 100, 1000, 500)
+    assert (trend.steps_per_s, list(trend.hit_shares)) == (0.0, [0.5])
+    trend.note(12.0, 150, 1000, 500)
+    trend.note(14.0, 200, 1400, 600)
+    assert (trend.steps_per_s, list(trend.hit_shares)) == (25.0, [0.5, 0.25])
+
+
+def test_a_trend_begins_anew_with_its_replica():
+    trend = Trend()
+    trend.note(10.0, 100, 1000, 500)
+    trend.note(12.0, 8, 40, 10)
+    assert (trend.steps_per_s, list(trend.hit_shares)) == (4.0, [0.5, 0.25])
 
 
 # ---- pace

@@ -16,7 +16,7 @@ from kvplane.v1.admin_pb2 import RecordResponse
 from kvplane_service.config import Config
 from kvplane_service.host import ReplicaHost
 from kvplane_service.inprocess import InProcessTransport
-from kvplane_service.recording import MAGIC, header_of, message_of, read_frames, write_frame
+from kvplane_service.recording import MAGIC, Frames, header_of, message_of, write_frame
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replay import Engine, EngineConfig, Fleet
 from kvplane_service.replay.from_log import Outcome, replay_log
@@ -79,12 +79,20 @@ def test_a_larger_pool_hits_more_and_preempts_less(recorded):
     assert large.counts["ended"] == small.counts["ended"]
 
 
-def test_a_smaller_pool_preempts_more(recorded):
+def test_a_smaller_pool_hits_less(recorded):
     host, path = recorded
     small, smaller = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 3 // 4)
     assert smaller.not_applied == 0
-    trouble = [one.counts["preempted"] + one.counts["refused"] + one.counts["evicted_keys"] for one in (small, smaller)]
-    assert trouble[0] < trouble[1]
+    assert share(smaller) < share(small)
+
+
+def test_a_request_that_no_pool_of_that_size_holds_is_told_once(tmp_path):
+    path = record(drive(replace(SPECS["full"], num_blocks=60)), tmp_path / "file")
+    was, tiny = replay_log(path), replay_log(path, 2)
+    assert was.counts["never_fits"] == 0
+    some = replay_log(path, 30)
+    assert tiny.counts["admitted"] == 0 < some.counts["admitted"]
+    assert 0 < some.counts["never_fits"] < tiny.counts["never_fits"] <= was.counts["ended"]
 
 
 def share(outcome: Outcome) -> float:
@@ -93,7 +101,7 @@ def share(outcome: Outcome) -> float:
 
 def test_a_difference_is_named(recorded, tmp_path):
     _, path = recorded
-    frames = list(read_frames(path))
+    frames = list(Frames(path))
     at = next(i for i, frame in enumerate(frames) if frame.HasField("decision") and frame.decision.step.seq == 7)
     frames[at].decision.result_digest = bytes(32)
     outcome = replay_log(write(tmp_path / "other", frames))
@@ -119,6 +127,7 @@ def test_a_file_that_was_cut_off_ends_with_its_last_whole_frame(path):
     path.write_bytes(path.read_bytes()[:-5])
     cut = replay_log(path)
     assert (cut.decisions, cut.identical) == (whole.decisions - 1, whole.decisions - 1)
+    assert (whole.is_cut, cut.is_cut) == (False, True)
 
 
 def test_a_damaged_file_is_refused(path):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from kvplane import Client
     from kvplane.calls import Call
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaSummary
 
 DEFAULT_SERVICE = "127.0.0.1:7070"
 
@@ -54,14 +55,35 @@ Replica: TypeAlias = Annotated[str, typer.Argument(autocompletion=_complete_repl
 
 
 @contextmanager
-def client_of(service: str) -> Iterator[Client]:
-    """A client that does not try again: who waits at a terminal wants to know."""
+def client_of(service: str, is_patient: bool = False) -> Iterator[Client]:
+    """A client that does not try again, unless it is patient: who waits at a terminal wants to know."""
     from kvplane import connect
     from kvplane.retry import RetryPolicy
 
-    access = given_access()
-    with connect(service, tls=access.tls, token=access.token, retry=RetryPolicy(attempts=1)) as client:
+    access, retry = given_access(), RetryPolicy() if is_patient else RetryPolicy(attempts=1)
+    with naming_the_service(), connect(service, tls=access.tls, token=access.token, retry=retry) as client:
         yield client
+
+
+@contextmanager
+def naming_the_service() -> Iterator[None]:
+    """Whoever finds no service is told how to name one."""
+    from kvplane import Unavailable
+
+    try:
+        yield
+    except Unavailable as error:
+        error.remedy = error.remedy or "is it running there? --service or KVPLANE_ADDRESS names another address"
+        raise
+
+
+def described(client: Client, replicas: Iterable[ReplicaSummary]) -> Iterator[DescribeReplicaResponse]:
+    """Each replica in full; who was deregistered meanwhile is passed over."""
+    from kvplane import NotFound
+
+    for one in replicas:
+        with suppress(NotFound):
+            yield client.describe_replica(one.replica)
 
 
 def grpcurl_line(service: str, call: Call[Any]) -> str:
@@ -95,9 +117,17 @@ def text_of(answer: Message, form: Form) -> str:
     """The whole message as JSON or YAML."""
     from google.protobuf.json_format import MessageToDict
 
-    return plain_text(
-        MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True), form
-    )
+    told = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    return plain_text(_in_order(told, answer.DESCRIPTOR), form)
+
+
+def _in_order(told: Any, kind: Any) -> Any:  # noqa: ANN401 - JSON, and a descriptor of either implementation
+    """The fields as the contract lists them: protobuf puts the empty ones last."""
+    if isinstance(told, list):
+        return [_in_order(one, kind) for one in told]
+    if kind is None or kind.GetOptions().map_entry:
+        return told
+    return {field.name: _in_order(told[field.name], field.message_type) for field in kind.fields if field.name in told}
 
 
 def plain_text(value: object, form: Form) -> str:
@@ -119,6 +149,12 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 def word(enum_name: str, prefix: str) -> str:
     """REPLICA_STATE_LIVE -> live."""
     return enum_name.removeprefix(prefix).lower()
+
+
+def by_reason(counts: Mapping[str, int]) -> str:
+    """Like "12 evicted, 3 out of blocks"; "none" when nothing was counted."""
+    told = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()) if count)
+    return ", ".join(told) or "none"
 
 
 def age(milliseconds: int) -> str:

@@ -17,6 +17,7 @@ from kvplane.channel import open_channel
 from kvplane.retry import RetryPolicy
 from kvplane.v1.admin_pb2 import StatusResponse
 from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, STORE_STATE_DEGRADED, DescribeReplicaResponse
+from kvplane_service.cli.asking import described
 
 MAX_CLOCK_SKEW_MS = 1000
 _TIMEOUT_S = 5.0
@@ -40,25 +41,28 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
         asked_ms = time.time_ns() // 1_000_000
         status = client.status()
         answered_ms = time.time_ns() // 1_000_000
-        described = [client.describe_replica(one.replica) for one in client.list_replicas()]
+        all_told = list(described(client, client.list_replicas()))
         return [
             _health(channel),
             _reflection(channel),
             _version(status),
             _clock(status, (asked_ms + answered_ms) // 2),
-            _replicas(described),
-            _workers(described),
-            _epochs(described),
-            _stores(described),
+            _replicas(all_told),
+            _workers(all_told),
+            _epochs(all_told),
+            _stores(all_told),
         ]
     finally:
         client.close()
 
 
 def _health(channel: grpc.Channel) -> Finding:
-    answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
-    state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     remedy = "it drains, or has not read its store yet: wait, or connect elsewhere"
+    try:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return Finding("health", False, error.code().name.lower(), remedy)
+    state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     return Finding("health", state == "SERVING", state.lower().replace("_", " "), remedy)
 
 
@@ -86,30 +90,30 @@ def _clock(status: StatusResponse, here_ms: int) -> Finding:
     return Finding("clocks", abs(skew_ms) <= MAX_CLOCK_SKEW_MS, f"{skew_ms:+} ms", remedy)
 
 
-def _replicas(described: list[DescribeReplicaResponse]) -> Finding:
-    lapsed = [one.replica for one in described if one.state == REPLICA_STATE_LAPSED]
-    seen = f"lapsed: {', '.join(lapsed)}" if lapsed else f"{len(described)}, none lapsed"
+def _replicas(told: list[DescribeReplicaResponse]) -> Finding:
+    lapsed = [one.replica for one in told if one.state == REPLICA_STATE_LAPSED]
+    seen = f"lapsed: {', '.join(lapsed)}" if lapsed else f"{len(told)}, none lapsed"
     return Finding("replicas", not lapsed, seen, "look at their engines; deregister those that will not return")
 
 
-def _workers(described: list[DescribeReplicaResponse]) -> Finding:
+def _workers(told: list[DescribeReplicaResponse]) -> Finding:
     """A replica without any worker may be served by its engine; one with some lacks those that fell silent."""
-    lacking = list(_ranks_without(described))
+    lacking = list(_ranks_without(told))
     seen = f"silent or gone: {', '.join(lacking)}" if lacking else "every rank that had one has one"
     return Finding("workers", not lacking, seen, "look at the worker's process; start it again on that machine")
 
 
-def _ranks_without(described: list[DescribeReplicaResponse]) -> Iterator[str]:
-    for one in described:
+def _ranks_without(told: list[DescribeReplicaResponse]) -> Iterator[str]:
+    for one in told:
         present = {worker.rank for worker in one.workers}
         if present:
             yield from (f"{one.replica} rank {rank}" for rank in range(one.num_ranks) if rank not in present)
 
 
-def _epochs(described: list[DescribeReplicaResponse]) -> Finding:
+def _epochs(told: list[DescribeReplicaResponse]) -> Finding:
     wrong = [
         f"{one.replica} rank {worker.rank} (epoch {worker.owner_epoch}, the replica's is {one.epoch})"
-        for one in described
+        for one in told
         for worker in one.workers
         if worker.owner_epoch and worker.owner_epoch != one.epoch
     ]
@@ -117,7 +121,7 @@ def _epochs(described: list[DescribeReplicaResponse]) -> Finding:
     return Finding("epochs", not wrong, seen, "another service or engine owns the pages: open the session anew")
 
 
-def _stores(described: list[DescribeReplicaResponse]) -> Finding:
-    away = [f"{one.replica}: {one.store.problem}" for one in described if one.store.state == STORE_STATE_DEGRADED]
+def _stores(told: list[DescribeReplicaResponse]) -> Finding:
+    away = [f"{one.replica}: {one.store.problem}" for one in told if one.store.state == STORE_STATE_DEGRADED]
     seen = "; ".join(away) or "no replica's store is away"
     return Finding("store", not away, seen, "look at the store; allocation goes on, a restart would lose hits")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from kvplane_service.cli.asking import (
@@ -13,6 +13,7 @@ from kvplane_service.cli.asking import (
     Replica,
     Service,
     age,
+    by_reason,
     client_of,
     columns,
     grpcurl_line,
@@ -48,9 +49,9 @@ def _lines(told: DescribeReplicaResponse) -> Iterator[str]:
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
     yield f"hits: {counters.hit_tokens} of {counters.queried_tokens} tokens looked up ({share:.0%})"
     yield f"requests: {counters.admitted} admitted, {counters.ended} ended, {counters.preempted} preempted"
-    yield f"preempted: {_by_reason(told.preemptions)}"
-    yield f"refused: {_by_reason(told.refusals)}"
-    yield f"keys removed: {_by_reason(told.removed_keys)}"
+    yield f"preempted: {by_reason(told.preemptions)}"
+    yield f"refused: {by_reason(told.refusals)}"
+    yield f"keys removed: {by_reason(told.removed_keys)}"
     yield ""
     yield _groups(told)
     yield ""
@@ -58,11 +59,6 @@ def _lines(told: DescribeReplicaResponse) -> Iterator[str]:
     if told.slowest_steps:
         yield ""
         yield _slowest(told)
-
-
-def _by_reason(counts: Mapping[str, int]) -> str:
-    told = (f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()) if count)
-    return ", ".join(told) or "none"
 
 
 def _groups(told: DescribeReplicaResponse) -> str:

@@ -8,7 +8,7 @@ import typer
 
 from kvplane_service.cli import FAILED
 from kvplane_service.cli.access import given_access
-from kvplane_service.cli.asking import DEFAULT_SERVICE, Form, Output, Service, columns, plain_text
+from kvplane_service.cli.asking import DEFAULT_SERVICE, Form, Output, Service, columns, naming_the_service, plain_text
 
 if TYPE_CHECKING:
     from kvplane_service.cli.checks import Finding
@@ -23,7 +23,8 @@ def command(service: Service = DEFAULT_SERVICE, output: Output = Form.TABLE) -> 
 
     from kvplane_service.cli.checks import examine
 
-    findings = examine(service, given_access())
+    with naming_the_service():
+        findings = examine(service, given_access())
     print(_table(findings) if output is Form.TABLE else plain_text([asdict(one) for one in findings], output))
     raise typer.Exit(0 if all(one.is_well for one in findings) else FAILED)
 

@@ -22,17 +22,18 @@ def command(
 ) -> None:
     """Print what a replica shows of its prefix cache: keys stored and removed, by batch.
 
-    JSON is one object a line, YAML one document a batch.
+    JSON is one object a line, YAML one document a batch. Following goes on behind the last batch when the service was
+    away for a moment.
     """
     from kvplane import calls
 
-    with client_of(service) as client:
+    with client_of(service, is_patient=follow) as client:
         if grpcurl:
             request = calls.subscription(replica, after)
             print(grpcurl_line(service, calls.Call("/kvplane.v1.Events/Subscribe", request, type(request))))
             return
         last = client.describe_replica(replica).event_seq
-        if not follow and after >= last:
+        if not follow and after == last:
             return
         for batch in client.subscribe(replica, after):
             print(_text(batch, output), flush=True)

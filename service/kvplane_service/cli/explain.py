@@ -41,11 +41,11 @@ _SENTENCES = {
     "tentative": "tokens {start}..{end} were registered by step {seq}, which is not known to be executed",
     "window_not_resident": "tokens {start}..{end} were computed, but no window that ends at {wanted} was kept",
     "no_state_at_boundary": "the prefix was computed, but no state was kept at token {end}",
-    "other_domain": "tokens {start}..{end} are cached in another domain, {by!r}",
-    "other_salt": "tokens {start}..{end} were computed under another cache salt",
+    "other_domain": "tokens {start}..{end} were computed in another domain, {domain}",
+    "other_salt": "tokens {start}..{end} were computed under another cache salt, or none",
     "other_lora": "tokens {start}..{end} were computed with another adapter, {adapter}",
     "other_multimodal": "tokens {start}..{end} were computed with other multimodal items",
-    "differs": "the longest start in common with another prompt ends in tokens {start}..{end}",
+    "differs": "another prompt begins alike and goes on otherwise; the first different token is among {start}..{end}",
     "never_cached": "nobody has computed tokens {start}..{end}",
     "last_block_dropped": "all blocks are there; the draft group drops the last one that matches",
     "not_recorded": "not recorded: the decision log does not reach so far back",
@@ -115,6 +115,7 @@ def sentence(told: ExplainResponse) -> str:
     from kvplane.v1.admin_pb2 import MissCause
 
     cause = word(MissCause.Name(told.cause), "MISS_CAUSE_")
+    moment = f"in step {told.seq}" if told.seq else f"when engine life {told.epoch} began"
     return _SENTENCES[cause].format(
         start=told.start,
         end=told.end,
@@ -122,6 +123,7 @@ def sentence(told: ExplainResponse) -> str:
         wanted=told.wanted,
         by=told.by,
         by_request=f" by request {told.by!r}" if told.by else "",
-        when=f" {age(told.age_ms)} ago, in step {told.seq}" if told.epoch else "",
+        when=f" {age(told.age_ms)} ago, {moment}" if told.epoch else "",
+        domain=repr(told.by) if told.by else "the default one",
         adapter=repr(told.by) if told.by else "or none",
     )

@@ -69,7 +69,7 @@ def panel(look: Look) -> Panel:
         Group(
             pool_table(look.pools, look.free_blocks, look.num_blocks),
             Text(),
-            _hits(look),
+            hit_line(look.counts.hit_tokens, look.hit_share, look.hit_shares),
             _losses(look),
             _requests(look),
         ),
@@ -121,12 +121,13 @@ def pool_table(pools: Sequence[Pool], free_blocks: int, num_blocks: int) -> Tabl
     return grid
 
 
-def _hits(look: Look) -> Text:
+def hit_line(hit_tokens: int, share: float, shares: Sequence[float]) -> Text:
+    """Tokens hit, their share of all that were looked up, and the share from look to look."""
     return Text.assemble(
         ("hit tokens ", "bright_black"),
-        (f"{look.counts.hit_tokens:,} ", "cyan"),
-        (f"{look.hit_share:.0%} ", "bold cyan"),
-        (spark(look.hit_shares), "cyan"),
+        (f"{hit_tokens:,} ", "cyan"),
+        (f"{share:.0%} ", "bold cyan"),
+        (spark(shares), "cyan"),
     )
 
 

@@ -27,6 +27,8 @@ def _text(outcome: Outcome, as_recorded: Outcome) -> str:
     head += f"{as_recorded.identical:,} of {as_recorded.decisions:,} decisions identical"
     if as_recorded.first_difference:
         head += f"; the first other one is step {as_recorded.first_difference}"
+    if outcome.is_cut:
+        head += "; the file ends inside the next one"
     if not outcome.is_what_if:
         rows = [("", f"{outcome.num_blocks:,} BLOCKS")]
         rows += [(name.replace("_", " "), f"{count:,}") for name, count in outcome.counts.items()]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvplane_service.cli.asking import DEFAULT_SERVICE, Replica, Service
+from kvplane_service.cli.asking import DEFAULT_SERVICE, Replica, Service, naming_the_service
 
 
 def command(
@@ -22,5 +22,6 @@ def command(
     """
     from kvplane_service.cli.recorder import record
 
-    count = record(service, replica, file, decisions)
+    with naming_the_service():
+        count = record(service, replica, file, decisions)
     print(f"{count:,} decisions of {replica} in {file}")

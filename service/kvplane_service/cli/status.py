@@ -33,12 +33,17 @@ def command(service: Service = DEFAULT_SERVICE, output: Output = Form.TABLE, grp
 
 
 def _table(service: str, answer: StatusResponse) -> str:
-    idle = answer.replicas - answer.live_replicas - answer.lapsed_replicas
+    counts = {
+        "live": answer.live_replicas,
+        "idle": answer.replicas - answer.live_replicas - answer.lapsed_replicas - answer.recovering_replicas,
+        "lapsed": answer.lapsed_replicas,
+        "recovering": answer.recovering_replicas,
+    }
     state = "draining" if answer.draining else "serving"
     return "\n".join(
         (
             f"kvplane {answer.version} at {service}, {state} for {age(answer.uptime_ms)}",
-            f"replicas: {answer.replicas} ({answer.live_replicas} live, {idle} idle, {answer.lapsed_replicas} lapsed)",
+            f"replicas: {answer.replicas} ({', '.join(f'{count} {state}' for state, count in counts.items())})",
             f"metrics: {answer.metrics_address or 'none'}",
             f"traces: {'on' if answer.tracing else 'off'}",
         )

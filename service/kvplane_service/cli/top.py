@@ -21,10 +21,10 @@ def command(
 
             from rich.console import Console
 
-            from kvplane_service.cli.top_view import Watchers
+            from kvplane_service.cli.top_view import NO_REPLICA, Watchers
 
-            for panel in Watchers(client).look(time.monotonic()):
-                Console().print(panel)
+            panels = Watchers(client).look(time.monotonic())
+            Console().print(*(panels or [NO_REPLICA]), sep="\n")
             return
         from kvplane_service.cli.top_app import Top
 

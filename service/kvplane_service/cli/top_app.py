@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from rich.console import Group
-from rich.panel import Panel
+from rich.console import Group, RenderableType
+from rich.text import Text
 from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
@@ -16,7 +16,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Footer, Header, Static
 
 from kvplane import Client, KvplaneError
-from kvplane_service.cli.top_view import Watchers
+from kvplane_service.cli.top_view import NO_REPLICA, Watchers
 
 # What the picture would have a viewer load from the network; the viewer's own monospace does as well.
 _REMOTE_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -57,7 +57,7 @@ class Top(App[None]):
     def action_pause(self) -> None:
         """Stand still, or go on."""
         self._is_paused = not self._is_paused
-        self.query_one("#trouble", Static).update("paused" if self._is_paused else "")
+        self._show_pause()
 
     def _tick(self) -> None:
         if not self._is_paused:
@@ -72,13 +72,16 @@ class Top(App[None]):
             return
         self.call_from_thread(self._show, panels)
 
-    def _show(self, panels: Sequence[Panel]) -> None:
+    def _show(self, panels: Sequence[RenderableType]) -> None:
         self.num_looks += 1
-        self.query_one("#trouble", Static).update("")
-        self.query_one("#replicas", Static).update(Group(*panels) if panels else "no replica is registered")
+        self._show_pause()
+        self.query_one("#replicas", Static).update(Group(*panels) if panels else NO_REPLICA)
+
+    def _show_pause(self) -> None:
+        self.query_one("#trouble", Static).update("paused" if self._is_paused else "")
 
     def _show_trouble(self, text: str) -> None:
-        self.query_one("#trouble", Static).update(f"[b red]{text}[/]")
+        self.query_one("#trouble", Static).update(Text(text, "bold red"))
 
     def picture(self) -> str:
         """The screen as SVG."""

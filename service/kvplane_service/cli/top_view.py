@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Iterable
 
 from rich import box
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from kvplane import Client, wire
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
-from kvplane_service.cli.asking import age, word
-from kvplane_service.cli.live import pool_table, spark
-from kvplane_service.cli.watch import HISTORY, pools_of
+from kvplane_service.cli.asking import age, by_reason, described, word
+from kvplane_service.cli.live import hit_line, pool_table
+from kvplane_service.cli.watch import Trend, pools_of
 
 MAX_REPLICAS = 50
 PANEL_WIDTH = 76
-_STYLES = {"live": "green", "idle": "bright_black", "lapsed": "red"}
-
-
-@dataclass(slots=True)
-class ReplicaWatch:
-    """One replica over time: what the last look was compared with."""
-
-    hit_shares: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    steps_per_s: float = 0.0
-    _last: tuple[float, int, int, int] = (0.0, 0, 0, 0)
-
-    def note(self, told: DescribeReplicaResponse, now_s: float) -> None:
-        """Take what the service says; `now_s` is any clock that goes on."""
-        counters = told.counters
-        then_s, steps, queried, hit = self._last
-        self._last = (now_s, counters.steps, counters.queried_tokens, counters.hit_tokens)
-        if then_s and now_s > then_s:
-            self.steps_per_s = (counters.steps - steps) / (now_s - then_s)
-        if counters.queried_tokens > queried:
-            self.hit_shares.append((counters.hit_tokens - hit) / (counters.queried_tokens - queried))
+NO_REPLICA = Text("no replica is registered")
+_STYLES = {"live": "green", "lapsed": "red", "recovering": "yellow"}
 
 
 class Watchers:
@@ -48,45 +27,42 @@ class Watchers:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._watches: dict[str, ReplicaWatch] = {}
+        self._trends: dict[str, Trend] = {}
 
-    def look(self, now_s: float) -> list[Panel]:
+    def look(self, now_s: float) -> list[RenderableType]:
         """Ask the service; a panel per replica, so many at most. Raises KvplaneError."""
-        panels = []
-        for one in islice(self._client.list_replicas(), MAX_REPLICAS):
-            told = self._client.describe_replica(one.replica)
-            watch = self._watches.setdefault(one.replica, ReplicaWatch())
-            watch.note(told, now_s)
-            panels.append(panel(told, watch))
+        panels: list[RenderableType] = []
+        listed = list(self._client.list_replicas())
+        for told in described(self._client, listed[:MAX_REPLICAS]):
+            trend, counters = self._trends.setdefault(told.replica, Trend()), told.counters
+            trend.note(now_s, counters.steps, counters.queried_tokens, counters.hit_tokens)
+            panels.append(panel(told, trend))
+        if len(listed) > MAX_REPLICAS:
+            panels.append(f"{len(listed) - MAX_REPLICAS} more: kvplane replicas")
         return panels
 
 
-def panel(told: DescribeReplicaResponse, watch: ReplicaWatch) -> Panel:
+def panel(told: DescribeReplicaResponse, trend: Trend) -> Panel:
     """One replica."""
     state = word(ReplicaState.Name(told.state), "REPLICA_STATE_")
     pools = pools_of(told, wire.decode_spec(told.spec).groups)
-    body = Group(pool_table(pools, told.free_blocks, told.spec.num_blocks), Text(), _hits(told, watch), *_losses(told))
+    body = Group(pool_table(pools, told.free_blocks, told.spec.num_blocks), Text(), _hits(told, trend), *_losses(told))
     slowest = _slowest(told)
     return Panel(
         Group(body, slowest) if slowest else body,
-        title=f"[bold]{told.replica}[/] [{_STYLES[state]}]{state}[/]",
+        title=Text.assemble((told.replica, "bold"), " ", (state, _STYLES.get(state, "bright_black"))),
         title_align="left",
-        subtitle=f"{told.running_requests:,} running · {watch.steps_per_s:,.0f} steps/s · epoch {told.epoch}",
+        subtitle=f"{told.running_requests:,} running · {trend.steps_per_s:,.0f} steps/s · epoch {told.epoch}",
         subtitle_align="right",
         box=box.ROUNDED,
         width=PANEL_WIDTH,
     )
 
 
-def _hits(told: DescribeReplicaResponse, watch: ReplicaWatch) -> Text:
+def _hits(told: DescribeReplicaResponse, trend: Trend) -> Text:
     counters = told.counters
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
-    return Text.assemble(
-        ("hit tokens ", "bright_black"),
-        (f"{counters.hit_tokens:,} ", "cyan"),
-        (f"{share:.0%} ", "bold cyan"),
-        (spark(list(watch.hit_shares)), "cyan"),
-    )
+    return hit_line(counters.hit_tokens, share, list(trend.hit_shares))
 
 
 def _losses(told: DescribeReplicaResponse) -> Iterable[Text]:
@@ -95,12 +71,7 @@ def _losses(told: DescribeReplicaResponse) -> Iterable[Text]:
         ("preempted ", told.preemptions, "red"),
         ("refused ", told.refusals, "magenta"),
     ):
-        yield Text.assemble((label, "bright_black"), (_by_reason(counts), style if any(counts.values()) else "default"))
-
-
-def _by_reason(counts: Mapping[str, int]) -> str:
-    told = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()) if count)
-    return ", ".join(told) or "none"
+        yield Text.assemble((label, "bright_black"), (by_reason(counts), style if any(counts.values()) else "default"))
 
 
 def _slowest(told: DescribeReplicaResponse) -> Table | None:

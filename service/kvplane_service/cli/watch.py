@@ -70,30 +70,50 @@ class Look:
 
 
 @dataclass(slots=True)
+class Trend:
+    """What a replica's counters did from look to look.
+
+    Attributes:
+        hit_shares: of the tokens looked up between looks, those that were hit; 0 to 1, oldest first.
+        steps_per_s: since the last look.
+    """
+
+    hit_shares: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    steps_per_s: float = 0.0
+    _last: tuple[float, int, int, int] = (0.0, 0, 0, 0)
+
+    def note(self, now_s: float, steps: int, queried: int, hit: int) -> None:
+        """Take the counters; `now_s` is any clock that goes on. Fewer steps than before: the replica began anew."""
+        then_s, steps_then, queried_then, hit_then = self._last
+        self._last = (now_s, steps, queried, hit)
+        if steps < steps_then:
+            queried_then = hit_then = steps_then = 0
+        self.steps_per_s = (steps - steps_then) / (now_s - then_s) if 0 < then_s < now_s else 0.0
+        if queried > queried_then:
+            self.hit_shares.append((hit - hit_then) / (queried - queried_then))
+
+
+@dataclass(slots=True)
 class Watcher:
     """Looks at the one replica of a run and keeps what the next look is compared with."""
 
     model: str
     run: ReplayRun
-    _shares: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    _last: tuple[float, int, int, int] = (0.0, 0, 0, 0)
+    _trend: Trend = field(default_factory=Trend)
 
     def look(self, now_s: float) -> Look:
         """Ask the service; `now_s` is any clock that goes on."""
         told = self.run.describe()[0]
         counts, progress = counts_of(told), self.run.fleet.progress
-        then_s, steps, queried, hit = self._last
-        self._last = (now_s, counts.steps, counts.queried_tokens, counts.hit_tokens)
-        if counts.queried_tokens > queried:
-            self._shares.append((counts.hit_tokens - hit) / (counts.queried_tokens - queried))
+        self._trend.note(now_s, counts.steps, counts.queried_tokens, counts.hit_tokens)
         return Look(
             model=self.model,
             pools=pools_of(told, self.run.fleet.engines[0].spec.groups),
             free_blocks=told.free_blocks,
             num_blocks=told.spec.num_blocks,
             counts=counts,
-            hit_shares=tuple(self._shares),
-            steps_per_s=(counts.steps - steps) / (now_s - then_s) if then_s else 0.0,
+            hit_shares=tuple(self._trend.hit_shares),
+            steps_per_s=self._trend.steps_per_s,
             completed=progress.completed,
             running=progress.running,
             waiting=progress.waiting,

@@ -15,10 +15,22 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
-from kvplane.base.step import UNCHANGED, Admit, Budget, Cache, End, Facts, OnRefusal, Part, Step, StepResult
+from kvplane.base.step import (
+    UNCHANGED,
+    Admit,
+    AdmitStatus,
+    Budget,
+    Cache,
+    End,
+    Facts,
+    OnRefusal,
+    Part,
+    Step,
+    StepResult,
+)
 from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife
 from kvplane_service.core.replica import Replica
-from kvplane_service.recording import read_frames, result_digest, step_of
+from kvplane_service.recording import Frames, result_digest, step_of
 
 _FIRST_EPOCH = 1
 
@@ -32,6 +44,7 @@ class Outcome:
         identical: of these, with the very answer that was recorded.
         first_difference: number of the first other step, as "epoch/seq"; "" when there is none.
         not_applied: steps of a what-if that could not be applied.
+        is_cut: the file ended inside a decision, which is left out.
     """
 
     replica: str
@@ -42,6 +55,7 @@ class Outcome:
     identical: int = 0
     first_difference: str = ""
     not_applied: int = 0
+    is_cut: bool = False
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -54,10 +68,11 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
     """Decide a recording again, in a pool of `num_blocks` blocks (None = the recorded size).
 
     Raises:
-        NotFound, InvalidArgument: as `read_frames`; or a pool that cannot be.
+        NotFound, InvalidArgument: as `Frames`; or a pool that cannot be.
         KvplaneError: the same pool refuses a step that was applied then.
     """
-    frames = read_frames(path)
+    file = Frames(path)
+    frames = iter(file)
     first = next(frames, None)
     if first is None or first.WhichOneof("entry") != "header":
         raise InvalidArgument(f"{path} does not begin with a header", field="--log", remedy="record anew")
@@ -69,7 +84,7 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
             again.decide(frame.decision)
         else:
             again.begin_life(frame.life)
-    outcome.counts = again.counts()
+    outcome.counts, outcome.is_cut = again.counts(), file.is_cut
     return outcome
 
 
@@ -82,6 +97,8 @@ class _Again:
         self._digest_size = HashScheme.of(spec).digest.size
         self._outcome = outcome
         self._waiting: dict[int, None] = {}  # slots of a what-if that ask again, in order
+        self._never_fits = 0  # requests
+        self._too_long: set[int] = set()  # slots of those that are still there
 
     def begin_life(self, life: RecordedLife) -> None:
         stamps = array("Q", life.stamp_table) if not self._outcome.is_what_if else ()
@@ -96,6 +113,7 @@ class _Again:
             self._decide_otherwise(step)
             return
         result = self._replica.apply(step)
+        self._note_too_long(step, result)
         if result_digest(result, tuple(part.events for part in result.parts)) == recorded.result_digest:
             outcome.identical += 1
         elif not outcome.first_difference:
@@ -116,6 +134,7 @@ class _Again:
         self._note_waiting(step, result)
 
     def _note_waiting(self, step: Step, result: StepResult) -> None:
+        self._note_too_long(step, result)
         requests = self._replica.requests
         asked = [slot for part in step.parts for slot in part.admit.slot]
         preempted = [slot for part in result.parts for slot in part.preempted]
@@ -124,6 +143,14 @@ class _Again:
                 self._waiting[slot] = None
             else:
                 self._waiting.pop(slot, None)
+
+    def _note_too_long(self, step: Step, result: StepResult) -> None:
+        for part, told in zip(step.parts, result.parts, strict=True):
+            self._too_long.difference_update(part.news.slot)
+            for slot, status in zip(part.admit.slot, told.admit_status, strict=True):
+                if status == AdmitStatus.NEVER_FITS and slot not in self._too_long:
+                    self._too_long.add(slot)
+                    self._never_fits += 1
 
     def _fitting(self, part: Part) -> Part:
         """Without what was true of the recorded pool alone."""
@@ -151,7 +178,8 @@ class _Again:
         counters = self._replica.counters
         names = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens")
         evicted = sum(group.evicted_blocks for group in self._replica.group_counters())
-        return {**{name: getattr(counters, name) for name in names}, "evicted_keys": evicted}
+        told = {name: getattr(counters, name) for name in names}
+        return {**told, "never_fits": self._never_fits, "evicted_keys": evicted}
 
 
 def _ended(facts: Facts) -> list[int]:

@@ -18,7 +18,7 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.contents import ContentHasher, hash_tokens
 from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.decisions import Entry
-from kvplane_service.explaining import Prompt, explain_prompt, explain_request
+from kvplane_service.explaining import Prompt, explain_prompt, explain_request, reaches_registration
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.recording import header_of, message_of
 from kvplane_service.rpc import decode
@@ -26,6 +26,7 @@ from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
 
 NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096
+_WITHOUT_ENGINE = "none of its pages can be hit until it is back; name a request to have its past explained"
 _LOOK_S = 0.5  # so often a recording looks whether its replica is still there
 
 
@@ -51,6 +52,7 @@ class AdminServicer:
             lapsed_replicas=states.count(ReplicaState.LAPSED),
             tracing=about.tracing,
             metrics_address=about.metrics_address,
+            recovering_replicas=states.count(ReplicaState.RECOVERING),
         )
 
     async def Drain(self, request: pb.DrainRequest, _: bytes) -> Message:  # noqa: N802
@@ -81,20 +83,23 @@ class AdminServicer:
             raise InvalidArgument("nothing to explain", field="what", remedy="give content or request_id")
         if kind == "request_id":
             return encode_explanation(host, await explain_request(host, request.request_id))
-        host.check_readable()
+        host.check_readable(_WITHOUT_ENGINE)
         prompt = await self._prompt(host, request)
-        host.check_readable()
+        host.check_readable(_WITHOUT_ENGINE)
         return encode_explanation(host, await explain_prompt(host, prompt))
 
     async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
         """See the contract."""
         host = self._registry.get(request.replica).host
         log, size = host.decisions, host.scheme.digest.size
-        if log.num_lost:
+        if not reaches_registration(host):
+            how = f"{log.num_lost} decisions since its registration are no longer kept"
+            if not log.num_lost:
+                how = "what it decided before a store brought it back is not known"
             raise FailedPrecondition(
-                f"{log.num_lost} decisions since the registration of {host.name} are no longer kept",
+                f"{host.name} cannot be recorded: {how}",
                 field="replica",
-                remedy="begin to record earlier, or raise decision_log_steps and decision_log_entries",
+                remedy="record from the registration on; to keep more, raise decision_log_steps, decision_log_entries",
             )
         queue: asyncio.Queue[Entry] = asyncio.Queue()
         entries = list(log)
