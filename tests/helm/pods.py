@@ -101,14 +101,19 @@ class Machine:
     _numbers = itertools.count(1)
 
     def __init__(self, objects: list[Object], folder: Path) -> None:
-        self.objects = objects
         self.folder = folder
+        self.addresses: dict[str, str] = {}
+        self.pods: list[Pod] = []
+        self.look_at(objects)
+
+    def look_at(self, objects: list[Object]) -> None:
+        """Go by these manifests from now on; pods that run go on, and every name keeps its address."""
+        self.objects = objects
         self.plans = {plan.name: plan for plan in plans(objects)}
         ours = os.getpid() % 60_000 + 256  # so that two runs at once do not meet
-        first = f"127.{ours >> 8}.{ours & 255}"
-        self.addresses = {name: f"{first}.{next(self._numbers) % 250 + 1}" for name in self.plans}
+        for name in self.plans.keys() - self.addresses.keys():
+            self.addresses[name] = f"127.{ours >> 8}.{ours & 255}.{next(self._numbers) % 250 + 1}"
         self.names = dict(self._names())
-        self.pods: list[Pod] = []
 
     def start(self, name: str) -> Pod:
         """Start a pod again or for the first time; its init containers have ended well."""
