@@ -131,7 +131,10 @@ def config_keys() -> Iterator[tuple[str, dict[str, Any]]]:
     for name, schema in Config.model_json_schema()["properties"].items():
         if name not in set_by_chart:
             kept = ("type", "minimum", "maximum", "pattern", "enum", "description")
-            yield name, {key: clean(schema[key]) for key in kept if key in schema}
+            found = {key: clean(schema[key]) for key in kept if key in schema}
+            if {"true", "false"} <= set(schema.get("enum", ())):  # which YAML writes without quotes too
+                found = {"description": found["description"], "enum": [*schema["enum"], True, False]}
+            yield name, found
 
 
 def clean(content: object) -> object:

@@ -18,6 +18,7 @@ from tests.core.planner_layers import full, named, window
 from tests.helm.charts import Helm4, values_of
 from tests.helm.pods import Machine, Pod, machine, secret
 from tests.service.certificates import Authority
+from tests.service.guarded import Guard
 from tests.store.servers import require_redis, wait_until
 
 TOKENS = list(range(500, 540))
@@ -144,26 +145,32 @@ def owner_of(client: Client) -> str:
         return ""
 
 
-def test_tls_with_certificates_of_clients(tmp_path):
-    values = values_of("tls") | {"access": {"existingSecret": "own", "certKey": "tls.crt", "keyKey": "tls.key"}}
-    with machine(rendered(**values)) as node:
+def test_strangers_are_kept_out(tmp_path):
+    """TLS, certificates of clients, and tokens: `helm test` passes with them, and sees a refusal without each."""
+    with machine(rendered("tls")) as node:
         authority = Authority(tmp_path)
         service = authority.issue("service", host=node.addresses["kvplane-0"])
         own = authority.issue("own")
+        guard = Guard(tmp_path)
         node.objects += [
             secret("kvplane-tls", ca_crt=read(authority.cert), tls_crt=read(service.cert), tls_key=read(service.key)),
-            secret("own", tls_crt=read(own.cert), tls_key=read(own.key)),
+            secret("kvplane-auth", owners=read(guard.owners_file), tokens=read(guard.tokens_file)),
+            secret("kvplane-access", token="token-acme\n", tls_crt=read(own.cert), tls_key=read(own.key)),
         ]
         pod = node.start("kvplane-0")
         pod.wait_ready()
-        assert "32 of 33 tokens found again" in helm_test(node)
-        del node.plans["kvplane-test"].spec["containers"][0]["env"][2:]  # nothing to show
-        node.plans["kvplane-test"].spec["containers"][0]["args"].append("--stranger")
-        assert "a stranger is refused" in helm_test(node)
+        said = helm_test(node)
+        assert "32 of 33 tokens found again" in said
+        assert "reflection" not in said  # off, since callers must say who they are
+        container = node.plans["kvplane-test"].spec["containers"][0]
+        container["args"].append("--stranger")
+        for ours in ("KVPLANE_TOKEN_FILE",), ("KVPLANE_CERT_FILE", "KVPLANE_KEY_FILE"):
+            container["env"] = [one for one in container["env"] if one["name"] not in ours]
+            assert "a stranger is refused" in helm_test(node)
         assert pod.terminate().codes == {"kvplane": 0}
 
 
-def read(path: str) -> bytes:
+def read(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 

@@ -50,9 +50,14 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "set tls.clientAuth=require",
     ),
     "tokens of no secret": ({"auth": {"tokensKey": "t"}}, "no existingSecret that holds them"),
-    "auth without a way in": ({"auth": {"existingSecret": "s"}}, "nobody could call"),
+    "auth without owners": ({"auth": {"existingSecret": "s", "tokensKey": "t"}}, "auth.ownersKey is empty"),
+    "auth without a way in": ({"auth": {"existingSecret": "s", "ownersKey": "o"}}, "nobody can show who it is"),
+    "keys for any token": (
+        {"auth": {"existingSecret": "s", "ownersKey": "o", "jwksKey": "k", "jwtIssuer": "i"}},
+        "any token of these keys would do",
+    ),
     "claims without keys": (
-        {"auth": {"existingSecret": "s", "tokensKey": "t", "jwtIssuer": "i"}},
+        {"auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t", "jwtIssuer": "i"}},
         "name auth.jwksKey",
     ),
     "access to nothing": ({"access": {"tokenKey": "t"}}, "access names keys of a secret"),
@@ -81,7 +86,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "one replica in all pods": ({"gpuWorker": {"mode": "sidecar", "replica": "one"}}, "let it contain $(POD_NAME)"),
     "a worker without a token": (
-        {"gpuWorker": {"mode": "daemonset"}, "auth": {"existingSecret": "s", "tokensKey": "t"}},
+        {"gpuWorker": {"mode": "daemonset"}, "auth": {"existingSecret": "s", "ownersKey": "o", "tokensKey": "t"}},
         "gpuWorker has no token",
     ),
     "a worker without a certificate": (
@@ -138,6 +143,7 @@ def test_an_old_kubernetes_has_no_claims():
         ({"config": {"listen": "0.0.0.0:1"}}, "listen"),
         ({"config": {"lease_ms": 0}}, "lease_ms"),
         ({"config": {"lease_ms": "soon"}}, "lease_ms"),
+        ({"config": {"reflection": "sometimes"}}, "reflection"),
         ({"replicas": 0}, "replicas"),
         ({"replicas": "2"}, "replicas"),
         ({"store": {"type": "etcd"}}, "type"),

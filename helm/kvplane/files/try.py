@@ -12,28 +12,17 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvplane import Allocate, Client, Content, KvplaneError, ModelSource
+from kvplane import Access, Allocate, Client, Content, KvplaneError, ModelSource, Tls, connect
+from kvplane.channel import open_channel
 
 TOKENS = list(range(100, 133))  # two blocks of 16, and one token
 
 
-def content(variable: str) -> bytes | None:
-    """Of the file that a variable names; None when it names none, or the system's."""
-    path = os.environ.get(variable, "")
-    return Path(path).read_bytes() if path not in ("", "system") else None
-
-
-def channel_to(address: str) -> grpc.Channel:
+def access() -> Access:
     """As the variables say that every command of kvplane reads."""
-    if "KVPLANE_CA_FILE" not in os.environ:
-        return grpc.insecure_channel(address)
-    files = (content(f"KVPLANE_{name}_FILE") for name in ("CA", "KEY", "CERT"))
-    credentials = grpc.ssl_channel_credentials(*files)
-    token = content("KVPLANE_TOKEN_FILE")
-    if token:
-        bearer = grpc.access_token_call_credentials(token.decode().strip())
-        credentials = grpc.composite_channel_credentials(credentials, bearer)
-    return grpc.secure_channel(address, credentials)
+    ca, cert, key, token = (os.environ.get(f"KVPLANE_{name}_FILE", "") for name in ("CA", "CERT", "KEY", "TOKEN"))
+    tls = Tls("" if ca == "system" else ca, cert, key) if ca else None
+    return Access(tls, Path(token) if token else "")
 
 
 def check_health(address: str) -> None:
@@ -56,7 +45,7 @@ def check_reflection(channel: grpc.Channel) -> None:
 
 def check_round_trip(client: Client) -> None:
     """Blocks are granted, given back, and found again."""
-    replica = f"helm-test-{uuid.uuid4().hex[:12]}"
+    replica = f"{os.environ['REPLICA_PREFIX']}helm-test-{uuid.uuid4().hex[:12]}"
     client.register_replica(replica, ModelSource(model="llama-3.1-8b", num_blocks=64, max_model_len=1008))
     try:
         answer = client.allocate_slots(replica, Allocate("r", content=Content(tokens=TOKENS)))
@@ -71,7 +60,8 @@ def check_round_trip(client: Client) -> None:
 def main(address: str, health_address: str, *rest: str) -> None:
     """All of it; an exception fails the test."""
     check_health(health_address)
-    with Client(channel_to(address)) as client:
+    ours = access()
+    with connect(address, tls=ours.tls, token=ours.token) as client:
         if "--stranger" in rest:
             try:
                 answer = client.status()
@@ -80,7 +70,7 @@ def main(address: str, health_address: str, *rest: str) -> None:
                 return
             raise AssertionError(f"a stranger is answered: {answer}")
         if os.environ["REFLECTION"] == "on":
-            with channel_to(address) as channel:
+            with open_channel(address, ours) as channel:
                 check_reflection(channel)
         check_round_trip(client)
 

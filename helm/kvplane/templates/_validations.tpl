@@ -62,10 +62,16 @@ tls.clientCA is given, but no client is asked for a certificate: set tls.clientA
 {{- if and (not $auth.existingSecret) (or $auth.tokensKey $auth.jwksKey $auth.ownersKey $auth.jwtIssuer $auth.jwtAudience) }}
 auth names keys or claims, but no existingSecret that holds them
 {{- end }}
-{{- if and $auth.existingSecret (not $auth.tokensKey) (not $auth.jwksKey) }}
-auth.existingSecret without tokensKey or jwksKey: nobody could call
+{{- if and $auth.existingSecret (not $auth.ownersKey) }}
+auth.ownersKey is empty: name the file that says what each owner may
 {{- end }}
-{{- if and (or $auth.jwtIssuer $auth.jwtAudience) (not $auth.jwksKey) }}
+{{- if and $auth.existingSecret (not $auth.tokensKey) (not $auth.jwksKey) (ne .Values.tls.clientAuth "require") }}
+auth.existingSecret, and nobody can show who it is: name tokensKey or jwksKey, or set tls.clientAuth=require
+{{- end }}
+{{- if and $auth.jwksKey (not (and $auth.jwtIssuer $auth.jwtAudience)) }}
+auth.jwksKey without jwtIssuer and jwtAudience: any token of these keys would do; give both
+{{- end }}
+{{- if and (or $auth.jwtIssuer $auth.jwtAudience) $auth.existingSecret (not $auth.jwksKey) }}
 auth.jwtIssuer and jwtAudience are claims of a JWT: name auth.jwksKey
 {{- end }}
 {{- $access := .Values.access }}
@@ -121,7 +127,7 @@ gpuWorker.replica is the same in every pod, and a rank has one worker: let it co
 gpuWorker.resourceClaims needs Kubernetes 1.31, this is {{ .Capabilities.KubeVersion.Version }}: use gpuWorker.runtimeClassName
 {{- end }}
 {{- if ne $worker.mode "disabled" }}
-{{- if and (include "kvplane.auth" .) (not .Values.access.tokenKey) }}
+{{- if and (include "kvplane.auth" .) (not .Values.access.tokenKey) (not .Values.access.certKey) }}
 gpuWorker has no token for the service: name access.existingSecret and access.tokenKey
 {{- end }}
 {{- if and (eq .Values.tls.clientAuth "require") (not .Values.access.certKey) }}
