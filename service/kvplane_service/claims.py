@@ -16,8 +16,10 @@ import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, StaleEpoch, Unavailable
 from kvplane.base.session import NEW_EPOCH, OpenRequest
@@ -30,12 +32,14 @@ from kvplane_service.registry import Entry
 
 CLAIM_TIMEOUT_S = 1.0
 MAX_ATTEMPTS = 4
-_METHOD = "/kvplane.v1.Worker/Claim"
+_SERVICE = "/kvplane.v1.Worker"
 _TOKEN = "token"
 _TOKEN_BYTES = 4096
 _OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # the stamps of 2^27 blocks
 
 Claim = Callable[[WorkerInfo, int], Awaitable[StampReading]]
+
+_Answer = TypeVar("_Answer", bound=Message)
 
 _log = logging.getLogger(__name__)
 
@@ -119,21 +123,29 @@ async def claim_worker(worker: WorkerInfo, epoch: int) -> StampReading:
 
     Raises:
         StaleEpoch: a newer engine life owns them.
-        Unavailable: it cannot be reached from here, or does not answer within CLAIM_TIMEOUT_S.
+        Unavailable: it cannot be reached from here, or does not answer within CLAIM_TIMEOUT_S; or another one serves
+            its address. Who may register a worker knows the numbers of its own workers alone.
         KvplaneError: it refuses.
     """
     request = pb.ClaimRequest(token=_token_of(worker.address), epoch=epoch)
     async with grpc.aio.insecure_channel(worker.address, _OPTIONS) as channel:
-        call = channel.unary_unary(
-            _METHOD,
-            request_serializer=pb.ClaimRequest.SerializeToString,
-            response_deserializer=pb.ClaimResponse.FromString,
-        )
-        try:
-            answer = await call(request, timeout=CLAIM_TIMEOUT_S)
-        except grpc.aio.AioRpcError as outcome:
-            raise error_of_rpc(outcome) from None
+        described = await _ask(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse)
+        if described.worker.worker_id != worker.worker_id:
+            raise Unavailable(f"another worker than the one that was registered serves {worker.address}")
+        answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
     return StampReading(answer.incarnation, answer.generation, _unpack(answer.stamps))
+
+
+async def _ask(channel: grpc.aio.Channel, method: str, request: Message, answer_type: type[_Answer]) -> _Answer:
+    call = channel.unary_unary(
+        f"{_SERVICE}/{method}",
+        request_serializer=type(request).SerializeToString,
+        response_deserializer=answer_type.FromString,
+    )
+    try:
+        return await call(request, timeout=CLAIM_TIMEOUT_S)
+    except grpc.aio.AioRpcError as outcome:
+        raise error_of_rpc(outcome) from None
 
 
 def _token_of(address: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 import kvplane
 from kvplane.base.errors import InvalidArgument, StaleEpoch
 from kvplane.base.stamps import Stamp
+from kvplane.v1 import plan_pb2
 from kvplane_worker.attach import read_stamps
 from tests.service.rig import NONCES, Stream
 from tests.worker.rig import World, world
@@ -117,3 +118,18 @@ def test_a_directory_that_others_can_enter_is_not_trusted(pair):
         folder.chmod(0o700)
     assert epochs(tables) == before
     assert opened.epoch == before[0] + 1
+
+
+def test_a_worker_s_address_that_somebody_else_registers_is_not_claimed(pair):
+    """Or who may register a worker of his own would take the pages of others from their engine."""
+    here, engine, _, tables = pair
+    before = epochs(tables)
+    here.register("x", retention_interval=-1)
+    address = f"unix:{here.folder / 'r-0' / 'worker.sock'}"
+    worker = {"rank": 0, "worker_id": 77, "address": address, "pid": 1, "device": "cpu", "state": "WORKER_STATE_READY"}
+    register = here.service.channel.unary_unary("/kvplane.v1.Workers/RegisterWorker")
+    register(plan_pb2.RegisterWorkerRequest(replica="x", worker=worker).SerializeToString())
+    for _ in range(3):  # his epochs pass those of the others
+        here.service.open("x").close()
+    assert epochs(tables) == before
+    assert not isinstance(engine.do("carry_out", before[0], 50), StaleEpoch)
