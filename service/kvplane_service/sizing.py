@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane_service.core.planner import CacheGroup, CachePlan, PlanOptions, Worker, plan_cache
 from kvplane_service.model_config import read_model
 from kvplane_service.models import MODELS, Model, ModelOptions, model_layers
+
+_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131_072, 262_144)
+_DTYPES = ("bfloat16", "fp8")
+_RANKS = (1, 2, 4, 8)
+Label = TypeVar("Label")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
@@ -120,6 +127,27 @@ def figures_of(sizing: Sizing) -> Figures:
         concurrency=plan.max_concurrency,
         uniform_concurrency=_uniform(sizing),
     )
+
+
+def figures_by_layout(sizing: Sizing) -> list[tuple[ModelOptions, Figures]]:
+    """The same with other data types and numbers of ranks, where the heads can be divided and a request fits."""
+    options = [
+        replace(sizing.options, cache_dtype=dtype, tensor_parallel=ranks) for dtype in _DTYPES for ranks in _RANKS
+    ]
+    return _where_possible((each, replace(sizing, options=each)) for each in options)
+
+
+def figures_by_length(sizing: Sizing) -> list[tuple[int, Figures]]:
+    """The same at other context lengths, up to the longest that fits."""
+    return _where_possible((length, sizing.at(length)) for length in _LENGTHS)
+
+
+def _where_possible(sizings: Iterable[tuple[Label, Sizing]]) -> list[tuple[Label, Figures]]:
+    told = []
+    for label, sizing in sizings:
+        with suppress(InvalidArgument):
+            told.append((label, figures_of(sizing)))
+    return told
 
 
 def shortest_with_gain(sizing: Sizing, gain: float, longest: int) -> int | None:

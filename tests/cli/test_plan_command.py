@@ -25,6 +25,11 @@ def test_and_as_data(kvplane):
     assert told["bytes_per_token"] == 163_840
     assert told["concurrency"] == 32.0
     assert told["groups"][0]["kind"] == "full_attention"
+    assert {"cache_dtype": "fp8", "tensor_parallel": 2} in [
+        {name: one[name] for name in ("cache_dtype", "tensor_parallel")} for one in told["by_layout"]
+    ]
+    at_8k = next(one for one in told["by_length"] if one["max_model_len"] == 8192)
+    assert (at_8k["concurrency"], at_8k["uniform_concurrency"]) == (32.0, 32.0)
     assert yaml.safe_load(kvplane("plan", "llama-3.1-70b", "-o", "yaml")[1])["gain"] == 1.0
 
 
@@ -52,3 +57,10 @@ def test_a_picture_that_cannot_be_written_is_refused_by_name(kvplane, tmp_path):
     code, _, told = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "none" / "plan.png"))
     assert code == 2
     assert "make it first" in told
+    code, _, told = kvplane("plan", "gpt-oss-120b", "--plot", "/proc/plan.png")
+    assert code == 2
+    assert told == "kvplane: plot: /proc/plan.png: No such file or directory (name a place that can be written)\n"
+    (tmp_path / "folder.png").mkdir()
+    code, _, told = kvplane("plan", "gpt-oss-120b", "--plot", str(tmp_path / "folder.png"))
+    assert code == 2
+    assert "is a folder (name a file)" in told

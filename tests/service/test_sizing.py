@@ -9,7 +9,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane_service.model_config import model_of
-from kvplane_service.models import MODELS, ModelOptions
+from kvplane_service.models import MODELS, ModelOptions, Sliding
 from kvplane_service.sizing import Figures, Sizing, figures_of, find_model, parse_bytes, shortest_with_gain
 from tests.service.test_models import GOLDEN_ROWS
 
@@ -199,12 +199,43 @@ def test_heads_that_cannot_be_are_refused(value):
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["tree_attention"] * 80}, "layer_types"),
         ({"num_attention_heads": 7}, "head_dim"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"head_dim": 1 << 40}, "head_dim"),
+        ({"layer_types": [["full_attention"]] * 80}, "layer_types"),
+        ({"attention_chunk_size": 128, "no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ({"attn_layer_period": 8, "attn_layer_offset": "x", "mamba_d_state": 16}, "attn_layer_offset"),
+        ({"sliding_window": 4096}, "layer_types"),  # which layers have it?
+        ({"sliding_window": 4096, "model_type": ["gemma2"]}, "layer_types"),
+        ({"mamba_d_state": 16}, "mamba_d_state"),
+        ({"linear_num_key_heads": 16}, "full_attention_interval"),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
+        ({"num_kv_shared_layers": 10}, "num_kv_shared_layers"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}, "index_topk"),
     ],
 )
 def test_what_contradicts_itself_is_named(changes, field):
     with pytest.raises(InvalidArgument) as caught:
         model_of({**CONFIGS["llama-3.1-70b"], **changes})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"model_type": "mistral"}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ({"model_type": "gemma2"}, [0, 2, 4, 6]),
+        ({"model_type": "gemma3_text"}, [0, 1, 2, 3, 4, 6, 7]),
+        ({"sliding_window_pattern": 4}, [0, 1, 2, 4, 5, 6]),
+        ({"model_type": "qwen2", "use_sliding_window": False, "max_window_layers": 3}, []),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, [3, 4, 5, 6, 7]),
+        ({"model_type": "mistral", "sliding_window": None}, []),
+    ],
+)
+def test_which_layers_have_the_window(changes, windows):
+    """As the model types of transformers lay it out when the file does not say."""
+    config = {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "sliding_window": 128, **changes}
+    shapes = model_of(config).pattern
+    assert [layer for layer, shape in enumerate(shapes) if isinstance(shape, Sliding)] == windows
 
 
 def test_files_that_are_none_are_refused(tmp_path):

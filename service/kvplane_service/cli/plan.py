@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,12 +13,23 @@ from kvplane_service.cli.asking import Form, Output, columns, plain_text
 if TYPE_CHECKING:
     from kvplane_service.sizing import Figures, Sizing
 
-_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131_072, 262_144)
 _BAR_CELLS = 40
 
 
+def _complete_model(incomplete: str) -> list[str]:
+    """Names of the catalogue for the shell."""
+    from kvplane_service.models import MODELS
+
+    return [name for name in MODELS if name.startswith(incomplete)]
+
+
 def command(
-    model: Annotated[str, typer.Argument(help="name of the catalogue, a config.json, or the folder of one")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="name of the catalogue, a config.json, or the folder of one", autocompletion=_complete_model
+        ),
+    ],
     memory: Annotated[str, typer.Option(help="cache memory of one rank, such as 40GiB")] = "40GiB",
     context: Annotated[int, typer.Option(min=1, help="longest request in tokens")] = 32768,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="ranks that divide the heads")] = 1,
@@ -34,8 +46,6 @@ def command(
     Hybrid (window and state layers give back what they no longer need) beside uniform, where every layer keeps every
     token; other data types and numbers of ranks; other context lengths.
     """
-    from dataclasses import asdict
-
     from kvplane_service.models import ModelOptions
     from kvplane_service.sizing import Sizing, figures_of, find_model, parse_bytes
 
@@ -47,10 +57,7 @@ def command(
     if plot is not None:
         _draw(f"{model} in {memory} per rank", sizing, plot)
     if output is not Form.TABLE:
-        told = {**asdict(figures), "gain": figures.gain}
-        for group in told["groups"]:
-            group["kind"] = group["kind"].value
-        print(plain_text({**told, "groups": list(told["groups"])}, output))
+        print(plain_text(_plain(sizing, figures), output))
         return
     print("\n\n".join((_head(model, memory, figures, context), _groups(figures), _variants(sizing), _lengths(sizing))))
 
@@ -78,29 +85,21 @@ def _groups(figures: Figures) -> str:
 
 
 def _variants(sizing: Sizing) -> str:
-    """Other data types and ranks, where the heads can be divided."""
-    from dataclasses import replace
-
-    from kvplane import InvalidArgument
-    from kvplane_service.sizing import figures_of
+    from kvplane_service.sizing import figures_by_layout
 
     rows = [("DTYPE", "TP", "BYTES/TOKEN", "BLOCKS", "AT ONCE", "UNIFORM")]
-    for dtype in ("bfloat16", "fp8"):
-        for ranks in (1, 2, 4, 8):
-            options = replace(sizing.options, cache_dtype=dtype, tensor_parallel=ranks)
-            try:
-                told = figures_of(replace(sizing, options=options))
-            except InvalidArgument:
-                continue
-            uniform = "-" if told.uniform_concurrency is None else f"{told.uniform_concurrency:.2f}"
-            counts = (f"{told.bytes_per_token:,.0f}", f"{told.num_blocks:,}", f"{told.concurrency:.2f}", uniform)
-            rows.append((dtype, str(ranks), *counts))
+    for options, told in figures_by_layout(sizing):
+        uniform = "-" if told.uniform_concurrency is None else f"{told.uniform_concurrency:.2f}"
+        counts = (f"{told.bytes_per_token:,.0f}", f"{told.num_blocks:,}", f"{told.concurrency:.2f}", uniform)
+        rows.append((options.cache_dtype, str(options.tensor_parallel), *counts))
     return columns(rows)
 
 
 def _lengths(sizing: Sizing) -> str:
     """Requests at once by context length, as bars."""
-    told = _by_length(sizing)
+    from kvplane_service.sizing import figures_by_length
+
+    told = figures_by_length(sizing)
     most = max((figures.concurrency for _, figures in told), default=1.0)
     rows = [("CONTEXT", "AT ONCE", "")]
     for length, figures in told:
@@ -109,22 +108,26 @@ def _lengths(sizing: Sizing) -> str:
     return columns(rows)
 
 
+def _plain(sizing: Sizing, figures: Figures) -> dict[str, object]:
+    """All that the table shows, as plain data."""
+    from kvplane_service.sizing import figures_by_layout, figures_by_length
+
+    layouts = [
+        {"cache_dtype": options.cache_dtype, "tensor_parallel": options.tensor_parallel, **_counts(told)}
+        for options, told in figures_by_layout(sizing)
+    ]
+    lengths = [{"max_model_len": length, **_counts(told)} for length, told in figures_by_length(sizing)]
+    groups = [{**asdict(group), "kind": group.kind.value} for group in figures.groups]
+    return {**_counts(figures), "groups": groups, "by_layout": layouts, "by_length": lengths}
+
+
+def _counts(figures: Figures) -> dict[str, object]:
+    return {**{name: value for name, value in asdict(figures).items() if name != "groups"}, "gain": figures.gain}
+
+
 def _draw(title: str, sizing: Sizing, path: Path) -> None:
     from kvplane_service.cli.plan_plot import check_path, draw
+    from kvplane_service.sizing import figures_by_length
 
     check_path(path)
-    draw(title, _by_length(sizing), path)
-
-
-def _by_length(sizing: Sizing) -> list[tuple[int, Figures]]:
-    """Figures by context length, up to the longest that fits."""
-    from kvplane import InvalidArgument
-    from kvplane_service.sizing import figures_of
-
-    told: list[tuple[int, Figures]] = []
-    for length in _LENGTHS:
-        try:
-            told.append((length, figures_of(sizing.at(length))))
-        except InvalidArgument:
-            break
-    return told
+    draw(title, figures_by_length(sizing), path)

@@ -22,12 +22,16 @@ def check_path(path: Path) -> None:
         raise InvalidArgument(f"{path.name!r} is no picture's name", field="plot", remedy=f"end it in one of {known}")
     if not path.resolve().parent.is_dir():
         raise InvalidArgument(f"there is no folder {str(path.parent)!r}", field="plot", remedy="make it first")
+    if path.is_dir():
+        raise InvalidArgument(f"{path} is a folder", field="plot", remedy="name a file")
 
 
 def draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> None:
     """Write requests at once over context length, hybrid beside uniform, both axes logarithmic.
 
-    Raises FailedPrecondition when matplotlib is not installed.
+    Raises:
+        FailedPrecondition: matplotlib is not installed.
+        InvalidArgument: the file cannot be written.
     """
     try:
         from matplotlib.figure import Figure  # draws without a display
@@ -47,4 +51,8 @@ def draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> No
     axes.set(title=title, xlabel="context length, tokens", ylabel="requests at once")
     axes.grid(visible=True, which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        problem = f"{path}: {error.strerror}"
+        raise InvalidArgument(problem, field="plot", remedy="name a place that can be written") from None
