@@ -83,15 +83,15 @@ def _changed(real: Any, change: Callable[[Real], Real]) -> Any:
 def recover_whatever_is_stored(real: Real) -> Real:
     """The memory is taken to show what the entries say of it; the newest come first."""
 
-    def recover(self: Any, epoch: int, tables: Any, stored: Any) -> Any:
+    def regain(self: Any, tables: Any, stored: Any) -> Any:
         entries, told = list(stored), dict[int, int]()
         for one in entries:
             for block, stamp in zip(one.block, one.stamp, strict=True):
                 told.setdefault(block, stamp)
         blocks = range(self.spec.num_blocks)
-        return real(self, epoch, [[told.get(block, 0) for block in blocks] for _ in tables], entries)
+        return real(self, [[told.get(block, 0) for block in blocks] for _ in tables], entries)
 
-    return recover
+    return regain
 
 
 def keep_what_is_executed(real: Real) -> Real:
@@ -256,7 +256,7 @@ TWINS: dict[str, Twin] = {
     "no stamp check": Twin(
         "a key is hit after a restart only where the page memory still shows its stamp",
         (
-            Patch(f"{CORE}.replica:Replica.recover", recover_whatever_is_stored),
+            Patch(f"{CORE}.replica:Replica.regain", recover_whatever_is_stored),
             Patch(f"{CORE}.replica:Replica.begin_epoch", keep_what_is_executed),
         ),
     ),

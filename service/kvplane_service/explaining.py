@@ -11,6 +11,7 @@ from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import CommitRule
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_service.core.account import Account, Accountant, Lacking, Prefix
+from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.explain import Cause, Explainer, Question, Why, other_keys, with_hit_checked
 from kvplane_service.history import Attempt, History, KeyName, read_history
@@ -133,11 +134,10 @@ def _present(host: ReplicaHost, attempt: Attempt) -> Present:
     """Who carries the request's keys now."""
     pool, domain = host.replica.coordinator.pool, attempt.request.domain
     present: Present = {}
-    for group, by_digest in enumerate(pool.index.get(domain, ())):
+    for group in range(pool.num_groups):
         for digest in attempt.request.digests:
-            entry = by_digest.get(digest)
-            if entry is not None:
-                blocks = [entry] if isinstance(entry, int) else entry
+            blocks = pool.blocks_of(Key(domain, group, digest))
+            if blocks:
                 present[KeyName(domain, group, digest)] = frozenset(blocks)
     return present
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvplane.base.errors import Unavailable
 from kvplane.base.stamps import MAX_EPOCH, Stamp
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.recovery import Recovered
+from kvplane_service.core.regained import Recovered
 from kvplane_service.core.replica import Replica
 from kvplane_service.garbage import no_collections
 

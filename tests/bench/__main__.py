@@ -17,7 +17,8 @@ from pathlib import Path
 
 from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, Facts, News, Part, Run, Step
-from kvplane_service.core.pool import BlockPool, Key
+from kvplane_service.core.keys import Key
+from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from tests.bench.machine import machine, machine_line
 from tests.bench.objects import ObjectDecoder, ObjectPool

@@ -25,6 +25,7 @@ import xxhash
 
 from kvplane.base.groups import DENSE_RETENTION, GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
+from kvplane_service import garbage
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
 from kvplane_service.recovering import Recovering
@@ -38,7 +39,7 @@ from tests.store import servers
 from tests.store.contract import opened
 
 RESULTS = Path(__file__).parent / "results"
-ROUNDS, PROMPT_BLOCKS, SIZE, DIGEST = 3, 100, 16, 32
+ROUNDS, PROMPT_BLOCKS, SIZE, DIGEST = 7, 100, 16, 32
 LOG = LogName("bench", b"n" * 16, 1)
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, SIZE)
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, SIZE, window=64, lookup_class=1)
@@ -125,6 +126,7 @@ def read(store: IndexStore) -> int:
 def recover(spec: ReplicaSpec, store: IndexStore, stamps: tuple[int, ...]) -> tuple[Replica, float]:
     """A new object with everything that the memory proves, and the seconds; the empty pool was there before."""
     replica = Replica(spec)
+    garbage.settle()
     begin = time.process_time()
     log = load_log(store, LOG)
     Recovering(1, 1, loading=False, entries=log.entries()).prove(replica, 2, stamps)

@@ -33,9 +33,10 @@ from kvplane.base.step import (
     Step,
 )
 from kvplane_service.core import inspect
+from kvplane_service.core.keys import Key
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.managers.base import Query
-from kvplane_service.core.pool import INSIDE, Key
+from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 
 GRANTED, REFUSED, DEFERRED = AdmitStatus.GRANTED, AdmitStatus.REFUSED, AdmitStatus.DEFERRED

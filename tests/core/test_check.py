@@ -6,7 +6,8 @@ import pytest
 
 from kvplane.base.step import End
 from kvplane_service.core import inspect
-from kvplane_service.core.pool import Key
+from kvplane_service.core.keys import Key
+from kvplane_service.core.replica import Replica
 from tests.core.builders import Engine, digests, fake_digest, full, state
 
 
@@ -304,3 +305,48 @@ def test_a_snapshot_tells_the_length_of_every_prefix():
     engine.extend(0, "b")
     seen = inspect.take_snapshot(engine.replica)
     assert [one.num_tokens for one in seen.keys if one.key.group == 0] == [4, 8, 6]
+
+
+def drop_an_untouched_row(pool):
+    pool.untouched.take(1)
+    return "in one of table and column alone"
+
+
+def touch_without_a_row_taken(pool):
+    pool.key[1] = pool.key_of(1)
+    return "in one of table and column alone"
+
+
+def miscount_rows(pool):
+    pool.untouched.num_keys += 1
+    return "2 rows, the count says 3"
+
+
+def hide_a_row(pool):
+    key = pool.key_of(1)
+    pool.index[""][0][key.digest] = 3
+    return "of block 1 leads to"
+
+
+def hold_an_untouched_block(pool):
+    pool.references[1] = 1
+    return "block 1: 1 references, 0 holders"
+
+
+UNTOUCHED_FAULTS = [
+    drop_an_untouched_row, touch_without_a_row_taken, miscount_rows, hide_a_row, hold_an_untouched_block,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", UNTOUCHED_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_among_keys_that_came_back_is_seen(fault):
+    engine = Engine(full())
+    engine.serve(0, "aaaabbbbc")
+    engine.idle()
+    stored, table = engine.replica.entries(), list(engine.pool.stamp)
+    replica = Replica(engine.spec)
+    replica.recover(1, [table], [stored])
+    inspect.check(replica)
+    told = fault(replica.coordinator.pool)
+    with pytest.raises(AssertionError, match=told):
+        inspect.check(replica)

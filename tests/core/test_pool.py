@@ -6,7 +6,8 @@ import pytest
 
 from kvplane.base.step import EventKind, RemoveReason
 from kvplane_service.core.inspect import take_snapshot
-from kvplane_service.core.pool import BlockPool, Key
+from kvplane_service.core.keys import Key
+from kvplane_service.core.pool import BlockPool
 from tests.core.builders import Engine, fake_digest, full
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvplane.base.stamps import Stamp
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.recovery import Recovered
+from kvplane_service.core.regained import Recovered
 from kvplane_service.core.replica import Replica
 from tests.core.builders import GRANTED, Engine, digests, fake_digest, full, sinks, state, window
 
@@ -172,7 +172,8 @@ def test_what_no_pool_can_have_is_counted_and_left_out():
 def test_one_stamp_on_two_pages_proves_neither():
     engine = engine_after(full())
     stored, table = engine.replica.entries(), memory(engine)
-    stored.stamp[1] = table[2] = table[1]
+    table[2] = table[1]
+    stored.stamp = [stamp if row != 1 else table[1] for row, stamp in enumerate(stored.stamp)]
     assert recover(engine, [stored], table).kept == 1
     assert engine.keyed() == [3]
 
@@ -206,9 +207,48 @@ def test_a_block_that_the_pool_holds_for_ever_gets_no_key():
     engine.idle()
     (sink,) = engine.pool.reserved
     stored, table = engine.replica.entries(), memory(engine)
-    stored.block[0], stored.stamp[0] = sink, table[sink]
+    stored.block, stored.stamp = [sink, *stored.block[1:]], [table[sink], *stored.stamp[1:]]
     outcome = recover(engine, [stored], table)
     assert (outcome.kept, outcome.unproven) == (2, 1)
+
+
+def test_keys_become_objects_when_their_blocks_are_touched():
+    engine = engine_after(full(), prompts=(PROMPT, "xxxxyyyyz"))
+    recover(engine, [engine.replica.entries()], memory(engine))
+    assert engine.pool.count_untouched() == 5
+    assert engine.outside(PROMPT) == 12
+    assert engine.pool.count_untouched() == 5, "a look-up touches nothing"
+    engine.admit(0, PROMPT)
+    assert engine.pool.count_untouched() == 2
+    engine.cache(evicted=[engine.pool.find("", (0,), digests(engine.spec, "xxxx")[0])[0]])
+    assert (engine.pool.count_untouched(), engine.outside("xxxxyyyyz")) == (1, 0)
+    engine.end(0)
+    engine.cache(reset=True)
+    assert (engine.pool.untouched, engine.keyed(), engine.pool.count_keys()) == (None, [], 0)
+
+
+def test_content_that_is_computed_again_lies_beside_what_came_back():
+    engine = engine_after(full())
+    recover(engine, [engine.replica.entries()], memory(engine))
+    (first,) = engine.pool.find("", (0,), digests(engine.spec, PROMPT)[:1][0])
+    engine.admit(0, PROMPT, news={"skip_reading": 1})
+    engine.end(0)
+    engine.idle()
+    inspect.check(engine.replica)
+    assert (len(engine.keyed()), engine.pool.count_keys()) == (6, 3)
+    assert engine.pool.find("", (0,), digests(engine.spec, PROMPT)[0]) == [first], "the one that was there first"
+    engine.cache(evicted=[first])
+    inspect.check(engine.replica)
+    assert engine.outside(PROMPT) == 12
+
+
+def test_what_came_back_is_evicted_and_told_as_ever():
+    engine = engine_after(full(), num_blocks=5)
+    recover(engine, [engine.replica.entries()], memory(engine))
+    removed = [event.hashes[0] for event in engine.admit(0, "qqqqrrrrsssst").result.events if event.hashes]
+    assert set(digests(engine.spec, PROMPT)[:3]) <= set(removed)
+    inspect.check(engine.replica)
+    assert engine.pool.untouched is None
 
 
 texts = st.text("ab", min_size=1, max_size=18)

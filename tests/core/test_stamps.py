@@ -167,5 +167,5 @@ def test_no_stamp_is_ever_used_twice_and_orders_alone_keep_a_rank_right(moves):
             rank.obey(engine.extend(slot, "abcabcabc"[:length]).result)
         else:
             rank.obey(engine.admit(slot).result)
-    assert rank.table == engine.pool.stamp
+    assert rank.table == list(engine.pool.stamp)
     assert len(set(rank.seen)) == len(rank.seen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import xxhash
@@ -46,10 +46,17 @@ def sealed(body: bytes, version: int = 1, kind: int = CHUNK) -> bytes:
     return head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head + body)) + body
 
 
+def in_lists(entries: Entries) -> Entries:
+    """The same, wherever its columns lie."""
+    columns = {field.name: list(getattr(entries, field.name)) for field in fields(entries)[2:]}
+    digests = bytes(entries.digests)
+    return Entries(entries.digest_size, entries.runs, **{**columns, "digests": digests})  # type: ignore[arg-type]
+
+
 def test_a_chunk_comes_back_as_it_was():
-    assert unpack_chunk(LOG, PACKED) == ENTRIES
+    assert in_lists(unpack_chunk(LOG, PACKED)) == ENTRIES
     empty = Entries(32)
-    assert unpack_chunk(LOG, pack_chunk(LOG, 1, empty)) == empty
+    assert in_lists(unpack_chunk(LOG, pack_chunk(LOG, 1, empty))) == empty
 
 
 def test_the_format_is_what_is_written_down():

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvplane_service.core.pool import BlockPool
@@ -38,15 +38,15 @@ class Entries:
 
     digest_size: int
     runs: list[KeyRun] = field(default_factory=list)
-    block: list[int] = field(default_factory=list)
-    stamp: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    age: list[int] = field(default_factory=list)
-    digests: bytes = b""
-    bare_block: list[int] = field(default_factory=list)
-    bare_stamp: list[int] = field(default_factory=list)
-    used_block: list[int] = field(default_factory=list)
-    used_age: list[int] = field(default_factory=list)
+    block: Sequence[int] = field(default_factory=list)
+    stamp: Sequence[int] = field(default_factory=list)
+    num_tokens: Sequence[int] = field(default_factory=list)
+    age: Sequence[int] = field(default_factory=list)
+    digests: bytes | memoryview = b""
+    bare_block: Sequence[int] = field(default_factory=list)
+    bare_stamp: Sequence[int] = field(default_factory=list)
+    used_block: Sequence[int] = field(default_factory=list)
+    used_age: Sequence[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Rows."""
@@ -55,23 +55,26 @@ class Entries:
 
 def collect(pool: BlockPool, blocks: Iterable[int], digest_size: int) -> Entries:
     """The published keys of these blocks; touches nothing. Within a run the rows keep the order of the blocks."""
-    entries = Entries(digest_size)
+    bare: list[int] = []
     rows: dict[tuple[str, int], list[tuple[int, int, bytes]]] = {}
-    horizon, key_of, stamp_of = pool.executed_through, pool.key, pool.stamp
+    horizon, key_of, stamp = pool.executed_through, pool.key_of, pool.stamp
     for block in blocks:
-        key = key_of[block]
+        key = key_of(block)
         if key is None or pool.key_step[block] > horizon:
-            entries.bare_block.append(block)
-            entries.bare_stamp.append(stamp_of[block])
+            bare.append(block)
             continue
         rows.setdefault(key[:2], []).append((block, pool.key_tokens[block], key.digest))
         for more in pool.more_keys.get(block, ()):
             rows.setdefault(more[:2], []).append((block, 0, more.digest))
-    for (domain, group), run in rows.items():
-        entries.runs.append(KeyRun(domain, group, len(run)))
-        entries.block += [block for block, _, _ in run]
-        entries.num_tokens += [num_tokens for _, num_tokens, _ in run]
-    entries.digests = b"".join([digest for run in rows.values() for _, _, digest in run])
-    entries.stamp = [stamp_of[block] for block in entries.block]
-    entries.age = [0] * len(entries.block)
-    return entries
+    flat = [row for run in rows.values() for row in run]
+    return Entries(
+        digest_size,
+        runs=[KeyRun(domain, group, len(run)) for (domain, group), run in rows.items()],
+        block=[block for block, _, _ in flat],
+        stamp=[stamp[block] for block, _, _ in flat],
+        num_tokens=[num_tokens for _, num_tokens, _ in flat],
+        age=[0] * len(flat),
+        digests=b"".join([digest for _, _, digest in flat]),
+        bare_block=bare,
+        bare_stamp=[stamp[block] for block in bare],
+    )

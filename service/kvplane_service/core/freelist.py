@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvplane_service.core.columns import U32, Ints, column
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """A whole free list, made at once.
+
+    Attributes:
+        following, previous: by block, and behind the blocks the sentinel.
+    """
+
+    following: array[int]
+    previous: array[int]
+    count: int
+
+    @classmethod
+    def of(cls, num_blocks: int, order: Ints) -> Links:
+        """Blocks in eviction order."""
+        chain = np.concatenate([[num_blocks], order, [num_blocks]])
+        following, previous = np.zeros(num_blocks + 1, np.uint32), np.zeros(num_blocks + 1, np.uint32)
+        following[chain[:-1]] = chain[1:]
+        previous[chain[1:]] = chain[:-1]
+        return cls(column(U32, following), column(U32, previous), len(order))
 
 
 class FreeList:
@@ -18,11 +46,7 @@ class FreeList:
     def __init__(self, num_blocks: int) -> None:
         """All blocks but the null block 0 are free, in id order."""
         self._sentinel = num_blocks
-        self._next = [*range(1, num_blocks + 1), 1]
-        self._previous = [num_blocks, num_blocks, *range(1, num_blocks)]
-        self._next[0] = 0
-        self._previous[0] = 0
-        self.count = num_blocks - 1
+        self.replace(Links.of(num_blocks, np.arange(1, num_blocks)))
 
     def __iter__(self) -> Iterator[int]:
         """Block ids in eviction order."""
@@ -65,6 +89,10 @@ class FreeList:
         self._next[self._sentinel] = self._previous[self._sentinel] = self._sentinel
         self.count = 0
         self.append(list(order))
+
+    def replace(self, links: Links) -> None:
+        """Become what was linked elsewhere, for as many blocks; the columns are this list's from now on."""
+        self._next, self._previous, self.count = links.following, links.previous, links.count
 
     def _insert(self, before: int, blocks: Sequence[int]) -> None:
         follow, previous = self._next, self._previous

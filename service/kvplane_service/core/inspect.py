@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvplane.base.groups import CommitRule
-from kvplane_service.core.pool import NULL_BLOCK, BlockPool, Key
+from kvplane_service.core.keys import NULL_BLOCK, UNTOUCHED, Key
+from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 
 
@@ -126,6 +127,7 @@ def _check_keys(replica: Replica) -> None:
     pool = replica.coordinator.pool
     assert pool.key[NULL_BLOCK] is None, "the null block has a key"
     safe = replica.spec.commit is CommitRule.SAFE
+    _check_untouched(pool)
     seen = 0
     for key, blocks in _index(pool):
         assert len(set(blocks)) == len(blocks) > 0, f"key {key.digest.hex()}: blocks {blocks}"
@@ -142,6 +144,18 @@ def _check_keys(replica: Replica) -> None:
     assert pool.enable_caching or not pool.index, "keys without prefix caching"
     evictable = sum(1 for block in pool.free if pool.key[block] is not None)
     assert pool.num_evictable == evictable, f"{evictable} free blocks carry a key, the count says {pool.num_evictable}"
+
+
+def _check_untouched(pool: BlockPool) -> None:
+    """What came back from a store and was not touched is in the table alone, and what is there can be found."""
+    rows = dict(pool.untouched) if pool.untouched is not None else {}
+    unread = {block for block, key in enumerate(pool.key) if key is UNTOUCHED}
+    assert unread == set(rows), f"keys of blocks {unread ^ set(rows)} are in one of table and column alone"
+    assert len(rows) == pool.count_untouched(), f"{len(rows)} rows, the count says {pool.count_untouched()}"
+    for block, key in rows.items():
+        assert pool.references[block] == 0, f"block {block} is held and its key untouched"
+        assert pool.blocks_of(key) == [block], f"key {key.digest.hex()} of block {block} leads to {pool.blocks_of(key)}"
+        assert block not in pool.more_keys, f"block {block} has further keys and an untouched one"
 
 
 def _check_stamps(replica: Replica) -> None:
@@ -193,12 +207,16 @@ def _index(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
         for group, by_digest in enumerate(maps):
             for value, entry in by_digest.items():
                 yield Key(domain, group, value), [entry] if isinstance(entry, int) else entry
+    if pool.untouched is not None:
+        for block, key in pool.untouched:
+            yield key, [block]
 
 
 def _keys(replica: Replica) -> list[CachedKey]:
     pool = replica.coordinator.pool
     found = []
-    for block, key in enumerate(pool.key):
+    for block in range(pool.num_blocks):
+        key = pool.key_of(block)
         if key is None:
             continue
         tentative = pool.key_step[block] > pool.executed_through

@@ -18,7 +18,7 @@ from kvplane.base.groups import CommitRule
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
-from kvplane_service.core.pool import NULL_BLOCK, Key
+from kvplane_service.core.keys import NULL_BLOCK, Key
 
 
 class Life(NamedTuple):

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane_service.core.columns import U32, U64, zeros
 from kvplane_service.core.freelist import FreeList
+from kvplane_service.core.keys import NULL_BLOCK, UNTOUCHED, Key
+from kvplane_service.core.keytable import KeyTable
+from kvplane_service.core.regained import Regained
 
-NULL_BLOCK = 0
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
-
-
-class Key(NamedTuple):
-    """One name of a block's content: the digest of the prefix that ends in it, within a group and a domain."""
-
-    domain: str
-    group: int
-    digest: bytes
 
 
 @dataclass(slots=True)
@@ -56,13 +50,14 @@ class BlockPool:
         self._with_events = with_events
         self.free = FreeList(num_blocks)
         self.references = [0] * num_blocks
-        self.key: list[Key | None] = [None] * num_blocks  # the primary key
-        self.key_tokens = [0] * num_blocks  # tokens of the prefix that the primary key names
+        self.key: list[Key | None] = [None] * num_blocks  # the primary key, see `key_of`
+        self.key_tokens = zeros(U32, num_blocks)  # tokens of the prefix that the primary key names
         self.key_step = [0] * num_blocks  # step that registered it; tentative while that has not been executed
         self.more_keys: dict[int, dict[Key, int]] = {}  # further keys: prefixes that end inside the block, their tokens
         self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
+        self.untouched: KeyTable | None = None  # what came back from a store; such keys are not in `index`
         self.num_groups = num_groups
-        self.stamp = [0] * num_blocks
+        self.stamp = zeros(U64, num_blocks)
         self.stamped: dict[int, None] = {}  # blocks whose stamp changed since the last drain, in order
         self.generation = 0
         self.epoch = 0
@@ -109,7 +104,10 @@ class BlockPool:
                 continue
             if references[block] == 0:
                 self.free.remove(block)
-                self.num_evictable -= self.key[block] is not None
+                key = self.key[block]
+                self.num_evictable -= key is not None
+                if key is UNTOUCHED:
+                    self._move_to_index(block)
             references[block] += 1
             reuse_gap[(step - used[block]).bit_length()] += 1
             used[block] = step
@@ -162,7 +160,11 @@ class BlockPool:
         for group in groups:
             entry = maps[group].get(digest)
             if entry is None:
-                return None
+                if self.untouched is None:
+                    return None
+                entry = self.untouched.find(domain, group, digest)
+                if entry == NULL_BLOCK:
+                    return None
             block = entry if isinstance(entry, int) else entry[0]
             if self.key_step[block] > horizon:
                 block = self._first_within(entry, horizon)
@@ -171,13 +173,30 @@ class BlockPool:
             found.append(block)
         return found
 
+    def blocks_of(self, key: Key) -> list[int]:
+        """All blocks registered under the key."""
+        maps = self.index.get(key.domain)
+        entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
+        if entry == NULL_BLOCK and self.untouched is not None:
+            entry = self.untouched.find(*key)
+        blocks = [entry] if isinstance(entry, int) else list(entry)
+        return blocks if blocks != [NULL_BLOCK] else []
+
+    def key_of(self, block: int) -> Key | None:
+        """The block's primary key."""
+        key = self.key[block]
+        if key is UNTOUCHED:
+            assert self.untouched is not None, f"the key of block {block} is nowhere"
+            return self.untouched.key_of(block)
+        return key
+
     def _first_within(self, entry: int | list[int], horizon: int) -> int:
         blocks = [entry] if isinstance(entry, int) else entry
         return next((block for block in blocks if self.key_step[block] <= horizon), NULL_BLOCK)
 
     def has_key(self, block: int, key: Key) -> bool:
         """Whether the block is registered under the key, as its primary or a further one."""
-        return self.key[block] == key or key in self.more_keys.get(block, ())
+        return self.key_of(block) == key or key in self.more_keys.get(block, ())
 
     def register(self, block: int, key: Key, num_tokens: int) -> None:
         """Let the block be found under the key; the first key of a block is its primary one."""
@@ -189,8 +208,56 @@ class BlockPool:
             self.key_step[block] = self.step
             self.num_evictable += self.references[block] == 0
         else:
+            if self.key[block] is UNTOUCHED:
+                self._move_to_index(block)
             self.more_keys.setdefault(block, {})[key] = num_tokens
-        by_digest = self._by_digest(key.domain, key.group)
+        if self.untouched is not None:
+            before = self.untouched.find(*key)
+            if before != NULL_BLOCK:
+                self._move_to_index(before)
+        self._add_to_index(block, key)
+        self.registered.append((block, key))
+
+    def restore(self, regained: Regained) -> None:
+        """Take back what was proven, see `recovery`; the pool is unused."""
+        assert not self.index, "a pool with keys needs no recovery"
+        stamps_of_reserved = [(block, self.stamp[block]) for block in self.reserved]
+        self.key, self.key_tokens, self.stamp = regained.key, regained.key_tokens, regained.stamp
+        for block, stamp in stamps_of_reserved:
+            self.stamp[block] = stamp
+        self.generation = max(self.generation, regained.generation)
+        self.free.replace(regained.links)
+        table = regained.table
+        if not table.num_keys:
+            return
+        self.untouched, self.num_evictable = table, table.num_keys
+        self.index = {domain: [{} for _ in range(self.num_groups)] for domain in table.domains()}
+        for blocks in table.shared_keys():
+            for block in blocks:
+                self._move_to_index(block)
+        for block, key in regained.further:
+            self.register(block, key, 0)
+        self.registered.clear()
+
+    def _move_to_index(self, block: int) -> None:
+        """The block's key is no longer one of those that nobody touched."""
+        self.key[block] = key = self._take_untouched(block)
+        self._add_to_index(block, key)
+
+    def _take_untouched(self, block: int) -> Key:
+        table = self.untouched
+        assert table is not None, f"the key of block {block} is nowhere"
+        key = table.take(block)
+        if not table.num_keys:
+            self.untouched = None
+            self.index = {domain: maps for domain, maps in self.index.items() if any(maps)}
+        return key
+
+    def _add_to_index(self, block: int, key: Key) -> None:
+        maps = self.index.get(key.domain)
+        if maps is None:
+            maps = self.index[key.domain] = [{} for _ in range(self.num_groups)]
+        by_digest = maps[key.group]
         entry = by_digest.get(key.digest)
         if entry is None:
             by_digest[key.digest] = block
@@ -198,36 +265,18 @@ class BlockPool:
             by_digest[key.digest] = [entry, block]
         else:
             entry.append(block)
-        self.registered.append((block, key))
-
-    def restore_keys(self, domain: str, group: int, digests: Sequence[bytes], blocks: list[int]) -> None:
-        """Let free blocks that had no key be found under these digests; the caller sets the columns of the blocks."""
-        if not blocks:
-            return
-        self.num_evictable += len(blocks)
-        by_digest = self._by_digest(domain, group)
-        owners = list(map(by_digest.setdefault, digests, blocks))
-        if owners == blocks:
-            return
-        for digest, block, owner in zip(digests, blocks, owners, strict=True):
-            if owner != block:
-                entry = by_digest[digest]
-                by_digest[digest] = [entry, block] if isinstance(entry, int) else [*entry, block]
-
-    def _by_digest(self, domain: str, group: int) -> dict[bytes, int | list[int]]:
-        maps = self.index.get(domain)
-        if maps is None:
-            maps = self.index[domain] = [{} for _ in range(self.num_groups)]
-        return maps[group]
 
     def unregister(self, block: int) -> list[Key]:
         """Take every key from the block, primary first; the page is as if it held nothing. No event, no stamp."""
         primary = self.key[block]
         if primary is None:
             return []
-        keys = [primary, *self.more_keys.pop(block, ())]
-        for key in keys:
-            self._forget(block, key)
+        if primary is UNTOUCHED:
+            keys = [self._take_untouched(block)]
+        else:
+            keys = [primary, *self.more_keys.pop(block, ())]
+            for key in keys:
+                self._forget(block, key)
         self.key[block] = None
         self.key_tokens[block] = 0
         self.key_step[block] = 0
@@ -240,7 +289,7 @@ class BlockPool:
         if isinstance(entry, int):
             assert entry == block, f"key of block {block} leads to block {entry}"
             del maps[key.group][key.digest]
-            if not any(maps):
+            if not any(maps) and self.untouched is None:
                 del self.index[key.domain]
             return
         entry.remove(block)
@@ -280,9 +329,11 @@ class BlockPool:
         """Take every key from every block, at once and without a word; restamps them. False if there was none."""
         keyed = [block for block, key in enumerate(self.key) if key is not None]
         self.key[:] = [None] * self.num_blocks
-        self.key_tokens[:] = self.key_step[:] = [0] * self.num_blocks
+        self.key_tokens = zeros(U32, self.num_blocks)
+        self.key_step[:] = [0] * self.num_blocks
         self.more_keys.clear()
         self.index.clear()
+        self.untouched = None
         self.num_evictable = 0
         for block in keyed:
             self.restamp(block)
@@ -305,7 +356,16 @@ class BlockPool:
 
     def count_keys(self) -> int:
         """Distinct (domain, group, digest) keys."""
-        return sum(len(by_digest) for maps in self.index.values() for by_digest in maps)
+        return sum(self.count_keys_of(group) for group in range(self.num_groups))
+
+    def count_untouched(self) -> int:
+        """Keys that came back from a store and that nobody touched since."""
+        return self.untouched.num_keys if self.untouched is not None else 0
+
+    def count_keys_of(self, group: int) -> int:
+        """Distinct (domain, digest) keys of a group."""
+        untouched = self.untouched.count_keys(group) if self.untouched is not None else 0
+        return untouched + sum(len(maps[group]) for maps in self.index.values())
 
     # -- stamps and ages ---------------------------------------------------------------------------------------------
 

@@ -1,204 +1,213 @@
-"""Puts the entries of a store back into an unused pool, as far as the page memory proves them.
+"""Proves the entries of a store by what the page memory shows, for an unused pool.
 
 A store may lose, repeat or reorder what it was given. An entry comes back only where the memory of every rank still
 shows the stamp that was told with it: no stamp is used twice in an incarnation, so equal stamps mean equal content.
-Rows are looked at a run at a time: a million of them must come back within moments.
+
+A million rows must come back within moments, so rows are looked at in columns, and no row becomes an object. Nothing
+is shared with the pool before it takes the result, so that this can run beside whatever else goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, compress, repeat
-from operator import itemgetter
 from typing import Any, NamedTuple
 
-from kvplane_service.core.entries import Entries, KeyRun
-from kvplane_service.core.pool import BlockPool, Key
+import numpy as np
+import numpy.typing as npt
 
-_make_key = partial(tuple.__new__, Key)  # no Python frame: there is one for each row
+from kvplane.base.stamps import Stamp
+from kvplane_service.core.columns import U32, U64, Bytes, Ints, Mask, Words, column, rows_in_order
+from kvplane_service.core.entries import Entries
+from kvplane_service.core.freelist import Links
+from kvplane_service.core.keys import UNTOUCHED, Key
+from kvplane_service.core.keytable import KeyTable
+from kvplane_service.core.regained import Recovered, Regained
+
+_MAX_U32 = (1 << 32) - 1
+
+Pairs = list[tuple[str, int]]  # (domain, group) by number
 
 
 @dataclass(frozen=True, slots=True)
-class Recovered:
-    """What became of the rows.
+class PoolShape:
+    """What a recovery must know of the unused pool.
 
     Attributes:
-        kept: are keys of the cache again.
-        unproven: the memory shows other stamps.
-        repeated: the block had the key already.
-        impossible: name a block, group or digest that the pool cannot have.
+        digest_size: bytes of a key's digest.
+        reserved: blocks that the pool holds for ever.
     """
 
-    kept: int
-    unproven: int
-    repeated: int
-    impossible: int
+    num_blocks: int
+    num_groups: int
+    digest_size: int
+    reserved: tuple[int, ...] = ()
 
 
 class _Rows(NamedTuple):
-    """Rows of one run."""
+    """Rows in columns; `pair` is a number of `Pairs`, and each digest is a row of bytes."""
 
-    block: list[int]
-    stamp: list[int]
-    num_tokens: list[int]
-    age: list[int]
-    digest: list[bytes]
+    pair: Ints
+    block: Ints
+    stamp: Words
+    num_tokens: Ints
+    age: Ints
+    digest: Bytes
 
-    def select(self, wanted: list[bool]) -> _Rows:
+    def select(self, wanted: Mask) -> _Rows:
         """The rows that are wanted."""
-        return _Rows(
-            list(compress(self.block, wanted)),
-            list(compress(self.stamp, wanted)),
-            list(compress(self.num_tokens, wanted)),
-            list(compress(self.age, wanted)),
-            list(compress(self.digest, wanted)),
-        )
+        if wanted.all():
+            return self
+        at = np.flatnonzero(wanted)
+        return _Rows._make(column[at] for column in self)
 
 
-class Recovery:
-    """One recovery: `add` what was stored, in any order, then `finish`."""
+def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Regained:
+    """What the memory proves of these entries.
 
-    def __init__(self, pool: BlockPool, digest_size: int, tables: Sequence[Sequence[int]]) -> None:
-        """`tables` are the stamps that each rank's memory shows, one per block."""
-        assert not pool.index, "a pool with keys needs no recovery"
-        self._pool = pool
-        self._digest_size = digest_size
-        self._shown = _shown_by_all(tables, pool)
-        self._turn = [0] * pool.num_blocks  # lower is evicted earlier: age, then the longer prefix first
-        self._used: dict[int, int] = {}
-        self._blocks: list[int] = []  # that got a key, in the order of their rows
-        self._further: list[tuple[int, int, Key]] = []
-        self._rows = self._kept = self._repeated = self._impossible = 0
-
-    def add(self, entries: Entries) -> None:
-        """Register what is proven of these rows."""
-        self._rows += len(entries)
-        if entries.digest_size != self._digest_size:
-            self._impossible += len(entries)
-            return
-        start = 0
-        for run in entries.runs:
-            stop = start + run.count
-            if run.group < self._pool.num_groups:
-                self._add_run(run, self._proven(_cut(entries, start, stop)))
-            else:
-                self._impossible += run.count
-            start = stop
-        for block, age in zip(entries.used_block, entries.used_age, strict=True):
-            self._used[block] = max(age, self._used.get(block, 0))
-
-    def finish(self) -> Recovered:
-        """Register further keys and put the free list into eviction order."""
-        for block, stamp, key in self._further:
-            self._add_further(block, stamp, key)
-        self._drop_doubles()
-        pool, keyed = self._pool, self._blocks
-        for block, age in self._used.items():
-            if 0 < block < pool.num_blocks and pool.key[block] is not None:
-                self._turn[block] = max(self._turn[block], _turn(age, pool.key_tokens[block]))
-        keyed.sort(key=self._turn.__getitem__)
-        bare = (block for block in range(1, pool.num_blocks) if pool.key[block] is None and not pool.references[block])
-        pool.free.rebuild(chain(bare, keyed))
-        unproven = self._rows - self._kept - self._repeated - self._impossible
-        return Recovered(self._kept, unproven, self._repeated, self._impossible)
-
-    def _proven(self, rows: _Rows) -> _Rows:
-        """The rows whose page shows their stamp."""
-        num_blocks = self._pool.num_blocks
-        if rows.block and not 0 < min(rows.block) <= max(rows.block) < num_blocks:
-            possible = [0 < block < num_blocks for block in rows.block]
-            self._impossible += possible.count(False)
-            rows = rows.select(possible)
-        shown = _pick(self._shown, rows.block)
-        if shown == rows.stamp and all(shown):
-            return rows
-        return rows.select([stamp == seen != 0 for stamp, seen in zip(rows.stamp, shown, strict=True)])
-
-    def _add_run(self, run: KeyRun, rows: _Rows) -> None:
-        pool = self._pool
-        has_key = pool.key
-        if not all(rows.num_tokens) or len(set(rows.block)) < len(rows.block) or any(_pick(has_key, rows.block)):
-            rows = self._first_keys(run, rows)
-        keys: list[Key] = list(map(_make_key, zip(repeat(run.domain), repeat(run.group), rows.digest)))
-        pool.restore_keys(run.domain, run.group, rows.digest, rows.block)
-        tokens_of, stamp_of, turn_of = pool.key_tokens, pool.stamp, self._turn
-        for block, stamp, num_tokens, age, key in zip(*rows[:4], keys, strict=True):
-            has_key[block] = key
-            tokens_of[block] = num_tokens
-            stamp_of[block] = stamp
-            turn_of[block] = (age << 32) - num_tokens  # as _turn, without its frame
-        self._blocks += rows.block
-        self._kept += len(rows.block)
-
-    def _first_keys(self, run: KeyRun, rows: _Rows) -> _Rows:
-        """The rows that give a block its first key; what is a further key waits, what is told twice is told once."""
-        wanted, taken = [], set[int]()
-        for block, stamp, num_tokens, _, digest in zip(*rows, strict=True):
-            first = num_tokens > 0 and block not in taken and self._pool.key[block] is None
-            wanted.append(first)
-            if first:
-                taken.add(block)
-            else:
-                self._further.append((block, stamp, Key(run.domain, run.group, digest)))
-        return rows.select(wanted)
-
-    def _add_further(self, block: int, stamp: int, key: Key) -> None:
-        pool = self._pool
-        if pool.key[block] is None or pool.stamp[block] != stamp or pool.has_key(block, key):
-            self._repeated += 1
-            return
-        pool.register(block, key, 0)
-        pool.registered.clear()
-        self._kept += 1
-
-    def _drop_doubles(self) -> None:
-        """One stamp on two pages proves neither: such a memory says what no service told it."""
-        stamps = _pick(self._pool.stamp, self._blocks)
-        if len(set(stamps)) == len(stamps):
-            return
-        seen = set[int]()
-        double = set[int]()
-        for stamp in stamps:
-            (double if stamp in seen else seen).add(stamp)
-        for block, stamp in zip(self._blocks, stamps, strict=True):
-            if stamp in double:
-                self._kept -= len(self._pool.unregister(block))
-                self._pool.stamp[block] = 0
-        self._blocks = [block for block in self._blocks if self._pool.key[block] is not None]
-
-
-def _cut(entries: Entries, start: int, stop: int) -> _Rows:
-    size, digests = entries.digest_size, entries.digests
-    return _Rows(
-        entries.block[start:stop],
-        entries.stamp[start:stop],
-        entries.num_tokens[start:stop],
-        entries.age[start:stop],
-        [digests[at : at + size] for at in range(start * size, stop * size, size)],
+    Args:
+        tables: the stamps that each rank's memory shows, one per block.
+        stored: in any order; where two give one block its first key, the earlier does.
+    """
+    entries, pairs = list(stored), Pairs()
+    fitting = [one for one in entries if one.digest_size == shape.digest_size]
+    shown = [np.frombuffer(array(U64, table), np.uint64) for table in tables]
+    rows = _stack(fitting, shape.digest_size, pairs)
+    possible = rows.select(_are_possible(rows, pairs, shape))
+    proven = possible.select(_are_proven(possible, shown, shape))
+    row_of = _first_rows(proven, shape.num_blocks)
+    is_first = row_of[proven.block] == np.arange(len(proven.block))
+    first, others = _without_doubles(proven.select(is_first), proven.select(~is_first))
+    bare = _without_key(first.block, shape.num_blocks)
+    further = _further_keys(others, proven, row_of, pairs)
+    num_tokens = np.zeros(shape.num_blocks, np.uint32)
+    num_tokens[first.block] = first.num_tokens
+    stamp = np.zeros(shape.num_blocks, np.uint64)
+    stamp[first.block] = first.stamp
+    keyed = _eviction_order(first, _last_uses(first, fitting, num_tokens))
+    free = np.setdiff1d(bare, [0, *shape.reserved], assume_unique=True)
+    return Regained(
+        Recovered(
+            kept=len(first.block) + len(further),
+            unproven=len(possible.block) - len(first.block) - len(others.block),
+            repeated=len(others.block) - len(further),
+            impossible=sum(map(len, entries)) - len(possible.block),
+        ),
+        max((Stamp.unpack(int(table.max())).generation for table in shown if table.size), default=0),
+        column(U64, stamp),
+        column(U32, num_tokens),
+        _presence(first.block, bare, shape.num_blocks),
+        Links.of(shape.num_blocks, np.concatenate([free, keyed])),
+        KeyTable(shape.num_blocks, pairs, first.pair, first.block, first.digest),
+        further,
     )
 
 
-def _turn(age: int, num_tokens: int) -> int:
-    return (age << 32) - num_tokens
+def _stack(stored: list[Entries], digest_size: int, pairs: Pairs) -> _Rows:
+    """All rows, one after another; `pairs` gets what their pairs stand for."""
+    number: dict[tuple[str, int], int] = {}
+    runs = [run for entries in stored for run in entries.runs]
+    numbers = [number.setdefault((run.domain, run.group), len(number)) for run in runs]
+    pairs.extend(number)
+    digests = b"".join([entries.digests for entries in stored])
+    return _Rows(
+        np.repeat(np.array(numbers, np.uint32), np.array([run.count for run in runs], np.intp)),
+        _join([entries.block for entries in stored], np.uint32),
+        _join([entries.stamp for entries in stored], np.uint64),
+        _join([entries.num_tokens for entries in stored], np.uint32),
+        _join([entries.age for entries in stored], np.uint32),
+        np.frombuffer(digests, np.uint8).reshape(-1, digest_size),
+    )
 
 
-def _shown_by_all(tables: Sequence[Sequence[int]], pool: BlockPool) -> list[int]:
-    """The stamp of each block that every rank shows, 0 where they differ or the block is held for ever."""
-    shown = list(tables[0]) if tables else []
-    shown += [0] * (pool.num_blocks - len(shown))
-    for table in tables[1:]:
-        if len(table) != pool.num_blocks or list(table) != shown:
-            seen = [*table, *[0] * (pool.num_blocks - len(table))]
-            shown = [one if one == other else 0 for one, other in zip(shown, seen, strict=False)]
-    for block in pool.reserved:
-        shown[block] = 0
-    return shown
+def _join(columns: list[Sequence[int]], dtype: type[np.unsignedinteger[Any]]) -> npt.NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(column, dtype) for column in columns)])
 
 
-def _pick(column: Sequence[Any], at: list[int]) -> list[Any]:
-    """The values of a column at these places."""
-    if len(at) < 2:
-        return [column[index] for index in at]
-    return list(itemgetter(*at)(column))
+def _are_possible(rows: _Rows, pairs: Pairs, shape: PoolShape) -> Mask:
+    """Rows of blocks and groups that the pool has."""
+    group_exists = np.array([group < shape.num_groups for _, group in pairs], np.bool_)
+    possible: Mask = (rows.block > 0) & (rows.block < shape.num_blocks) & group_exists[rows.pair]
+    return possible
+
+
+def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
+    """Rows whose stamp every rank shows; a block that is held for ever is nobody's."""
+    proven = rows.stamp != 0
+    for table in shown:
+        seen = np.zeros(shape.num_blocks, np.uint64)
+        seen[: len(table)] = table
+        seen[list(shape.reserved)] = 0
+        proven &= seen[rows.block] == rows.stamp
+    return proven if shown else np.zeros_like(proven)
+
+
+def _first_rows(rows: _Rows, num_blocks: int) -> Ints:
+    """By block, the first row that can give it its primary key; -1 = none can."""
+    row_of = np.full(num_blocks, -1, np.int64)
+    last_to_first = np.flatnonzero(rows.num_tokens)[::-1]
+    row_of[rows.block[last_to_first]] = last_to_first  # of several the last assignment stays
+    return row_of
+
+
+def _without_doubles(first: _Rows, others: _Rows) -> tuple[_Rows, _Rows]:
+    """One stamp on two pages proves neither: such a memory says what no service told it."""
+    stamps = np.sort(first.stamp)
+    double = stamps[1:][stamps[1:] == stamps[:-1]]
+    if not double.size:
+        return first, others
+    return first.select(~np.isin(first.stamp, double)), others.select(~np.isin(others.stamp, double))
+
+
+def _further_keys(others: _Rows, proven: _Rows, row_of: Ints, pairs: Pairs) -> list[tuple[int, Key]]:
+    """Keys beside the primary one of their block, each once."""
+    first = row_of[others.block]
+    same = (proven.pair[first] == others.pair) & (proven.digest[first] == others.digest).all(axis=1)
+    further = others.select((first >= 0) & ~same)
+    names = [pairs[pair] for pair in further.pair.tolist()]
+    keys = [Key(domain, group, raw.tobytes()) for (domain, group), raw in zip(names, further.digest, strict=True)]
+    return list(dict.fromkeys(zip(further.block.tolist(), keys, strict=True)))
+
+
+def _presence(blocks: Ints, bare: Ints, num_blocks: int) -> list[Key | None]:
+    """What stands in the pool's column of keys."""
+    present: list[Key | None]
+    if len(blocks) > num_blocks // 2:
+        present = [UNTOUCHED] * num_blocks
+        for block in bare.tolist():
+            present[block] = None
+    else:
+        present = [None] * num_blocks
+        for block in blocks.tolist():
+            present[block] = UNTOUCHED
+    return present
+
+
+def _without_key(blocks: Ints, num_blocks: int) -> Ints:
+    """The other blocks, with the null block."""
+    is_bare = np.ones(num_blocks, np.bool_)
+    is_bare[blocks] = False
+    return np.flatnonzero(is_bare)
+
+
+def _last_uses(first: _Rows, stored: list[Entries], num_tokens: Ints) -> Ints:
+    """Of each row of `first`, when its block was last used."""
+    used = _join([entries.used_block for entries in stored], np.uint32)
+    if not used.size:
+        return first.age
+    age = np.zeros(len(num_tokens), np.uint32)
+    age[first.block] = first.age
+    known = used < len(num_tokens)
+    np.maximum.at(age, used[known], _join([entries.used_age for entries in stored], np.uint32)[known])
+    return age[first.block]
+
+
+def _eviction_order(first: _Rows, age: Ints) -> Ints:
+    """By the time of their last use, and among equals the longer prefix first."""
+    longest = int(first.num_tokens.max(initial=0))
+    turn = age.astype(np.uint64)
+    turn -= turn.min(initial=_MAX_U32)
+    turn <<= np.uint64(longest.bit_length())
+    turn += np.uint64(longest) - first.num_tokens
+    return first.block[rows_in_order(turn)]

@@ -11,7 +11,6 @@ from itertools import chain, islice
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens, split_hashes
-from kvplane.base.stamps import Stamp
 from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNCHANGED,
@@ -37,7 +36,8 @@ from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE, Residency
 from kvplane_service.core.program import Program
-from kvplane_service.core.recovery import Recovered, Recovery
+from kvplane_service.core.recovery import PoolShape, regain
+from kvplane_service.core.regained import Recovered, Regained
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.validate import StepValidator
@@ -117,17 +117,21 @@ class Replica:
             tables: what the memory of each rank says, one stamp per block.
             stored: what was told by `entries`, as far as it is known; in any order.
         """
-        assert not self.requests.slots() and not self.coordinator.pool.index, "only an unused replica can recover"
+        return self.take_back(epoch, self.regain(tables, stored))
+
+    def regain(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Regained:
+        """The first half of `recover`, which may run on another thread: it touches nothing."""
         pool = self._pool
-        recovery = Recovery(pool, self._scheme.digest.size, tables)
-        for entries in stored:
-            recovery.add(entries)
-        outcome = recovery.finish()
-        shown = max((max(table, default=0) for table in tables), default=0)
-        pool.generation = max(pool.generation, Stamp.unpack(shown).generation)
-        pool.begin_epoch(epoch)
+        shape = PoolShape(pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved))
+        return regain(shape, tables, stored)
+
+    def take_back(self, epoch: int, regained: Regained) -> Recovered:
+        """The second half of `recover`: what `regain` gave becomes this replica's, in a moment."""
+        assert not self.requests.slots() and not self._pool.index, "only an unused replica can recover"
+        self._pool.restore(regained)
+        self._pool.begin_epoch(epoch)
         self.seq = 0
-        return outcome
+        return regained.outcome
 
     def _drop_unproven(self, stamp_table: Sequence[int]) -> None:
         pool = self._pool
@@ -193,7 +197,8 @@ class Replica:
         """Per group. Counts by passing over the pool, 0.1 s per million blocks: for the rare look, not the hot path."""
         pool = self._pool
         cached = [0] * len(self.spec.groups)
-        for key in pool.key:
+        for block in range(pool.num_blocks):
+            key = pool.key_of(block)
             if key is not None:
                 cached[key.group] += 1
         return [

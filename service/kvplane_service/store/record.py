@@ -20,6 +20,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Literal, TypeAlias
 
 import xxhash
 
@@ -33,11 +34,13 @@ CHUNK, REGISTRATION = 1, 2
 HEADER_BYTES = 24
 ROW_BYTES = 20  # of a chunk, beside the digest
 
+Code: TypeAlias = Literal["I", "Q"]
+
 _HEADER = struct.Struct("<4sHHIIQ")
 _CHECKED = 16  # bytes of the header that the checksum covers
 _CHUNK = struct.Struct("<16sQQHHIIII")
 _RUN = struct.Struct("<HHI")
-_SIZES = {"I": 4, "Q": 8}
+_SIZES: dict[Code, int] = {"I": 4, "Q": 8}
 _MAX_DOMAINS = 0xFFFF
 
 
@@ -78,7 +81,7 @@ def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
     assert len(domains) <= _MAX_DOMAINS, "a chunk has fewer rows than that"
     number = {domain: index for index, domain in enumerate(domains)}
     counts = (len(domains), len(entries.runs), len(entries), len(entries.bare_block), len(entries.used_block))
-    parts = [_CHUNK.pack(log.namespace, log.incarnation, seq, entries.digest_size, *counts)]
+    parts: list[bytes | memoryview] = [_CHUNK.pack(log.namespace, log.incarnation, seq, entries.digest_size, *counts)]
     for domain in domains:
         text = domain.encode()
         parts.append(struct.pack("<I", len(text)) + text)
@@ -120,7 +123,8 @@ def _unpack_body(
         runs.append(KeyRun(domains[domain], group, count))
         at += _RUN.size
     bare, used = other
-    lengths = ((rows, "I"), (rows, "I"), (rows, "I"), (rows, "Q"), (bare, "I"), (bare, "Q"), (used, "I"), (used, "I"))
+    codes: tuple[Code, ...] = ("I", "I", "I", "Q", "I", "Q", "I", "I")
+    lengths = tuple(zip((rows, rows, rows, rows, bare, bare, used, used), codes, strict=True))
     ends = [at]
     for count, code in lengths:
         ends.append(ends[-1] + count * _SIZES[code])
@@ -128,10 +132,10 @@ def _unpack_body(
         raise ValueError(f"{len(body)} bytes do not hold {rows} rows")
     spans = zip(pairwise(ends), lengths, strict=True)
     block, num_tokens, age, stamp, *rest = [_unpack(body[start:end], code) for (start, end), (_, code) in spans]
-    return Entries(digest_size, runs, block, stamp, num_tokens, age, bytes(body[ends[-1] :]), *rest)
+    return Entries(digest_size, runs, block, stamp, num_tokens, age, body[ends[-1] :], *rest)
 
 
-def _columns(entries: Entries) -> tuple[tuple[Sequence[int], str], ...]:
+def _columns(entries: Entries) -> tuple[tuple[Sequence[int], Code], ...]:
     return (
         (entries.block, "I"),
         (entries.num_tokens, "I"),
@@ -144,16 +148,17 @@ def _columns(entries: Entries) -> tuple[tuple[Sequence[int], str], ...]:
     )
 
 
-def _pack(values: Sequence[int], code: str) -> bytes:
+def _pack(values: Sequence[int], code: Code) -> bytes:
     column = array(code, values)
     if sys.byteorder == "big":
         column.byteswap()
     return column.tobytes()
 
 
-def _unpack(raw: memoryview, code: str) -> list[int]:
-    column = array(code)
-    column.frombytes(raw)
-    if sys.byteorder == "big":
-        column.byteswap()
-    return column.tolist()
+def _unpack(raw: memoryview, code: Code) -> Sequence[int]:
+    """The column where it lies: a million rows are not copied before somebody wants them."""
+    if sys.byteorder == "little":
+        return raw.cast(code)
+    column = array(code, raw)
+    column.byteswap()
+    return column

@@ -85,8 +85,8 @@ def _hit(host: ReplicaHost) -> Values:
 
 
 def _keys(host: ReplicaHost) -> Values:
-    maps = list(host.replica.coordinator.pool.index.values())
-    return _by_kind(host, lambda manager: sum(len(by_group[manager.group]) for by_group in maps))
+    pool = host.replica.coordinator.pool
+    return _by_kind(host, lambda manager: pool.count_keys_of(manager.group))
 
 
 _FAMILIES = (

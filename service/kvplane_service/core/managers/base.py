@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupSpec, ReplicaSpec
 from kvplane.base.step import CacheEvent, EventKind, Orders, RemoveReason
-from kvplane_service.core.pool import NULL_BLOCK, BlockPool, Key
+from kvplane_service.core.keys import NULL_BLOCK, Key
+from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.requests import Requests
 
 NOT_TRACKED = -1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.managers.base import GroupManager, Query
-from kvplane_service.core.pool import NULL_BLOCK
 
 
 class ChunkedLocalManager(GroupManager):

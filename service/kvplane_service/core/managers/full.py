@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvplane.base.step import CacheEvent, EventKind
+from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query
-from kvplane_service.core.pool import NULL_BLOCK, Key
 
 
 class FullAttentionManager(GroupManager):

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvplane.base.step import RemoveReason
+from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import FOREVER, GroupManager, GroupSetup, Need, Query
 from kvplane_service.core.managers.full import register_inside_block
-from kvplane_service.core.pool import NULL_BLOCK, Key
 
 NO_STATE = -1
 

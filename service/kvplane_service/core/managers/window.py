@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query
-from kvplane_service.core.pool import NULL_BLOCK
 
 
 class SlidingWindowManager(GroupManager):

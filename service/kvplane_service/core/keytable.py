@@ -1,0 +1,127 @@
+"""Keys of many blocks in columns: what came back from a store and was not touched since.
+
+A million keys come back within moments because none of them becomes an object before somebody wants it. A row is a key:
+
+    digests   row by row                      words   sorted: hash of (domain, group, digest) above, row below
+    pairs     (domain, group) of each row     block   of each row, 0 once the key was taken out
+
+A block has one row at most. A key that several blocks have is to be taken out before anybody asks for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from struct import Struct
+
+import numpy as np
+
+from kvplane_service.core.columns import U32, U64, Bytes, Ints, Words, column
+from kvplane_service.core.keys import NULL_BLOCK, Key
+
+_HALVES = Struct("<2Q")  # the beginning of a digest, which has 16 bytes at least
+_FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd and irregular: digests need not be random to be spread
+_WORD = (1 << 64) - 1
+
+
+class KeyTable:
+    """Keys and their blocks.
+
+    Args:
+        num_blocks: of the pool.
+        pairs: (domain, group) by number.
+        pair: number of each row's pair.
+        block: of each row.
+        digest: of each row, a row of at least 16 bytes.
+    """
+
+    def __init__(self, num_blocks: int, pairs: list[tuple[str, int]], pair: Ints, block: Ints, digest: Bytes) -> None:
+        self._pairs = pairs
+        self._number = {one: number for number, one in enumerate(pairs)}
+        self._digests = digest.reshape(-1).data
+        self._size = digest.shape[1]
+        self._pair = column(U32, pair)
+        self._block = column(U32, block)
+        row_of = np.zeros(num_blocks, np.uint32)
+        row_of[block] = np.arange(len(block))
+        self._row_of = column(U32, row_of)
+        self._row_bits = max(1, len(block).bit_length())
+        self._words = column(U64, _sorted_words(pair, digest))
+        self._left: list[int] = np.bincount(pair, minlength=len(pairs)).tolist()
+        self.num_keys = len(block)
+
+    def __iter__(self) -> Iterator[tuple[int, Key]]:
+        """Blocks and keys that are left, by row."""
+        return ((block, self._key(row)) for row, block in enumerate(self._block) if block)
+
+    def key_of(self, block: int) -> Key:
+        """The key of a block that has a row."""
+        row = self._row_of[block]
+        assert self._block[row] == block, f"block {block} has no row"
+        return self._key(row)
+
+    def find(self, domain: str, group: int, digest: bytes) -> int:
+        """The block of a key, NULL_BLOCK when it has no row."""
+        pair = self._number.get((domain, group))
+        if pair is None or len(digest) != self._size:
+            return NULL_BLOCK
+        words, bits = self._words, self._row_bits
+        low, high = _HALVES.unpack_from(digest)
+        least = (_FACTORS[0] * (low ^ pair) + _FACTORS[1] * high & _WORD) >> bits << bits
+        at, end = bisect_left(words, least), least + (1 << bits)
+        while at < len(words) and words[at] < end:
+            row = words[at] - least
+            if self._pair[row] == pair and self._digest(row) == digest:
+                block: int = self._block[row]
+                return block
+            at += 1
+        return NULL_BLOCK
+
+    def take(self, block: int) -> Key:
+        """Take the key of a block out."""
+        key = self.key_of(block)
+        row = self._row_of[block]
+        self._block[row] = NULL_BLOCK
+        self._left[self._pair[row]] -= 1
+        self.num_keys -= 1
+        return key
+
+    def shared_keys(self) -> list[list[int]]:
+        """Blocks that have one key with others, by key, in the order of their rows."""
+        words = np.frombuffer(self._words, np.uint64)
+        hashes = words >> np.uint64(self._row_bits)
+        at = np.flatnonzero(hashes[1:] == hashes[:-1])
+        blocks: dict[Key, list[int]] = {}
+        for row in np.union1d(words[at], words[at + 1]) & np.uint64((1 << self._row_bits) - 1):
+            blocks.setdefault(self._key(int(row)), []).append(self._block[int(row)])
+        return [shared for shared in blocks.values() if len(shared) > 1]
+
+    def domains(self) -> set[str]:
+        """That rows belong to."""
+        return {domain for domain, _ in self._pairs}
+
+    def count_keys(self, group: int) -> int:
+        """Rows of a group."""
+        return sum(left for (_, of_group), left in zip(self._pairs, self._left, strict=True) if of_group == group)
+
+    def _key(self, row: int) -> Key:
+        return Key(*self._pairs[self._pair[row]], self._digest(row))
+
+    def _digest(self, row: int) -> bytes:
+        return bytes(self._digests[row * self._size : (row + 1) * self._size])
+
+
+def _sorted_words(pair: Ints, digest: Bytes) -> Words:
+    """Hashes of the rows in rising order, each with the row's number in its low bits."""
+    if not len(pair):
+        return np.zeros(0, np.uint64)
+    halves: Words = np.ndarray((len(pair), 2), "<u8", digest, strides=(digest.shape[1], 8))
+    words: Words = halves[:, 0] ^ pair.astype(np.uint64)
+    words *= np.uint64(_FACTORS[0])
+    words += halves[:, 1] * np.uint64(_FACTORS[1])
+    bits = np.uint64(max(1, len(pair).bit_length()))
+    words >>= bits
+    words <<= bits
+    words |= np.arange(len(pair), dtype=np.uint64)
+    words.sort()
+    return words
