@@ -44,6 +44,15 @@ IMPURE_MODULES = frozenset(
     """.split()
 )
 
+# What makes objects, or code, of bytes: from the wire, a store or a file it would run what is in them.
+UNSAFE_MODULES = frozenset("marshal shelve dill cloudpickle jsonpickle joblib".split())
+UNSAFE_CALLS = frozenset(
+    """
+    eval exec pickle.load pickle.loads pickle.Unpickler torch.load yaml.load yaml.load_all yaml.unsafe_load
+    yaml.unsafe_load_all yaml.full_load yaml.full_load_all numpy.load np.load
+    """.split()
+)
+
 # Spelt so that this file does not accuse itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 PRIVATE_PLACES = {
@@ -205,6 +214,21 @@ def printing(tree: Tree) -> Iterator[str]:
                 yield complaint(f, node.lineno, "print in library code: return the text, or log in the shell")
 
 
+def unsafe_decoding(tree: Tree) -> Iterator[str]:
+    remedy = "parse it with a format that holds data alone"
+    for f, module in tree.modules:
+        for line, name in imports(module):
+            if name.partition(".")[0] in UNSAFE_MODULES:
+                yield complaint(f, line, f"imports {name}: {remedy}")
+        for node in ast.walk(module):
+            if isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{one.name}" for one in node.names}
+            else:
+                names = {ast.unparse(node)} if isinstance(node, ast.Attribute | ast.Name) else set()
+            for name in names & UNSAFE_CALLS:
+                yield complaint(f, node.lineno, f"{name}: {remedy}")
+
+
 def unfinished(tree: Tree) -> Iterator[str]:
     for f, number, line in lines(tree):
         if UNFINISHED.search(line):
@@ -258,6 +282,7 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     annotated,
     broad_except,
     printing,
+    unsafe_decoding,
     unfinished,
     private_places,
     file_length,

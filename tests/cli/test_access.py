@@ -6,6 +6,7 @@ import pytest
 
 from kvplane_service.config import Config
 from tests.service.certificates import Authority
+from tests.service.guarded import guarded
 from tests.service.rig import running
 
 
@@ -15,7 +16,7 @@ def authority(tmp_path):
 
 
 @pytest.fixture
-def guarded(authority):
+def asking(authority):
     """A service that speaks TLS and asks for a certificate."""
     pair = authority.issue("server")
     with running(
@@ -28,22 +29,22 @@ def guarded(authority):
 
 
 @pytest.mark.parametrize("command", ["status", "replicas", "doctor"])
-def test_commands_show_the_certificate_they_are_given(kvplane, guarded, authority, command):
+def test_commands_show_the_certificate_they_are_given(kvplane, asking, authority, command):
     mine = authority.issue("operator")
     flags = ["--tls-ca", authority.cert, "--tls-cert", mine.cert, "--tls-key", mine.key]
-    code, output, errors = kvplane(*flags, command, "--service", guarded.address)
+    code, output, errors = kvplane(*flags, command, "--service", asking.address)
     assert (code, errors) == (0, ""), output
 
 
-def test_the_environment_says_the_same(kvplane, guarded, authority, monkeypatch):
+def test_the_environment_says_the_same(kvplane, asking, authority, monkeypatch):
     mine = authority.issue("operator")
     for name, value in {"CA_FILE": authority.cert, "CERT_FILE": mine.cert, "KEY_FILE": mine.key}.items():
         monkeypatch.setenv(f"KVPLANE_{name}", value)
-    assert kvplane("status", "--service", guarded.address)[0] == 0
+    assert kvplane("status", "--service", asking.address)[0] == 0
 
 
-def test_without_one_nobody_is_answered(kvplane, guarded, authority):
-    assert kvplane("--tls-ca", authority.cert, "status", "--service", guarded.address)[0] == 3
+def test_without_one_nobody_is_answered(kvplane, asking, authority):
+    assert kvplane("--tls-ca", authority.cert, "status", "--service", asking.address)[0] == 3
 
 
 def test_a_certificate_without_tls_is_a_slip(kvplane):
@@ -60,3 +61,29 @@ def test_the_equivalent_call_names_the_files_and_no_token(kvplane, monkeypatch):
     assert '-H "authorization: Bearer $(cat t)"' in output
     assert "-cacert" not in output
     assert "canary" not in output
+
+
+@pytest.mark.parametrize("command", ["status", "replicas", "describe", "events", "doctor", "top"])
+def test_commands_show_their_token(kvplane, tmp_path, monkeypatch, command):
+    with guarded(tmp_path) as world:
+        world.acme.register("acme/r")
+        more = {"describe": ["acme/r"], "events": ["acme/r"], "top": ["--once"]}
+        words = [command, *more.get(command, []), "--service", world.service.address]
+        token = tmp_path / "token"
+        token.write_text("token-acme\n")
+        code, output, errors = kvplane("--token-file", str(token), *words)
+        assert (code, errors) == (0, ""), output
+        assert kvplane(*words)[0] == 1
+        monkeypatch.setenv("KVPLANE_TOKEN", "token-acme")
+        assert kvplane(*words)[0] == 0
+
+
+def test_a_recording_shows_its_token(kvplane, tmp_path, monkeypatch):
+    with guarded(tmp_path) as world:
+        world.acme.register("acme/r")
+        stream = world.acme.open("acme/r")
+        stream.step()
+        monkeypatch.setenv("KVPLANE_TOKEN", "token-operator")
+        words = ("record", "acme/r", str(tmp_path / "log"), "--decisions", "1", "--service", world.service.address)
+        assert kvplane(*words)[0] == 0
+        stream.close()

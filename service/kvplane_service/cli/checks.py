@@ -44,7 +44,7 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
         all_told = list(described(client, client.list_replicas()))
         return [
             _health(channel),
-            _reflection(channel),
+            _reflection(channel, is_expected=not (access.token or (access.tls and access.tls.cert))),
             _version(status),
             _clock(status, (asked_ms + answered_ms) // 2),
             _replicas(all_told),
@@ -66,13 +66,16 @@ def _health(channel: grpc.Channel) -> Finding:
     return Finding("health", state == "SERVING", state.lower().replace("_", " "), remedy)
 
 
-def _reflection(channel: grpc.Channel) -> Finding:
+def _reflection(channel: grpc.Channel, is_expected: bool) -> Finding:
+    """Where callers say who they are it is off by default."""
     remedy = "set reflection = true in its configuration, or give grpcurl the .proto files"
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     try:
         answer = next(stub.ServerReflectionInfo(iter([request]), timeout=_TIMEOUT_S))
     except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED and not is_expected:
+            return Finding("reflection", True, "off, as it is where callers say who they are")
         return Finding("reflection", False, error.code().name.lower(), remedy)
     names = [one.name for one in answer.list_services_response.service if one.name.startswith("kvplane.")]
     return Finding("reflection", bool(names), f"{len(names)} services of kvplane", remedy)
