@@ -221,10 +221,12 @@ def unsafe_decoding(tree: Tree) -> Iterator[str]:
             if name.partition(".")[0] in UNSAFE_MODULES:
                 yield complaint(f, line, f"imports {name}: {remedy}")
         for node in ast.walk(module):
+            if not isinstance(node, ast.ImportFrom | ast.Attribute | ast.Name):
+                continue
             if isinstance(node, ast.ImportFrom):
                 names = {f"{node.module}.{one.name}" for one in node.names}
             else:
-                names = {ast.unparse(node)} if isinstance(node, ast.Attribute | ast.Name) else set()
+                names = {ast.unparse(node)}
             for name in names & UNSAFE_CALLS:
                 yield complaint(f, node.lineno, f"{name}: {remedy}")
 

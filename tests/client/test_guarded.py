@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ def place(request, tmp_path):
     token.write_text("token-acme")
     authority = Authority(tmp_path)
     server = authority.issue("server")
-    files = {"tls_cert": server.cert, "tls_key": server.key} if request.param == "tls" else {}
+    files: dict[str, Any] = {"tls_cert": server.cert, "tls_key": server.key} if request.param == "tls" else {}
     with guarded(tmp_path, **files) as world:
         yield world.service.address, Tls(authority.cert) if files else None, token
 
