@@ -8,8 +8,6 @@ until all of them have been visited. Reference counts free nearly everything: th
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 # New container objects before the young are looked through (under a millisecond), and how many times that is done
 # before the next older generation is.
@@ -21,15 +19,3 @@ def settle() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Millions of objects are made and none is garbage: looking for cycles among them takes longer than making them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

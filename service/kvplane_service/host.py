@@ -36,6 +36,7 @@ from kvplane_service.decisions import Decision, DecisionLog, Life, without_token
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.order import StepOrder, check_step
 from kvplane_service.recovering import Recovering
+from kvplane_service.store.writer import Offload
 from kvplane_service.telemetry.context import CURRENT
 from kvplane_service.telemetry.tally import Tally
 
@@ -208,11 +209,20 @@ class ReplicaHost:
         elif request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
 
+    async def prove_ahead(self, request: OpenRequest, offload: Offload) -> None:
+        """After a restart: do beside the event loop what `open` would keep every other replica waiting for.
+
+        Raises as `check_open`; for any request, and with no effect on who may open.
+        """
+        if self.recovering is not None and request.epoch == NEW_EPOCH:
+            self.check_open(request)
+            await self.recovering.prove_ahead(self.replica, request.stamp_table, offload)
+
     def next_epoch(self, request: OpenRequest) -> int:
         """The engine life that this request, which may open, begins now. Raises LimitExceeded."""
         epoch = max(self.epoch, self._owner_epoch) + 1
         if self.recovering is not None:
-            epoch = max(epoch, self.recovering.epoch_above(request.stamp_table))
+            epoch = max(epoch, self.recovering.epoch_above(self.replica, request.stamp_table))
         if epoch > MAX_EPOCH:
             raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
         return epoch
@@ -378,9 +388,7 @@ class ReplicaHost:
         if stored is None:
             return self.replica.begin_epoch(epoch, stamp_table)
         self.recovered = stored
-        if not stored.belongs_to(incarnation):
-            stored.entries = []
-        stored.prove(self.replica, epoch, stamp_table)
+        stored.prove(self.replica, epoch, stamp_table, incarnation)
         return self.replica.count_keys()
 
     def _check_loaded(self) -> None:

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvplane.base.errors import Unavailable
-from kvplane.base.stamps import MAX_EPOCH, Stamp
+from kvplane.base.stamps import MAX_EPOCH
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.regained import Recovered
+from kvplane_service.core.regained import Recovered, Regained
 from kvplane_service.core.replica import Replica
-from kvplane_service.garbage import no_collections
+from kvplane_service.store.writer import Offload
 
 UNSTORED_EPOCHS = 16  # may have begun while the store was behind
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """What a memory proves that shows these stamps."""
+
+    shown: Sequence[int]
+    regained: Regained
 
 
 @dataclass(slots=True)
@@ -37,6 +46,7 @@ class Recovering:
     rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     recovered: int | None = None
+    _proof: _Proof | None = None
 
     def check_loaded(self, name: str) -> None:
         """Raise Unavailable while the store is being read."""
@@ -51,25 +61,32 @@ class Recovering:
         """Whether the entries can be true of this page memory; who does not name it has the same one."""
         return incarnation in (0, self.incarnation)
 
-    def epoch_above(self, shown: Sequence[int]) -> int:
+    def epoch_above(self, replica: Replica, shown: Sequence[int]) -> int:
         """An epoch in which no stamp was given: none that was stored, that the memory shows, or that began unseen."""
-        known = _epochs(shown).union(*(_epochs(entries.stamp) for entries in self.entries))
-        return max(self.epoch, *known, 0) + 1 + UNSTORED_EPOCHS
+        return max(self.epoch, self._proof_of(replica, shown).regained.epoch) + 1 + UNSTORED_EPOCHS
 
     def heard_of(self, epoch: int) -> None:
         """An engine says that this epoch had begun. One that nobody can have had is not believed."""
         if epoch < MAX_EPOCH // 2:
             self.epoch = max(self.epoch, epoch)
 
-    def prove(self, replica: Replica, epoch: int, stamp_table: Sequence[int]) -> Recovered:
+    async def prove_ahead(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
+        """Find out beside the event loop what this memory proves, for an `epoch_above` and a `prove` that follow."""
+        regained = await offload(partial(replica.regain, [shown], self.entries))
+        if self.recovered is None:
+            self._proof = _Proof(shown, regained)
+
+    def prove(self, replica: Replica, epoch: int, shown: Sequence[int], incarnation: int) -> Recovered:
         """Give the replica what this memory proves, in its first engine life; the entries are forgotten."""
-        with no_collections():
-            outcome = replica.recover(epoch, [stamp_table], self.entries)
-        self.entries = []
+        if not self.belongs_to(incarnation):
+            self.entries, self._proof = [], None
+        outcome = replica.take_back(epoch, self._proof_of(replica, shown).regained)
+        self.entries, self._proof = [], None
         self.recovered = outcome.kept
         return outcome
 
-
-def _epochs(stamps: Sequence[int]) -> set[int]:
-    """Epochs that occur, without unpacking each stamp."""
-    return {Stamp.unpack(high << 32).epoch for high in {stamp >> 32 for stamp in stamps}}
+    def _proof_of(self, replica: Replica, shown: Sequence[int]) -> _Proof:
+        proof = self._proof
+        if proof is None or (proof.shown is not shown and proof.shown != shown):
+            self._proof = proof = _Proof(shown, replica.regain([shown], self.entries))
+        return proof

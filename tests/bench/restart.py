@@ -129,7 +129,7 @@ def recover(spec: ReplicaSpec, store: IndexStore, stamps: tuple[int, ...]) -> tu
     garbage.settle()
     begin = time.process_time()
     log = load_log(store, LOG)
-    Recovering(1, 1, loading=False, entries=log.entries()).prove(replica, 2, stamps)
+    Recovering(1, 1, loading=False, entries=log.entries()).prove(replica, 2, stamps, 1)
     return replica, time.process_time() - begin
 
 

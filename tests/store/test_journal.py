@@ -13,7 +13,7 @@ from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, Life
 from kvplane_service.store.interface import IndexStore, LogName
-from kvplane_service.store.journal import ReplicaJournal
+from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.loading import load_log
 from kvplane_service.store.memory import MemoryStore
 from tests.core.builders import GRANTED, Engine, full, state, window
@@ -65,7 +65,7 @@ class Journaled(Engine):
         self.replica.recover(self.pool.epoch + 2, [table], loaded.entries())
         inspect.check(self.replica)
         self.journal = self.new_journal()
-        self.journal.resume(loaded.chunks)
+        self.journal.resume(Past.of(loaded.chunks))
         self.seq = 0
 
     @property

@@ -18,6 +18,7 @@ from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check
+from kvplane_service.core.replica import Replica
 from kvplane_service.host import ReplicaHost, ReplicaState, UnaryStep
 from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
@@ -151,6 +152,26 @@ def reopen(world, memory, **changes):
 
 
 # -- entries
+
+
+@pytest.mark.parametrize(("changed", "proofs"), [(False, 1), (True, 2)], ids=["the same memory", "another memory"])
+def test_what_a_memory_proves_is_found_out_ahead_and_used_for_that_memory_alone(changed, proofs, monkeypatch):
+    world, memory, _ = used_world()
+    world.restart()
+    calls, real = [], Replica.regain
+
+    def regain(self, *given):
+        calls.append(given)
+        return real(self, *given)
+
+    monkeypatch.setattr(Replica, "regain", regain)
+    ahead = OpenRequest(NAME, next(NONCES), stamp_table=tuple(memory.stamps))
+    asyncio.run(world.life.host.prove_ahead(ahead, inline))
+    assert (world.life.host.state, len(calls)) == (ReplicaState.RECOVERING, 1)
+    stamps = [0] * len(memory.stamps) if changed else memory.stamps
+    opened = reopen(world, memory, stamp_table=tuple(stamps))
+    assert (opened.kept_keys > 0, len(calls)) == (not changed, proofs)
+    check(world.life.host.replica)
 
 
 def test_the_first_request_after_a_restart_hits_as_before():

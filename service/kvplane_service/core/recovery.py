@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplane.base.stamps import Stamp
+from kvplane.base.stamps import MAX_EPOCH, Stamp
 from kvplane_service.core.columns import U32, U64, Bytes, Ints, Mask, Words, column, rows_in_order
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.freelist import Links
@@ -72,6 +72,7 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
     """
     entries, pairs = list(stored), Pairs()
     fitting = [one for one in entries if one.digest_size == shape.digest_size]
+    foreign = [np.asarray(one.stamp, np.uint64) for one in entries if one.digest_size != shape.digest_size]
     shown = [np.frombuffer(array(U64, table), np.uint64) for table in tables]
     rows = _stack(fitting, shape.digest_size, pairs)
     possible = rows.select(_are_possible(rows, pairs, shape))
@@ -94,7 +95,8 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
             repeated=len(others.block) - len(further),
             impossible=sum(map(len, entries)) - len(possible.block),
         ),
-        max((Stamp.unpack(int(table.max())).generation for table in shown if table.size), default=0),
+        max(_generations(*shown), default=0),
+        max(_epochs(rows.stamp, *foreign, *shown), default=0),
         column(U64, stamp),
         column(U32, num_tokens),
         _presence(first.block, bare, shape.num_blocks),
@@ -102,6 +104,17 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
         KeyTable(shape.num_blocks, pairs, first.pair, first.block, first.digest),
         further,
     )
+
+
+def _generations(*stamps: Words) -> set[int]:
+    """The highest of each."""
+    return {Stamp.unpack(int(some.max())).generation for some in stamps if some.size}
+
+
+def _epochs(*stamps: Words) -> set[int]:
+    """The highest of each."""
+    mask = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
+    return {Stamp.unpack(int((some & mask).max())).epoch for some in stamps if some.size}
 
 
 def _stack(stored: list[Entries], digest_size: int, pairs: Pairs) -> _Rows:

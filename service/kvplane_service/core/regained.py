@@ -34,6 +34,7 @@ class Regained:
     Attributes:
         outcome: for those who watch.
         generation: the highest that the memory shows.
+        epoch: the highest that memory or entries show; stamps were given in it.
         stamp, key_tokens: of blocks with a key, 0 for the others.
         key: UNTOUCHED or None.
         links: free blocks in eviction order.
@@ -43,6 +44,7 @@ class Regained:
 
     outcome: Recovered
     generation: int
+    epoch: int
     stamp: array[int]
     key_tokens: array[int]
     key: list[Key | None]

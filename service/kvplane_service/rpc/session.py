@@ -28,6 +28,7 @@ from kvplane_service.claims import claim_worker, claimed
 from kvplane_service.host import ReplicaHost
 from kvplane_service.rpc.methods import Context
 from kvplane_service.store.ownership import Ownership
+from kvplane_service.store.writer import offload_to_thread
 
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
@@ -47,6 +48,7 @@ class SessionStreams:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._draining = False
+        self._proving = asyncio.Lock()
 
     async def serve(self, context: Context) -> None:
         """Serve one stream to its end."""
@@ -58,6 +60,9 @@ class SessionStreams:
         if request.replica not in self._registry:
             await self._registry.bring(request.replica)
         entry = self._registry.get(request.replica)
+        if entry.host.recovering is not None:
+            async with self._proving:  # each takes a while and memory
+                await entry.host.prove_ahead(request, offload_to_thread)
         request, epoch = await claimed(entry, request, claim_worker)
         self._check_stays()
         stream = _Stream(entry.host, request, context, self._left)

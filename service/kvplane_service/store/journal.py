@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
@@ -49,6 +49,39 @@ class _Kept:
     num_bytes: int
     blocks: tuple[int, ...]
     live: int = 0
+
+
+@dataclass(slots=True)
+class Past:
+    """What a journal has to know of a log that is there.
+
+    Attributes:
+        chunks: oldest first.
+        home: by block, the chunk with its last word.
+        age: by block with a last word.
+        tick: the highest age.
+    """
+
+    chunks: deque[_Kept] = field(default_factory=deque)
+    home: dict[int, _Kept] = field(default_factory=dict)
+    age: dict[int, int] = field(default_factory=dict)
+    tick: int = 1
+
+    @classmethod
+    def of(cls, chunks: Iterable[tuple[StoredChunk, Entries | None]]) -> Past:
+        """Of the log's chunks; None stands for one that cannot be read. Long logs are for another thread."""
+        past = cls()
+        for chunk, entries in chunks:
+            kept = _Kept(chunk.seq, len(chunk.raw), (*entries.block, *entries.bare_block) if entries else ())
+            past.chunks.append(kept)
+            past.home.update(dict.fromkeys(kept.blocks, kept))
+            if entries:
+                past.age.update(zip(entries.block, entries.age, strict=True))
+                past.age.update(zip(entries.used_block, entries.used_age, strict=True))
+                past.tick = max(past.tick, max(entries.age, default=0), max(entries.used_age, default=0))
+        for kept in past.home.values():
+            kept.live += 1
+        return past
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +257,13 @@ class ReplicaJournal:
         self._shedding, self._cursor = False, 0
         return old
 
-    def resume(self, chunks: Iterable[tuple[StoredChunk, Entries | None]]) -> None:
-        """Go on with a log that another process wrote; None stands for a chunk that cannot be read."""
-        for chunk, entries in chunks:
-            blocks = (*entries.block, *entries.bare_block) if entries else ()
-            self._keep(_Kept(chunk.seq, len(chunk.raw), blocks))
-            if entries:
-                self._age.update(zip(entries.block, entries.age, strict=True))
-                self._age.update(zip(entries.used_block, entries.used_age, strict=True))
-                self._tick = max(self._tick, *entries.age, *entries.used_age, 0)
-            self._seq = max(self._seq, chunk.seq)
-        self._tick = min(self._tick + 1, _MAX_AGE)
+    def resume(self, past: Past) -> None:
+        """Go on with a log that another process wrote, before anything was noted here."""
+        assert not self._chunks and not self._dirty, "this journal has begun"
+        self._chunks, self._home, self._age = past.chunks, past.home, past.age
+        self._log_bytes = sum(kept.num_bytes for kept in past.chunks)
+        self._seq = max((kept.seq for kept in past.chunks), default=0)
+        self._tick = min(past.tick + 1, _MAX_AGE)
 
     def resync(self) -> None:
         """Tell everything anew."""

@@ -25,7 +25,7 @@ from kvplane_service.recovering import Recovering
 from kvplane_service.registry import Entry, Registry
 from kvplane_service.store.errors import STORE_ERRORS, ClockBehindStore, RecordRefused, Refusal, StoreDamaged
 from kvplane_service.store.interface import IndexStore, LogName, SharedStore
-from kvplane_service.store.journal import ReplicaJournal
+from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.loading import LoadedLog
 from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record, unpack_record
 from kvplane_service.store.writer import Limits, StoreReport, StoreState, StoreWriter, Surroundings, Watch
@@ -211,11 +211,12 @@ class Keeper:
         except STORE_ERRORS as error:
             _log.warning("the entries of %s cannot be read: %s", name, error)
             return False
+        past = await self._around.offload(partial(Past.of, log.chunks))
         if name not in self._restored:
             return True  # deregistered meanwhile
         recovering.entries = log.entries()
         recovering.refused.update({why.value: count for why, count in log.refused.items()})
-        self._journals[name].resume(log.chunks)
+        self._journals[name].resume(past)
         recovering.loading = False
         _log.info("%s: %d entries read, %d chunks refused", name, log.rows, log.refused.total())
         return True
