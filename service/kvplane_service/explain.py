@@ -16,7 +16,7 @@ from enum import StrEnum
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
 from kvplane_service.core.account import Account, Lacking
-from kvplane_service.history import NOW, History, KeyName, Spot
+from kvplane_service.history import NOW, History, KeyName, Known, Spot
 
 MAX_ALTERNATIVES = 32  # salts and adapters that a prompt is hashed anew with
 
@@ -83,6 +83,7 @@ class Question:
         at: before which event of the log.
         reads: off: the request asked for no look-up.
         alternatives: the same tokens hashed with other extra keys; empty when the tokens are not known.
+        own_keys: with which they were hashed for the look-up.
     """
 
     digests: Sequence[bytes]
@@ -163,20 +164,27 @@ class Explainer:
         keys = (KeyName(domain, group, digest) for group in range(len(self._spec.groups)))
         if any(self._history.is_stored(key, question.at) for key in keys):
             return True
-        return any(digest in chain for chain in self._chains(domain, question))
+        size = self._spec.hash_block_size
+        return any(
+            digest in request.digests[: request.computed_at(question.at) // size]
+            for request in self._requests(domain, question)
+        )
 
-    def _chains(self, domain: str, question: Question) -> Iterator[Sequence[bytes]]:
-        """Hashes of the requests of a domain that had blocks by then."""
-        return (request.digests for request in self._history.admitted(question.at) if request.domain == domain)
+    def _requests(self, domain: str, question: Question) -> Iterator[Known]:
+        """Those of a domain that had blocks by then."""
+        return (request for request in self._history.admitted(question.at) if request.domain == domain)
 
     def _differs(self, question: Question, lacking: Lacking) -> Why | None:
-        """Another prompt shares the start and goes on otherwise: the longest such start."""
-        size = self._spec.hash_block_size
-        chains = list(self._chains(question.domain, question))
-        shared = max((_common(chain, question.digests) for chain in chains), default=0)
+        """Another prompt shares the start and goes on otherwise: the longest such start.
+
+        Hashes of other salts, adapters and pictures differ though tokens are equal: they say nothing about tokens.
+        """
+        size, own = self._spec.hash_block_size, question.own_keys
+        alike = [one.digests for one in self._requests(question.domain, question) if one.extra_keys == own]
+        shared = max((_common(chain, question.digests) for chain in alike), default=0)
         if shared >= lacking.num_hashes:
             return None
-        if any(len(chain) > shared and _common(chain, question.digests) == shared for chain in chains):
+        if any(len(chain) > shared and _common(chain, question.digests) == shared for chain in alike):
             return Why(Cause.DIFFERS, shared * size, (shared + 1) * size)
         return None
 

@@ -114,7 +114,9 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
     prefix = Prefix(request.digests, request.domain, max_tokens, INSIDE)
     account = Accountant.over(spec, find).account(prefix)
     reads = not request.skip_reading
-    question = Question(request.digests, request.domain, request.num_tokens, attempt.at, reads)
+    question = Question(
+        request.digests, request.domain, request.num_tokens, attempt.at, reads, own_keys=request.extra_keys
+    )
     is_complete = reaches_registration(host)
     why = Explainer(spec, history, is_complete).why(question, account)
     why = with_hit_checked(why, account, attempt.hit)

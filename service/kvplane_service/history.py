@@ -56,6 +56,8 @@ class Known:
     Attributes:
         digests: of its full hash blocks.
         admitted_at: when it was first granted blocks; NOW while it was not.
+        position: tokens of its prompt that are hit or granted now; later ones are not followed.
+        computed: the most that they have been, and since when.
     """
 
     name: str
@@ -65,6 +67,18 @@ class Known:
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     skip_reading: bool = False
     admitted_at: Spot = NOW
+    position: int = 0
+    computed: list[tuple[Spot, int]] = field(default_factory=list)
+
+    def move_to(self, position: int, at: Spot) -> None:
+        """So many are hit or granted from now on."""
+        self.position = position
+        if position > self.computed_at(NOW):
+            self.computed.append((at, position))
+
+    def computed_at(self, at: Spot) -> int:
+        """Tokens computed before `at`."""
+        return next((count for then, count in reversed(self.computed) if then < at), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +127,19 @@ class History:
         return next((change for change in reversed(self._all_changes(key)) if change.at < at), None)
 
     def _all_changes(self, key: KeyName) -> list[Change]:
-        """Of the key, with the resets that took it."""
-        own = self.changes.get(key, [])
-        stored = next((change.at for change in own if change.kind is EventKind.STORED), NOW)
-        return sorted([*own, *(change for change in self.cleared if change.at > stored)])
+        """Of the key, with the resets that took it: those that found it there."""
+        told, carried = [], set[int]()
+        for change in sorted([*self.changes.get(key, ()), *self.cleared]):
+            if change.kind is EventKind.CLEARED:
+                if not carried:
+                    continue
+                carried.clear()
+            elif change.kind is EventKind.STORED:
+                carried.add(change.block)
+            else:
+                carried.discard(change.block)
+            told.append(change)
+        return told
 
     def is_stored(self, key: KeyName, at: Spot) -> bool:
         """Whether the log saw the key come before `at`."""
@@ -139,6 +162,7 @@ class _Reader:
     def __init__(self, digest_size: int) -> None:
         self._size = digest_size
         self._slots: dict[int, Known] = {}
+        self._partial: set[int] = set()  # slots of requests whose prompt is not computed to its end
         self._history = History()
 
     def read(self, entries: Sequence[Entry], first: int) -> History:
@@ -149,6 +173,7 @@ class _Reader:
                     self._part(_Piece(number, at, entry, step.parts[at]))
             else:
                 self._slots.clear()
+                self._partial.clear()
                 for at, event in enumerate(entry.events):
                     # Told as cleared when no key was kept: nothing proved any of them.
                     stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns)
@@ -158,6 +183,7 @@ class _Reader:
     def _part(self, piece: _Piece) -> None:
         self._facts(piece.part.facts)
         self._news(piece.part.news)
+        self._run(piece)
         for row, slot in enumerate(piece.part.admit.slot):
             if slot in self._slots:
                 self._attempt(piece, row, self._slots[slot])
@@ -205,6 +231,18 @@ class _Reader:
             self._slots[slot] = request
             self._history.requests.append(request)
 
+    def _run(self, piece: _Piece) -> None:
+        if self._partial.isdisjoint(piece.part.run.slot):
+            return
+        for slot, granted in zip(piece.part.run.slot, piece.result.granted, strict=True):
+            if slot in self._partial and slot in self._slots:
+                self._move(slot, self._slots[slot].position + granted, (piece.entry, piece.number, -1))
+
+    def _move(self, slot: int, position: int, at: Spot) -> None:
+        request = self._slots[slot]
+        request.move_to(position, at)
+        (self._partial.add if position < request.num_tokens else self._partial.discard)(slot)
+
     def _attempt(self, piece: _Piece, row: int, request: Known) -> None:
         result, step = piece.result, piece.decision.step
         status = AdmitStatus(result.admit_status[row])
@@ -216,6 +254,8 @@ class _Reader:
         self._history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when)
         if status is AdmitStatus.GRANTED:
             request.admitted_at = min(request.admitted_at, at)
+            external = piece.part.admit.external[row] if piece.part.admit.external else 0
+            self._move(piece.part.admit.slot[row], result.admit_hit[row] + external + result.admit_granted[row], at)
 
 
 class _Piece(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -21,6 +22,7 @@ from kvplane.base.step import (
     Multimodal,
     News,
     Part,
+    Run,
 )
 from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1.allocation_pb2 import RequestContent
@@ -52,11 +54,16 @@ class Desk:
 
     def admit(self, name: str, text: str, **row) -> None:
         """A new request, admitted at once."""
-        slot = self._slots[name] = len(self._slots)
+        self._slots[name] = len(self._slots)
+        self.step(self.admission(name, text, **row))
+
+    def admission(self, name: str, text: str, **row) -> Part:
+        """The part that admits it."""
+        slot = self._slots[name]
         news = News(slot=[slot], num_tokens=[len(text)], tokens=[ord(letter) for letter in text], request_id=[name])
         for column_name, value in row.items():
             setattr(news, column_name, [value])
-        self.step(Part(news=news, admit=Admit(slot=[slot])))
+        return Part(news=news, admit=Admit(slot=[slot]))
 
     def again(self, name: str) -> None:
         self.step(Part(admit=Admit(slot=[self._slots[name]])))
@@ -71,18 +78,20 @@ class Desk:
 
     def why(self, text: str, domain: str = "", keys: ExtraKeys = NO_EXTRA_KEYS) -> Explanation:
         """Of a prompt, now."""
-        tokens, scheme = [ord(letter) for letter in text], self.world.host.scheme
-
-        def hash_with(keys: ExtraKeys) -> list[bytes]:
-            return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
-
         before = self.world.digest
-        told = asyncio.run(
-            explain_prompt(self.world.host, Prompt(hash_with(keys), len(text), domain, keys, hash_with))
-        )
+        told = self.explain(text, domain, keys)
         assert self.world.digest == before
         SEEN.add(told.why.cause)
         return told
+
+    def explain(self, text: str, domain: str, keys: ExtraKeys) -> Explanation:
+        prompt = Prompt(self.digests(text, keys), len(text), domain, keys, partial(self.digests, text))
+        return asyncio.run(explain_prompt(self.world.host, prompt))
+
+    def digests(self, text: str, keys: ExtraKeys) -> list[bytes]:
+        """Of the full blocks."""
+        scheme, tokens = self.world.host.scheme, [ord(letter) for letter in text]
+        return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
 
     def why_request(self, name: str) -> Explanation:
         told = asyncio.run(explain_request(self.world.host, name))
@@ -145,6 +154,16 @@ def test_reset():
     assert told(desk.why("aaaabbbbc")) == (Cause.RESET, 0, (0,), (0, 4), "", 3)
 
 
+def test_what_was_evicted_before_a_reset_was_evicted():
+    desk = Desk()
+    desk.serve("old", "aaaabbbbcccc")
+    desk.serve("big", "1111222233334444555566667777")
+    desk.step(Part(cache=Cache(reset=True)))
+    assert told(desk.why("aaaabbbbccccd")) == (Cause.RESET, 0, (0,), (0, 4), "", 5)
+    desk.serve("again", "aaaa")
+    assert told(desk.why("aaaabbbbccccd")) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
+
+
 def test_unverified_after_a_restart_without_its_memory():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
@@ -195,6 +214,35 @@ def test_another_salt_is_told_without_the_salt():
     explanation = desk.why("aaaabbbbc", keys=ExtraKeys(salt="mine"))
     assert told(explanation) == (Cause.OTHER_SALT, 0, (0,), (0, 4), *NOBODY)
     assert "secret" not in repr(explanation)
+
+
+def test_what_is_not_computed_yet_is_claimed_of_nobody():
+    desk = Desk(replace(FULL, num_blocks=40))
+    slot = desk._slots["long"] = 0
+    part = desk.admission("long", "aaaabbbbccccdddde", domain="tenant-1")
+    part.admit.cap = [4]
+    desk.step(part)
+    assert told(desk.why("aaaabbbbc", domain="tenant-1")) == (Cause.TENTATIVE, 0, (0,), (0, 4), "", 1)
+    desk.step()
+    assert told(desk.why("aaaabbbbcccc", domain="tenant-1")) == (Cause.NEVER_CACHED, 4, (0,), (4, 8), *NOBODY)
+    desk.serve("other", "aaaac", domain="tenant-2")
+    assert told(desk.why("aaaabbbbcccc", domain="tenant-2")) == (Cause.NEVER_CACHED, 4, (0,), (4, 8), *NOBODY)
+    desk.step(Part(run=Run(slot=[slot])))
+    desk.step()
+    assert told(desk.why("aaaabbbbcccc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 4, (0,), (4, 8), "tenant-1", 0)
+
+
+def test_a_state_between_two_chunks_was_computed():
+    desk = Desk(replica_spec(state(), num_blocks=60, **SPARSE))
+    slot = desk._slots["long"] = 0
+    part = desk.admission("long", "aaaabbbbccccdddde")
+    part.admit.cap = [4]
+    desk.step(part)
+    desk.step()
+    assert told(desk.why("aaaabbbbX")) == (Cause.NEVER_CACHED, 0, (0,), (4, 8), *NOBODY)
+    desk.step(Part(run=Run(slot=[slot])))
+    desk.step()
+    assert told(desk.why("aaaabbbbX")) == (Cause.NO_STATE_AT_BOUNDARY, 0, (0,), (4, 8), *NOBODY)
 
 
 def test_another_adapter():
@@ -287,6 +335,16 @@ def test_the_first_request_was_never_cached_though_it_is_now():
     desk.serve("second", "aaaabbbbc")
     assert told(desk.why_request("first")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NOBODY)
     assert told(desk.why_request("second")) == (Cause.NOTHING, 8, (), (0, 0), *NOBODY)
+
+
+def test_a_request_of_another_salt_is_not_said_to_have_other_tokens():
+    """The log knows hashes alone: equal tokens under two salts look as different as other tokens."""
+    desk = Desk(replace(FULL, num_blocks=40))
+    desk.serve("first", "aaaabbbbc")
+    desk.serve("salted", "aaaabbbbc", extra_keys=ExtraKeys(salt="secret"))
+    assert told(desk.why_request("salted")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NOBODY)
+    desk.serve("again", "aaaaXbbbc", extra_keys=ExtraKeys(salt="secret"))
+    assert told(desk.why_request("again")) == (Cause.DIFFERS, 4, (0,), (4, 8), *NOBODY)
 
 
 def test_two_requests_of_one_step():

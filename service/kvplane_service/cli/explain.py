@@ -46,7 +46,7 @@ _SENTENCES = {
     "other_lora": "tokens {start}..{end} were computed with another adapter, {adapter}",
     "other_multimodal": "tokens {start}..{end} were computed with other multimodal items",
     "differs": "another prompt begins alike and goes on otherwise; the first different token is among {start}..{end}",
-    "never_cached": "nobody has computed tokens {start}..{end}",
+    "never_cached": "nobody has computed tokens {start}..{end}{alike}",
     "last_block_dropped": "all blocks are there; the draft group drops the last one that matches",
     "not_recorded": "not recorded: the decision log does not reach so far back",
 }
@@ -124,6 +124,7 @@ def sentence(told: ExplainResponse) -> str:
         by=told.by,
         by_request=f" by request {told.by!r}" if told.by else "",
         when=f" {age(told.age_ms)} ago, {moment}" if told.epoch else "",
+        alike=" with its salt and adapter" if told.admit_seq else "",
         domain=repr(told.by) if told.by else "the default one",
         adapter=repr(told.by) if told.by else "or none",
     )
