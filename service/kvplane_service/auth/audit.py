@@ -27,10 +27,10 @@ class AuditLog:
 
     def __init__(self, path: str, wall_clock_ms: Callable[[], int]) -> None:
         """`path` "-" = standard error. Raises NotFound when the file cannot be written."""
-        self._write = _to_stderr if path == STDERR else _File(path).write
+        self._sink = _Stderr() if path == STDERR else _File(path)
         self._wall_clock_ms = wall_clock_ms
         self._waiting: queue.Queue[dict[str, object] | None] = queue.Queue(MAX_WAITING)
-        self._lost = 0
+        self._lost = 0  # counted where lines are told; how many of them were told of, where lines are written
         self._thread = threading.Thread(target=self._write_all, name="kvplane-audit", daemon=True)
         self._thread.start()
 
@@ -48,15 +48,23 @@ class AuditLog:
         self._thread.join()
 
     def _write_all(self) -> None:
+        told_of = 0
         while (line := self._waiting.get()) is not None:
-            lost, self._lost = self._lost, 0
-            try:
-                if lost:
-                    self._write(_text({"time_ms": line["time_ms"], "event": "lines_lost", "count": lost}))
-                self._write(_text(line))
-            except OSError as error:
-                self._lost += lost + 1
-                _log.error("the audit log cannot be written: %s", error)
+            told_of = self._write_one(line, told_of)
+        self._write_one({"time_ms": self._wall_clock_ms(), "event": "closed"}, told_of)
+        self._sink.close()
+
+    def _write_one(self, line: dict[str, object], told_of: int) -> int:
+        """Write a line, behind a word on those that were lost; how many the file has been told of."""
+        lost = self._lost
+        try:
+            if lost > told_of:
+                told = {"time_ms": line["time_ms"], "event": "lines_lost", "count": lost - told_of}
+                self._sink.write(_text(told))
+            self._sink.write(_text(line))
+        except OSError as error:
+            _log.error("the audit log cannot be written: %s", error)
+        return lost
 
 
 class _File:
@@ -78,6 +86,10 @@ class _File:
             self._descriptor = self._open()
         os.write(self._descriptor, text.encode())
 
+    def close(self) -> None:
+        """Let go of the file."""
+        os.close(self._descriptor)
+
     def _open(self) -> int:
         return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -88,9 +100,14 @@ class _File:
             return False
 
 
-def _to_stderr(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
+class _Stderr:
+    def write(self, text: str) -> None:
+        """Print a line."""
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """It is not ours to close."""
 
 
 def _text(line: dict[str, object]) -> str:
