@@ -327,6 +327,12 @@ def test_who_was_deregistered_between_two_calls_is_passed_over(service):
         assert [told.replica for told in described(client, listed)] == [one.replica for one in listed[:-1]]
 
 
+def test_a_picture_of_top_needs_no_terminal(ask, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvplane_service.cli.top_app.PICTURE_LOOKS", 2)
+    ask("top", "--interval", "0.1", "--svg", str(tmp_path / "top.svg"))
+    assert "sliding_window" in (tmp_path / "top.svg").read_text()
+
+
 async def test_top_says_when_the_service_is_away():
     from textual.widgets import Static
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,7 @@ from kvplane_service.cli.asking import DEFAULT_SERVICE, Service, client_of
 def command(
     interval: Annotated[float, typer.Option(min=0.1, help="seconds between looks")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="print one look and end")] = False,
+    svg: Annotated[Path | None, typer.Option(hidden=True, help="write a picture and end")] = None,
     service: Service = DEFAULT_SERVICE,
 ) -> None:
     """Watch the replicas of a service: pools, hits, evictions, preemptions, slowest steps. q quits, p pauses."""
@@ -29,4 +31,5 @@ def command(
         from kvplane_service.cli.top_app import Top
 
         client.status()  # said at once when nobody answers
-        Top(client, service, interval).run()
+        app = Top(client, service, interval)
+        app.run() if svg is None else app.save_picture(svg)

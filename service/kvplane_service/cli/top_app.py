@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from rich.console import Group, RenderableType
@@ -13,11 +14,14 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
+from textual.pilot import Pilot
 from textual.widgets import Footer, Header, Static
 
 from kvplane import Client, KvplaneError
 from kvplane_service.cli.top_view import NO_REPLICA, Watchers
 
+PICTURE_LOOKS = 25
+PICTURE_CELLS = (80, 58)
 # What the picture would have a viewer load from the network; the viewer's own monospace does as well.
 _REMOTE_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
@@ -82,6 +86,19 @@ class Top(App[None]):
 
     def _show_trouble(self, text: str) -> None:
         self.query_one("#trouble", Static).update(Text(text, "bold red"))
+
+    def save_picture(self, path: Path) -> None:
+        """Look so often that the spark lines are full, without a terminal; then write the screen as SVG."""
+        seen: list[str] = []
+
+        async def wait(pilot: Pilot[object]) -> None:
+            while self.num_looks < PICTURE_LOOKS:
+                await pilot.pause(self._interval_s / 4)
+            seen.append(self.picture())
+            self.exit()
+
+        self.run(headless=True, size=PICTURE_CELLS, auto_pilot=wait)
+        path.write_text(seen[0], encoding="utf-8")
 
     def picture(self) -> str:
         """The screen as SVG."""
