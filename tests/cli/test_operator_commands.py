@@ -82,6 +82,7 @@ def test_describe(ask):
     assert "hits: 32 of 80 tokens looked up (40%)" in text
     assert "pool: 6 of 40 blocks held by 1 running requests" in text
     assert ["1", "sliding_window", "32"] in [line.split()[:3] for line in text.splitlines()]
+    assert "store: none" in text
     assert "workers: none for 1 ranks" in text
     assert "SLOWEST STEPS" in text
 

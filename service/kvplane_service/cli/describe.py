@@ -22,7 +22,7 @@ from kvplane_service.cli.asking import (
 )
 
 if TYPE_CHECKING:
-    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, StoreStatus
 
 
 def command(
@@ -52,6 +52,7 @@ def _lines(told: DescribeReplicaResponse) -> Iterator[str]:
     yield f"preempted: {by_reason(told.preemptions)}"
     yield f"refused: {by_reason(told.refusals)}"
     yield f"keys removed: {by_reason(told.removed_keys)}"
+    yield f"store: {', '.join(_store(told.store))}"
     yield ""
     yield _groups(told)
     yield ""
@@ -59,6 +60,22 @@ def _lines(told: DescribeReplicaResponse) -> Iterator[str]:
     if told.slowest_steps:
         yield ""
         yield _slowest(told)
+
+
+def _store(store: StoreStatus) -> Iterator[str]:
+    from kvplane.v1.allocation_pb2 import STORE_STATE_OFF, StoreState
+
+    if store.state == STORE_STATE_OFF:
+        yield "none"
+        return
+    yield word(StoreState.Name(store.state), "STORE_STATE_").replace("_", " ")
+    yield f"{store.lag_entries} changes wait"
+    if store.loaded_entries:
+        yield f"the memory proved {store.recovered_entries} of {store.loaded_entries} stored entries"
+    if any(store.refused_chunks.values()):
+        yield f"chunks refused: {by_reason(store.refused_chunks)}"
+    if store.problem:
+        yield store.problem
 
 
 def _groups(told: DescribeReplicaResponse) -> str:
