@@ -142,3 +142,8 @@ def test_a_client_s_certificate_cannot_be_optional():
 def test_reflection_is_a_word_that_yaml_reads_as_a_truth_value(given):
     assert load({"reflection": given}, {}, None).config.reflection == "true"
     assert Config().reflection == "auto"
+
+
+def test_variables_of_clients_are_no_slips_of_a_key():
+    names = ("CA_FILE", "CERT_FILE", "KEY_FILE", "TOKEN_FILE", "TOKEN", "ADDRESS", "CONFIG")
+    assert load({}, {f"KVPLANE_{name}": "x" for name in names}, None).config == Config()

@@ -1,0 +1,34 @@
+"""What a caller's registry asks of others: nothing for a name that cannot be the caller's."""
+
+from __future__ import annotations
+
+import contextvars
+
+import pytest
+
+from kvplane.base.errors import NotFound
+from kvplane_service.auth.gate import CALL, Call
+from kvplane_service.auth.owners import Owner
+from kvplane_service.auth.visible import VisibleReplicas
+from kvplane_service.config import Config
+from kvplane_service.registry import Registry, UnknownReplica
+
+ASKED: list[str] = []
+
+
+async def bring(name: str) -> None:
+    ASKED.append(name)
+    raise UnknownReplica(name)
+
+
+@pytest.mark.parametrize(("name", "is_asked"), [("acme/r", True), ("rival/r", False), ("acme", False)])
+async def test_no_other_service_is_asked_for_a_name_that_is_not_for_the_caller(name, is_asked):
+    """Nor can he make this service adopt what is another's."""
+    visible = VisibleReplicas(Registry(Config(), lambda: 0), bring)
+    ASKED.clear()
+    CALL.set(Call("m", "p", Owner(name="acme")))
+    with pytest.raises(NotFound) as caught:
+        await visible.bring(name)
+    assert caught.value.message == f"there is no replica {name!r}"
+    assert bool(ASKED) is is_asked
+    assert contextvars.copy_context()[CALL].is_hidden is not is_asked
