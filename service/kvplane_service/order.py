@@ -124,5 +124,6 @@ def count_rows(step: Step) -> int:
     for part in step.parts:
         sections = (part.facts, part.news, part.run, part.admit, part.peek)
         others = (part.run.victims, part.cache.failed_steps, part.cache.evicted, part.cache.released)
-        total += max(1, sum(len(section.slot) for section in sections) + sum(map(len, others)))
+        resumed = len(part.resume.slot) + len(part.resume.held_slot) if part.resume is not None else 0
+        total += max(1, resumed + sum(len(section.slot) for section in sections) + sum(map(len, others)))
     return total

@@ -80,7 +80,7 @@ class Recovering:
         """Give the replica what this memory proves, in its first engine life; the entries are forgotten."""
         if not self.belongs_to(incarnation):
             self.entries, self._proof = [], None
-        outcome = replica.take_back(epoch, self._proof_of(replica, shown).regained)
+        outcome = replica.take_back(epoch, self._proof_of(replica, shown).regained, shown)
         self.entries, self._proof = [], None
         self.recovered = outcome.kept
         return outcome

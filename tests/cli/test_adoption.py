@@ -81,7 +81,7 @@ def an_engine(fleet) -> Iterator[LastingEngine]:
     with kvplane.connect(fleet.addresses[0]) as client:
         client.register_replica("r", HYBRID)
     with kvplane.connect(",".join(reversed(fleet.addresses))) as client:
-        engine = LastingEngine(lambda revive: client.lasting_session("r", revive), HYBRID.num_blocks)
+        engine = LastingEngine(lambda revive: client.lasting_session("r", revive), HYBRID.num_blocks, resumes=True)
         for _ in range(12):
             engine.step()
         wait_until_stored(client)
@@ -115,6 +115,8 @@ def test_a_service_that_drains_hands_its_replicas_over_at_once(fleet):
         _, logged = first.communicate(timeout=15)  # less than drain_grace_ms, which an engine may take that stays
         assert (first.returncode, engine.session.draining) == (0, False), logged
         assert engine.revivals
+        assert not engine.log[-1].preempted, "requests run on with their blocks"
+        assert engine.running
         engine.run()
         assert engine.hits_since_revival > 0
 

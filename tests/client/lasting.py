@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from kvplane.base.step import News, Part, PartResult
+from kvplane.base.step import News, Part, PartResult, Resume
 from kvplane.revival import Revival
-from kvplane.rows import NewsRow, part_of
+from kvplane.rows import NewsRow, ResumeRow, part_of, resume_of
 from kvplane.session import Session
+from kvplane.tables import BlockTables
 from tests.client.mini_engine import FULL, MAMBA, WINDOW, MiniEngine, spec_of
 
 INCARNATION = 0xFEED
@@ -30,10 +31,17 @@ class PageMemory:
 
 
 class LastingEngine(MiniEngine):
-    """A MiniEngine with a page memory; `open_session` is given its `revive`."""
+    """A MiniEngine with a page memory; `open_session` is given its `revive`.
 
-    def __init__(self, open_session: Callable[..., Session], num_blocks: int, seed: int = 1) -> None:
+    Its requests lose their blocks when the service is started anew, unless it `resumes`.
+    """
+
+    def __init__(
+        self, open_session: Callable[..., Session], num_blocks: int, seed: int = 1, resumes: bool = False
+    ) -> None:
         self.memory = PageMemory(num_blocks)
+        self.resumes = resumes
+        self.tables: BlockTables | None = None
         self.revivals = 0
         self.hits_at_revival = 0
         super().__init__(self._apply, seed)
@@ -42,6 +50,8 @@ class LastingEngine(MiniEngine):
     def _apply(self, part: Part) -> PartResult:
         (result,) = self.session.apply(part).parts
         self.memory.carry_out(result)
+        self.tables = self.tables or BlockTables(len(self.session.spec.groups))
+        self.tables.update(part, result)
         return result
 
     def revive(self) -> Revival:
@@ -53,7 +63,21 @@ class LastingEngine(MiniEngine):
         for slot, request in self.running.items():
             rows.append(NewsRow(slot, request.tokens, request_id=f"request-{slot}"))
         news = part_of(*rows).news if rows else News()
-        return Revival(tuple(self.memory.stamps), self.memory.incarnation, news, tuple(self.running))
+        resume = self._resume() if self.resumes else None
+        return Revival(
+            tuple(self.memory.stamps), self.memory.incarnation, news, tuple(self.running), resume=resume
+        )
+
+    def _resume(self) -> Resume:
+        tables = self.tables
+        assert tables is not None or not self.running
+        return resume_of(
+            [
+                ResumeRow(slot, request.computed, tables[slot], len(request.tokens))
+                for slot, request in self.running.items()
+                if tables
+            ]
+        )
 
     @property
     def hits_since_revival(self) -> int:

@@ -122,7 +122,8 @@ class RandomEngine:
     def check_keys(self) -> None:
         """Every key that others may see names a page that holds just that."""
         pool = self.replica.coordinator.pool
-        for block, primary in enumerate(pool.key):
+        for block in range(pool.num_blocks):
+            primary = pool.key_of(block)
             if primary is None or pool.key_step[block] > pool.executed_through:
                 continue
             for key in (primary, *pool.more_keys.get(block, ())):

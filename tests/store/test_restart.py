@@ -414,6 +414,30 @@ def test_an_engine_outlives_its_service(spec, every):
     assert engine.session.spec == spec
 
 
+@pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
+def test_requests_run_on_with_their_blocks(spec):
+    """As above, by an engine that tells what they hold: restarts preempt nobody, and nothing is handed out twice."""
+    world = World(spec)
+    engine = LastingEngine(world.session, spec.num_blocks, seed=2, resumes=True)
+    resumed = 0
+    for turn in itertools.count(1):
+        if not (engine._waiting or engine.running or engine._facts):
+            break
+        running, revivals = set(engine.running), engine.revivals
+        engine.step()
+        check(world.life.host.replica)
+        if engine.revivals > revivals:
+            assert not engine.log[-1].preempted
+            assert running <= set(engine.running) | {row.slot for row in engine._facts}
+            resumed += world.life.host.replica.num_running
+        if turn % 3 == 0:
+            world.life.flush()
+            world.restart()
+    assert resumed > 10
+    assert engine.session.resume_refused is None
+    assert world.life.host.replica.free_blocks == spec.num_blocks - 1
+
+
 def test_steps_in_flight_at_the_end_of_the_service_are_answered():
     world, memory, _ = used_world()
     news = part_of(NewsRow(3, TEXT), NewsRow(4, TEXT)).news

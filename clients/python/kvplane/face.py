@@ -62,6 +62,7 @@ from kvplane.base.step import (
     PartResult,
     Peek,
     RemoveReason,
+    Resume,
     RowFlag,
     Run,
     StepResult,
@@ -89,8 +90,10 @@ from kvplane.rows import (
     FactRow,
     NewsRow,
     PeekRow,
+    ResumeRow,
     RunRow,
     part_of,
+    resume_of,
 )
 from kvplane.session import Session, draw_nonce
 from kvplane.sources import (
@@ -168,6 +171,8 @@ __all__ = [
     "RemoveReason",
     "ReplicaLapsed",
     "ReplicaSpec",
+    "Resume",
+    "ResumeRow",
     "RetryPolicy",
     "Revival",
     "RowFlag",
@@ -187,4 +192,5 @@ __all__ = [
     "connect",
     "draw_nonce",
     "part_of",
+    "resume_of",
 ]

@@ -1,9 +1,11 @@
 """How a session goes on with a service that was started anew: pure, for the blocking and the asyncio session.
 
 The new service has the replica's entries, as far as the page memory proves them, and knows none of its requests. So the
-engine shows its memory and tells every request again, and the steps that were not answered are answered here: nothing
-was granted, and who ran is preempted. The engine sees a pause, then preemptions, whose prefixes hit when they are
-admitted again. Its numbers go on; those of the new service begin at 1.
+engine shows its memory, tells every request again, and what those hold that ran (the image). Steps that were not
+answered are answered here: nothing was granted, and who ran and is not of the image is preempted. The engine sees a
+pause; the others' prefixes hit when they are admitted again. Its numbers go on; those of the new service begin at 1.
+
+An image that the service refuses costs what it would have saved: all are preempted.
 """
 
 from __future__ import annotations
@@ -12,20 +14,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
-from kvplane.base.step import AdmitStatus, Cache, News, Part, PartResult, Step, StepResult
+from kvplane.base.step import AdmitStatus, Cache, News, Orders, Part, PartResult, Resume, Step, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class Revival:
-    """What an engine shows and tells. Nothing it launched may be waiting to be launched still.
+    """What an engine shows and tells. Nothing it launched may be waiting to be launched still; with a `resume`, all
+    that it launched has finished.
 
     Attributes:
         stamp_table: of the page memory, one stamp per block, equal on every rank (0 where they differ).
         incarnation: of that memory, 0 = not known.
         news: every request that has not ended, as it is now, with all its tokens or hashes.
         running: slots of those that hold blocks.
-        held: slots that ended as HELD and have not been released. Their pages are not kept: a transfer that reads one
-            finds another stamp behind it.
+        held: slots that ended as HELD and have not been released. Those that `resume` leaves out lose their pages: a
+            transfer that reads one finds another stamp behind it.
+        resume: what requests of `running` hold that run on, and what transfers hold; None: all are preempted. It leaves
+            out whatever a launch that failed may have touched.
     """
 
     stamp_table: tuple[int, ...] = ()
@@ -33,6 +38,7 @@ class Revival:
     news: News = field(default_factory=News)
     running: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
+    resume: Resume | None = None
 
     def first_request(self, replica: str, nonce: int, with_events: bool, client: str) -> OpenRequest:
         """How the session is opened."""
@@ -53,9 +59,24 @@ class Revival:
         parts = [Part(cache=cache), *(Part(news=some) for some in _in_pieces(self.news, opened.max_rows))]
         return [Step(opened.epoch, opened.seq + number, [part]) for number, part in enumerate(parts, 1)]
 
+    def resume_step(self, opened: Opened, told: Sequence[StepResult]) -> Step | None:
+        """What is told last, if anything."""
+        if self.resume is None:
+            return None
+        return Step(opened.epoch, opened.seq + len(told) + 1, [Part(resume=self.resume)])
+
+    def without_resume(self) -> Revival:
+        """The same, when the service has refused the image."""
+        return replace(self, resume=None)
+
+    @property
+    def forgotten_held(self) -> frozenset[int]:
+        """Held slots that the new service knows nothing of."""
+        return frozenset(self.held) - frozenset(self.resume.held_slot if self.resume else ())
+
     def answers(self, lost: Sequence[Step], told: Sequence[StepResult]) -> list[StepResult]:
-        """Answers to lost steps: nothing was granted. The first one tells who was preempted, and has the orders of the
-        first steps, which the new service has `told`.
+        """Answers to lost steps: nothing was granted. The first one tells who was preempted, and has the orders of all
+        steps that the new service has been `told`.
         """
         free_blocks = told[-1].parts[-1].free_blocks
         answers = []
@@ -64,7 +85,9 @@ class Revival:
             answers.append(StepResult(step.seq, step.part, parts, step.executed_through))
         if answers:
             first = answers[0].parts[0]
-            first.preempted, first.orders = list(self.running), told[0].parts[0].orders
+            kept = frozenset(self.resume.slot if self.resume else ())
+            first.preempted = [slot for slot in self.running if slot not in kept]
+            first.orders = _joined([part.orders for result in told for part in result.parts])
         return answers
 
 
@@ -117,6 +140,15 @@ class Numbers:
         released = [slot for slot in cache.released if slot not in self._held]
         self._held -= frozenset(cache.released)
         return replace(part, facts=facts, cache=replace(cache, failed_steps=failed, released=released))
+
+
+def _joined(orders: Iterable[Orders]) -> Orders:
+    """All orders one after the other."""
+    joined = Orders()
+    for each in orders:
+        for name in (column.name for column in fields(Orders)):
+            getattr(joined, name).extend(getattr(each, name))
+    return joined
 
 
 def _names_steps(part: Part) -> bool:

@@ -24,6 +24,7 @@ from kvplane.base.step import (
     Facts,
     News,
     Part,
+    Resume,
     RowFlag,
     Run,
     Watermark,
@@ -65,6 +66,22 @@ class NewsRow(Row):
     skip_reading: bool = False
     max_tokens: int = 0
     traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRow(Row):
+    """One request that runs on with the blocks that it has; see `Resume`.
+
+    Attributes:
+        tables: of each group, as `BlockTables` has them.
+        launch_end: None = computed.
+    """
+
+    computed: int
+    tables: Sequence[Sequence[int]]
+    num_prompt: int
+    launch_end: int | None = None
+    junction: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +131,20 @@ def part_of(*rows: Row, budget: Budget | None = None, cache: Cache | None = None
     _fill(part.admit, [row for row in rows if isinstance(row, AdmitRow)])
     part.peek.slot = [row.slot for row in rows if isinstance(row, PeekRow)]
     return part
+
+
+def resume_of(rows: Sequence[ResumeRow]) -> Resume:
+    """The image of these requests; what holds nothing else is free."""
+    tables = [table for row in rows for table in row.tables]
+    return Resume(
+        slot=[row.slot for row in rows],
+        computed=[row.computed for row in rows],
+        launch_end=[row.computed if row.launch_end is None else row.launch_end for row in rows],
+        num_prompt=[row.num_prompt for row in rows],
+        junction=[row.junction for row in rows],
+        num_blocks=[len(table) for table in tables],
+        blocks=[block for table in tables for block in table],
+    )
 
 
 def _fill(section: Facts | News | Run | Admit, rows: Sequence[Row]) -> None:

@@ -15,7 +15,9 @@ from typing import TypeVar
 from kvplane.base.errors import (
     FailedPrecondition,
     InternalError,
+    InvalidArgument,
     KvplaneError,
+    LimitExceeded,
     OtherWriter,
     ServiceRestarted,
     StaleEpoch,
@@ -94,6 +96,7 @@ class Session:
         self._nonces = nonces
         self._revive = revive
         self._reviving = False
+        self.resume_refused: KvplaneError | None = None  # why requests lost their blocks at the last revival
         self._turn = Turn()
         self._stop = threading.Event()
         self._state = SessionState(self._open())
@@ -318,6 +321,7 @@ class Session:
         try:
             opened = self._transport.open(revival.open_request(self._request, self._nonces()))
             told = [self._ask(step) for step in revival.first_steps(opened, self._state.unanswered())]
+            revival = self._tell_image(revival, opened, told)
         except Unavailable:
             raise
         except KvplaneError as error:
@@ -325,6 +329,18 @@ class Session:
             raise
         self._state.restarted(opened, revival, told)
         self._reviving = False
+
+    def _tell_image(self, revival: Revival, opened: Opened, told: list[StepResult]) -> Revival:
+        """Let requests run on with their blocks; when that is refused they are preempted. `resume_refused` says why."""
+        step, self.resume_refused = revival.resume_step(opened, told), None
+        if step is None:
+            return revival
+        try:
+            told.append(self._ask(step))
+        except (InvalidArgument, LimitExceeded) as refusal:
+            self.resume_refused = refusal
+            return revival.without_resume()
+        return revival
 
     def _ask(self, step: Step) -> StepResult:
         self._transport.send(step)

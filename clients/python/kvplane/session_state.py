@@ -151,7 +151,7 @@ class SessionState:
         self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
         self._made.extend(revival.answers(self.unanswered(), told))
         self._num_unsent = 0
-        self._numbers.restart(self._next, opened.seq + len(told), revival.held)
+        self._numbers.restart(self._next, opened.seq + len(told), revival.forgotten_held)
 
     def resumed(self, opened: Opened) -> list[Step]:
         """The stream was opened again: what must be sent again, in order.

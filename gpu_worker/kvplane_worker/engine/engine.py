@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvplane.base.errors import KvplaneError
-from kvplane.base.step import News, StepResult
+from kvplane.base.step import News, Resume, StepResult
 from kvplane.rank import Rank, RankGroup
 from kvplane.revival import Revival
 from kvplane.session import Session
@@ -49,10 +49,11 @@ class Engine:
         self._ranks = [Rank(one.stamps, one.mover) for one in memory]
         self._group = RankGroup([one.stamps for one in memory])
         self._known_requests: Callable[[], tuple[News, tuple[int, ...]]] = _none_yet
+        self._known_image: Callable[[], Resume | None] = _no_image_yet
         self._session = open_session(self.revival)
         self._group.claim(self._session.epoch)
         self._scheduler = Scheduler(self._session.spec, config)
-        self._known_requests = self._scheduler.known_requests
+        self._known_requests, self._known_image = self._scheduler.known_requests, self._scheduler.resume
         self._report_lag = config.report_lag
         self._reported = 0
 
@@ -105,7 +106,9 @@ class Engine:
     def revival(self) -> Revival:
         """What a service that knows nothing of this engine must be shown and told."""
         news, running = self._known_requests()
-        return Revival(self._group.agreed_stamps(), self._group.incarnation, news, running)
+        return Revival(
+            self._group.agreed_stamps(), self._group.incarnation, news, running, resume=self._known_image()
+        )
 
     def _executed_through(self) -> int:
         """What all ranks have finished, told as late as the configuration says."""
@@ -123,6 +126,10 @@ class Engine:
         if scheduled:
             launch = Launch([one.row for one in scheduled], self._model.device)
             self._scheduler.take(scheduled, self._model.logits(launch))
+
+
+def _no_image_yet() -> None:
+    return None
 
 
 def _none_yet() -> tuple[News, tuple[int, ...]]:

@@ -24,6 +24,7 @@ class Request:
         tokens: the prompt and what was generated.
         slot: the number that the service knows it by.
         computed: leading tokens whose keys, values and states are in pages.
+        launch_end: tokens of the last launch, rejected drafts included.
         state_at: by state group: index in the block table of the state after `computed` tokens.
         drafts: guesses of the next tokens.
         logits: [vocabulary] per output token, when they are kept.
@@ -39,6 +40,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     slot: int = NO_SLOT
     computed: int = 0
+    launch_end: int = 0
     state_at: dict[int, int] = field(default_factory=dict)
     drafts: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)

@@ -19,8 +19,20 @@ from torch import Tensor
 
 from kvplane.base.errors import InternalError, InvalidArgument
 from kvplane.base.groups import GroupKind, ReplicaSpec
-from kvplane.base.step import UNCHANGED, UNLIMITED, AdmitStatus, Budget, Cache, End, News, Part, PartResult, RowFlag
-from kvplane.rows import AdmitRow, FactRow, NewsRow, Row, RunRow, part_of
+from kvplane.base.step import (
+    UNCHANGED,
+    UNLIMITED,
+    AdmitStatus,
+    Budget,
+    Cache,
+    End,
+    News,
+    Part,
+    PartResult,
+    Resume,
+    RowFlag,
+)
+from kvplane.rows import AdmitRow, FactRow, NewsRow, ResumeRow, Row, RunRow, part_of, resume_of
 from kvplane.tables import BlockTables
 from kvplane_worker.engine import batch
 from kvplane_worker.engine.batch import NO_STATE, state_index
@@ -106,6 +118,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._facts: list[FactRow] = []
         self._lost_steps: list[int] = []
+        self._untold_loss = False
         self._finished: list[Request] = []
         self._by_slot: dict[int, Request] = {}
         self._idle_steps = 0
@@ -141,6 +154,26 @@ class Scheduler:
         """Requests that the service was told of, as they are now, and the slots of those that hold blocks."""
         news = part_of(*map(_news_of, self._by_slot.values())).news
         return news, tuple(request.slot for request in self._running)
+
+    def resume(self) -> Resume | None:
+        """What the running requests hold, for a service that goes on with them.
+
+        None while a launch that failed has not been told: who hit the pages that it left is for the service to say.
+        """
+        if self._untold_loss:
+            return None
+        return resume_of(
+            [
+                ResumeRow(
+                    request.slot,
+                    request.computed,
+                    self._tables[request.slot],
+                    len(request.prompt),
+                    launch_end=request.launch_end,
+                )
+                for request in self._running
+            ]
+        )
 
     # -- what is asked -----------------------------------------------------------------------------------------------
 
@@ -186,6 +219,7 @@ class Scheduler:
     def settle(self, part: Part, result: PartResult) -> list[Scheduled]:
         """Make the answer true; the rows to compute."""
         self._tables.update(part, result)
+        self._untold_loss = False
         self.counts.steps += 1
         self.counts.copies += len(result.orders.copy_src)
         scheduled = [
@@ -216,7 +250,7 @@ class Scheduler:
                 self.counts.deferred += 1
 
     def _start(self, request: Request, hit: int) -> None:
-        request.computed = hit
+        request.computed = request.launch_end = hit
         request.hits.append(hit)
         request.state_at = {group: state_index(hit, size) for group, size in self._state_sizes.items()}
         self.counts.hits += hit > 0
@@ -265,6 +299,7 @@ class Scheduler:
         Its answer to the next step preempts the requests that the step granted tokens, and whoever hit their pages.
         """
         self._lost_steps.append(seq)
+        self._untold_loss = True
         self.counts.lost_steps += 1
 
     def take_finished(self) -> list[Request]:
@@ -294,7 +329,7 @@ class Scheduler:
         self.counts.computed_tokens += len(row.tokens)
         self.counts.generated_tokens += len(accepted)
         rejected = max(0, row.num_outputs - len(accepted))
-        request.computed = row.end - rejected
+        request.computed, request.launch_end = row.end - rejected, row.end
         request.state_at = {group: state_index(row.end, size) + rejected for group, size in self._state_sizes.items()}
         if request.is_done:
             self._running.remove(request)

@@ -6,7 +6,7 @@ references, never copied; the same content may lie in several blocks under one k
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
@@ -265,6 +265,21 @@ class BlockPool:
             by_digest[key.digest] = [entry, block]
         else:
             entry.append(block)
+
+    def shared_keys(self) -> Iterator[tuple[Key, tuple[int, ...]]]:
+        """Keys of several blocks, these in the order in which they are hit."""
+        for domain, maps in self.index.items():
+            for group, by_digest in enumerate(maps):
+                for digest, entry in by_digest.items():
+                    if not isinstance(entry, int):
+                        yield Key(domain, group, digest), tuple(entry)
+
+    def prefer(self, key: Key, blocks: Sequence[int]) -> None:
+        """Let the blocks of a key be hit in this order; nothing when it has others."""
+        maps = self.index.get(key.domain)
+        entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
+        if not isinstance(entry, int) and sorted(entry) == sorted(blocks):
+            entry[:] = blocks
 
     def unregister(self, block: int) -> list[Key]:
         """Take every key from the block, primary first; the page is as if it held nothing. No event, no stamp."""

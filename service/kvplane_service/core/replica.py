@@ -1,6 +1,7 @@
 """One engine instance's cache: the only door through which its state changes.
 
-apply(step):  validate -> executed_through -> for each part: facts -> cache -> news -> run -> admit -> peek -> result
+apply(step):  validate -> executed_through -> for each part:
+              facts -> cache -> news -> resume -> run -> admit -> peek -> result
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from kvplane_service.core.program import Program
 from kvplane_service.core.recovery import PoolShape, regain
 from kvplane_service.core.regained import Recovered, Regained
 from kvplane_service.core.requests import Content, Requests
+from kvplane_service.core.resume import Resumption
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.validate import StepValidator
 
@@ -63,12 +65,15 @@ class Replica:
         self._scheme = HashScheme.of(spec)
         self._pool.stamped.clear()
         self.seq = 0
+        self._shown: Sequence[int] = ()  # by the page memory when this engine life began, for a step that resumes
 
     # -- the door ----------------------------------------------------------------------------------------------------
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step and answer them."""
         StepValidator(self.spec, self.requests, self._pool.executed_through).check(step)
+        if any(part.resume is not None for part in step.parts):
+            Resumption(self.coordinator, self.ledger, self._shown).check(step)
         contents_of_news = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
         self.seq = max(self.seq, step.seq)
         self._pool.step = step.seq
@@ -107,6 +112,7 @@ class Replica:
         pool.free.rebuild(unkeyed + [block for block in order if pool.key[block] is not None])
         pool.begin_epoch(epoch)
         self.seq = 0
+        self._shown = stamp_table
         return pool.count_keys()
 
     def recover(self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Recovered:
@@ -117,7 +123,7 @@ class Replica:
             tables: what the memory of each rank says, one stamp per block.
             stored: what was told by `entries`, as far as it is known; in any order.
         """
-        return self.take_back(epoch, self.regain(tables, stored))
+        return self.take_back(epoch, self.regain(tables, stored), tables[0] if len(tables) == 1 else ())
 
     def regain(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Regained:
         """The first half of `recover`, which may run on another thread: it touches nothing."""
@@ -125,11 +131,15 @@ class Replica:
         shape = PoolShape(pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved))
         return regain(shape, tables, stored)
 
-    def take_back(self, epoch: int, regained: Regained) -> Recovered:
-        """The second half of `recover`: what `regain` gave becomes this replica's, in a moment."""
+    def take_back(self, epoch: int, regained: Regained, shown: Sequence[int] = ()) -> Recovered:
+        """The second half of `recover`: what `regain` gave becomes this replica's, in a moment.
+
+        `shown`: the stamps that every rank's memory shows, where requests may resume.
+        """
         assert not self.requests.slots() and not self._pool.index, "only an unused replica can recover"
         self._pool.restore(regained)
         self._pool.begin_epoch(epoch)
+        self._shown = shown
         self.seq = 0
         return regained.outcome
 
@@ -245,6 +255,8 @@ class Replica:
         if part.with_hashes:
             for content in contents:
                 _tell_hashes(content.digests, result)
+        if part.resume is not None:
+            Resumption(self.coordinator, self.ledger, self._shown).apply(part.resume)
         if opens:
             self.coordinator.new_step()
         program = Program(self.coordinator, self.ledger, part.budget, result, seq)

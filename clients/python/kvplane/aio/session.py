@@ -12,7 +12,15 @@ from itertools import chain
 from types import TracebackType
 from typing import Protocol, TypeVar
 
-from kvplane.base.errors import FailedPrecondition, InternalError, KvplaneError, ServiceRestarted, Unavailable
+from kvplane.base.errors import (
+    FailedPrecondition,
+    InternalError,
+    InvalidArgument,
+    KvplaneError,
+    LimitExceeded,
+    ServiceRestarted,
+    Unavailable,
+)
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
@@ -76,6 +84,7 @@ class Session:
         self._patience = retry or RetryPolicy(attempts=PATIENT_ATTEMPTS)
         self._revive = revive
         self._reviving = False
+        self.resume_refused: KvplaneError | None = None  # why requests lost their blocks at the last revival
         self._pause = pause
         self._nonces = nonces
         self._link = asyncio.Lock()  # held while the transport is used, by a call or the heartbeat
@@ -289,6 +298,7 @@ class Session:
         try:
             opened = await self._transport.open(revival.open_request(self._request, self._nonces()))
             told = [await self._ask(step) for step in revival.first_steps(opened, self._state.unanswered())]
+            revival = await self._tell_image(revival, opened, told)
         except Unavailable:
             raise
         except KvplaneError as error:
@@ -296,6 +306,18 @@ class Session:
             raise
         self._state.restarted(opened, revival, told)
         self._reviving = False
+
+    async def _tell_image(self, revival: Revival, opened: Opened, told: list[StepResult]) -> Revival:
+        """Let requests run on with their blocks; when that is refused they are preempted. `resume_refused` says why."""
+        step, self.resume_refused = revival.resume_step(opened, told), None
+        if step is None:
+            return revival
+        try:
+            told.append(await self._ask(step))
+        except (InvalidArgument, LimitExceeded) as refusal:
+            self.resume_refused = refusal
+            return revival.without_resume()
+        return revival
 
     async def _ask(self, step: Step) -> StepResult:
         await self._transport.send(step)

@@ -1,9 +1,9 @@
 """A step as a program of rows in columns, and its answer.
 
 One scheduler iteration of an engine is one Step: what happened, what is new, and what it would like to run,
-in the order in which the engine cares. The law: a part runs facts -> cache -> news -> run -> admit -> peek,
+in the order in which the engine cares. The law: a part runs facts -> cache -> news -> resume -> run -> admit -> peek,
 each in row order, and a row's effects are complete before the next row. So a step gives the same result sent
-whole or one row per part.
+whole or one row per part. Only `resume` is taken whole: its rows are told before anything else of an engine life runs.
 
 A column is a list with one entry per row, or empty when every row has the default named in its comment. On
 the wire a column is little-endian packed u32 (i32 where it may be negative, u64 where said); see
@@ -161,6 +161,30 @@ class News:
 
 
 @dataclass(slots=True)
+class Resume:
+    """The image of what held blocks in an engine life before, with nothing in flight: taken whole, or refused.
+
+    Rows are requests of `News` that run on with the blocks that they have. Entries of a table that its kind of group
+    needs no more may be anything. Held rows are requests of `News` whose pages a load still fills though they do not
+    run, and slots without a request, which ended as HELD. Every other block is free. The memory must show a stamp for
+    each page, so this engine life was opened with its stamps.
+    """
+
+    slot: list[int] = field(default_factory=list)
+    computed: list[int] = field(default_factory=list)  # leading tokens whose pages are written
+    launch_end: list[int] = field(default_factory=list)  # default computed: tokens of the last launch, drafts included
+    num_prompt: list[int] = field(default_factory=list)  # default all tokens: how many it was admitted with first
+    junction: list[int] = field(default_factory=list)  # default 0: as the admission told
+    loading: list[int] = field(default_factory=list)  # default 0; 1 = a load still fills its pages
+    num_settled: list[int] = field(default_factory=list)  # default as keys say: blocks, per group, that want no key
+    num_blocks: list[int] = field(default_factory=list)  # entries of the table of each group, row by row
+    blocks: list[int] = field(default_factory=list)  # the tables one after the other
+    held_slot: list[int] = field(default_factory=list)
+    held_count: list[int] = field(default_factory=list)  # blocks of each held slot
+    held_blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Run:
     """Running requests in scheduling order, each at most once a step.
 
@@ -226,6 +250,7 @@ class Part:
     facts: Facts = field(default_factory=Facts)
     cache: Cache = field(default_factory=Cache)
     news: News = field(default_factory=News)
+    resume: Resume | None = None
     run: Run = field(default_factory=Run)
     admit: Admit = field(default_factory=Admit)
     peek: Peek = field(default_factory=Peek)

@@ -195,8 +195,36 @@ class Budget(_message.Message):
     overhead: int
     def __init__(self, tokens: _Optional[int] = ..., input: _Optional[int] = ..., overhead: _Optional[int] = ...) -> None: ...
 
+class Resume(_message.Message):
+    __slots__ = ("slot", "computed", "launch_end", "num_prompt", "junction", "loading", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks", "num_settled")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    LAUNCH_END_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_SLOT_FIELD_NUMBER: _ClassVar[int]
+    HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    slot: bytes
+    computed: bytes
+    launch_end: bytes
+    num_prompt: bytes
+    junction: bytes
+    loading: bytes
+    num_blocks: bytes
+    blocks: bytes
+    held_slot: bytes
+    held_count: bytes
+    held_blocks: bytes
+    num_settled: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., junction: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_settled: _Optional[bytes] = ...) -> None: ...
+
 class Part(_message.Message):
-    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes")
+    __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume")
     FACTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
     NEWS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +234,7 @@ class Part(_message.Message):
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     WITH_TABLES_FIELD_NUMBER: _ClassVar[int]
     WITH_HASHES_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     facts: Facts
     cache: Cache
     news: News
@@ -215,7 +244,8 @@ class Part(_message.Message):
     budget: Budget
     with_tables: bool
     with_hashes: bool
-    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ...) -> None: ...
+    resume: Resume
+    def __init__(self, facts: _Optional[_Union[Facts, _Mapping]] = ..., cache: _Optional[_Union[Cache, _Mapping]] = ..., news: _Optional[_Union[News, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., admit: _Optional[_Union[Admit, _Mapping]] = ..., peek: _Optional[_Union[Peek, _Mapping]] = ..., budget: _Optional[_Union[Budget, _Mapping]] = ..., with_tables: bool = ..., with_hashes: bool = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("epoch", "seq", "part", "more", "executed_through", "parts", "traceparent")

@@ -19,6 +19,7 @@ from kvplane.base.step import (
     OnRefusal,
     Part,
     Peek,
+    Resume,
     Run,
     Step,
 )
@@ -56,6 +57,20 @@ _NEWS = (
     Column("num_hashes"),
     Column("skip_reading", highest=1),
     Column("max_tokens"),
+)
+_RESUME = (
+    Column("slot"),
+    Column("computed"),
+    Column("launch_end"),
+    Column("num_prompt"),
+    Column("junction"),
+    Column("loading", highest=1),
+    Column("num_settled", by_row=False),
+    Column("num_blocks", by_row=False),
+    Column("blocks", by_row=False),
+    Column("held_slot", by_row=False),
+    Column("held_count", by_row=False),
+    Column("held_blocks", by_row=False),
 )
 _RUN = (
     Column("slot"),
@@ -153,6 +168,8 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
         fields["cache"] = cache
     if news := _encode_news(part.news, f"{where}.news"):
         fields["news"] = news
+    if part.resume is not None:
+        fields["resume"] = pack_section(part.resume, _RESUME, f"{where}.resume")
     if run := _encode_run(part.run, f"{where}.run"):
         fields["run"] = run
     if admit := _encode_admit(part.admit, f"{where}.admit"):
@@ -248,6 +265,8 @@ def _decode_part(message: pb.Part, digest_size: int, where: str) -> Part:
         fields["cache"] = Cache(reset=message.cache.reset, **columns)
     if message.HasField("news"):
         fields["news"] = _decode_news(message.news, digest_size, f"{where}.news")
+    if message.HasField("resume"):
+        fields["resume"] = Resume(**unpack_section(message.resume, _RESUME, f"{where}.resume"))
     if message.HasField("run"):
         fields["run"] = _decode_run(message.run, f"{where}.run")
     if message.HasField("admit"):

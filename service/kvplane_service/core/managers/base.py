@@ -68,6 +68,21 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """Where a request stands with nothing in flight.
+
+    Attributes:
+        computed: leading tokens whose pages are written.
+        launch_end: tokens of the last launch, rejected drafts included.
+        num_prompt: tokens it was first admitted with.
+    """
+
+    computed: int
+    launch_end: int
+    num_prompt: int
+
+
+@dataclass(frozen=True, slots=True)
 class Query:
     """A prefix look-up in groups that are looked up jointly.
 
@@ -241,6 +256,50 @@ class GroupManager(ABC):
         del num_encoder
         need = self._blocks_for(num_tokens)
         return min(need, self.spec.admission_cap_blocks) if self.spec.admission_cap_blocks else need
+
+    # -- image -------------------------------------------------------------------------------------------------------
+
+    def settle(self, table: list[int], at: Standing) -> list[int] | None:
+        """A table with nulls for what is needed no more; None when it lacks what is needed."""
+        first = max(self.skipped_tokens(at.computed), 0) // self.block_size
+        if len(table) < self._blocks_for(at.computed) or NULL_BLOCK in table[first:]:
+            return None
+        return [NULL_BLOCK] * first + table[first:]
+
+    def sealed_prefix(self, slot: int, index: int, at: Standing) -> bytes:
+        """Digest of the prefix whose end the block at this index holds for ever; b"" while it may be written."""
+        end = (index + 1) * self.block_size
+        if not self.cacheable or end > at.computed:
+            return b""
+        digests = self.requests.content[slot].digests
+        return self._digest(digests, index) if end <= len(digests) * self.hash_size else b""
+
+    def resume(self, slot: int, table: list[int], at: Standing, num_settled: int) -> None:
+        """Go on with a settled table, whose references the slot has; keys that name something else are dropped.
+
+        `num_settled`: leading blocks whose caching is settled, as far as that is known.
+        """
+        self.table[slot] = table
+        self.num_cached[slot] = min(num_settled, len(table))
+        pool, size = self.pool, self.block_size
+        for index, block in enumerate(table):
+            if block == NULL_BLOCK:
+                continue
+            if pool.key[block] is not None and not self._key_fits(slot, index, at):
+                pool.drop_keys(block, RemoveReason.DROPPED)
+            is_named = pool.key[block] is not None and pool.key_tokens[block] == (index + 1) * size
+            if is_named or pool.references[block] > 1:  # the first of those that share it will name it
+                self.num_cached[slot] = max(self.num_cached[slot], index + 1)
+
+    def _key_fits(self, slot: int, index: int, at: Standing) -> bool:
+        """Whether the block at this index holds what its first key names, by what is known of the request."""
+        del at
+        block = self.table[slot][index]
+        key, num_tokens = self.pool.key[block], self.pool.key_tokens[block]
+        count, rest = divmod(num_tokens, self.hash_size)
+        in_block = index * self.block_size < num_tokens <= (index + 1) * self.block_size
+        known = not rest and 0 < count <= len(self.requests.content[slot].digests)
+        return self.cacheable and in_block and known and key == self.key(slot, count)
 
     # -- window ------------------------------------------------------------------------------------------------------
 

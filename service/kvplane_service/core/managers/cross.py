@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvplane_service.core.managers.base import FOREVER, GroupManager, Need, Query
+from kvplane_service.core.keys import NULL_BLOCK
+from kvplane_service.core.managers.base import FOREVER, GroupManager, Need, Query, Standing
 
 
 class CrossAttentionManager(GroupManager):
@@ -41,6 +42,11 @@ class CrossAttentionManager(GroupManager):
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
         """Never cached."""
         return
+
+    def settle(self, table: list[int], at: Standing) -> list[int] | None:
+        """See GroupManager.settle; how long the encoder's input was is not known any more."""
+        del at
+        return table if NULL_BLOCK not in table else None
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Never found."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query
+from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query, Standing
 
 
 class FullAttentionManager(GroupManager):
@@ -143,6 +143,14 @@ class RetainedWindowManager(FullAttentionManager):
         prompt = self.requests.num_prompt[slot]
         window_start = max(prompt, num_processed - self.spec.window)
         self._release_range(slot, self._blocks_for(prompt), window_start // self.block_size)
+
+    def settle(self, table: list[int], at: Standing) -> list[int] | None:
+        """See GroupManager.settle."""
+        start = min(self._blocks_for(at.num_prompt), len(table))
+        stop = max(start, max(at.num_prompt, at.computed - self.spec.window) // self.block_size)
+        settled = table[:start] + [NULL_BLOCK] * (stop - start) + table[stop:]
+        needed = table[:start] + table[stop:]
+        return settled if len(table) >= self._blocks_for(at.computed) and NULL_BLOCK not in needed else None
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """See GroupManager.can_rewind: the gap stays as it is while the window does not reach back into it."""

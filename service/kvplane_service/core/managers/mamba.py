@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.managers.base import FOREVER, GroupManager, GroupSetup, Need, Query
+from kvplane_service.core.managers.base import FOREVER, GroupManager, GroupSetup, Need, Query, Standing
 from kvplane_service.core.managers.full import register_inside_block
 
 NO_STATE = -1
@@ -212,6 +212,47 @@ class AlignedStateManager(GroupManager):
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
         """At most the state before, the running one, a copy target, and the draft states."""
         return min(self._blocks_for(num_tokens), 3) + self.spec.speculative_blocks
+
+    # -- image -------------------------------------------------------------------------------------------------------
+
+    def settle(self, table: list[int], at: Standing) -> list[int] | None:
+        """See GroupManager.settle. A block that moved to the end may still stand where it was."""
+        first, running = (at.computed - 1) // self.block_size, self._running_index(at)
+        if len(table) < running + 1 + self.spec.speculative_blocks:
+            return None
+        settled = [NULL_BLOCK] * first
+        for index in range(first, len(table)):
+            moved = table[index] in table[index + 1 :]
+            settled.append(NULL_BLOCK if moved else table[index])
+        there = NULL_BLOCK not in settled[at.computed // self.block_size :] and settled[running] != NULL_BLOCK
+        return settled if there else None
+
+    def sealed_prefix(self, slot: int, index: int, at: Standing) -> bytes:
+        """See GroupManager.sealed_prefix; the running state and those behind it are written by the next launch."""
+        stays = index < self._running_index(at) or at.launch_end == at.computed
+        return super().sealed_prefix(slot, index, at) if stays else b""
+
+    def resume(self, slot: int, table: list[int], at: Standing, num_settled: int) -> None:
+        """See GroupManager.resume."""
+        super().resume(slot, table, at, num_settled)
+        first, running = (at.computed - 1) // self.block_size, self._running_index(at)
+        self.has_allocated[slot] = True
+        self.num_retired[slot] = first
+        before = [index for index in range(first, running) if table[index] != NULL_BLOCK]
+        self.last_state[slot] = before[-1] if before else NO_STATE
+        inside = self.pool.key[table[running]] is not None and at.launch_end % self.block_size
+        if inside:  # the next launch overwrites what has a name: it is copied before
+            self.partial_hit[slot] = (running, table[running])
+            self.num_cached[slot] = running
+
+    def _key_fits(self, slot: int, index: int, at: Standing) -> bool:
+        """A state is what its key says only where the last launch ended, or before the running state."""
+        end, running = self.pool.key_tokens[self.table[slot][index]], self._running_index(at)
+        stays = end <= at.computed if index < running else index == running and end == at.computed == at.launch_end
+        return stays and super()._key_fits(slot, index, at)
+
+    def _running_index(self, at: Standing) -> int:
+        return self._blocks_for(at.launch_end) - 1
 
     # -- window ------------------------------------------------------------------------------------------------------
 

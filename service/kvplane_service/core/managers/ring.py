@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvplane_service.core.managers.base import FOREVER, GroupManager, Need, Query
+from kvplane_service.core.keys import NULL_BLOCK
+from kvplane_service.core.managers.base import FOREVER, GroupManager, Need, Query, Standing
 
 
 class RingManager(GroupManager):
@@ -40,6 +41,11 @@ class RingManager(GroupManager):
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
         """One."""
         return 1
+
+    def settle(self, table: list[int], at: Standing) -> list[int] | None:
+        """See GroupManager.settle; the one block."""
+        del at
+        return table if len(table) == 1 and table[0] != NULL_BLOCK else None
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Never found."""

@@ -1,0 +1,138 @@
+"""The image of a replica with nothing in flight: what another one must be told to go on from here.
+
+    image_of(replica)  ->  Image  ->  replica_of(image, epoch, stamps)
+
+An engine's session tells the same after a crash, from what it knows: `Resume` rows behind its requests. Keys are told
+beside it, as `Entries`: a page may be in a running table and published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+
+from kvplane.base.errors import FailedPrecondition
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import Orders, Part, Resume, Step
+from kvplane_service.core.entries import Entries
+from kvplane_service.core.keys import NULL_BLOCK, Key
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.requests import Content
+
+
+@dataclass(frozen=True, slots=True)
+class RequestImage:
+    """One request, with or without blocks."""
+
+    slot: int
+    request_id: str
+    domain: str
+    skip_reading: bool
+    limit: int
+    num_prompt: int
+    num_tokens: int
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A replica.
+
+    Attributes:
+        requests: all that have not ended.
+        resume: what holds blocks; every other block is free.
+        entries: its published keys.
+        free: in eviction order.
+        shared: keys of several blocks, in the order in which these are hit.
+    """
+
+    spec: ReplicaSpec
+    requests: tuple[RequestImage, ...]
+    resume: Resume
+    entries: Entries
+    free: tuple[int, ...]
+    shared: tuple[tuple[Key, tuple[int, ...]], ...]
+
+
+def image_of(replica: Replica) -> Image:
+    """The image; touches nothing. Raises FailedPrecondition while something is in flight."""
+    requests, ledger = replica.requests, replica.ledger
+    copies = any(manager.copies for manager in replica.coordinator.managers)
+    if ledger.grants or ledger.tentative or ledger.waiting or copies:
+        raise FailedPrecondition("steps are in flight", remedy="say that they are executed first")
+    return Image(
+        replica.spec,
+        tuple(_request_image(replica, slot) for slot in requests.slots() if not requests.held[slot]),
+        _resume_of(replica),
+        replica.entries(),
+        tuple(replica.coordinator.pool.free),
+        tuple(replica.coordinator.pool.shared_keys()),
+    )
+
+
+def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica, Orders]:
+    """A replica that goes on from the image, in a new engine life on the same page memory; what ranks must do first.
+
+    Args:
+        image: of `image_of`.
+        epoch: above every one in which stamps were given for this memory.
+        shown: one stamp per block, as the memory of every rank shows it. Keys that it does not prove are lost.
+
+    Raises:
+        InvalidArgument: it does not prove the pages of the requests.
+    """
+    replica = Replica(image.spec)
+    replica.recover(epoch, [shown], [image.entries])
+    for one in image.requests:
+        replica.requests.add(one.slot, one.num_tokens, one.limit, _copy_of(one.content))
+        replica.coordinator.grow(one.slot)
+        replica.requests.request_id[one.slot], replica.requests.domain[one.slot] = one.request_id, one.domain
+        replica.requests.skip_reading[one.slot] = one.skip_reading
+        replica.requests.num_prompt[one.slot] = one.num_prompt
+    (told,) = replica.apply(Step(epoch, 1, [Part(resume=image.resume)])).parts
+    free = replica.coordinator.pool.free
+    for key, blocks in image.shared:
+        replica.coordinator.pool.prefer(key, blocks)
+    if set(free) == set(image.free):
+        free.rebuild(image.free)
+    return replica, told.orders
+
+
+def _request_image(replica: Replica, slot: int) -> RequestImage:
+    requests = replica.requests
+    return RequestImage(
+        slot,
+        requests.request_id[slot],
+        requests.domain[slot],
+        requests.skip_reading[slot],
+        requests.limit[slot],
+        requests.num_prompt[slot],
+        requests.num_tokens[slot],
+        _copy_of(requests.content[slot]),
+    )
+
+
+def _copy_of(content: Content) -> Content:
+    return Content(list(content.digests), copy(content.hasher))
+
+
+def _resume_of(replica: Replica) -> Resume:
+    requests, resume = replica.requests, Resume()
+    for slot in (slot for slot in requests.slots() if requests.running[slot]):
+        resume.slot.append(slot)
+        resume.computed.append(requests.computed[slot])
+        resume.launch_end.append(requests.launch_end(slot))
+        resume.num_prompt.append(requests.num_prompt[slot])
+        resume.junction.append(requests.junction[slot])
+        resume.loading.append(int(slot in requests.loading))
+        resume.num_settled.extend(max(manager.num_cached[slot], 0) for manager in replica.coordinator.managers)
+        for table in replica.coordinator.tables(slot):
+            resume.num_blocks.append(len(table))
+            resume.blocks.extend(table)
+    for slot, blocks in replica.ledger.held.items():
+        blocks = [block for block in blocks if block != NULL_BLOCK]
+        resume.held_slot.append(slot)
+        resume.held_count.append(len(blocks))
+        resume.held_blocks.extend(blocks)
+    return resume

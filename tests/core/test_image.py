@@ -1,0 +1,261 @@
+"""A replica that goes on from its image decides as the one that was never away, and no image breaks an invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import fields, replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplane.base.errors import FailedPrecondition, InvalidArgument
+from kvplane.base.groups import GroupKind
+from kvplane.base.step import Admit, Cache, Part, Resume, Run, Step, StepResult
+from kvplane_service.core import inspect
+from kvplane_service.core.entries import Entries
+from kvplane_service.core.image import Image, image_of, replica_of
+from kvplane_service.core.replica import Replica
+from tests.core.builders import admit_row, full, replica_spec
+from tests.core.page_engine import RandomEngine
+from tests.core.test_page_contents import MIXES, run
+
+BEFORE, AFTER = 25, 15
+
+
+def settle(engine: RandomEngine) -> None:
+    """Nothing is in flight, and no window holds what has left it."""
+    while engine.pending:
+        engine._launch()
+    engine.seq += 1
+    engine.told = engine.launched
+    engine.replica.apply(Step(engine.epoch, engine.seq, [Part()], executed_through=engine.told))
+    engine.launched = engine.seq
+    requests, coordinator = engine.replica.requests, engine.replica.coordinator
+    for slot in (slot for slot in requests.slots() if requests.running[slot]):
+        for manager in coordinator.managers:
+            manager.release_skipped(slot, requests.computed[slot])
+        requests.wake(slot)
+
+
+def go_on(engine: RandomEngine, forget: Callable[[Image], Image] = lambda image: image) -> None:
+    """With another replica, made from the image of this one as far as it is not forgotten."""
+    engine.epoch += 1
+    engine.replica, orders = replica_of(forget(image_of(engine.replica)), engine.epoch, engine.memory.stamps)
+    for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
+        engine.memory.stamps[block] = stamp
+    engine.seq, engine.told, engine.launched = 1, 0, 1
+    inspect.check(engine.replica)
+    engine.check_keys()
+
+
+def answers(engine: RandomEngine, steps: int) -> list[object]:
+    """What the replica answers from now on, but for the stamps, whose epochs differ."""
+    told: list[object] = []
+    apply = engine.replica.apply
+
+    def listen(step: Step) -> StepResult:
+        result = apply(step)
+        for part in result.parts:
+            stamped = sorted(part.orders.stamp_block)
+            orders = deepcopy(part.orders)
+            orders.stamp, orders.stamp_block = [], []
+            told.append((part.granted, part.preempted, part.admit_status, part.admit_hit, part.admit_granted))
+            told.append((part.new_blocks, part.tables, orders, stamped, part.free_blocks))
+        return result
+
+    engine.replica.apply = listen  # type: ignore[method-assign]
+    engine._crash = lambda: None  # type: ignore[method-assign]
+    for _ in range(steps):
+        engine.step()
+    return told
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**32))
+def test_it_decides_as_if_it_had_never_been_away(mix, seed):
+    engine = run(mix, seed, BEFORE)
+    settle(engine)
+    other = deepcopy(engine)
+    go_on(other)
+    assert answers(other, AFTER) == answers(engine, AFTER)
+
+
+def as_an_engine_tells(image: Image) -> Image:
+    """It knows no junctions and no keys, its tables keep what was given back; and a store may have lost all entries."""
+    resume, groups = image.resume, image.spec.groups
+    rng = Random(len(resume.blocks))
+    blocks, start = list(resume.blocks), 0
+    for number, count in enumerate(resume.num_blocks):
+        kind = groups[number % len(groups)].kind
+        for at in range(start, start + count):
+            if not blocks[at] and kind is not GroupKind.MAMBA:
+                blocks[at] = rng.randrange(image.spec.num_blocks)
+        start += count
+    told = replace(resume, blocks=blocks, junction=[], num_settled=[])
+    return replace(image, resume=told, entries=image.entries if rng.random() < 0.5 else Entries(32))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**32))
+def test_what_an_engine_knows_is_enough(mix, seed):
+    """Decisions are others, and every page holds what keys and launches want of it."""
+    engine = run(mix, seed, BEFORE)
+    settle(engine)
+    running = engine.replica.num_running
+    go_on(engine, as_an_engine_tells)
+    assert engine.replica.num_running == running
+    for _ in range(AFTER):
+        engine.step()
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@settings(max_examples=5)
+@given(seed=st.integers(0, 2**32))
+def test_no_image_breaks_an_invariant(mix, seed):
+    """It is refused whole, or what comes of it is sound."""
+    engine, rng = run(mix, seed, 12), Random(seed)
+    settle(engine)
+    image = image_of(engine.replica)
+    for _ in range(8):
+        replica, _ = replica_of(replace(image, resume=Resume()), engine.epoch + 1, engine.memory.stamps)
+        before = inspect.digest(replica)
+        step = Step(engine.epoch + 1, 2, [Part(resume=meddled(image.resume, rng))])
+        if is_refused(replica, step):
+            assert inspect.digest(replica) == before
+        inspect.check(replica)
+        use(replica, engine.epoch + 1)
+
+
+def is_refused(replica: Replica, step: Step) -> bool:
+    try:
+        replica.apply(step)
+    except InvalidArgument:
+        return True
+    return False
+
+
+def meddled(resume: Resume, rng: Random) -> Resume:
+    """Some entries are others."""
+    made = deepcopy(resume)
+    columns = [getattr(made, one.name) for one in fields(made)]
+    for _ in range(rng.randint(1, 3)):
+        column = rng.choice([column for column in columns if column] or [made.slot])
+        what = rng.random()
+        if what < 0.7 and column:
+            column[rng.randrange(len(column))] = rng.choice([0, 1, 2, 5, 20, 99, rng.choice(resume.blocks or [1])])
+        elif what < 0.85 and column:
+            column.pop(rng.randrange(len(column)))
+        else:
+            column.append(rng.randrange(30))
+    return made
+
+
+def use(replica: Replica, epoch: int) -> None:
+    """Run and end whatever is there."""
+    for seq in range(replica.seq + 1, replica.seq + 4):
+        slots = replica.requests.slots()
+        running = [slot for slot in slots if replica.requests.running[slot]]
+        waiting = [slot for slot in slots if not replica.requests.running[slot] and not replica.requests.held[slot]]
+        part = Part(run=Run(running, extra=[1] * len(running)), admit=Admit(waiting))
+        replica.apply(Step(epoch, seq, [part], executed_through=seq - 1))
+        inspect.check(replica)
+    replica.apply(Step(epoch, seq + 1, [Part(cache=Cache(released=sorted(replica.ledger.held)))], executed_through=seq))
+    inspect.check(replica)
+
+
+SPEC = replica_spec(full(), num_blocks=20)
+STAMPS = [0, *range(1 << 32, (1 << 32) + 19)]
+ROW = Resume(slot=[1], computed=[9], num_blocks=[3], blocks=[5, 6, 7])
+
+
+def waiting_replica(stamps=STAMPS) -> Replica:
+    """It knows requests 1 and 2, of 10 tokens each, with one prefix."""
+    replica = Replica(SPEC)
+    replica.begin_epoch(2, stamps)
+    for seq, slot in enumerate((1, 2), 1):
+        part = Part()
+        part.news.slot, part.news.num_tokens, part.news.tokens = [slot], [10], [7] * 10
+        replica.apply(Step(2, seq, [part]))
+    return replica
+
+
+def image_step(resume: Resume, seq: int = 3) -> Step:
+    return Step(2, seq, [Part(resume=resume)])
+
+
+def two(first: list[int], second: list[int]) -> Resume:
+    return Resume(slot=[1, 2], computed=[9, 9], num_blocks=[3, 3], blocks=first + second)
+
+
+@pytest.mark.parametrize(
+    ("column", "resume"),
+    [
+        ("slot", replace(ROW, slot=[3])),
+        ("computed", replace(ROW, computed=[])),
+        ("computed", replace(ROW, computed=[0])),
+        ("launch_end", replace(ROW, launch_end=[8])),
+        ("num_prompt", replace(ROW, num_prompt=[11])),
+        ("junction", replace(ROW, junction=[11])),
+        ("num_blocks", replace(ROW, num_blocks=[])),
+        ("num_settled", replace(ROW, num_settled=[1, 2])),
+        ("blocks", replace(ROW, blocks=[5, 6])),
+        ("blocks", replace(ROW, num_blocks=[2], blocks=[5, 6])),
+        ("blocks", replace(ROW, blocks=[5, 0, 7])),
+        ("blocks", replace(ROW, blocks=[5, 6, 20])),
+        ("blocks", replace(ROW, blocks=[5, 6, 5])),
+        ("blocks", two([5, 6, 7], [5, 6, 7])),
+        ("blocks", two([5, 6, 7], [6, 8, 9])),
+        ("slot", replace(two([5, 6, 7], [8, 9, 10]), slot=[1, 1])),
+        ("held_slot", replace(ROW, held_slot=[1], held_count=[1], held_blocks=[9])),
+        ("held_slot", replace(ROW, held_slot=[1 << 20], held_count=[1], held_blocks=[9])),
+        ("held_count", replace(ROW, held_slot=[4], held_blocks=[9])),
+        ("held_blocks", replace(ROW, held_slot=[4], held_count=[2], held_blocks=[9])),
+        ("held_blocks", replace(ROW, held_slot=[4], held_count=[1], held_blocks=[7])),
+        ("held_blocks", replace(ROW, held_slot=[4], held_count=[1], held_blocks=[0])),
+    ],
+)
+def test_a_refusal_names_the_column_and_changes_nothing(column, resume):
+    replica = waiting_replica()
+    before = inspect.digest(replica)
+    with pytest.raises(InvalidArgument) as refused:
+        replica.apply(image_step(resume))
+    assert refused.value.field == f"parts[0].resume.{column}"
+    assert "preempted" in refused.value.remedy
+    assert inspect.digest(replica) == before
+
+
+def test_full_blocks_of_one_prefix_may_be_in_two_tables():
+    replica = waiting_replica()
+    replica.apply(image_step(two([5, 6, 7], [5, 6, 8])))
+    inspect.check(replica)
+    assert replica.free_blocks == 19 - 4
+    assert replica.coordinator.pool.references[5] == 2
+
+
+@pytest.mark.parametrize("stamps", [(), [0] * 20, [7] * 20, [3 << 32] * 20], ids=["none", "zero", "equal", "future"])
+def test_pages_that_the_memory_does_not_prove_are_nobodys(stamps):
+    with pytest.raises(InvalidArgument, match=r"show|stamp"):
+        waiting_replica(stamps).apply(image_step(ROW))
+
+
+def test_an_image_comes_first_and_alone():
+    replica = waiting_replica()
+    mixed = image_step(ROW)
+    mixed.parts[0].admit = admit_row(2)
+    with pytest.raises(InvalidArgument, match="alone"):
+        replica.apply(mixed)
+    replica.apply(image_step(ROW))
+    with pytest.raises(InvalidArgument, match="given out"):
+        replica.apply(image_step(replace(ROW, slot=[2], blocks=[8, 9, 10]), 4))
+
+
+def test_what_is_in_flight_has_no_image():
+    replica = waiting_replica()
+    replica.apply(Step(2, 3, [Part(admit=admit_row(1))]))
+    with pytest.raises(FailedPrecondition, match="in flight"):
+        image_of(replica)

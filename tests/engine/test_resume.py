@@ -1,0 +1,100 @@
+"""The service is started anew under the reference engine: what runs goes on with its pages, each token is right."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument, KvplaneError, Unavailable
+from kvplane.base.session import Opened, OpenRequest, SessionTransport
+from kvplane.base.step import Step, StepResult
+from kvplane_service.config import Config
+from kvplane_service.core.resume import Resumption
+from kvplane_service.inprocess import InProcessTransport
+from kvplane_service.recovering import Recovering
+from kvplane_service.registry import Registry
+from tests.engine.stress import MIXES, Mix, Report, Side
+from tests.engine.world import World
+
+EVERY = 4  # steps of a service's life
+BY_NAME = {mix.name: mix for mix in MIXES}
+
+
+class Restarting(World):
+    """Its service can be started anew, with what a store would know of the cache, or with nothing."""
+
+    lives = 0
+
+    def restart(self, with_entries: bool) -> None:
+        old = self.host
+        entry = self.registry.get(self.name)
+        self.registry, self.lives = Registry(Config(), lambda: 0), self.lives + 1
+        host = self.registry.register(self.name, entry.registration).host
+        entries = [old.replica.entries()] if with_entries else []
+        host.recover(Recovering(old.epoch, 0, loading=False, entries=entries))
+
+    def transport(self) -> SessionTransport:
+        return CutByRestarts(self)
+
+
+class CutByRestarts(InProcessTransport):
+    def __init__(self, world: Restarting) -> None:
+        super().__init__(lambda name: world.registry.get(name).host)
+        self._world = world
+        self._opened_in = -1
+
+    def open(self, request: OpenRequest) -> Opened:
+        opened = super().open(request)
+        self._opened_in = self._world.lives
+        return opened
+
+    def send(self, step: Step) -> None:
+        if self._opened_in == self._world.lives:
+            super().send(step)
+
+    def receive(self) -> StepResult | KvplaneError:
+        if self._opened_in != self._world.lives:
+            raise Unavailable("the service is gone")
+        return super().receive()
+
+
+def serve(mix: Mix, num_requests: int, seed: int) -> tuple[Report, Restarting, int]:
+    """Serve with a restart every few steps; how many requests ran on in all."""
+    world, report, resumed = Restarting(mix.pool, mix.config, ops=mix.ops(), lose_every=mix.lose_every), Report(), 0
+    side = Side(world, seed, mix, report)
+    side.start(num_requests)
+    steps = 0
+    while side.has_work:
+        side.step()
+        steps += 1
+        world.check()
+        resumed += world.host.replica.num_running if world.lives and steps % EVERY == 1 else 0
+        if steps % EVERY == 0:
+            world.restart(steps % (2 * EVERY) == 0)
+    side.close()
+    return report, world, resumed
+
+
+@pytest.mark.parametrize("name", ["tight", "late reports", "dense states", "hits inside blocks"])
+def test_requests_run_on_with_their_pages(name):
+    report, world, resumed = serve(BY_NAME[name], 5, 11)
+    assert (report.differing, report.off) == (0, 0)
+    assert world.session.resume_refused is None
+    assert world.lives > 5
+    assert resumed >= world.lives // 2
+
+
+def test_after_a_launch_that_failed_all_are_preempted():
+    report, world, _ = serve(BY_NAME["lost launches"], 4, 5)
+    assert (report.differing, report.off) == (0, 0)
+    assert world.session.resume_refused is None
+
+
+def test_a_service_that_refuses_the_image_preempts(monkeypatch):
+    def refuse(self: Resumption, step: Step) -> None:
+        raise InvalidArgument("not today", field="parts[0].resume.blocks")
+
+    monkeypatch.setattr(Resumption, "check", refuse)
+    report, world, resumed = serve(BY_NAME["tight"], 3, 11)
+    assert (report.differing, report.off, resumed) == (0, 0, 0)
+    assert "not today" in str(world.session.resume_refused)
+    assert world.engine.counts.preempted > 0
