@@ -1,0 +1,115 @@
+"""The Dockerfiles: their install steps in an empty environment, their entry points as a user without rights.
+
+No image is built: the base image is not here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kvplane
+from kvplane.sources import LayerSource
+from tests.core.planner_layers import full, named
+from tests.packaging.environments import ROOT
+from tests.packaging.images import WRITTEN, Image, built, instructions, unprivileged
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
+
+NAMES = ("service", "worker")
+HERE = "127.0.83.1"  # CMD listens everywhere; here, on an address that nobody else uses
+LAYERS = LayerSource(layers=named(f=(2, full())), num_blocks=64, max_model_len=256, max_batched_tokens=256)
+
+
+@pytest.fixture(scope="module")
+def service():
+    with built("service") as image:
+        yield image
+
+
+@pytest.fixture(scope="module")
+def served(service):
+    """The service as its CMD starts it."""
+    process = service.start([word.replace("0.0.0.0", HERE) for word in service.command()])
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert f"serving on {HERE}:7070" in line, line + process.stdout.read()
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_is_pinned_small_and_nobody_s(name):
+    lines = instructions(name)
+    arguments = dict(rest.partition("=")[::2] for word, rest in lines if word == "ARG")
+    assert arguments["PYTHON_DIGEST"] == ""  # to be filled in by who builds
+    assert re.fullmatch(r"3\.\d+-slim-\w+", arguments["PYTHON_TAG"])
+    stages = [rest for word, rest in lines if word == "FROM"]
+    assert len(stages) == 2
+    assert all("python:${PYTHON_TAG}${PYTHON_DIGEST}" in stage for stage in stages)
+    last = lines[lines.index(("FROM", stages[1])) :]
+    assert [rest for word, rest in last if word == "COPY"] == ["--from=build /opt/kvplane /opt/kvplane"]
+    assert not any(word == "RUN" for word, _ in last)
+    values = yaml.safe_load((ROOT / "helm" / "kvplane" / "values.yaml").read_text())["podSecurityContext"]
+    assert Image(name, Path()).said("USER") == f"{values['runAsUser']}:{values['runAsGroup']}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_copied_is_not_ignored(name):
+    allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
+    copied = [rest.split()[:-1] for word, rest in instructions(name) if word == "COPY" and "--from" not in rest]
+    assert {source for sources in copied for source in sources} <= allowed
+
+
+def test_the_service_runs_as_nobody_and_drains(service, served):
+    assert service.run("kvplane", "health", f"{HERE}:7071", "--name", "readiness") == "serving\n"
+    status = Path(f"/proc/{served.pid}/status").read_text()
+    user = unprivileged().get("user", os.getuid())
+    assert re.findall(r"^Uid:\s+(\d+)", status, re.MULTILINE) == [str(user)]
+    assert user != 0
+    written = service.place("/opt/kvplane")
+    touched = subprocess.run(["touch", str(written / "x")], check=False, capture_output=True, **unprivileged())
+    assert touched.returncode != 0 or not unprivileged()
+
+
+def test_the_service_s_image_holds_what_the_chart_runs_in_it(service, served):
+    script = (ROOT / "helm" / "kvplane" / "files" / "try.py").read_text()
+    variables = "import os; os.environ.update(REFLECTION='on', REPLICA_PREFIX='')\n"
+    said = service.run("python", "-c", variables + script, f"{HERE}:7070", f"{HERE}:7071")
+    assert "32 of 33 tokens found again" in said
+    assert service.run("python", "-c", "import redis, uvloop, opentelemetry.sdk, opentelemetry.exporter.otlp") == ""
+    assert "lease_ms" in service.run("kvplane", "config")
+
+
+def test_the_worker_holds_pages_as_nobody(served):
+    known = ("torch",)
+    with built("worker", known, EXTRA="worker") as image, kvplane.connect(f"{HERE}:7070") as client:
+        client.register_replica("r", LAYERS)
+        run_dir = f"{WRITTEN}/rank-0"
+        where = ("--service", f"{HERE}:7070", "--replica", "r", "--run-dir", image.placed(run_dir))
+        process = image.start(image.command("worker", *where, "--device", "cpu"))
+        try:
+            assert process.stdout is not None
+            said = next((line for line in process.stdout if "pages at" in line), "nothing")
+            assert said == f"kvplane: pages at unix:{image.place(run_dir)}/worker.sock\n"
+            assert image.run("kvplane", "health", f"unix:{image.place(run_dir)}/worker.sock") == "serving\n"
+            assert [one.device for one in client.describe_replica("r").workers] == ["cpu"]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def test_at_last_the_service_ends_well(served):
+    served.send_signal(signal.SIGTERM)
+    said, _ = served.communicate(timeout=60)
+    assert served.returncode == 0
+    assert said.rstrip().endswith("drained")
