@@ -32,6 +32,7 @@ from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.step import Cache, CacheEvent, End, EventKind, Facts, Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.retelling import MAX_HASHES
 from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.order import StepOrder, check_step
@@ -382,6 +383,20 @@ class ReplicaHost:
         if lost and not self._kept_keys:
             lost = [CacheEvent(EventKind.CLEARED)]
         self.events.publish(self.epoch, lost)
+        if stored is not None and self.replica.spec.events:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell those who follow what has come back, in place of what they knew."""
+        self.events.publish(self.epoch, [CacheEvent(EventKind.CLEARED)])
+        batch, num_hashes = list[CacheEvent](), 0
+        for event in self.replica.retold():
+            if batch and num_hashes + len(event.hashes) > MAX_HASHES:
+                self.events.publish(self.epoch, batch)
+                batch, num_hashes = [], 0
+            batch.append(event)
+            num_hashes += len(event.hashes)
+        self.events.publish(self.epoch, batch)
 
     def _keep_keys(self, epoch: int, stamp_table: tuple[int, ...], stored: Recovering | None, incarnation: int) -> int:
         """Begin the life in the core with what the memory proves; the number of keys."""

@@ -166,7 +166,7 @@ class Ran:
 
 def stored(events: Sequence[CacheEvent]) -> list[tuple[int, ...]]:
     """The blocks of each STORED event."""
-    return [event.blocks for event in events if event.kind is EventKind.STORED]
+    return [tuple(event.blocks) for event in events if event.kind is EventKind.STORED]
 
 
 def removed(events: Sequence[CacheEvent]) -> list[int]:

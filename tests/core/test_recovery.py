@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplane import wire
 from kvplane.base.stamps import Stamp
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries, KeyRun
+from kvplane_service.core.keys import Key
 from kvplane_service.core.regained import Recovered
 from kvplane_service.core.replica import Replica
 from tests.core.builders import GRANTED, Engine, digests, fake_digest, full, sinks, state, window
@@ -252,6 +254,46 @@ def test_what_came_back_is_evicted_and_told_as_ever():
 
 
 texts = st.text("ab", min_size=1, max_size=18)
+
+
+def told(engine):
+    """Keys and their blocks as the events say, and where each block begins that an event says it of."""
+    blocks: list[tuple[Key, int]] = []
+    starts: dict[int, int] = {}
+    for event in map(wire.decode_event, map(wire.encode_event, engine.replica.retold())):
+        keys = [Key(event.domain, event.group, digest) for digest in event.hashes]
+        blocks += zip(keys, event.blocks, strict=True)
+        starts.update(zip(event.blocks, event.block_starts, strict=bool(event.block_starts)))
+    return blocks, starts
+
+
+@given(
+    st.sampled_from([*sorted(KINDS), "several keys"]),
+    st.lists(texts, min_size=1, max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_all_that_came_back_is_told_as_stored(kind, prompts, chance):
+    several = kind == "several keys"
+    groups = (full(4), full(2, lookup_class=1)) if several else KINDS[kind]
+    engine = Engine(*groups, num_blocks=40, partial_hits=several)
+    for slot, prompt in enumerate(prompts):
+        if engine.admit(slot, prompt, news={"skip_reading": chance.randrange(2)}).status is GRANTED:
+            engine.end(slot)
+    engine.idle()
+    recover(engine, [engine.replica.entries()], memory(engine))
+    for slot, prompt in enumerate(chance.sample(prompts, len(prompts) // 2)):
+        if engine.admit(slot, prompt).status is GRANTED:
+            engine.end(slot)
+    engine.idle()
+    keys = inspect.take_snapshot(engine.replica).keys
+    blocks, starts = told(engine)
+    assert sorted(blocks) == sorted((one.key, one.block) for one in keys)
+    first = {one.block: one for one in reversed(keys)}
+    assert set(starts) == set(first)
+    sizes = [group.block_size for group in groups]
+    for block, start in starts.items():
+        assert start < first[block].num_tokens <= start + sizes[first[block].key.group]
+        assert start % sizes[first[block].key.group] == 0
 
 
 @given(

@@ -11,13 +11,13 @@ import pytest
 from kvplane.base.errors import NotFound, ReplicaLapsed, ServiceRestarted, StaleEpoch, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.stamps import Stamp
-from kvplane.base.step import End, Part
+from kvplane.base.step import CacheEvent, End, EventKind, Part
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
 from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
 from kvplane_service.config import Config
-from kvplane_service.core.inspect import check
+from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.core.replica import Replica
 from kvplane_service.host import ReplicaHost, ReplicaState, UnaryStep
 from kvplane_service.inprocess import InProcessTransport
@@ -172,6 +172,22 @@ def test_what_a_memory_proves_is_found_out_ahead_and_used_for_that_memory_alone(
     opened = reopen(world, memory, stamp_table=tuple(stamps))
     assert (opened.kept_keys > 0, len(calls)) == (not changed, proofs)
     check(world.life.host.replica)
+
+
+def test_who_follows_the_events_learns_what_came_back():
+    world, memory, _ = used_world()
+    world.restart()
+    subscription = world.life.host.events.subscribe(0, lambda: None)
+    world.life.host.events.publish(0, [CacheEvent(EventKind.STORED, 0, (b"old" * 8,), (1,))])
+    reopen(world, memory)
+    known: dict[tuple[str, int, bytes], set[int]] = {}
+    for event in (event for batch in subscription.take() for event in batch.events):
+        if event.kind is EventKind.CLEARED:
+            known.clear()
+        for digest, block in zip(event.hashes, event.blocks, strict=True):
+            known.setdefault((event.domain, event.group, digest), set()).add(block)
+    keys = take_snapshot(world.life.host.replica).keys
+    assert known == {tuple(one.key): {one.block} for one in keys} != {}
 
 
 def test_the_first_request_after_a_restart_hits_as_before():

@@ -10,9 +10,11 @@ A block has one row at most. A key that several blocks have is to be taken out b
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from struct import Struct
+from typing import overload
 
 import numpy as np
 
@@ -104,11 +106,42 @@ class KeyTable:
         """Rows of a group."""
         return sum(left for (_, of_group), left in zip(self._pairs, self._left, strict=True) if of_group == group)
 
+    def runs(self, max_rows: int) -> Iterator[tuple[str, int, array[int], Digests]]:
+        """What is left by domain and group, in pieces: blocks, and digests that become objects when they are read."""
+        block, pair = np.frombuffer(self._block, np.uint32), np.frombuffer(self._pair, np.uint32)
+        rows = np.flatnonzero(block)
+        rows = rows[np.argsort(pair[rows], kind="stable")]
+        ends = np.searchsorted(pair[rows], np.arange(len(self._pairs) + 1))
+        for number, (domain, group) in enumerate(self._pairs):
+            for start in range(ends[number], ends[number + 1], max_rows):
+                piece = rows[start : min(start + max_rows, ends[number + 1])]
+                yield domain, group, column(U32, block[piece]), Digests(self._digests, self._size, column(U32, piece))
+
     def _key(self, row: int) -> Key:
         return Key(*self._pairs[self._pair[row]], self._digest(row))
 
     def _digest(self, row: int) -> bytes:
         return bytes(self._digests[row * self._size : (row + 1) * self._size])
+
+
+class Digests(Sequence[bytes]):
+    """Some digests of many that lie together."""
+
+    def __init__(self, raw: memoryview, size: int, rows: array[int]) -> None:
+        self._raw, self._size, self._rows = raw, size, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+    @overload
+    def __getitem__(self, at: slice) -> Digests: ...
+    def __getitem__(self, at: int | slice) -> bytes | Digests:
+        if isinstance(at, slice):
+            return Digests(self._raw, self._size, self._rows[at])
+        begin = self._rows[at] * self._size
+        return bytes(self._raw[begin : begin + self._size])
 
 
 def _sorted_words(pair: Ints, digest: Bytes) -> Words:

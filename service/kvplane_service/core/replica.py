@@ -6,7 +6,7 @@ apply(step):  validate -> executed_through -> for each part:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from kvplane.base.errors import InvalidArgument
@@ -41,6 +41,7 @@ from kvplane_service.core.recovery import PoolShape, regain
 from kvplane_service.core.regained import Recovered, Regained
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.resume import Resumption
+from kvplane_service.core.retelling import retell
 from kvplane_service.core.setup import check_spec
 from kvplane_service.core.validate import StepValidator
 
@@ -178,6 +179,10 @@ class Replica:
             held = [block for block in range(1, pool.num_blocks) if pool.references[block]]
             blocks = chain(pool.free, held)
         return collect(pool, blocks, self._scheme.digest.size)
+
+    def retold(self) -> Iterator[CacheEvent]:
+        """STORED events of every key, for those who know nothing; after `recover`, when every key is published."""
+        return retell(self._pool, [manager.block_size for manager in self.coordinator.managers])
 
     def count_keys(self) -> int:
         """Distinct keys of the prefix cache."""

@@ -14,7 +14,7 @@ The log is kept short by rewriting what is still true of its oldest chunks at it
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -125,7 +125,7 @@ class ReplicaJournal:
         self._row_bytes = ROW_BYTES + source.digest_size
         self._dirty: dict[int, None] = {}
         self._since_ns = self._taken_ns = 0
-        self._waiting: deque[tuple[int, tuple[int, ...]]] = deque()  # (step, blocks whose keys it stored)
+        self._waiting: deque[tuple[int, Sequence[int]]] = deque()  # (step, blocks whose keys it stored)
         self._used: dict[int, None] = {}
         self._age: dict[int, int] = {}  # by block with a last word
         self._slot_age: dict[int, int] = {}

@@ -12,6 +12,7 @@ the wire a column is little-endian packed u32 (i32 where it may be negative, u64
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
@@ -340,19 +341,22 @@ class CacheEvent:
     `slot`; blocks that are null or not retained are skipped in `hashes` and `blocks` but not in the range.
     `parent` is the hash before `start`, b"" at 0. `block_size` is tokens per hash. REMOVED: one hash, with
     the reason. CLEARED: every key.
+
+    When a replica came back from a store, STORED tells of keys of many requests: no parent, no slot and no range, but
+    `block_starts` where they are known.
     """
 
     kind: EventKind
     group: int = 0
-    hashes: tuple[bytes, ...] = ()
-    blocks: tuple[int, ...] = ()
+    hashes: Sequence[bytes] = ()
+    blocks: Sequence[int] = ()
     domain: str = ""
     parent: bytes = b""
     block_size: int = 0
     slot: int = 0
     start: int = 0
     end: int = 0
-    block_starts: tuple[int, ...] = ()  # STORED: first token of each hash's block
+    block_starts: Sequence[int] = ()  # STORED: first token of each hash's block
     reason: RemoveReason = RemoveReason.NONE
 
 
