@@ -183,6 +183,7 @@ class _Reader:
     def _part(self, piece: _Piece) -> None:
         self._facts(piece.part.facts)
         self._news(piece.part.news)
+        self._resume(piece)
         self._run(piece)
         for row, slot in enumerate(piece.part.admit.slot):
             if slot in self._slots:
@@ -230,6 +231,14 @@ class _Reader:
             at += count
             self._slots[slot] = request
             self._history.requests.append(request)
+
+    def _resume(self, piece: _Piece) -> None:
+        """Requests of an engine life before run on with their blocks."""
+        resume, at = piece.part.resume, (piece.entry, piece.number, -1)
+        for slot, computed in zip(resume.slot, resume.computed, strict=True) if resume is not None else ():
+            if slot in self._slots:
+                self._slots[slot].admitted_at = at
+                self._move(slot, computed, at)
 
     def _run(self, piece: _Piece) -> None:
         if self._partial.isdisjoint(piece.part.run.slot):

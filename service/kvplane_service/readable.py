@@ -25,6 +25,9 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     for row, slot in enumerate(part.news.slot):
         name = f" {part.news.request_id[row]!r}" if part.news.request_id else ""
         yield f"new slot {slot}{name}: {_tokens(part.news.num_tokens[row])}"
+    if part.resume is not None:
+        rows = zip(part.resume.slot, part.resume.computed, strict=True)
+        yield from (f"resumed slot {slot}: {_tokens(computed)} computed" for slot, computed in rows)
     blocks = result.new_blocks.by_row()
     for row, (slot, granted) in enumerate(zip(part.run.slot, result.granted, strict=True)):
         yield f"run slot {slot}: {_tokens(granted)}{_blocks(blocks, row)}"

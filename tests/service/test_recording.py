@@ -11,19 +11,27 @@ import pytest
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
+from kvplane.base.step import Admit, Facts, News, Part, Run
 from kvplane.session import Session
 from kvplane.v1.admin_pb2 import RecordResponse
 from kvplane_service.config import Config
+from kvplane_service.core.image import image_of
+from kvplane_service.decisions import Decision
+from kvplane_service.history import NOW, read_history
 from kvplane_service.host import ReplicaHost
 from kvplane_service.inprocess import InProcessTransport
+from kvplane_service.readable import operation_lines
 from kvplane_service.recording import MAGIC, Frames, header_of, message_of, write_frame
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replay import Engine, EngineConfig, Fleet
 from kvplane_service.replay.from_log import Outcome, replay_log
 from kvplane_service.workloads import ChatShape, chat_workload
+from tests.core.builders import full, replica_spec
+from tests.service.hosts import HostWorld
 from tests.service.replaying import BUDGET, COST, SPECS
 
 SHAPE = ChatShape(max_model_len=1024, num_sessions=12, sessions_per_s=5.0)
+FULL = replica_spec(full(), max_in_flight_tokens=64)
 POOLS = {"full": 50, "sliding": 80, "seven groups": 260, "mamba": 40}
 
 
@@ -84,6 +92,28 @@ def test_a_smaller_pool_hits_less(recorded):
     small, smaller = replay_log(path), replay_log(path, host.replica.spec.num_blocks * 3 // 4)
     assert smaller.not_applied == 0
     assert share(smaller) < share(small)
+
+
+def test_requests_that_run_on_in_a_new_engine_life_are_decided_again_and_ask_anew_in_another_pool(tmp_path):
+    world = HostWorld(Config(), replace(FULL, num_blocks=40))
+    news = News(slot=[0], num_tokens=[9], tokens=[7] * 9, request_id=["a"])
+    engine, pool = world.open(), world.host.replica.coordinator.pool
+    engine.step(Part(news=news, admit=Admit(slot=[0])))
+    engine.step()
+    resume = image_of(world.host.replica).resume
+    engine = world.open(stamp_table=tuple(pool.stamp))
+    engine.step(Part(news=news))
+    engine.step(Part(resume=resume))
+    engine.step(Part(facts=Facts(slot=[0], appended=[1], tokens=[8]), run=Run(slot=[0])))
+    path = record(world.host, tmp_path / "file")
+    again, larger = replay_log(path), replay_log(path, 80)
+    assert again.identical == again.decisions == 5
+    assert again.counts["admitted"] == 1
+    assert (larger.not_applied, larger.counts["admitted"]) == (0, 2)
+    history = read_history(list(world.host.decisions), world.host.scheme.digest.size)
+    assert [(one.name, one.computed_at(NOW)) for one in history.admitted(NOW)] == [("a", 9), ("a", 9)]
+    (resumed,) = [entry for entry in world.host.decisions if isinstance(entry, Decision) and entry.step.parts[0].resume]
+    assert "resumed slot 0: 9 tokens computed" in list(operation_lines(resumed.step, resumed.result))
 
 
 def test_a_request_that_no_pool_of_that_size_holds_is_told_once(tmp_path):

@@ -120,6 +120,8 @@ class _Again:
             outcome.first_difference = f"{step.epoch}/{step.seq}"
 
     def _decide_otherwise(self, step: Step) -> None:
+        for part in step.parts:
+            self._waiting |= dict.fromkeys(part.resume.slot if part.resume is not None else ())
         step = replace(step, parts=[self._fitting(part) for part in step.parts])
         spoken_for = {slot for part in step.parts for slot in (*part.admit.slot, *_ended(part.facts))}
         again = [slot for slot in self._waiting if slot not in spoken_for]
@@ -156,7 +158,7 @@ class _Again:
         """Without what was true of the recorded pool alone."""
         held = [slot for slot in part.cache.released if slot in self._replica.ledger.held]
         cache = Cache(part.cache.failed_steps, [], held, part.cache.reset)
-        return replace(part, facts=self._fitting_facts(part.facts), cache=cache)
+        return replace(part, facts=self._fitting_facts(part.facts), cache=cache, resume=None)
 
     def _fitting_facts(self, facts: Facts) -> Facts:
         if not (facts.computed or facts.commit):
