@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -221,3 +223,17 @@ def test_a_certificate_file_that_is_not_there(tmp_path):
 def test_no_store_and_the_twin():
     assert open_store(Config()) is None
     assert open_store(Config(store="memory")) is not None
+
+
+def test_threads_that_call_a_server_that_stalls_are_refused_one_by_one(tmp_path):
+    """Who asks for owners and who writes do so from threads of their own; one gives up what the other one waits on."""
+    with servers.serving(tmp_path) as server:
+        store = opened(config_of(server, store_timeout_ms=50))
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        with ThreadPoolExecutor(4) as threads:
+            refusals = [threads.submit(store.get_record, "r").exception for _ in range(32)]
+            assert {type(refusal()) for refusal in refusals} == {errors.StoreUnavailable}
+        server.process.send_signal(signal.SIGCONT)
+        assert store.get_record("r") is None
+        store.close()

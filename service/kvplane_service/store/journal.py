@@ -184,7 +184,7 @@ class ReplicaJournal:
         if not self._dirty:
             self._since_ns = self._clock()
         self._dirty.update(dict.fromkeys(blocks))
-        if len(self._dirty) > self._max_entries:
+        if self._num_waiting > self._max_entries:
             self._shed()
 
     def _shed(self) -> None:
@@ -198,10 +198,15 @@ class ReplicaJournal:
     @property
     def lag(self) -> Lag:
         """How far the store is behind."""
-        entries = len(self._dirty) + (self._pending.rows if self._pending else 0)
+        entries = self._num_waiting
         waiting = entries > 0 or self._shedding
         left = self._source.spec.num_blocks - self._cursor if self._cursor else 0
         return Lag(entries, self._clock() - self._since_ns if waiting else 0, self._shedding, left)
+
+    @property
+    def _num_waiting(self) -> int:
+        """Changes that the store has not, those of the chunk that is on its way among them."""
+        return len(self._dirty) + (self._pending.rows if self._pending else 0)
 
     @property
     def has_work(self) -> bool:

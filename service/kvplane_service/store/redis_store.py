@@ -12,6 +12,7 @@ service has renewed it for the time to live. Nothing is ever searched for among 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
@@ -62,6 +63,7 @@ class RedisStore:
         self._prefix = prefix
         self._ttl_ms = ttl_ms
         self._client: Client | None = None
+        self._lock = threading.RLock()
         with self._named_errors() as client:
             self._check_format(client)
 
@@ -171,9 +173,10 @@ class RedisStore:
 
     def close(self) -> None:
         """See IndexStore."""
-        client, self._client = self._client, None
-        if client is not None:
-            client.close()
+        with self._lock:
+            client, self._client = self._client, None
+            if client is not None:
+                client.close()
 
     def _time(self, client: Client) -> tuple[int, int]:
         """Seconds and microseconds of the node that keeps the names."""
@@ -193,16 +196,17 @@ class RedisStore:
 
     @contextmanager
     def _named_errors(self) -> Iterator[Any]:
-        """The client; what it raises gets its name here."""
-        try:
-            if self._client is None:
-                self._client = self._connect()
-            yield self._client
-        except (RedisError, RedisClusterException, OSError) as error:
-            named = _named(error)
-            if isinstance(named, StoreUnavailable):
-                self.close()
-            raise named from error
+        """The client, for one thread at a time: who gives it up closes it. What it raises gets its name here."""
+        with self._lock:
+            try:
+                if self._client is None:
+                    self._client = self._connect()
+                yield self._client
+            except (RedisError, RedisClusterException, OSError) as error:
+                named = _named(error)
+                if isinstance(named, StoreUnavailable):
+                    self.close()
+                raise named from error
 
 
 def _named(error: Exception) -> Exception:
