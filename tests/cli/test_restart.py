@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
+from contextlib import closing
+
 import pytest
 
 import kvplane
 from kvplane import AdmitRow, NewsRow, Part, connect, part_of
 from kvplane.base.errors import KvplaneError
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.registry import Registration
+from kvplane_service.store.registration import ReplicaRecord, pack_record
+from kvplane_service.store.sqlite import SqliteStore
 from tests.cli.processes import run_kvplane
 from tests.cli.test_serve import serving
 from tests.client.lasting import HYBRID, LastingEngine
@@ -85,12 +92,48 @@ def test_what_the_store_brought_back_is_told_as_that(kvplane, tmp_path):
             assert "what it decided before a store brought it back is not known (record from" in told
 
 
-def test_a_store_that_cannot_be_used_is_told_in_one_line(tmp_path):
-    (tmp_path / "entries.db").write_text("no database at all, but a letter to somebody")
-    done = run_kvplane("serve", "--listen", "127.0.0.1:0", "--set", f"store=sqlite:{tmp_path / 'entries.db'}")
+def letter(path):
+    path.write_text("no database at all, but a letter to somebody")
+
+
+def newer(path):
+    SqliteStore(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 99")
+
+
+def from_the_future(path):
+    """Written by a machine whose clock is ahead, or by this one before its clock was set back."""
+    store = SqliteStore(path)
+    now_ms = time.time_ns() // 1_000_000
+    store.put_record("r", pack_record(ReplicaRecord("r", Registration(SPEC), 3, 7, "here", now_ms + 3_600_000)))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "words"), [(letter, "another program"), (newer, "run a newer kvplane"), (from_the_future, "clock")]
+)
+def test_a_store_that_cannot_be_used_is_told_in_one_line_and_not_touched(made, words, tmp_path):
+    path = tmp_path / "entries.db"
+    made(path)
+    before = path.read_bytes()
+    done = run_kvplane("serve", "--listen", "127.0.0.1:0", "--set", f"store=sqlite:{path}")
     assert done.returncode == 1
     assert done.stderr.startswith("kvplane: store: ")
-    assert "another program" in done.stderr
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert path.read_bytes() == before
+
+
+def test_a_wrong_password_is_told_in_one_line(tmp_path):
+    with servers.guarded(tmp_path / "guarded") as (server, authority):
+        fields = {"store": f"rediss://{server.address}", "store_tls_ca": authority, "store_username": servers.USER}
+        flags = [text for key, value in fields.items() for text in ("--set", f"{key}={value}")]
+        done = run_kvplane("serve", "--listen", "127.0.0.1:0", *flags, "--set", "store_password=a guess")
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvplane: store_password: ")
+    assert "ACL" in done.stderr
+    assert "a guess" not in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
