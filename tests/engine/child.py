@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 
 import kvplane
-from kvplane_worker.engine.config import MIXED
+from kvplane_worker.engine.config import MIXED, ModelConfig
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import attach_ranks
@@ -23,19 +24,27 @@ def engine(connection: Connection, address: str, replica: str, workers: list[str
     """Say how many keys the new life kept; then serve lists of requests, and say after each step what ended in it."""
     torch.set_num_threads(1)
     with kvplane.connect(address) as client:
-        served = begin(client, replica, workers)
+        served = begin(client, replica, workers, Made())
         connection.send(served.kept_keys)
         with contextlib.suppress(EOFError):
             while True:
                 serve(connection, served, connection.recv())
 
 
-def begin(client: kvplane.Client, replica: str, workers: list[str], kind: type[Engine] = Engine) -> Engine:
+@dataclass(frozen=True)
+class Made:
+    """What an engine is made of."""
+
+    kind: type[Engine] = Engine
+    model: ModelConfig = MIXED
+
+
+def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) -> Engine:
     """A new engine life on the workers' pages; raises what `attach` and `lasting_session` raise."""
     ops = TorchOps()
     memory = attach_ranks(workers, ops)
-    model = Model(MIXED, draw_weights(MIXED), [one.pages for one in memory], ops)
-    return kind(partial(client.lasting_session, replica), memory, model, SchedulerConfig(token_budget=64))
+    model = Model(made.model, draw_weights(made.model), [one.pages for one in memory], ops)
+    return made.kind(partial(client.lasting_session, replica), memory, model, SchedulerConfig(token_budget=64))
 
 
 def serve(connection: Connection, served: Engine, prompts: list[tuple[list[int], int]]) -> None:

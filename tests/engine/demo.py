@@ -178,11 +178,10 @@ def put(engine: Engine, look: Look, request: Request | None) -> None:
 
 
 def compare(twin: Twin, request: Request, look: Look) -> None:
-    expected = twin.logits(request.tokens[:-1])[len(request.prompt) - 1 :].argmax(dim=1).tolist()
     look.answers.append(request)
     look.num_answers += 1
-    look.compared += len(expected)
-    look.differing += sum(a != b for a, b in zip(expected, request.output, strict=True))
+    look.compared += len(request.output)
+    look.differing += twin.count_wrong(request.prompt, request.output)
 
 
 @contextmanager

@@ -52,12 +52,8 @@ def serve_until(engine: Child, num_ended: int) -> list[Ended]:
 
 def count_wrong(sent: list[Prompt], ended: list[Ended]) -> int:
     """Tokens that are not the twin's."""
-    twin, wrong = Twin(MIXED, draw_weights(MIXED)), 0
-    for number, _, output in ended:
-        prompt = sent[number][0]
-        expected = twin.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].argmax(dim=1).tolist()
-        wrong += sum(a != b for a, b in zip(expected, output, strict=True))
-    return wrong
+    twin = Twin(MIXED, draw_weights(MIXED))
+    return sum(twin.count_wrong(sent[number][0], output) for number, _, output in ended)
 
 
 def test_an_engine_that_is_killed_leaves_its_cache_to_the_next(here: World):

@@ -38,6 +38,11 @@ class Twin:
             stream = stream + feed_forward(block, unit_rms(stream))
         return unit_rms(stream) @ weights.head
 
+    def count_wrong(self, prompt: list[int], output: list[int]) -> int:
+        """Tokens of an output that are not the most likely ones."""
+        expected = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].argmax(dim=1).tolist()
+        return sum(a != b for a, b in zip(expected, output, strict=True))
+
     def _attend(self, layer: AttentionLayer, weights: AttentionWeights, x: Tensor) -> Tensor:
         """Causal attention by a full matrix of logits per head, restricted to the window or the chunk."""
         count, heads = x.shape[0], self._config.q_heads

@@ -1,23 +1,48 @@
-"""python -m tests.faults --faults 200 --seed 1: a campaign of random faults; the last line says what it came to."""
+"""python -m tests.faults --faults 200 --seed 1: a campaign of random faults; the last line says what it came to.
+
+python -m tests.faults --twins: play what each weakened twin must not survive, and write the table of README.md.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from tests.faults.campaign import run_campaign
+from tests.faults.campaign import one_thread, run_campaign
+from tests.faults.scenarios import SCENARIOS, play
+
+README = Path(__file__).with_name("README.md")
+HEAD = "| without the rule | what is staged | faults | caught by |\n|---|---|---|---|\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--faults", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--twins", action="store_true")
     given = parser.parse_args()
+    if given.twins:
+        return write_table()
     report = run_campaign(given.faults, given.seed, lambda line: print(line, flush=True))
     if report.finding:
         print(f"{report.finding}\nagain: make faults FAULTS={report.faults.total()} SEED={given.seed}")
     print(report.line)
     return 0 if report.is_good else 1
+
+
+def write_table() -> int:
+    """Play each scenario without its rule; 0 when all were caught."""
+    rows = []
+    with one_thread():
+        for scenario in SCENARIOS:
+            faults, caught = play(scenario, scenario.twin)
+            staged = " ".join((scenario.play.__doc__ or "").split())
+            rows.append(f"| {scenario.twin} | {staged} | {faults} | {caught or 'nothing'} |\n")
+            print(rows[-1], end="", flush=True)
+    text, _, _ = README.read_text(encoding="utf-8").partition(HEAD)
+    README.write_text(f"{text}{HEAD}{''.join(rows)}", encoding="utf-8")
+    return int(any("| nothing |" in row for row in rows))
 
 
 if __name__ == "__main__":

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 import kvplane
-from kvplane.base.errors import KvplaneError
-from kvplane.base.step import StepResult
+from kvplane.base.errors import FailedPrecondition, KvplaneError
+from kvplane.base.step import Cache, End, Part, PartResult, StepResult
 from kvplane.rank import PageMover, Rank
+from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane_worker.attach import attach
 from kvplane_worker.engine.batch import Launch
+from kvplane_worker.engine.config import ModelConfig
 from kvplane_worker.engine.engine import Engine, OpenSession
 from kvplane_worker.engine.model import Model, RankModel
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig
+from kvplane_worker.pages import PageBuffers
 from tests.engine import child
 from tests.worker.children import told
 
@@ -37,6 +41,8 @@ HALF_ACKNOWLEDGE = "between the acknowledgements of two ranks"
 END = "behind the step"
 POINTS = (ASK, ORDERS, ZEROES, RANKS, LAUNCH, HALF_LAUNCH, ACKNOWLEDGE, HALF_ACKNOWLEDGE, END)
 _HALFWAY = 3  # layer
+_HELD_SLOT = 40
+LONG = [token % 251 for token in range(100)]
 
 Reach = Callable[[str], None]
 
@@ -57,10 +63,17 @@ class Trap:
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine is to do: requests as (prompt, most tokens to generate), and a trap on its way."""
+    """What an engine is to do.
+
+    Attributes:
+        prompts: requests as (prompt, most tokens to generate).
+        trap: on its way.
+        act: a method of TrappedEngine to call first, "" = none.
+    """
 
     prompts: Sequence[tuple[list[int], int]]
     trap: Trap | None = None
+    act: str = ""
 
 
 class TrappedRank(Rank):
@@ -113,6 +126,7 @@ class TrappedEngine(Engine):
         self, open_session: OpenSession, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig
     ) -> None:
         self.trap: Trap | None = None
+        self._memory = memory
         super().__init__(open_session, memory, model, config)
         self._ranks = [TrappedRank(one, self.reach) for one in memory]
         model._ranks[-1] = TrappedModel(model._ranks[-1], self.reach)  # type: ignore[call-overload]
@@ -145,18 +159,74 @@ class TrappedEngine(Engine):
         super()._compute(scheduled)
         self.reach(ACKNOWLEDGE)
 
+    # -- what no request asks for ------------------------------------------------------------------------------------
 
-def engine(connection: Connection, address: str, replica: str, workers: list[str]) -> None:
+    def spoil(self) -> None:
+        """Every page goes bad, and the service is told so, as of loads that failed."""
+        blocks = list(range(1, self._session.spec.num_blocks))
+        for one in self._memory:
+            scribble(one.pages)
+        self._do(part_of(cache=Cache(evicted=blocks)))
+
+    def hold(self) -> None:
+        """A request's pages are held for a transfer, which remembers what they were."""
+        result = self._do(part_of(NewsRow(_HELD_SLOT, LONG), AdmitRow(_HELD_SLOT)))
+        hit, tables = result.admit_hit[0], result.tables.by_row()[0]
+        assert hit, "nothing of it is cached"
+        sizes = [group.block_size for group in self._session.spec.groups]
+        self._held = [block for group, table in tables.items() for block in table[: hit // sizes[group]] if block]
+        self._before = self._content(self._held)
+        self._do(part_of(FactRow(_HELD_SLOT, end=End.HELD)))
+
+    def release(self) -> None:
+        """The transfer is over: it must have read what it was given."""
+        if self._content(self._held) != self._before:
+            raise FailedPrecondition("pages that were held have been overwritten")
+        self._do(part_of(cache=Cache(released=[_HELD_SLOT])))
+
+    def _content(self, blocks: Sequence[int]) -> list[bytes]:
+        groups = [(one.pages.group(number), one) for one in self._memory for number in range(one.pages.num_groups)]
+        return [layer[blocks].numpy().tobytes() for group, _ in groups for layer in group.layers]
+
+    def _do(self, part: Part) -> PartResult:
+        """A step beside the scheduler, which computes nothing."""
+        answer = self._session.apply(part, executed_through=self._executed_through())
+        self._carry_out(answer)
+        for rank in self._ranks:
+            rank.executed(answer.seq)
+        return answer.parts[0]
+
+
+def scribble(pages: PageBuffers) -> None:
+    """Other bytes in every page but the null block's; finite numbers, that nobody stumbles over."""
+    for number in range(pages.num_groups):
+        for layer in pages.group(number).layers:
+            layer[1:] = 0x40
+
+
+def vandal(connection: Connection, worker: str) -> None:
+    """One rank's pages get other content and other stamps, as by orders that its siblings know nothing of."""
+    with attach(worker) as held:
+        scribble(held.buffers)
+        stamps = held.stamps.read_all()
+        blocks = [block for block, stamp in enumerate(stamps) if stamp]
+        held.stamps.write(blocks, [stamps[block] + 1 for block in blocks])
+    connection.send(len(blocks))
+
+
+def engine(connection: Connection, address: str, replica: str, workers: list[str], model: ModelConfig) -> None:
     """As `tests.engine.child.engine`, for Work. A refusal is said, and ends the process."""
     torch.set_num_threads(1)
     try:
         with kvplane.connect(address) as client:
-            served = child.begin(client, replica, workers, TrappedEngine)
+            served = child.begin(client, replica, workers, child.Made(TrappedEngine, model))
             assert isinstance(served, TrappedEngine)
             connection.send(served.kept_keys)
             with contextlib.suppress(EOFError):
                 while True:
                     work: Work = connection.recv()
+                    if work.act:
+                        getattr(served, work.act)()
                     served.trap = work.trap
                     child.serve(connection, served, list(work.prompts))
                     served.trap = None
