@@ -145,18 +145,24 @@ def owner_of(client: Client) -> str:
         return ""
 
 
+def guarded(node: Machine, folder: Path) -> kvplane.Tls:
+    """Make the secrets that the set `tls` names; what a client shows."""
+    authority = Authority(folder)
+    service = authority.issue("service", host=node.addresses["kvplane-0"])
+    own = authority.issue("own")
+    guard = Guard(folder)
+    node.objects += [
+        secret("kvplane-tls", ca_crt=read(authority.cert), tls_crt=read(service.cert), tls_key=read(service.key)),
+        secret("kvplane-auth", owners=read(guard.owners_file), tokens=read(guard.tokens_file)),
+        secret("kvplane-access", token="token-acme\n", tls_crt=read(own.cert), tls_key=read(own.key)),
+    ]
+    return kvplane.Tls(authority.cert, own.cert, own.key)
+
+
 def test_strangers_are_kept_out(tmp_path):
     """TLS, certificates of clients, and tokens: `helm test` passes with them, and sees a refusal without each."""
     with machine(rendered("tls")) as node:
-        authority = Authority(tmp_path)
-        service = authority.issue("service", host=node.addresses["kvplane-0"])
-        own = authority.issue("own")
-        guard = Guard(tmp_path)
-        node.objects += [
-            secret("kvplane-tls", ca_crt=read(authority.cert), tls_crt=read(service.cert), tls_key=read(service.key)),
-            secret("kvplane-auth", owners=read(guard.owners_file), tokens=read(guard.tokens_file)),
-            secret("kvplane-access", token="token-acme\n", tls_crt=read(own.cert), tls_key=read(own.key)),
-        ]
+        guarded(node, tmp_path)
         pod = node.start("kvplane-0")
         pod.wait_ready()
         said = helm_test(node)
@@ -197,6 +203,20 @@ def test_a_node_s_workers_hold_pages_for_engines_of_that_node():
         assert service.terminate().codes == {"kvplane": 0}
         assert all(process.poll() is None for process in workers.processes.values())  # pages outlive the service
         assert workers.terminate().codes == {"worker-0": 0, "worker-1": 0}
+
+
+def test_a_worker_shows_who_it_is(tmp_path):
+    worker = {"mode": "sidecar", "device": "cpu", "graceSeconds": 5, "replica": "acme/$(POD_NAME)"}
+    with machine(rendered("tls", gpuWorker=worker)) as node:
+        tls = guarded(node, tmp_path)
+        pod = node.start("kvplane-0")
+        wait_until(lambda: pod.is_well("kvplane", "readinessProbe"), "the service is ready")
+        with kvplane.connect(f"{pod.ip}:7070", tls=tls, token="token-acme") as client:
+            client.register_replica("acme/kvplane-0", LAYERS)
+            pod.wait_ready()
+            (shown,) = client.describe_replica("acme/kvplane-0").workers
+            assert shown.address == f"unix:{pod.place('/run/kvplane')}/rank-0/worker.sock"
+        assert pod.terminate().codes == {"kvplane": 0, "worker-0": 0}
 
 
 def use_pages(service: Pod, workers: Pod, replica: str) -> None:
