@@ -120,6 +120,7 @@ def size_of(entry: Entry) -> int:
     size = 1
     for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
         size += len(part.facts.slot) + len(part.run.slot) + len(result.tables.ids) + len(result.orders.stamp_block)
+        size += len(part.resume.blocks) if part.resume is not None else 0
         size += (len(part.news.hashes) + len(part.facts.hashes)) >> 4
         for made in result.hashed_news:
             size += len(made) >> 4

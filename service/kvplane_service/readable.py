@@ -28,6 +28,7 @@ def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     if part.resume is not None:
         rows = zip(part.resume.slot, part.resume.computed, strict=True)
         yield from (f"resumed slot {slot}: {_tokens(computed)} computed" for slot, computed in rows)
+        yield from (f"held slot {slot}" for slot in part.resume.held_slot)
     blocks = result.new_blocks.by_row()
     for row, (slot, granted) in enumerate(zip(part.run.slot, result.granted, strict=True)):
         yield f"run slot {slot}: {_tokens(granted)}{_blocks(blocks, row)}"

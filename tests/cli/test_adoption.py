@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -119,6 +120,30 @@ def test_a_service_that_drains_hands_its_replicas_over_at_once(fleet):
         assert engine.running
         engine.run()
         assert engine.hits_since_revival > 0
+
+
+def test_a_name_with_two_addresses_is_as_good_as_a_list(fleet):
+    if not has_ipv6():
+        pytest.skip("this machine has no IPv6, so localhost has one address")
+    port = fleet.addresses[0].rpartition(":")[2]
+    fleet.addresses = [f"127.0.0.1:{port}", f"[::1]:{port}"]
+    processes = [fleet.start(number) for number in range(2)]
+    with kvplane.connect(f"localhost:{port}", retry=RetryPolicy(attempts=20)) as client:
+        client.register_replica("r", HYBRID)
+        owner = fleet.owner()
+        processes[owner].kill()
+        processes[owner].wait()
+        assert client.describe_replica("r").replica == "r"
+        assert fleet.owner() == 1 - owner
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
 
 
 def test_an_asyncio_session_and_a_subscriber_follow(fleet):

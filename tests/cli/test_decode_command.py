@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Peek, Run
+from kvplane.base.step import Admit, Cache, End, Facts, News, Part, PartResult, Peek, Resume, Run, Step, StepResult
 from kvplane_service.decisions import Decision
 from kvplane_service.telemetry.ops import pack
 from tests.service.hosts import HostWorld
@@ -40,6 +40,14 @@ def test_operations_are_printed_row_by_row(kvplane):
         "peek slot 3: hit 16",
         "18 blocks free",
     ]
+
+
+def test_an_image_is_printed_too(kvplane):
+    resume = Resume([1], [9], num_blocks=[3], blocks=[5, 6, 7], held_slot=[4], held_count=[1], held_blocks=[9])
+    result = StepResult(3, 0, [PartResult(free_blocks=15)], 0)
+    code, out, _ = kvplane("decode", pack(Decision(Step(2, 3, [Part(resume=resume)]), result, ([],), 0, 0)))
+    assert code == 0
+    assert out.splitlines()[1:] == ["resumed slot 1: 9 tokens computed", "held slot 4", "15 blocks free"]
 
 
 def test_nonsense_is_wrong_use(kvplane):

@@ -39,6 +39,7 @@ from kvplane.base.step import (
     PartResult,
     Peek,
     RemoveReason,
+    Resume,
     Run,
     Step,
     StepResult,
@@ -121,6 +122,19 @@ def news(draw):
 
 
 @st.composite
+def resumes(draw):
+    rows = draw(st.integers(0, 3))
+    names_of_rows = ("computed", "launch_end", "num_prompt", "junction")
+    names_of_lists = ("num_settled", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks")
+    return Resume(
+        slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
+        loading=draw(column(rows, st.integers(0, 1))),
+        **{name: draw(column(rows, u32)) for name in names_of_rows},
+        **{name: draw(flat()) for name in names_of_lists},
+    )
+
+
+@st.composite
 def runs(draw):
     rows = draw(st.integers(0, 4))
     return Run(
@@ -160,6 +174,7 @@ parts = st.builds(
     facts=facts(),
     cache=st.builds(Cache, failed_steps=flat(u64), evicted=flat(), released=flat(), reset=st.booleans()),
     news=news(),
+    resume=st.none() | resumes(),
     run=runs(),
     admit=admits(),
     peek=st.builds(Peek, slot=flat(), with_blocks=st.booleans()),

@@ -11,7 +11,7 @@ import pytest
 from kvplane.base.errors import NotFound, ReplicaLapsed, ServiceRestarted, StaleEpoch, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.stamps import Stamp
-from kvplane.base.step import CacheEvent, End, EventKind, Part
+from kvplane.base.step import CacheEvent, End, EventKind, Part, Resume
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
 from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
@@ -452,6 +452,24 @@ def test_requests_run_on_with_their_blocks(spec):
     assert resumed > 10
     assert engine.session.resume_refused is None
     assert world.life.host.replica.free_blocks == spec.num_blocks - 1
+
+
+def test_held_pages_stay_held_and_can_be_released():
+    world, memory = World(), PageMemory(HYBRID.num_blocks)
+    resume = Resume(held_slot=[5])
+    session = world.session(lambda: Revival(tuple(memory.stamps), held=(5,), resume=resume))
+    (result,) = session.apply(part_of(NewsRow(5, TEXT), AdmitRow(5))).parts
+    memory.carry_out(result)
+    resume.held_blocks = sorted({block for table in result.tables.by_row()[0].values() for block in table if block})
+    resume.held_count = [len(resume.held_blocks)]
+    session.apply(part_of(FactRow(5, end=End.HELD)))
+    world.life.flush()
+    world.restart()
+    assert session.apply(Part()).parts[0].free_blocks == HYBRID.num_blocks - 1 - len(resume.held_blocks)
+    check(world.life.host.replica)
+    released = Part()
+    released.cache.released = [5]
+    assert session.apply(released).parts[0].free_blocks == HYBRID.num_blocks - 1
 
 
 def test_steps_in_flight_at_the_end_of_the_service_are_answered():
