@@ -74,7 +74,7 @@ def answers(engine: RandomEngine, steps: int) -> list[object]:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_it_decides_as_if_it_had_never_been_away(mix, seed):
     engine = run(mix, seed, BEFORE)
@@ -100,7 +100,7 @@ def as_an_engine_tells(image: Image) -> Image:
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_what_an_engine_knows_is_enough(mix, seed):
     """Decisions are others, and every page holds what keys and launches want of it."""
@@ -114,7 +114,7 @@ def test_what_an_engine_knows_is_enough(mix, seed):
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_no_image_breaks_an_invariant(mix, seed):
     """It is refused whole, or what comes of it is sound."""
