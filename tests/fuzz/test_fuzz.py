@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -23,8 +24,10 @@ FOUND = sorted((Path(__file__).parent / "found").iterdir())
 
 
 @pytest.fixture(scope="module")
-def grounds():
-    return world.new_grounds()
+def grounds(tmp_path_factory):
+    grounds = world.Grounds(tmp_path_factory.mktemp("grounds"))
+    yield grounds
+    grounds.loop.close()
 
 
 def test_seeds_reach_what_a_call_does(grounds):
@@ -112,9 +115,9 @@ def test_a_stranger_who_is_let_in_is_seen(grounds, monkeypatch):
 
 def test_a_short_run_finds_nothing(tmp_path):
     pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", str(SECONDS)], capture_output=True, text=True, timeout=100, check=False
-    )
+    command = [sys.executable, "-m", "tests.fuzz", str(SECONDS)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where its corpus goes
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-5000:]
     programs = re.search(r"number_of_executed_units: (\d+)", done.stderr)
     assert programs is not None
