@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults fuzz clean
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults fuzz sim clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -79,6 +79,13 @@ bench-overhead: $(DEV)  ## CPU time that the decision log, metrics and traces ad
 
 conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a large download; LIVE="--kind hybrid --seeds 5")
 	@$(PYTHON) -m tests.conformance.live $(LIVE)
+
+# Runs of the simulation: how many, from which seed on.
+SEEDS ?= 200
+SEED_BASE ?= 1
+
+sim: $(DEV)  ## the product against chaos on a virtual clock (SEEDS=200 SEED_BASE=1); the same seed is the same run
+	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE)
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument, OtherWriter, PermissionDenied
 
@@ -36,19 +38,33 @@ class ProcessName:
         return cls(pid, int(text.rpartition(")")[2].split()[_START_FIELD]))
 
 
+class Watched(Protocol):
+    """One process, which no later one can be taken for."""
+
+    def has_exited(self) -> bool:
+        """Whether it writes no more, for ever."""
+        ...
+
+    def close(self) -> None:
+        """Stop watching."""
+        ...
+
+
 class Writer:
     """Who the pages are lent to. A process keeps them until it has exited; nothing else takes them from it."""
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Callable[[ProcessName], Watched] | None = None) -> None:
+        """`watch` begins to watch a process, or raises InvalidArgument or PermissionDenied; None: by the kernel."""
+        self._watch = watch or PidFd
         self._name: ProcessName | None = None
-        self._pidfd = -1
+        self._watched: Watched | None = None
 
     @property
     def pid(self) -> int:
         """The process that has the pages; 0 when none has, or it has exited."""
-        if self._name is None:
+        if self._name is None or self._watched is None:
             return 0
-        if _has_exited(self._pidfd):
+        if self._watched.has_exited():
             self.close()
             return 0
         return self._name.pid
@@ -71,35 +87,46 @@ class Writer:
                 remedy="end it; they change hands when it has exited",
                 metadata={"pid": str(holder)},
             )
-        self._pidfd, self._name = _open_pidfd(name), name
+        self._watched, self._name = self._watch(name), name
 
     def close(self) -> None:
         """Stop watching."""
-        if self._name is not None:
-            os.close(self._pidfd)
-            self._name, self._pidfd = None, -1
+        if self._watched is not None:
+            self._watched.close()
+        self._name, self._watched = None, None
 
 
-def _open_pidfd(name: ProcessName) -> int:
-    """A descriptor of exactly this process, checked behind its opening: the number cannot pass on meanwhile."""
-    try:
-        pidfd = os.pidfd_open(name.pid)
-    except (OSError, OverflowError) as error:
-        raise InvalidArgument(f"process {name.pid}: {error}", field="pid", remedy="send your own") from None
-    with contextlib.ExitStack() as unless_it_is_right:
-        unless_it_is_right.callback(os.close, pidfd)
-        if ProcessName.of(name.pid) != name or _has_exited(pidfd):
-            raise InvalidArgument(f"process {name.pid} is another one", field="start_ticks", remedy="send your own")
-        owner = Path(f"/proc/{name.pid}").stat().st_uid
-        if owner != os.getuid():
-            raise PermissionDenied(
-                f"process {name.pid} is user {owner}'s", field="pid", remedy="run the engine as the worker's user"
-            )
-        unless_it_is_right.pop_all()
-    return pidfd
+class PidFd:
+    """A process as the kernel watches it: by a descriptor."""
 
+    def __init__(self, name: ProcessName) -> None:
+        """Of exactly this process, checked behind its opening: the number cannot pass on meanwhile.
 
-def _has_exited(pidfd: int) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
+        Raises:
+            InvalidArgument: there is no such process, or no longer.
+            PermissionDenied: it belongs to another user.
+        """
+        try:
+            self._pidfd = os.pidfd_open(name.pid)
+        except (OSError, OverflowError) as error:
+            raise InvalidArgument(f"process {name.pid}: {error}", field="pid", remedy="send your own") from None
+        with contextlib.ExitStack() as unless_it_is_right:
+            unless_it_is_right.callback(self.close)
+            if ProcessName.of(name.pid) != name or self.has_exited():
+                raise InvalidArgument(f"process {name.pid} is another one", field="start_ticks", remedy="send your own")
+            owner = Path(f"/proc/{name.pid}").stat().st_uid
+            if owner != os.getuid():
+                raise PermissionDenied(
+                    f"process {name.pid} is user {owner}'s", field="pid", remedy="run the engine as the worker's user"
+                )
+            unless_it_is_right.pop_all()
+
+    def has_exited(self) -> bool:
+        """See Watched."""
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """See Watched."""
+        os.close(self._pidfd)

@@ -23,8 +23,9 @@ def test_the_engine_goes_on_counting_and_the_service_begins_anew():
     numbers = Numbers()
     numbers.restart((41, 0), 2, ())
     sent = numbers.outward(Step(9, 41, [Part()], executed_through=39))
-    assert (sent.seq, sent.part, sent.executed_through) == (3, 0, 1)
-    assert numbers.outward(Step(9, 42, [Part()], executed_through=5)).executed_through == 0
+    assert (sent.seq, sent.part, sent.executed_through) == (3, 0, 2), "what it was told in launches nothing"
+    assert numbers.outward(Step(9, 42, [Part()], executed_through=5)).executed_through == 2
+    assert numbers.outward(Step(9, 43, [Part()], executed_through=41)).executed_through == 3
     back = numbers.inward(StepResult(3, 0, [PartResult()], published_through=2))
     assert (back.seq, back.part, back.published_through) == (41, 0, 40)
     assert numbers.position(opened(seq=2)) == (41, 0)
@@ -50,6 +51,19 @@ def test_steps_that_a_part_names_are_translated_and_those_of_the_old_service_for
     assert part.cache.released == [7, 8], "the engine's part is its own"
     (later,) = numbers.outward(Step(9, 43, [Part(cache=Cache(released=[7]))])).parts
     assert later.cache.released == [7], "a slot is used again"
+    (again,) = numbers.outward(Step(9, 42, [part])).parts
+    assert again == sent, "a step that is sent again is the same one"
+
+
+def test_an_engine_that_has_counted_less_than_the_new_service_names_no_step_by_mistake():
+    """Its first step was lost, and the service has been told of its requests in three."""
+    numbers = Numbers()
+    numbers.restart((2, 0), 3, ())
+    part = Part(facts=Facts(slot=[1, 2, 3], end=[1, 1, 2], fence=[0, 2, 0]), cache=Cache(failed_steps=[1, 2]))
+    sent = numbers.outward(Step(9, 2, [part], executed_through=0))
+    assert (sent.seq, sent.executed_through) == (4, 3)
+    assert sent.parts[0].facts.fence == [0, 4, 0]
+    assert sent.parts[0].cache.failed_steps == [4], "a step of the service that has gone is nobody's"
 
 
 def test_requests_are_told_in_pieces_with_their_own_hashes_and_tokens():

@@ -1,5 +1,8 @@
 """An honest engine that does everything at random, and the page memory behind it.
 
+`RandomScheduler` writes the steps and reads the answers, and knows nothing else of the allocator; `RandomEngine` drives
+a core in this process with it, the simulation (`tests/sim`) a service behind a network.
+
 It keeps the contract and nothing more: several steps in flight, drafts that are rejected, loads that arrive late or
 never, steps that fail, transfers that read held pages, crashes. After each step every key that others may see is
 compared with what its page holds, and every launch with what it reads (`page_memory`).
@@ -7,7 +10,7 @@ compared with what its page holds, and every launch with what it reads (`page_me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 
 from kvplane.base.groups import GroupKind, ReplicaSpec
@@ -28,10 +31,11 @@ from kvplane.base.step import (
     Run,
     Step,
 )
+from kvplane.tables import BlockTables
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from tests.core.builders import digests, tokens
-from tests.core.page_memory import SCRATCH, Launch, Memory, Row, WrongPage
+from tests.core.page_memory import SCRATCH, Launch, Memory, Row, WrongPage, first_seen
 
 SLOTS = range(5)
 MOST_IN_FLIGHT = 4
@@ -45,6 +49,8 @@ class Request:
     Attributes:
         life: (slot, stay): a preemption ends a stay.
         known: tokens of the script that the service has been told.
+        computed: tokens that its steps so far compute, as the answers say.
+        running: it holds blocks and may run.
         drafts: what was computed behind them.
         states: lengths whose state lies beside the running one, after drafts.
         load: first and last token that a transfer brings, as long as it runs.
@@ -54,92 +60,127 @@ class Request:
     life: tuple[int, int]
     script: str
     known: int
+    computed: int = 0
+    running: bool = False
     drafts: str = ""
     states: frozenset[int] = frozenset()
     load: tuple[int, int] | None = None
     tables: list[list[int]] | None = None
     checked: int = 0  # held: tokens that its pages hold
+    reached: int = 0  # held: tokens that it had computed, before drafts were rejected; windows ended there
 
     @property
     def is_held(self) -> bool:
         return self.tables is not None and self.load is None
 
-    def end_load(self, memory: Memory) -> int:
-        """The transfer has written its pages; tokens that are there now."""
-        assert self.load is not None
-        assert self.tables is not None
-        first, total = self.load
-        memory.load(self.tables, self.script, first, total)
-        self.load = self.tables = None
-        return total
 
+@dataclass
+class Texts:
+    """What block hashes stand for: by digest the tokens, and the text that they cover."""
 
-class RandomEngine:
-    """Drives one replica for some steps."""
+    spec: ReplicaSpec
+    by_digest: dict[bytes, tuple[int, str]] = field(default_factory=dict)
 
-    def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
-        self.spec, self.rng, self.most_drafts = spec, rng, most_drafts
-        self.replica = Replica(spec)
-        self.memory = Memory(spec)
-        self.epoch = 0
-        self.has_states = any(group.kind is GroupKind.MAMBA for group in spec.groups)
-        self.text_of: dict[bytes, tuple[int, str]] = {}  # block hash -> tokens, and the text that it covers
-        self.hits = 0
-        self.keys_seen = 0
-        self.stays = 0
-        self._begin()
+    def learn(self, script: str) -> None:
+        """Every prefix of this text that has a hash."""
+        size, ahead = self.spec.hash_block_size, self.spec.hash_lookahead_tokens
+        for number, digest in enumerate(digests(self.spec, script), 1):
+            self.by_digest[digest] = number * size, script[: number * size + ahead]
 
-    def _begin(self) -> None:
-        self.epoch += 1
-        self.replica.begin_epoch(self.epoch, self.memory.stamps)
-        self.seq = self.told = self.launched = 0
-        self.requests: dict[int, Request] = {}
-        self.pending: list[Launch] = []
-        self.failed: list[int] = []
-        self.lost: set[tuple[int, int]] = set()
-
-    # -- one step ----------------------------------------------------------------------------------------------------
-
-    def step(self) -> None:
-        """Send a step, then let some launches run."""
-        if self._chance(2):
-            self._crash()
-        if self.pending and self._chance(6):
-            self._fail()
-        self.seq += 1
-        most = min([self.launched, *(seq - 1 for seq in self.failed)])
-        self.told = self.rng.randint(self.told, most)
-        parts = self._parts()
-        step = Step(self.epoch, self.seq, parts, executed_through=self.told)
-        self._take(parts, self.replica.apply(step).parts)
-        self.failed = []
-        inspect.check(self.replica)
-        self.check_keys()
-        while self.pending and (len(self.pending) >= MOST_IN_FLIGHT or self._chance(60)):
-            self._launch()
-        self.check_keys()
-
-    def check_keys(self) -> None:
-        """Every key that others may see names a page that holds just that."""
-        pool = self.replica.coordinator.pool
+    def check_keys(self, replica: Replica, memories: list[Memory]) -> int:
+        """Every key that others may see names a page that holds just that, on every rank; how many were looked at."""
+        pool, seen = replica.coordinator.pool, 0
         for block in range(pool.num_blocks):
             primary = pool.key_of(block)
             if primary is None or pool.key_step[block] > pool.executed_through:
                 continue
             for key in (primary, *pool.more_keys.get(block, ())):
-                self.keys_seen += 1
-                num_tokens, text = self.text_of[key.digest]
-                if not self.memory.holds(key.group, block, num_tokens, text):
-                    page = self.memory.pages.get(block)
-                    raise WrongPage(f"step {self.seq}: block {block} has the key of {text!r} and holds {page}")
+                seen += 1
+                num_tokens, text = self.by_digest[key.digest]
+                for memory in memories:
+                    if not memory.holds(key.group, block, num_tokens, text):
+                        raise WrongPage(f"block {block} has the key of {text!r} and holds {memory.pages.get(block)}")
+        return seen
+
+
+class RandomScheduler:
+    """One engine life: writes steps at random, and knows of the allocator what the answers say.
+
+    Attributes:
+        pending: answered steps whose launch has not run.
+        failed: steps that never ran, not told yet.
+        lost: lives that may read garbage since a launch failed.
+        launched: steps up to this one have run.
+        told: what of it was told.
+        hits: admissions that found a prefix.
+    """
+
+    def __init__(self, texts: Texts, memories: list[Memory], rng: Random, most_drafts: int = 0) -> None:
+        self.spec, self.texts, self.memories = texts.spec, texts, memories
+        self.rng, self.most_drafts = rng, most_drafts
+        self.has_states = any(group.kind is GroupKind.MAMBA for group in self.spec.groups)
+        self.hits = self.stays = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A new life, without requests."""
+        self.seq = self.told = self.launched = 0
+        self.requests: dict[int, Request] = {}
+        self.tables = BlockTables(len(self.spec.groups))
+        self.pending: list[Launch] = []
+        self.failed: list[int] = []
+        self.lost: set[tuple[int, int]] = set()
+
+    def plan(self) -> list[Part]:
+        """The parts of the next step; `told` is what it says to be executed."""
+        self.seq += 1
+        most = min([self.launched, *(seq - 1 for seq in self.failed)])
+        self.told = self.rng.randint(min(most, max(self.told, self.seq - MOST_IN_FLIGHT)), most)
+        return self._parts()
+
+    def plan_end(self) -> list[Part]:
+        """Ends every request; what transfers hold is released."""
+        self.seq += 1
+        self.told = max(self.told, min([self.launched, *(seq - 1 for seq in self.failed)]))
+        facts, released = Facts(), list[int]()
+        for slot, request in list(self.requests.items()):
+            if request.is_held:
+                released.append(slot)
+                del self.requests[slot]
+            else:
+                request.load = request.tables = None
+                self._row(facts, slot, end=End.FREE)
+        return [Part(facts=facts, cache=Cache(failed_steps=self.failed, released=released))]
+
+    def settle(self, parts: list[Part], results: list[PartResult]) -> None:
+        """Take the answer of the step; its launch is pending now."""
+        self._take(parts, results)
+        self.failed = []
+
+    def fail(self, first: int = 0) -> None:
+        """A pending step, not before `first`, will never run; those behind it either fail too, or run without what was
+        lost.
+        """
+        first = self.rng.randrange(first, len(self.pending))
+        last = len(self.pending) if self._chance(50) else first + 1
+        self.failed = [launch.seq for launch in self.pending[first:last]]
+        del self.pending[first:last]
+        for request in self.requests.values():
+            request.checked = 0
+
+    def note_launched(self) -> None:
+        """The oldest pending launch has run."""
+        self.pending.pop(0)
+        self.launched = self.pending[0].seq - 1 if self.pending else self.seq
 
     # -- writing a step ----------------------------------------------------------------------------------------------
 
     def _parts(self) -> list[Part]:
         self.guess: dict[int, str] = {}
         self.asked: dict[int, tuple[int, bool]] = {}  # admit rows: external tokens, whether they come late
+        held = [slot for slot, request in self.requests.items() if request.is_held]
         facts = self._facts()
-        cache = self._cache()
+        cache = self._cache(held)
         news = self._news()
         first = Part(facts=facts, cache=cache, news=news, run=self._run(), budget=self._budget())
         admit = self._admit()
@@ -166,14 +207,14 @@ class RandomEngine:
         if not self._is_launched(request) or not self._chance(40):
             return
         if self._chance(75):
-            total = request.end_load(self.memory)
+            total = self._end_load(request)
             self._row(facts, slot, commit=total)
         else:
             request.load = request.tables = None
             self._row(facts, slot, end=self.rng.choice([End.FREE, End.PREEMPTED]))
 
     def _progress_fact(self, facts: Facts, slot: int, request: Request) -> None:
-        computed, still = self.replica.requests.computed[slot], self._is_launched(request)
+        computed, still = request.computed, self._is_launched(request)
         appended, corrected, commit = 0, UNCHANGED, UNCHANGED
         if request.drafts and still:
             right = _common(request.drafts, request.script[request.known :])
@@ -212,24 +253,28 @@ class RandomEngine:
         facts.end.append(int(end))
         facts.fence.append(self.rng.choice([0, self.seq]) if end in (End.FREE, End.PREEMPTED) else 0)
         request = self.requests[slot]
+        request.reached = request.computed
+        if computed != UNCHANGED:
+            request.computed = min(request.computed, computed)
         if end is End.FREE:
             del self.requests[slot]
         elif end is End.HELD:
-            right = [self.replica.requests.computed[slot], request.known - len(text), computed]
+            right = [request.reached, request.known - len(text), computed]
             request.checked = 0 if self.failed else min(count for count in right if count != UNCHANGED)
-            request.tables = self.replica.coordinator.tables(slot)
+            request.tables = self._tables(slot)
+            request.running = False
         elif end is End.PREEMPTED:
             self._ends_stay(slot)
 
-    def _cache(self) -> Cache:
+    def _cache(self, held: list[int]) -> Cache:
         released = []
         for slot, request in list(self.requests.items()):
-            if self.replica.requests.held[slot] and self._is_launched(request) and self._chance(40):
+            if slot in held and self._is_launched(request) and self._chance(40):
                 self._read_held(request)
                 released.append(slot)
                 del self.requests[slot]
             elif request.load is not None and not self._is_running(slot) and self._chance(40):
-                request.end_load(self.memory)  # it was preempted meanwhile: its pages were kept for the transfer
+                self._end_load(request)  # it was preempted meanwhile: its pages were kept for the transfer
                 released.append(slot)
         evicted = [self.rng.randint(1, self.spec.num_blocks - 1)] if self._chance(8) else []
         return Cache(failed_steps=self.failed, evicted=evicted, released=released, reset=self._chance(3))
@@ -243,16 +288,11 @@ class RandomEngine:
             known = self.rng.randint(1, len(script) - 1)
             self.stays += 1
             self.requests[slot] = Request((slot, self.stays), script, known)
-            self._learn(script)
+            self.texts.learn(script)
             news.slot.append(slot)
             news.num_tokens.append(known)
             news.tokens += tokens(script[:known])
         return news
-
-    def _learn(self, script: str) -> None:
-        size, ahead = self.spec.hash_block_size, self.spec.hash_lookahead_tokens
-        for number, digest in enumerate(digests(self.spec, script), 1):
-            self.text_of[digest] = number * size, script[: number * size + ahead]
 
     def _run(self) -> Run:
         can = [slot for slot, one in self.requests.items() if one.tables is None and not one.drafts]
@@ -269,7 +309,7 @@ class RandomEngine:
         return Run(slots, extra, caps, flags=flags, victims=victims, on_refusal=rule)
 
     def _admit(self) -> Admit:
-        waiting = [slot for slot in self.requests if not self.replica.requests.is_live(slot) or self._waits(slot)]
+        waiting = [slot for slot, request in self.requests.items() if not request.running and not request.is_held]
         admit = Admit(self._some(waiting), on_refusal=OnRefusal.SKIP)
         for slot in admit.slot:
             external = self.rng.randint(1, 9) if self._chance(15) else 0
@@ -288,6 +328,7 @@ class RandomEngine:
     def _take(self, parts: list[Part], results: list[PartResult]) -> None:
         rows: dict[int, Row] = {}
         for part, result in zip(parts, results, strict=True):
+            self.tables.update(part, result)
             for slot in result.preempted:
                 rows.pop(slot, None)
                 self._ends_stay(slot)
@@ -304,7 +345,8 @@ class RandomEngine:
         self.pending.append(Launch(self.seq, [result.orders for result in results], list(rows.values())))
 
     def _ran(self, slot: int, granted: int) -> Row:
-        request, computed = self.requests[slot], self.replica.requests.computed[slot]
+        request = self.requests[slot]
+        request.computed = computed = request.computed + granted
         launched = (request.script[: request.known] + self.guess[slot])[:computed]
         assert len(launched) == computed
         start, states = computed - granted, request.states
@@ -316,6 +358,7 @@ class RandomEngine:
         request, (external, late) = self.requests[slot], self.asked[slot]
         start, tables = hit + external, self._tables(slot)
         self.hits += hit > 0
+        request.running, request.computed = True, start + granted
         if late:
             request.load, request.tables = (hit, start), tables
         loaded = start if late else hit
@@ -328,28 +371,7 @@ class RandomEngine:
             return
         self.stays += 1
         request.life, request.drafts, request.states = (slot, self.stays), "", frozenset()
-
-    # -- what happens to steps ---------------------------------------------------------------------------------------
-
-    def _launch(self) -> None:
-        launch = self.pending.pop(0)
-        self.memory.run(launch, self.lost)
-        self.launched = self.pending[0].seq - 1 if self.pending else self.seq
-
-    def _fail(self) -> None:
-        """A step in flight will never run; those behind it either fail too, or run without what was lost."""
-        first = self.rng.randrange(len(self.pending))
-        last = len(self.pending) if self._chance(50) else first + 1
-        self.failed = [launch.seq for launch in self.pending[first:last]]
-        del self.pending[first:last]
-        for request in self.requests.values():
-            request.checked = 0
-
-    def _crash(self) -> None:
-        """The engine dies; some of what was in flight ran, and nobody was told."""
-        for _ in range(self.rng.randint(0, len(self.pending))):
-            self._launch()
-        self._begin()
+        request.running, request.computed = False, 0
 
     def _read_held(self, request: Request) -> None:
         """A transfer has read a held request's pages: they are still what they were."""
@@ -357,14 +379,26 @@ class RandomEngine:
         for number, group in enumerate(self.spec.groups):
             if group.kind in SCRATCH:
                 continue
-            for index, block in enumerate(request.tables[number]):
+            first = first_seen(group, request.reached) // group.block_size
+            for index, block in list(enumerate(request.tables[number]))[first:]:
                 end = min((index + 1) * group.block_size, request.checked)
-                if (
-                    block
-                    and end > index * group.block_size
-                    and not self.memory.holds(number, block, end, request.script[:end])
-                ):
-                    raise WrongPage(f"{request.life}: held block {block} holds {self.memory.pages.get(block)}")
+                if block and end > index * group.block_size:
+                    self._check_held(request, number, block, end)
+
+    def _check_held(self, request: Request, number: int, block: int, end: int) -> None:
+        for memory in self.memories:
+            if not memory.holds(number, block, end, request.script[:end]):
+                raise WrongPage(f"{request.life}: held block {block} holds {memory.pages.get(block)}")
+
+    def _end_load(self, request: Request) -> int:
+        """The transfer has written its pages; tokens that are there now."""
+        assert request.load is not None
+        assert request.tables is not None
+        first, total = request.load
+        for memory in self.memories:
+            memory.load(request.tables, request.script, first, total)
+        request.load = request.tables = None
+        return total
 
     # -- small words -------------------------------------------------------------------------------------------------
 
@@ -378,17 +412,59 @@ class RandomEngine:
         return int(RowFlag.ALIGN) if self.spec.align.block_size and self._chance(80) else 0
 
     def _tables(self, slot: int) -> list[list[int]]:
-        return self.replica.coordinator.tables(slot)
+        return [list(table) for table in self.tables[slot]]
 
     def _is_running(self, slot: int) -> bool:
-        requests = self.replica.requests
-        return requests.is_live(slot) and requests.running[slot]
-
-    def _waits(self, slot: int) -> bool:
-        return not self.replica.requests.running[slot] and not self.replica.requests.held[slot]
+        return slot in self.requests and self.requests[slot].running
 
     def _is_launched(self, request: Request) -> bool:
         return not any(row.life == request.life for launch in self.pending for row in launch.rows)
+
+
+class RandomEngine(RandomScheduler):
+    """Drives one replica in this process for some steps."""
+
+    def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
+        self.replica = Replica(spec)
+        self.memory = Memory(spec)
+        self.epoch = 0
+        self.keys_seen = 0
+        super().__init__(Texts(spec), [self.memory], rng, most_drafts)
+
+    def begin(self) -> None:
+        """The engine before this one died, or there was none."""
+        super().begin()
+        self.epoch += 1
+        self.replica.begin_epoch(self.epoch, self.memory.stamps)
+
+    def step(self) -> None:
+        """Send a step, then let some launches run."""
+        if self._chance(2):
+            self._crash()
+        if self.pending and self._chance(6):
+            self.fail()
+        parts = self.plan()
+        step = Step(self.epoch, self.seq, parts, executed_through=self.told)
+        self.settle(parts, self.replica.apply(step).parts)
+        inspect.check(self.replica)
+        self.check_keys()
+        while self.pending and (len(self.pending) >= MOST_IN_FLIGHT or self._chance(60)):
+            self._launch()
+        self.check_keys()
+
+    def check_keys(self) -> None:
+        """Every key that others may see names a page that holds just that."""
+        self.keys_seen += self.texts.check_keys(self.replica, [self.memory])
+
+    def _launch(self) -> None:
+        self.memory.run(self.pending[0], self.lost)
+        self.note_launched()
+
+    def _crash(self) -> None:
+        """The engine dies; some of what was in flight ran, and nobody was told."""
+        for _ in range(self.rng.randint(0, len(self.pending))):
+            self._launch()
+        self.begin()
 
 
 def _common(one: str, other: str) -> int:

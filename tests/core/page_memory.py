@@ -7,6 +7,7 @@ recurrent state is the prefix that it was computed over. Content is compared by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
@@ -64,7 +65,7 @@ class Launch:
 
 @dataclass
 class Memory:
-    """Pages by block id, and the stamp table beside them."""
+    """Pages by block id, and the stamp table beside them. Moves pages as `kvplane.rank.PageMover` does."""
 
     spec: ReplicaSpec
     pages: dict[int, Page] = field(default_factory=dict)
@@ -99,6 +100,24 @@ class Memory:
             if wrong := self._wrong_token(row):
                 raise WrongPage(wrong + ", spoilt by a later row")
 
+    @property
+    def num_groups(self) -> int:
+        return len(self.spec.groups)
+
+    def zero(self, group: int, blocks: Sequence[int]) -> None:
+        """Blank pages."""
+        for block in blocks:
+            self.pages[block] = self._blank(group)
+
+    def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Pages one after the other, whatever group they are of."""
+        del group
+        for source, target in zip(src, dst, strict=True):
+            page = self.pages.get(source)
+            self.pages.pop(target, None)
+            if page is not None:
+                self.pages[target] = Page(page.group, list(page.slots))
+
     def load(self, tables: list[list[int]], script: str, first: int, end: int) -> None:
         """What a transfer writes: tokens [first, end) where the tables have blocks, and the state at the end."""
         for number, group in enumerate(self.spec.groups):
@@ -130,12 +149,8 @@ class Memory:
         for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
             self.stamps[block] = stamp
         for block, group in zip(orders.zero_block, orders.zero_group, strict=True):
-            self.pages[block] = self._blank(group)
-        for source, target in zip(orders.copy_src, orders.copy_dst, strict=True):
-            page = self.pages.get(source)
-            self.pages.pop(target, None)
-            if page is not None:
-                self.pages[target] = Page(page.group, list(page.slots))
+            self.zero(group, [block])
+        self.copy(0, orders.copy_src, orders.copy_dst)
 
     @staticmethod
     def _must_be_lost(row: Row, wrong: str, lost: set[tuple[int, int]]) -> bool:
@@ -157,7 +172,7 @@ class Memory:
         for number, group in enumerate(self.spec.groups):
             if group.kind in SCRATCH:
                 continue
-            for at in range(_first_seen(group, row.start), row.start):
+            for at in range(first_seen(group, row.start), row.start):
                 block = self._block(row.tables[number], at, group)
                 page = self.pages.get(block)
                 want = row.script[: at + 1 + self._proven_ahead(group, at)]
@@ -212,7 +227,7 @@ def _sees_ahead(group: GroupSpec) -> int:
     return int(group.is_draft)
 
 
-def _first_seen(group: GroupSpec, at: int) -> int:
+def first_seen(group: GroupSpec, at: int) -> int:
     """First token that the token at this position attends to."""
     if group.kind is GroupKind.SLIDING_WINDOW:
         return max(0, at - group.window + 1)

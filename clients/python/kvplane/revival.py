@@ -97,20 +97,21 @@ class Numbers:
     def __init__(self) -> None:
         self._ahead = 0  # the engine's number of a step, less the service's
         self._cut: tuple[int, int] = (0, 0)  # (step, parts of it) that went to the service before
-        self._held: frozenset[int] = frozenset()
+        # Held slots that the service knows nothing of, and the (step, part) that released one: it may be sent again.
+        self._held: dict[int, tuple[int, int] | None] = {}
 
     def restart(self, next_step: tuple[int, int], used: int, held: Iterable[int]) -> None:
         """The engine's next (step, part) is the first part of the step after the `used` ones of the new service."""
         self._ahead = next_step[0] - used - 1
         self._cut = next_step
-        self._held |= frozenset(held)
+        self._held.update(dict.fromkeys(held))
 
     def outward(self, step: Step) -> Step:
         """The step as the service counts."""
         if not self._ahead:
             return step
         part = step.part - self._cut[1] if step.seq == self._cut[0] else step.part
-        done = self.less(step.executed_through)
+        done = self._done(step.executed_through)
         return replace(step, seq=step.seq - self._ahead, part=part, executed_through=done, parts=self._parts(step))
 
     def inward(self, result: StepResult) -> StepResult:
@@ -127,18 +128,22 @@ class Numbers:
         return seq, opened.next_part + (self._cut[1] if self._ahead and seq == self._cut[0] else 0)
 
     def less(self, seq: int) -> int:
-        """A step's number as the service counts, 0 for one of an earlier service."""
-        return max(0, seq - self._ahead)
+        """A step's number as the service counts, 0 for none and for one of an earlier service."""
+        return seq - self._ahead if seq >= self._cut[0] else 0
+
+    def _done(self, seq: int) -> int:
+        """How far the service may take steps for executed: the first ones, which launch nothing, in any case."""
+        return max(seq, self._cut[0] - 1) - self._ahead
 
     def _parts(self, step: Step) -> list[Part]:
-        return [self._part(part) if _names_steps(part) else part for part in step.parts]
+        return [self._part(part, (step.seq, step.part)) if _names_steps(part) else part for part in step.parts]
 
-    def _part(self, part: Part) -> Part:
+    def _part(self, part: Part, place: tuple[int, int]) -> Part:
         facts, cache = part.facts, part.cache
         facts = replace(facts, fence=[self.less(fence) for fence in facts.fence])
-        failed = [self.less(seq) for seq in cache.failed_steps if seq > self._ahead]
-        released = [slot for slot in cache.released if slot not in self._held]
-        self._held -= frozenset(cache.released)
+        failed = [self.less(seq) for seq in cache.failed_steps if seq >= self._cut[0]]
+        released = [slot for slot in cache.released if self._held.get(slot, ()) not in (None, place)]
+        self._held.update({slot: place for slot in cache.released if slot in self._held and slot not in released})
         return replace(part, facts=facts, cache=replace(cache, failed_steps=failed, released=released))
 
 

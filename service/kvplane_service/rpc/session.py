@@ -24,7 +24,7 @@ from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.patterns import ALL
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.claims import claim_worker, claimed
+from kvplane_service.claims import Claim, claim_worker, claimed
 from kvplane_service.host import ReplicaHost
 from kvplane_service.rpc.methods import Context
 from kvplane_service.store.ownership import Ownership
@@ -41,7 +41,9 @@ def fingerprint(raw: bytes) -> bytes:
 class SessionStreams:
     """The open streams of this process."""
 
-    def __init__(self, registry: VisibleReplicas, ownership: Ownership) -> None:
+    def __init__(self, registry: VisibleReplicas, ownership: Ownership, claim: Claim = claim_worker) -> None:
+        """`claim` reaches a worker, in a simulation another way."""
+        self._claim = claim
         self._registry = registry
         self._ownership = ownership
         self._open: set[_Stream] = set()
@@ -63,7 +65,7 @@ class SessionStreams:
         if entry.host.recovering is not None:
             async with self._proving:  # each takes a while and memory
                 await entry.host.prove_ahead(request, offload_to_thread)
-        request, epoch = await claimed(entry, request, claim_worker)
+        request, epoch = await claimed(entry, request, self._claim)
         self._check_stays()
         stream = _Stream(entry.host, request, context, self._left)
         self._open.add(stream)

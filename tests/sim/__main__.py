@@ -1,0 +1,58 @@
+"""`python -m tests.sim --seeds N --base M`: run so many seeds; exit 1 when any breaks a rule.
+
+`--twins` writes the table of the twins into the README beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tests.sim.campaign import campaign, seeds_until_caught
+from tests.sim.world import Outcome
+from tests.twins import TWINS
+
+README = Path(__file__).with_name("README.md")
+BEGIN, END = "<!-- twins: written by `python -m tests.sim --twins` -->\n", "<!-- end of twins -->\n"
+
+
+def show(outcome: Outcome) -> None:
+    """A run that found something, and how to see it again."""
+    if outcome.findings:
+        faults = ", ".join(outcome.faults.elements())
+        print(f"seed {outcome.seed} after {outcome.steps} steps ({faults})")
+        for finding in outcome.findings[:10]:
+            print(f"    {finding[:1000]}")
+        print(f"    again: make sim SEEDS=1 SEED_BASE={outcome.seed}", flush=True)
+
+
+def table(most: int) -> str:
+    """The twins and how many seeds each survives."""
+    lines = ["| twin | seeds until caught | by the rule |\n", "|---|---|---|\n"]
+    for name in TWINS:
+        number, rule = seeds_until_caught(name, range(1, most + 1))
+        lines.append(f"| {name} | {number or f'not within {most}'} | {rule} |\n")
+    return "".join(lines)
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--base", type=int, default=1)
+    parser.add_argument("--twins", action="store_true")
+    given = parser.parse_args()
+    if given.twins:
+        text = README.read_text()
+        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+        README.write_text(before + BEGIN + table(given.seeds) + END + after)
+        return 0
+    totals = campaign(range(given.base, given.base + given.seeds), show)
+    print(", ".join(f"{kind} {count}" for kind, count in totals.faults.most_common()))
+    print(totals)
+    return 0 if totals.is_good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Chaos: what goes wrong in a run, and when, by the count of steps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from typing import TYPE_CHECKING
+
+from tests.sim import history
+from tests.sim.loop import Process
+from tests.sim.network import Weather
+from tests.sim.service import ADDRESS
+
+if TYPE_CHECKING:
+    from tests.sim.world import Site, World
+
+NUM_FAULTS = 9  # beside the deaths of the service
+FIRST_STEP, LAST_STEP = 30, 280
+MOST_AWAITS = 40
+LATEST = {"everything is new for a while": 70}  # while stamps of the first memory and the second one are alike
+
+
+class Chaos:
+    """A plan of faults, drawn from the seed; each ends by itself or by `heal`."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._rng = world, world.rng
+        self._running = 0
+        kinds = self._rng.sample(sorted(KINDS), 4)
+        kinds += self._rng.choices(sorted(KINDS), k=NUM_FAULTS - len(kinds))
+        plan = [(self._rng.randint(FIRST_STEP, LATEST.get(kind, LAST_STEP)), kind) for kind in kinds]
+        plan += [(self._rng.randint(*when), "service dies") for when in ((80, 140), (170, 230))]
+        self._plan = sorted(plan, reverse=True)
+
+    @property
+    def is_done(self) -> bool:
+        """Nothing is left, and nothing is going on."""
+        return not self._plan and not self._running
+
+    def at_step(self, step: int) -> None:
+        """Let happen what is due."""
+        while self._plan and self._plan[-1][0] <= step:
+            _, kind = self._plan.pop()
+            self._world.tell(history.Fault(kind))
+            self._running += 1
+            task = asyncio.get_running_loop().create_task(self._happen(kind), context=Context())  # in no process
+            task.add_done_callback(self._ended)
+
+    def heal(self) -> None:
+        """Nothing goes wrong from now on."""
+        self._world.network.weather = Weather()
+        store = self._world.store
+        store.away, store.loses_answers, store.tears, store.delay_s = False, 0.0, 0.0, 0.005
+        for process in self._world.processes:
+            process.resume()
+            process.crash_in = -1
+
+    async def _happen(self, kind: str) -> None:
+        lasts = KINDS[kind](self)
+        for seconds in lasts:
+            await asyncio.sleep(seconds)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running -= 1
+        task.result()
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _crash(self, process: Process) -> None:
+        """At one of its next awaits."""
+        process.crash_in = self._rng.randrange(MOST_AWAITS)
+
+    def _site(self) -> Site:
+        return self._rng.choice(list(self._world.sites.values()))
+
+    def service_dies(self) -> Iterator[float]:
+        self._crash(self._world.service.process)
+        yield 0.1
+
+    def service_stands_still(self) -> Iterator[float]:
+        """Long enough to lose its lease of everything; sometimes another one takes its place meanwhile."""
+        process = self._world.service.process
+        process.pause()
+        yield self._rng.uniform(0.1, 3.0)
+        if self._rng.random() < 0.4:
+            for stream in [one for one in self._world.network.streams if one.server.process is process]:
+                stream.cut(client_s=self._rng.random(), server_s=self._rng.random() * 3)
+            self._world.start_service()
+            yield self._rng.uniform(0.5, 3.0)
+        process.resume()
+        yield 1.0
+        if process is not self._world.service.process:
+            process.kill()
+
+    def engine_dies(self) -> Iterator[float]:
+        self._crash(self._site().life.process)
+        yield 0.1
+
+    def engine_stands_still(self) -> Iterator[float]:
+        """Beyond its lease; sometimes the next life begins meanwhile."""
+        site = self._site()
+        before = site.life
+        before.process.pause()
+        for rank in before.ranks:
+            if self._rng.random() < 0.5:
+                rank.process.pause()
+        yield self._rng.uniform(0.2, 3.0)
+        if self._rng.random() < 0.6 and not site.is_finished:
+            self._world.start_life(site)
+            yield self._rng.uniform(0.2, 2.0)
+        for process in (before.process, *(rank.process for rank in before.ranks)):
+            process.resume()
+        yield 1.0
+        if before is not site.life:
+            before.process.kill()
+
+    def rank_dies(self) -> Iterator[float]:
+        self._crash(self._rng.choice(self._site().life.ranks).process)
+        yield 0.1
+
+    def rank_dies_in_its_orders(self) -> Iterator[float]:
+        self._rng.choice(self._site().life.ranks).mover.die_in = self._rng.randrange(6)
+        yield 0.3
+
+    def rank_stands_still(self) -> Iterator[float]:
+        process = self._rng.choice(self._site().life.ranks).process
+        process.pause()
+        yield self._rng.uniform(0.1, 2.5)
+        process.resume()
+
+    def worker_dies(self) -> Iterator[float]:
+        """And its memory with it."""
+        site = self._site()
+        rank = self._rng.randrange(history.RANKS)
+        site.life.ranks[rank].process.kill()
+        site.workers[rank].process.kill()
+        yield 0.1
+
+    # -- network -----------------------------------------------------------------------------------------------------
+
+    def streams_break(self) -> Iterator[float]:
+        for stream in list(self._world.network.streams):
+            if self._rng.random() < 0.7:
+                stream.cut(client_s=self._rng.random() * 0.1, server_s=self._rng.choice([0.0, 0.05, 1.0]))
+        yield 0.5
+
+    def partition(self) -> Iterator[float]:
+        weather = self._world.network.weather
+        cut = frozenset((ADDRESS, self._rng.choice(["a", "b", "host"])))
+        weather.cut_off.add(cut)
+        yield self._rng.uniform(0.1, 4.0)
+        if self._rng.random() < 0.5:
+            for stream in [one for one in self._world.network.streams if one.ends == cut]:
+                stream.cut(server_s=self._rng.random())
+        weather.cut_off.discard(cut)
+
+    def bad_weather(self) -> Iterator[float]:
+        weather = self._world.network.weather
+        weather.lose, weather.repeat, weather.jitter_s = 0.2, 0.3, 0.1
+        yield self._rng.uniform(0.3, 2.0)
+        weather.lose, weather.repeat, weather.jitter_s = 0.0, 0.0, Weather.jitter_s
+
+    # -- store -------------------------------------------------------------------------------------------------------
+
+    def store_is_away(self) -> Iterator[float]:
+        self._world.store.away = True
+        yield self._rng.uniform(0.3, 6.0)
+        self._world.store.away = False
+
+    def store_answers_late(self) -> Iterator[float]:
+        store = self._world.store
+        store.delay_s, store.loses_answers = self._rng.uniform(0.2, 1.5), 0.4
+        yield self._rng.uniform(1.0, 4.0)
+        store.delay_s, store.loses_answers = 0.005, 0.0
+
+    def store_tears(self) -> Iterator[float]:
+        self._world.store.tears = 0.4
+        yield self._rng.uniform(0.5, 2.0)
+        self._world.store.tears = 0.0
+
+    def store_loses_its_tail(self) -> Iterator[float]:
+        return self._damage(self._world.store.lose_tail)
+
+    def store_turns_bits_over(self) -> Iterator[float]:
+        return self._damage(self._world.store.flip_bits)
+
+    def store_is_shuffled(self) -> Iterator[float]:
+        return self._damage(self._world.store.reorder)
+
+    def store_comes_back_old(self) -> Iterator[float]:
+        """From a backup that was made a while ago, perhaps before anything was stored."""
+        if self._rng.random() < 0.8:
+            self._world.store.back_up()
+            yield self._rng.uniform(0.2, 2.0)
+        yield from self._damage(self._world.store.restore)
+
+    def store_is_emptied_for_a_while(self) -> Iterator[float]:
+        """Another server answers in its place, with nothing; then the first one is back."""
+        self._empty_store()
+        yield self._rng.uniform(0.5, 3.0)
+        yield from self._damage(self._world.store.restore)
+
+    def everything_is_new_for_a_while(self) -> Iterator[float]:
+        """The host of a replica's workers is another one too. The first store is back when that has just begun: its
+        stamps are like those of the first memory then.
+        """
+        site = self._site()
+        before, steps = site.life, self._rng.randint(1, 10)
+        for process in (*(worker.process for worker in site.workers), *(rank.process for rank in before.ranks)):
+            process.kill()
+        self._empty_store()
+        for _ in range(200):
+            yield 0.02
+            if site.life is not before and site.life.steps >= steps:
+                break
+        self._world.store.restore()
+        self._crash(self._world.service.process)
+
+    def _empty_store(self) -> None:
+        store = self._world.store
+        store.back_up()
+        store.logs, store.records_by_name = {}, {}
+        self._crash(self._world.service.process)
+
+    def _damage(self, act: Callable[[], None]) -> Iterator[float]:
+        """Which shows only to a service that starts."""
+        act()
+        if self._rng.random() < 0.7:
+            self._crash(self._world.service.process)
+        yield 0.1
+
+
+KINDS: dict[str, Callable[[Chaos], Iterator[float]]] = {
+    act.__name__.replace("_", " "): act
+    for act in (
+        Chaos.service_dies,
+        Chaos.service_stands_still,
+        Chaos.engine_dies,
+        Chaos.engine_stands_still,
+        Chaos.rank_dies,
+        Chaos.rank_dies_in_its_orders,
+        Chaos.rank_stands_still,
+        Chaos.worker_dies,
+        Chaos.streams_break,
+        Chaos.partition,
+        Chaos.bad_weather,
+        Chaos.store_is_away,
+        Chaos.store_answers_late,
+        Chaos.store_tears,
+        Chaos.store_loses_its_tail,
+        Chaos.store_turns_bits_over,
+        Chaos.store_is_shuffled,
+        Chaos.store_comes_back_old,
+        Chaos.store_is_emptied_for_a_while,
+        Chaos.everything_is_new_for_a_while,
+    )
+}

@@ -1,0 +1,423 @@
+"""What must hold over everything that happened: the rules of the life of a page, each over the records of one run.
+
+The world appends what it sees (`Record`), the rules below read it and nothing else. A rule is named as design and
+ARCHITECTURE name it, says what it promises in its first line, and yields a line for everything that breaks it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, TypeVar
+
+from kvplane.base.step import PartResult
+
+Place: TypeAlias = tuple[str, int, int]  # replica, rank, incarnation of the memory
+
+
+# -- what happens ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Chaos did something."""
+
+    kind: str
+
+
+@dataclass(frozen=True)
+class Began:
+    """A service began an engine life. `kept` are the keyed blocks with their stamps, `due` those that must be kept;
+    `shown` what the ranks' tables said at that moment.
+    """
+
+    service: int
+    replica: str
+    epoch: int
+    kept: tuple[tuple[int, int], ...]
+    due: tuple[tuple[int, int], ...]
+    shown: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A service applied (parts of) a step."""
+
+    service: int
+    replica: str
+    epoch: int
+    seq: int
+    part: int
+    answer: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An engine got an answer; `seq` is the service's number."""
+
+    replica: str
+    epoch: int
+    seq: int
+    part: int
+    answer: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A step registered a key."""
+
+    service: int
+    replica: str
+    epoch: int
+    seq: int
+    group: int
+    block: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Published:
+    """Others were shown a key."""
+
+    service: int
+    replica: str
+    epoch: int
+    group: int
+    block: int
+    digest: bytes
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """An engine life owns a rank's memory. `ahead`: its number of a step, less the service's."""
+
+    place: Place
+    epoch: int
+    ahead: int
+
+
+@dataclass(frozen=True)
+class CarriedOut:
+    """A rank obeyed the orders of a part; `owner` is the epoch that owned the memory then."""
+
+    place: Place
+    epoch: int
+    owner: int
+    seq: int
+    part: int
+    stamped: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A rank ran the launch of a step."""
+
+    place: Place
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True)
+class Lapsed:
+    """A lease was looked at; what requests held before and after."""
+
+    replica: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A request was admitted with a prefix; `across`: pages of an earlier service life."""
+
+    replica: str
+    num_tokens: int
+    across: bool
+
+
+@dataclass(frozen=True)
+class Moved:
+    """An engine read the pages of a request that ended as held; `right`: what it read is what was held, or the stamps
+    said that it is not.
+    """
+
+    replica: str
+    right: bool
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The pages of a held request changed though neither its engine nor the service had gone."""
+
+    replica: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class Waited:
+    """Between a service's read of a message and its answer."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A page that holds something else: `what` says which, and who looked."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A state, or an end of a process, that cannot be."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Emptied:
+    """Every request of a replica has ended."""
+
+    replica: str
+    free: int
+    usable: int
+
+
+Record: TypeAlias = (
+    Fault
+    | Began
+    | Applied
+    | Answered
+    | Stored
+    | Published
+    | Claimed
+    | CarriedOut
+    | Executed
+    | Lapsed
+    | Hit
+    | Moved
+    | Lost
+    | Waited
+    | Wrong
+    | Broken
+    | Emptied
+)
+
+
+_R = TypeVar("_R", bound=Record)
+
+
+@dataclass
+class History:
+    """The records of one run, in order, with their times."""
+
+    records: list[tuple[int, Record]] = field(default_factory=list)
+
+    def add(self, at_ns: int, record: Record) -> None:
+        self.records.append((at_ns, record))
+
+    def of(self, kind: type[_R]) -> Iterator[_R]:
+        return (record for _, record in self.records if isinstance(record, kind))
+
+    def digest(self) -> str:
+        """Equal runs have equal digests."""
+        told = hashlib.sha256()
+        for at_ns, record in self.records:
+            told.update(f"{at_ns} {record}\n".encode())
+        return told.hexdigest()[:16]
+
+    def findings(self) -> list[str]:
+        """Everything that breaks a rule."""
+        return [f"{name}: {what}" for name, rule in RULES.items() for what in rule(self)]
+
+
+def fingerprint(parts: Sequence[PartResult]) -> str:
+    """Stands for an answer, on either side of the network."""
+    told = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        orders, columns = part.orders, (part.new_blocks, part.tables, part.peek_blocks)
+        rows = (
+            part.granted, part.preempted, part.admit_status, part.admit_hit, part.admit_granted, part.admit_junction,
+            part.peek_hit, orders.stamp_block, orders.stamp, orders.copy_src, orders.copy_dst, orders.zero_block,
+            *(column for blocks in columns for column in (blocks.row, blocks.group, blocks.count, blocks.ids)),
+        )  # fmt: skip
+        told.update(repr([[int(value) for value in row] for row in rows]).encode())
+        told.update(f"{part.free_blocks} {part.reset_done}".encode())
+    return told.hexdigest()
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+
+def never_a_wrong_hit(history: History) -> Iterator[str]:
+    """A launch reads, and a key that others may see names, a page that holds just that, on every rank."""
+    yield from (record.what for record in history.of(Wrong))
+
+
+def sound(history: History) -> Iterator[str]:
+    """No block is free and held, in two tables, or without a holder; no process ends by a bug."""
+    yield from (record.what for record in history.of(Broken))
+
+
+def no_block_is_leaked(history: History) -> Iterator[str]:
+    """When every request has ended, every block is free."""
+    for record in history.of(Emptied):
+        if record.free != record.usable:
+            yield f"{record.replica}: {record.free} of {record.usable} blocks are free"
+
+
+def executed(history: History) -> Iterator[str]:
+    """A key is shown to others only after the step that registered it has been executed on all ranks."""
+    done: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # (replica, epoch) -> rank -> the service's number
+    ahead: dict[tuple[str, int], int] = {}
+    stored: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    proven: dict[tuple[int, str, int], set[int]] = {}
+    for _, record in history.records:
+        match record:
+            case Claimed((replica, _, _), epoch):
+                ahead[replica, epoch] = record.ahead
+            case Executed((replica, rank, _), epoch, seq):
+                done[replica, epoch][rank] = seq - ahead[replica, epoch]
+            case Stored(service, replica, epoch, seq, group, block, digest):
+                stored[service, replica, epoch, group, block, digest].append(seq)
+            case Began(service, replica, epoch, kept):
+                proven[service, replica, epoch] = {block for block, _ in kept}
+            case Published(service, replica, epoch, group, block, digest):
+                steps = stored.get((service, replica, epoch, group, block, digest), [])
+                ranks = done[replica, epoch]
+                through = min(ranks.values()) if len(ranks) == RANKS else 0
+                was_proven = not steps and block in proven.get((service, replica, epoch), ())
+                if not was_proven and not any(seq <= through for seq in steps):
+                    yield f"{replica}, block {block}: a key of step {steps} is shown, ranks stand at {dict(ranks)}"
+
+
+def stamps_version_content(history: History) -> Iterator[str]:
+    """No stamp is given twice in an incarnation, to two blocks or to one block at two times."""
+    given: dict[tuple[Place, int], int] = {}
+    for record in history.of(CarriedOut):
+        for block, stamp in record.stamped:
+            if (record.place, stamp) in given:
+                before = given[record.place, stamp]
+                yield f"{record.place}: stamp {stamp:x} of block {before} is given again, to block {block}"
+            given[record.place, stamp] = block
+
+
+def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
+    """A new engine life keeps a key only where every rank's table shows its stamp. No stamp, no hit."""
+    for record in history.of(Began):
+        for block, stamp in record.kept:
+            if not stamp or any(table[block] != stamp for table in record.shown):
+                shown = " ".join(f"{table[block]:x}" for table in record.shown)
+                yield f"{record.replica}, epoch {record.epoch}: block {block} is kept under {stamp:x}, not {shown}"
+
+
+def an_engine_restart_keeps_its_cache(history: History) -> Iterator[str]:
+    """A new life of an engine on the same service and memory keeps every published key that every rank proves."""
+    for record in history.of(Began):
+        lost = set(record.due) - set(record.kept)
+        if lost:
+            yield f"{record.replica}, epoch {record.epoch}: {len(lost)} keys are lost, such as block {min(lost)[0]}"
+
+
+def the_epoch_lives_where_the_pages_live(history: History) -> Iterator[str]:
+    """The owner of a memory never goes back to an earlier epoch, and nobody else obeys orders there."""
+    owner: dict[Place, int] = {}
+    for _, record in history.records:
+        match record:
+            case Claimed(place, epoch):
+                if epoch < owner.get(place, 0):
+                    yield f"{place}: epoch {epoch} claims after {owner[place]}"
+                owner[place] = epoch
+            case CarriedOut(place, epoch):
+                if not epoch == record.owner == owner.get(place):
+                    yield f"{place}: orders of epoch {epoch} are obeyed, {record.owner} owns the memory"
+
+
+def orders_run_once(history: History) -> Iterator[str]:
+    """The orders of each part run once on each rank, in order, and before the launch of their step."""
+    position: dict[tuple[Place, int], tuple[int, int]] = {}
+    for _, record in history.records:
+        match record:
+            case CarriedOut(place, epoch, _, seq, part):
+                done = position.get((place, epoch))
+                if done is not None and (seq, part) not in ((done[0] + 1, 0), (done[0], done[1] + 1)):
+                    yield f"{place}, epoch {epoch}: part {part} of step {seq} is carried out after {done}"
+                position[place, epoch] = (seq, part)
+            case Executed(place, epoch, seq):
+                if position.get((place, epoch), (0, 0))[0] < seq:
+                    yield f"{place}, epoch {epoch}: step {seq} is launched before its orders"
+
+
+def a_lease_that_lapses_takes_nothing(history: History) -> Iterator[str]:
+    """A lease that ends takes no block from anybody."""
+    for record in history.of(Lapsed):
+        if record.before != record.after:
+            yield f"{record.replica}: {record.before} became {record.after}"
+
+
+def resume(history: History) -> Iterator[str]:
+    """A session that resumes has what it had: what it holds for a transfer stays held."""
+    yield from (f"{record.replica}: the pages of held slot {record.slot} have changed" for record in history.of(Lost))
+
+
+def copies_out_of_a_page_are_bracketed(history: History) -> Iterator[str]:
+    """What a transfer read under equal stamps is what was there."""
+    yield from (f"{record.replica}: a transfer read something else" for record in history.of(Moved) if not record.right)
+
+
+def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
+    """A step is applied once by a service, and what its engine gets is that answer, however often it is sent."""
+    applied: dict[tuple[object, ...], str] = {}
+    once = set[tuple[object, ...]]()
+    for _, record in history.records:
+        match record:
+            case Applied(service, replica, epoch, seq, part, answer):
+                if (service, replica, epoch, seq, part) in once:
+                    yield f"{replica}, epoch {epoch}: part {part} of step {seq} is applied twice"
+                once.add((service, replica, epoch, seq, part))
+                applied[replica, epoch, seq, part] = answer
+            case Answered(replica, epoch, seq, part, answer):
+                if applied.get((replica, epoch, seq, part)) != answer:
+                    yield f"{replica}, epoch {epoch}: the answer to step {seq} is another one"
+
+
+def epochs_never_go_back(history: History) -> Iterator[str]:
+    """Each engine life on a memory has a higher number than the one before."""
+    last: dict[tuple[int, str], int] = {}
+    for record in history.of(Began):
+        if record.epoch <= last.get((record.service, record.replica), 0):
+            yield f"{record.replica}: epoch {record.epoch} after {last[record.service, record.replica]}"
+        last[record.service, record.replica] = record.epoch
+
+
+def allocation_never_waits_for_the_store(history: History) -> Iterator[str]:
+    """A service answers a step at once, whatever its store does."""
+    for record in history.of(Waited):
+        if record.seconds:
+            yield f"an answer took {record.seconds} s"
+
+
+RANKS = 2
+
+RULES: dict[str, Callable[[History], Iterator[str]]] = {
+    rule.__name__.replace("_", " "): rule
+    for rule in (
+        never_a_wrong_hit,
+        sound,
+        no_block_is_leaked,
+        executed,
+        stamps_version_content,
+        the_stamp_table_belongs_to_the_memory,
+        an_engine_restart_keeps_its_cache,
+        the_epoch_lives_where_the_pages_live,
+        orders_run_once,
+        a_lease_that_lapses_takes_nothing,
+        resume,
+        copies_out_of_a_page_are_bracketed,
+        a_repeat_gets_the_same_answer,
+        epochs_never_go_back,
+        allocation_never_waits_for_the_store,
+    )
+}

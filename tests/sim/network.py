@@ -1,0 +1,237 @@
+"""A network of streams and messages that delays, loses, repeats, reorders, and falls apart.
+
+    Server.streams   what a service answers, by method: the product's own handlers, bytes in and out
+    Stream           one gRPC call: both directions keep their order, as TCP does, until the stream breaks
+    Mailbox          messages between the processes of an engine: lost, repeated and reordered one by one
+
+A stream that breaks loses what was on its way. Each end notices on its own; what had arrived before is still read, so a
+service may apply what its client has given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import grpc
+
+from kvplane.base.errors import Unavailable
+from tests.sim.loop import Process, VirtualLoop, this_process
+
+EOF = object()
+_RETRANSMIT_S = 0.2
+
+
+@dataclass
+class Weather:
+    """How the network is now. Times in seconds, chances of 0 to 1.
+
+    Attributes:
+        cut_off: pairs of places between which nothing passes.
+    """
+
+    delay_s: float = 0.001
+    jitter_s: float = 0.003
+    lose: float = 0.0
+    repeat: float = 0.0
+    cut_off: set[frozenset[str]] = field(default_factory=set)
+
+
+class Ended(Exception):
+    """The stream has ended for this end: with the service's status, or without a word."""
+
+    def __init__(self, status: Any = None) -> None:
+        super().__init__()
+        self.status = status
+
+
+class Aborted(Exception):
+    """A handler gave its status."""
+
+
+class Pipe:
+    """One direction of a stream: items arrive in order, each a little later."""
+
+    def __init__(self, network: Network, ends: frozenset[str]) -> None:
+        self._network, self._ends = network, ends
+        self._on_the_way: deque[Any] = deque()
+        self._arrived: deque[Any] = deque()
+        self._waiting: asyncio.Future[None] | None = None
+        self._last_s = 0.0
+        self.broken = False
+
+    def send(self, item: Any) -> None:
+        loop = self._network.loop
+        self._last_s = max(self._last_s, loop.time() + self._network.draw_delay())
+        loop.call_at(self._last_s, self._arrive, item)
+
+    async def receive(self) -> Any:
+        """The next item; raises Ended when none will come."""
+        while not self._arrived:
+            if self.broken:
+                raise Ended
+            self._waiting = self._network.loop.create_future()
+            await self._waiting
+        return self._arrived.popleft()
+
+    def break_off(self) -> None:
+        """Nothing arrives from now on."""
+        self.broken = True
+        self._wake()
+
+    def _arrive(self, item: Any) -> None:
+        self._on_the_way.append(item)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Across a partition nothing passes; behind it everything does, in order."""
+        while self._on_the_way and not self.broken:
+            if self._ends in self._network.weather.cut_off:
+                self._network.loop.call_later(_RETRANSMIT_S, self._deliver)
+                return
+            self._arrived.append(self._on_the_way.popleft())
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+
+class Stream:
+    """One call of a method. `client` and `server` are the processes at its ends."""
+
+    def __init__(self, network: Network, client: Process, place: str, server: Server) -> None:
+        ends = frozenset((place, server.address))
+        self.network, self.client, self.server = network, client, server
+        self.outward, self.inward = Pipe(network, ends), Pipe(network, ends)
+        self.ends = ends
+        self.handler: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.inward.broken and self.outward.broken
+
+    def cut(self, *, client_s: float = 0.0, server_s: float = 0.0) -> None:
+        """Break the stream; each end notices so much later."""
+        loop = self.network.loop
+        loop.call_later(client_s, self.inward.break_off)
+        loop.call_later(server_s, self._cut_server)
+        self.network.streams.pop(self, None)
+
+    def _cut_server(self) -> None:
+        self.outward.break_off()
+        if self.handler is not None:
+            self.handler.cancel()
+
+
+class Context:
+    """What a handler is given in place of grpc.aio.ServicerContext."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._reads = 0
+        self._heard_s = 0.0
+
+    async def read(self) -> Any:
+        try:
+            item = await self._stream.outward.receive()
+        except Ended:
+            return EOF
+        self._reads += 1
+        self._heard_s = self._stream.network.loop.time()
+        return item
+
+    async def write(self, raw: bytes) -> None:
+        network = self._stream.network
+        if self._reads > 1:  # the first message opens the session, and waits for the workers' claims
+            network.longest_answer_s = max(network.longest_answer_s, network.loop.time() - self._heard_s)
+        self._stream.inward.send(raw)
+
+    async def abort_with_status(self, status: Any) -> None:
+        self._stream.inward.send(Ended(status))
+        raise Aborted
+
+
+class Server:
+    """A process that answers calls at an address; implements what service handlers are added to."""
+
+    def __init__(self, network: Network, address: str, process: Process) -> None:
+        self.network, self.address, self.process = network, address, process
+        self._handlers: list[grpc.GenericRpcHandler] = []
+
+    def add_generic_rpc_handlers(self, handlers: tuple[grpc.GenericRpcHandler, ...]) -> None:
+        self._handlers.extend(handlers)
+
+    def listen(self) -> None:
+        """Answer from now on, in place of who did before."""
+        self.network.servers[self.address] = self
+
+    def serve(self, stream: Stream, method: str, request: bytes | None) -> None:
+        """Begin to answer a call."""
+        stream.handler = self.process.spawn(self._answer(stream, method, request))
+
+    async def _answer(self, stream: Stream, method: str, request: bytes | None) -> None:
+        details: Any = _Call(method)
+        handler: Any = next(filter(None, (one.service(details) for one in self._handlers)))
+        context = Context(stream)
+        try:
+            if request is None:
+                await handler.stream_stream(EOF, context)
+            else:
+                stream.inward.send(await handler.unary_unary(request, context))
+            stream.inward.send(Ended())
+        except Aborted:
+            return
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a generic handler is asked by."""
+
+    method: str
+    invocation_metadata: tuple[tuple[str, str], ...] = ()
+
+
+class Network:
+    """Places, and what is on its way between them."""
+
+    def __init__(self, loop: VirtualLoop, rng: Random) -> None:
+        self.loop, self.rng = loop, rng
+        self.weather = Weather()
+        self.servers: dict[str, Server] = {}
+        self.streams: dict[Stream, None] = {}
+        self.longest_answer_s = 0.0  # between a service's read and its answer
+
+    def draw_delay(self) -> float:
+        weather = self.weather
+        return weather.delay_s + self.rng.random() ** 3 * weather.jitter_s
+
+    async def call(self, address: str, place: str, method: str, request: bytes | None) -> Stream:
+        """Begin a call from a place; raises Unavailable when nobody answers there."""
+        await asyncio.sleep(self.draw_delay())
+        server = self.servers.get(address)
+        if server is None or not server.process.alive or frozenset((place, address)) in self.weather.cut_off:
+            await asyncio.sleep(self.draw_delay())
+            raise Unavailable(f"nobody answers at {address}")
+        stream = Stream(self, this_process(), place, server)
+        self.streams[stream] = None
+        server.serve(stream, method, request)
+        return stream
+
+    def note_death(self, process: Process) -> None:
+        """The kernel of a dead process tells the other ends."""
+        for stream in [one for one in self.streams if process in (one.client, one.server.process)]:
+            stream.cut(client_s=self.draw_delay(), server_s=self.rng.choice([0.0, 0.002, 1.0]))
+
+    def post(self, deliver: Callable[[], None]) -> None:
+        """One message on its way: it may get lost, arrive twice, or be overtaken."""
+        weather, rng = self.weather, self.rng
+        if rng.random() < weather.lose:
+            return
+        copies = 2 if rng.random() < weather.repeat else 1
+        for _ in range(copies):
+            self.loop.call_later(self.draw_delay(), deliver)

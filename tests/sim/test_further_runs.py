@@ -1,0 +1,18 @@
+"""Further seeds, in a file of their own so that they run beside the first ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.campaign import campaign
+from tests.sim.test_runs import SEEDS
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("base", range(SEEDS + 1, 2 * SEEDS + 1, 20))
+def test_no_rule_is_broken(base):
+    totals = campaign(range(base, base + 20))
+    assert not totals.failed, "\n".join(
+        f"make sim SEEDS=1 SEED_BASE={one.seed}: {one.findings[0]}" for one in totals.failed
+    )
+    assert totals.is_good, f"{totals}: too many runs show nothing"

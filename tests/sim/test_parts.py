@@ -1,0 +1,201 @@
+"""What the simulation is made of does what it says."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from random import Random
+
+import pytest
+
+from kvplane.base.errors import Unavailable
+from kvplane_service.store.errors import StoreUnavailable
+from kvplane_service.store.interface import LogName, StoredChunk
+from tests.sim.loop import Killed, Process, VirtualLoop
+from tests.sim.network import Ended, Network, Pipe
+from tests.sim.store import WildStore
+
+LOG = LogName("a", b"n" * 16, 7)
+
+
+def run(work, seed=1):
+    """What a coroutine returns on a virtual loop, and how long it took there."""
+    loop = VirtualLoop(Random(seed))
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(work(loop)), loop.time()
+    finally:
+        asyncio.set_event_loop(None)
+
+
+def test_an_hour_takes_no_time_and_order_is_kept():
+    async def wait(loop):
+        said = list[str]()
+        loop.call_later(3600, said.append, "late")
+        loop.call_later(10, said.append, "early")
+        await asyncio.sleep(3601)
+        return said, await asyncio.to_thread(lambda: "beside")
+
+    (said, beside), took_s = run(wait)
+    assert (said, beside) == (["early", "late"], "beside")
+    assert 3601 <= took_s < 3602
+
+
+async def _work(said):
+    try:
+        for number in range(10):
+            said.append(number)
+            await asyncio.sleep(1)
+    finally:
+        said.append("last word")
+
+
+@pytest.mark.parametrize("how", ["kill", "crash", "stop"])
+def test_a_process_dies_without_a_last_word(how):
+    async def live(_):
+        said, process = list[object](), Process("p", 1)
+        process.spawn(_work(said))
+        await asyncio.sleep(2.5)
+        if how == "kill":
+            process.kill()
+        elif how == "crash":
+            process.crash_in = 0
+        else:
+            process.pause()
+        await asyncio.sleep(5)
+        return list(said), process.has_exited()
+
+    (said, exited), _ = run(live)
+    assert said == [0, 1, 2]
+    assert exited == (how != "stop")
+
+
+def test_a_process_that_stood_still_goes_on():
+    async def live(_):
+        said, process = list[object](), Process("p", 1)
+        process.spawn(_work(said))
+        await asyncio.sleep(2.5)
+        process.pause()
+        await asyncio.sleep(100)
+        process.resume()
+        await asyncio.sleep(1.5)
+        return list(said)
+
+    assert run(live)[0] == [0, 1, 2, 3, 4]
+
+
+def test_a_process_can_die_inside_a_function():
+    async def live(_):
+        said, process = list[object](), Process("p", 1)
+
+        async def crash():
+            said.append("before")
+            with pytest.raises(Killed):
+                process.die_here()
+            await asyncio.sleep(1)
+            said.append("after")
+
+        process.spawn(crash())
+        await asyncio.sleep(5)
+        return said, process.bugs
+
+    assert run(live)[0] == (["before"], [])
+
+
+def test_a_bug_in_a_process_is_seen():
+    async def live(_):
+        process = Process("p", 1)
+
+        async def fail():
+            raise ValueError("a bug")
+
+        process.spawn(fail())
+        await asyncio.sleep(1)
+        return process.bugs
+
+    assert [str(bug) for bug in run(live)[0]] == ["a bug"]
+
+
+def test_what_waits_behind_a_partition_arrives_in_order():
+    async def send(loop):
+        network = Network(loop, Random(3))
+        ends = frozenset(("here", "there"))
+        pipe = Pipe(network, ends)
+        pipe.send(0)
+        await asyncio.sleep(1)
+        network.weather.cut_off.add(ends)
+        for number in range(1, 9):
+            pipe.send(number)
+            await asyncio.sleep(0.1)
+        network.weather.cut_off.discard(ends)
+        pipe.send(9)
+        arrived = [await pipe.receive() for _ in range(10)]
+        pipe.break_off()
+        with pytest.raises(Ended):
+            await pipe.receive()
+        return arrived
+
+    assert run(send)[0] == list(range(10))
+
+
+def test_messages_are_lost_repeated_and_overtaken():
+    async def send(loop):
+        network, arrived = Network(loop, Random(3)), list[int]()
+        network.weather.lose, network.weather.repeat, network.weather.jitter_s = 0.2, 0.3, 1.0
+        for number in range(50):
+            network.post(partial(arrived.append, number))
+        await asyncio.sleep(5)
+        return arrived
+
+    arrived = run(send)[0]
+    assert len(set(arrived)) < 50
+    assert len(arrived) > len(set(arrived))
+    assert arrived != sorted(arrived)
+
+
+def test_nobody_answers_where_nobody_listens():
+    async def call(loop):
+        with pytest.raises(Unavailable):
+            await Network(loop, Random(1)).call("nowhere", "here", "/kvplane.v1.Allocation/Session", None)
+
+    run(call)
+
+
+def filled() -> WildStore:
+    store = WildStore(Random(5))
+    for seq in range(1, 9):
+        store.append(LOG, StoredChunk(seq, bytes([seq]) * 20), 0)
+    store.put_record("a", b"record")
+    return store
+
+
+def test_a_store_loses_its_tail_turns_bits_over_and_comes_back_old():
+    store = filled()
+    store.back_up()
+    before = dict(store.logs[LOG])
+    store.lose_tail()
+    assert list(store.logs[LOG]) == list(before)[: len(store.logs[LOG])]
+    assert len(store.logs[LOG]) < 8
+    store.restore()
+    assert store.logs[LOG] == before
+    store.flip_bits()
+    assert sum(store.logs[LOG][seq] != raw for seq, raw in before.items()) == 2
+    assert store.records_by_name["a"] != b"record"
+    store.restore()
+    store.reorder()
+    assert store.logs[LOG] != before
+    assert sorted(store.logs[LOG].values()) == sorted(before.values())
+
+
+def test_a_store_that_is_away_fails_and_one_that_tears_keeps_a_part():
+    store = filled()
+    store.tears = 1.0
+    store.append(LOG, StoredChunk(9, b"x" * 20), 0)
+    assert len(store.logs[LOG][9]) < 20
+    store.tears, store.loses_answers = 0.0, 1.0
+    with pytest.raises(StoreUnavailable):
+        store.append(LOG, StoredChunk(10, b"x"), 0)
+    assert 10 in store.logs[LOG], "it was done all the same"
+    store.away = True
+    with pytest.raises(StoreUnavailable):
+        list(store.records())

@@ -1,0 +1,85 @@
+"""Every rule of the history can be broken: a few records that keep it, and one more that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.sim import history as h
+from tests.sim.history import RULES, History, Record
+
+HERE, BESIDE = ("a", 0, 77), ("a", 1, 77)
+CLAIMED: list[Record] = [h.Claimed(HERE, 5, 0), h.Claimed(BESIDE, 5, 0)]
+
+
+def carried(seq: int, part: int = 0, **changes) -> h.CarriedOut:
+    given = {"place": HERE, "epoch": 5, "owner": 5, "seq": seq, "part": part, "stamped": ()}
+    return h.CarriedOut(**{**given, **changes})
+
+
+def key(kind: type, *numbers: int) -> Record:
+    return kind(1, "a", 5, *numbers, 0, 9, b"digest")
+
+
+def began(epoch: int = 5, kept=(), due=(), shown=((0, 8), (0, 8))) -> h.Began:
+    return h.Began(1, "a", epoch, kept, due, shown)
+
+
+STORED: list[Record] = [*CLAIMED, key(h.Stored, 3), h.Executed(HERE, 5, 3)]
+APPLIED = h.Applied(1, "a", 5, 1, 0, "answer")
+BROKEN: dict[str, tuple[list[Record], Record]] = {
+    "never a wrong hit": ([], h.Wrong("a page")),
+    "sound": ([], h.Broken("a block")),
+    "no block is leaked": ([h.Emptied("a", 9, 9)], h.Emptied("a", 8, 9)),
+    "executed": (STORED, key(h.Published)),
+    "stamps version content": (
+        [carried(1, stamped=((4, 100),)), carried(1, place=BESIDE, stamped=((4, 100),))],
+        carried(2, stamped=((5, 100),)),
+    ),
+    "the stamp table belongs to the memory": ([began(kept=((1, 8),))], began(6, ((1, 8),), (), ((0, 8), (0, 7)))),
+    "an engine restart keeps its cache": ([began(kept=((1, 8),), due=((1, 8),))], began(6, due=((1, 8),))),
+    "the epoch lives where the pages live": ([*CLAIMED, carried(1)], carried(2, epoch=4)),
+    "orders run once": ([carried(1), carried(1, 1), carried(2)], carried(2)),
+    "a lease that lapses takes nothing": ([h.Lapsed("a", "x", "x")], h.Lapsed("a", "x", "y")),
+    "resume": ([], h.Lost("a", 3)),
+    "copies out of a page are bracketed": ([h.Moved("a", True)], h.Moved("a", False)),
+    "a repeat gets the same answer": ([APPLIED, h.Answered("a", 5, 1, 0, "answer")], h.Answered("a", 5, 1, 0, "other")),
+    "epochs never go back": ([began(5), began(6)], began(6)),
+    "allocation never waits for the store": ([h.Waited(0.0)], h.Waited(0.1)),
+}
+
+
+def history(records: Sequence[Record]) -> History:
+    made = History()
+    for at, record in enumerate(records):
+        made.add(at, record)
+    return made
+
+
+def test_each_rule_has_its_breach():
+    assert list(BROKEN) == list(RULES)
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_rule_can_be_broken(rule):
+    kept, breach = BROKEN[rule]
+    assert list(RULES[rule](history(kept))) == []
+    assert len(list(RULES[rule](history([*kept, breach])))) == 1
+
+
+def test_further_ways_to_break_one():
+    executed = [*STORED, h.Executed(BESIDE, 5, 3), key(h.Published)]
+    assert list(RULES["executed"](history(executed))) == []
+    assert list(RULES["executed"](history([*CLAIMED, h.Claimed(HERE, 5, 2), *executed[2:]]))), (
+        "the engine counts two ahead"
+    )
+    claims: list[Record] = [*CLAIMED, h.Claimed(HERE, 4, 0)]
+    assert list(RULES["the epoch lives where the pages live"](history(claims)))
+    assert list(RULES["orders run once"](history([carried(1), h.Executed(HERE, 5, 2)])))
+    assert list(RULES["a repeat gets the same answer"](history([APPLIED, APPLIED])))
+
+
+def test_what_no_rule_breaks_is_found_in_none():
+    assert history([*CLAIMED, carried(1), h.Executed(HERE, 5, 1)]).findings() == []
+    assert history([h.Wrong("a page")]).findings() == ["never a wrong hit: a page"]

@@ -1,0 +1,38 @@
+"""The product keeps its rules whatever goes wrong: some seeds of the simulation (see README.md)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.campaign import KEPT, campaign
+from tests.sim.world import run
+
+SEEDS = 60
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("base", range(1, SEEDS + 1, 20))
+def test_no_rule_is_broken(base):
+    totals = campaign(range(base, base + 20))
+    assert not totals.failed, "\n".join(
+        f"make sim SEEDS=1 SEED_BASE={one.seed}: {one.findings[0]}" for one in totals.failed
+    )
+    assert totals.is_good, f"{totals}: too many runs show nothing"
+
+
+@pytest.mark.parametrize("seed", KEPT)
+def test_seeds_that_once_found_a_fault(seed):
+    assert run(seed).findings == [], KEPT[seed]
+
+
+def test_a_run_is_as_large_as_it_promises():
+    outcome = run(2)
+    assert outcome.steps >= 300
+    assert outcome.services >= 2
+    assert outcome.lives >= 3
+    assert outcome.faults.total() >= 8
+    assert len(outcome.faults) >= 4
+
+
+def test_the_same_seed_is_the_same_run():
+    assert run(7).digest == run(7).digest != run(8).digest

@@ -1,0 +1,139 @@
+"""The client's end of the network: a session's transport, and single calls."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from kvplane.base.errors import KvplaneError, Unavailable
+from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.step import Step, StepResult
+from kvplane.channel import MAX_MESSAGE_BYTES
+from kvplane.status import error_of_rpc
+from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S
+from kvplane.v1 import allocation_pb2, plan_pb2
+from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
+from kvplane.wire import stream as messages
+from tests.sim.network import Ended, Network, Stream
+
+PACKAGE = "kvplane.v1."
+_SESSION = f"/{PACKAGE}Allocation/Session"
+_SERVICES = {
+    service.full_name: service
+    for file in (allocation_pb2.DESCRIPTOR, plan_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+}
+
+
+class _Outcome:
+    """A status as `kvplane.status` reads it."""
+
+    def __init__(self, status: Any) -> None:
+        self._status = status
+
+    def code(self) -> Any:
+        return self._status.code
+
+    def details(self) -> str:
+        return str(self._status.details)
+
+    def trailing_metadata(self) -> Any:
+        return self._status.trailing_metadata
+
+
+def error_of(ended: Ended) -> KvplaneError:
+    """Why a stream ended."""
+    if ended.status is None:
+        return Unavailable("the stream broke")
+    return error_of_rpc(_Outcome(ended.status))
+
+
+async def call(network: Network, address: str, place: str, name: str, request: Message) -> Any:
+    """One unary call ("Workers/RenewWorker"); raises as the service refused it, Unavailable when it is lost."""
+    service, _, method = name.partition("/")
+    answer_type = GetMessageClass(_SERVICES[PACKAGE + service].methods_by_name[method].output_type)
+    stream = await network.call(address, place, f"/{PACKAGE}{name}", request.SerializeToString())
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            answer = await stream.inward.receive()
+    except (TimeoutError, Ended):
+        raise Unavailable("no answer") from None
+    finally:
+        stream.cut()
+    if isinstance(answer, Ended):
+        raise error_of(answer)
+    return answer_type.FromString(answer)
+
+
+class SimTransport:
+    """Carries one session. Implements AsyncSessionTransport."""
+
+    def __init__(self, network: Network, address: str, place: str) -> None:
+        self._network, self._address, self._place = network, address, place
+        self._stream: Stream | None = None
+        self.draining = False
+        self.can_move = False
+
+    async def open(self, request: OpenRequest) -> Opened:
+        self._cut()
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                self._stream = await self._network.call(self._address, self._place, _SESSION, None)
+                self._write(messages.open_message(request))
+                return messages.opened_of(await self._read())
+        except TimeoutError:
+            self._cut()
+            raise Unavailable("no answer") from None
+        except KvplaneError:
+            self._cut()
+            raise
+
+    async def send(self, step: Step) -> None:
+        self._write(messages.step_message(step, MAX_MESSAGE_BYTES))
+
+    async def receive(self) -> StepResult | KvplaneError:
+        while True:
+            answer = messages.answer_of(await self._read())
+            if answer is not None:
+                return answer
+            self.draining = True
+
+    async def heartbeat(self) -> None:
+        if self._stream is None or self._stream.inward.broken:
+            await self._read()
+        self._write(messages.heartbeat_message())
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                self._write(messages.close_message())
+                while True:
+                    await self._read()
+        except (KvplaneError, TimeoutError):
+            return
+        finally:
+            self._cut()
+
+    def _write(self, message: SessionRequest) -> None:
+        if self._stream is not None:
+            self._stream.outward.send(message.SerializeToString())
+
+    async def _read(self) -> SessionResponse:
+        if self._stream is None:
+            raise Unavailable("no stream is open")
+        try:
+            item = await self._stream.inward.receive()
+        except Ended as ended:
+            raise error_of(ended) from None
+        if isinstance(item, Ended):
+            self._stream.inward.break_off()
+            raise error_of(item) if item.status else Unavailable("the service ended the stream")
+        return SessionResponse.FromString(item)
+
+    def _cut(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cut(server_s=self._network.draw_delay())

@@ -1,0 +1,132 @@
+"""Page memory that outlives engines: the pages of one rank, the stamp table beside them, and who may write.
+
+A worker's death is the end of its memory: the next one allocates anew, under another incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvplane import wire
+from kvplane.base.errors import KvplaneError, NotFound
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.rank_plan import GroupLayers, RankPlan
+from kvplane.base.stamp_table import StampTable, table_bytes
+from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.v1 import plan_pb2 as pb
+from kvplane_worker.writer import ProcessName, Writer
+from tests.core.page_memory import Memory
+from tests.sim.loop import Process
+from tests.sim.transport import call
+
+RENEW_S = 0.7
+
+
+def plan_of(spec: ReplicaSpec) -> RankPlan:
+    """A plan that says how many blocks there are, and of no layer: the simulated pages have none."""
+    return RankPlan(spec.num_blocks, spec.num_blocks, 1, tuple(GroupLayers((), ()) for _ in spec.groups), ())
+
+
+class RankMemory:
+    """What one worker holds."""
+
+    def __init__(self, spec: ReplicaSpec, incarnation: int, find: Processes) -> None:
+        self.pages = Memory(spec)
+        self.table = StampTable.create(bytearray(table_bytes(spec.num_blocks)), spec.num_blocks, incarnation)
+        self.writer = Writer(find.watch)
+
+
+class Processes:
+    """The processes of the world by number, as kernels know them."""
+
+    def __init__(self) -> None:
+        self._by_pid: dict[int, Process] = {}
+
+    def start(self, name: str) -> Process:
+        process = Process(name, len(self._by_pid) + 1)
+        self._by_pid[process.pid] = process
+        return process
+
+    def watch(self, name: ProcessName) -> Process:
+        """See Writer."""
+        return self._by_pid[name.pid]
+
+    def __iter__(self):
+        return iter(list(self._by_pid.values()))
+
+
+class FragileMover:
+    """Moves pages; its process may die before each of them."""
+
+    def __init__(self, pages: Memory, process: Process) -> None:
+        self._pages, self._process = pages, process
+        self.die_in = -1
+
+    @property
+    def num_groups(self) -> int:
+        return self._pages.num_groups
+
+    def zero(self, group: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._tick()
+            self._pages.zero(group, [block])
+
+    def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        for source, target in zip(src, dst, strict=True):
+            self._tick()
+            self._pages.copy(group, [source], [target])
+
+    def _tick(self) -> None:
+        if self.die_in >= 0:
+            self.die_in -= 1
+            if self.die_in < 0:
+                self._process.die_here()
+
+
+@dataclass
+class Worker:
+    """The worker of one rank, as the service sees it: registered, and renewed."""
+
+    replica: str
+    rank: int
+    process: Process
+    memory: RankMemory
+    plan_digest: str
+    rng: Random
+
+    async def run(self, network, address: str) -> None:
+        """Keep the service knowing who owns the memory."""
+        while True:
+            info = self._info()
+            request = pb.RenewWorkerRequest(replica=self.replica, worker=wire.encode_worker(info))
+            try:
+                await call(network, address, "host", "Workers/RenewWorker", request)
+            except NotFound:
+                await self._register(network, address, info)
+            except KvplaneError:
+                pass  # the pages wait for the service
+            await asyncio.sleep(RENEW_S * (0.5 + self.rng.random()))
+
+    async def _register(self, network, address: str, info: WorkerInfo) -> None:
+        request = pb.RegisterWorkerRequest(replica=self.replica, worker=wire.encode_worker(info))
+        try:
+            await call(network, address, "host", "Workers/RegisterWorker", request)
+        except KvplaneError:
+            return  # it is not registered yet, or the service is away: at the next turn
+
+    def _info(self) -> WorkerInfo:
+        table = self.memory.table
+        return WorkerInfo(
+            self.rank,
+            self.process.pid,
+            f"unix:{self.replica}/{self.rank}",
+            self.process.pid,
+            "cpu",
+            WorkerState.READY,
+            table.incarnation,
+            table.owner_epoch,
+            self.plan_digest,
+        )
