@@ -24,6 +24,7 @@ from kvplane_service.core.keys import NULL_BLOCK, Key
 _HALVES = Struct("<2Q")  # the beginning of a digest, which has 16 bytes at least
 _FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd and irregular: digests need not be random to be spread
 _WORD = (1 << 64) - 1
+_ROWS_PER_BUCKET_BITS = 3  # words that begin alike lie in a bucket of about eight, so that a search is short
 
 
 class KeyTable:
@@ -48,7 +49,12 @@ class KeyTable:
         row_of[block] = np.arange(len(block))
         self._row_of = column(U32, row_of)
         self._row_bits = max(1, len(block).bit_length())
-        self._words = column(U64, _sorted_words(pair, digest))
+        words = _sorted_words(pair, digest)
+        self._words = column(U64, words)
+        bucket_bits = max(1, self._row_bits - _ROWS_PER_BUCKET_BITS)
+        self._shift = 64 - bucket_bits
+        least = np.arange(1 << bucket_bits, dtype=np.uint64) << np.uint64(self._shift)
+        self._starts = column(U32, np.append(np.searchsorted(words, least), len(words)))
         self._left: list[int] = np.bincount(pair, minlength=len(pairs)).tolist()
         self.num_keys = len(block)
 
@@ -70,7 +76,8 @@ class KeyTable:
         words, bits = self._words, self._row_bits
         low, high = _HALVES.unpack_from(digest)
         least = (_FACTORS[0] * (low ^ pair) + _FACTORS[1] * high & _WORD) >> bits << bits
-        at, end = bisect_left(words, least), least + (1 << bits)
+        bucket, end = least >> self._shift, least + (1 << bits)
+        at = bisect_left(words, least, self._starts[bucket], self._starts[bucket + 1])
         while at < len(words) and words[at] < end:
             row = words[at] - least
             if self._pair[row] == pair and self._digest(row) == digest:
