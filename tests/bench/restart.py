@@ -73,7 +73,7 @@ class Figure:
 
 
 HEAD = """\
-| store | groups | entries | MB | read and checksum, ms | ready, ms | ratio | slowest, ms | prefixes that hit as before |
+| store | groups | entries | MB | read and checksum, ms | ready, ms | ratio | slowest, ms | prefixes hit as before |
 |---|---|---|---|---|---|---|---|---|"""
 
 
