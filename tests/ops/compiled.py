@@ -1,6 +1,7 @@
 """Every kernel compiled for chips that are not here: the launches of the backend itself, and their machine code.
 
     python -m tests.ops.compiled 90            a line of JSON per launch
+    python -m tests.ops.compiled 90 more       attention alone, in more shapes
 
 Runs without the interpreter: a process either interprets kernels or compiles them.
 """
@@ -222,8 +223,42 @@ def matrix(arch: int) -> Iterator[Compiled]:
         yield compile_launch(f"{name}, native", launch, arch)
 
 
+# Of attention, by query heads of a key-value head x elements: pages, heads and elements, window, whether with sinks.
+SHAPES: dict[str, tuple[torch.dtype, tuple[int, int, int], int, bool]] = {
+    "bfloat16, 8 x 64, window 128, sinks": (torch.bfloat16, (8, 8, 64), 128, True),
+    "bfloat16, 4 x 80": (torch.bfloat16, (4, 4, 80), 0, False),
+    "bfloat16, 1 x 128": (torch.bfloat16, (8, 1, 128), 0, False),
+    "bfloat16, 16 x 128": (torch.bfloat16, (2, 16, 128), 0, False),
+    "bfloat16, 2 x 256": (torch.bfloat16, (4, 2, 256), 0, False),
+    "bfloat16, 8 x 256": (torch.bfloat16, (4, 8, 256), 0, False),
+    "float8, 1 x 64": (torch.float8_e4m3fn, (4, 1, 64), 0, False),
+    "float8, 2 x 64, sinks": (torch.float8_e4m3fn, (2, 2, 64), 0, True),
+    "float8, 8 x 64, window 128, sinks": (torch.float8_e4m3fn, (8, 8, 64), 128, True),
+    "float8, 1 x 128": (torch.float8_e4m3fn, (8, 1, 128), 0, False),
+    "float8, 16 x 128": (torch.float8_e4m3fn, (2, 16, 128), 0, False),
+    "float8, 8 x 128, window 128, sinks": (torch.float8_e4m3fn, (8, 8, 128), 128, True),
+    "float8, 2 x 256": (torch.float8_e4m3fn, (4, 2, 256), 0, False),
+    "float32, 2 x 64": (torch.float32, (2, 2, 64), 0, False),
+    "float32, 4 x 128": (torch.float32, (2, 4, 128), 0, False),
+    "float32, 1 x 256": (torch.float32, (2, 1, 256), 0, False),
+}
+
+
+def more(arch: int) -> Iterator[Compiled]:
+    """Decode and prefill in `SHAPES`."""
+    chip = CHIPS[arch]
+    for name, (dtype, (kv_heads, group, size), window, has_sinks) in SHAPES.items():
+        rule = AttentionRule(0.1, window, sinks=torch.zeros(kv_heads * group) if has_sinks else None)
+        pages, query_type = keys_values(dtype, 16, kv_heads, size), torch.bfloat16 if dtype.itemsize == 1 else dtype
+        query = torch.zeros((64, kv_heads * group, size), dtype=query_type)
+        decode = attention.keys_and_values(query[:4], pages, batch(4), rule)
+        yield compile_launch(f"decode {name}", attention.decode_launches(decode, chip)[0], arch)
+        prefill = attention.keys_and_values(query, pages, batch(4, 64), rule)
+        yield compile_launch(f"prefill {name}", attention.prefill_launch(prefill, chip), arch)
+
+
 def main() -> int:
-    for compiled in matrix(int(sys.argv[1])):
+    for compiled in (more if sys.argv[2:] == ["more"] else matrix)(int(sys.argv[1])):
         sys.stdout.write(json.dumps(asdict(compiled)) + "\n")
         sys.stdout.flush()
     return 0

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import triton
 
-from tests.bench.gpu import correct, decoding, limits, moving
+from tests.bench.gpu import correct, decoding, limits, moving, together
 from tests.bench.gpu.figures import FULL, TINY, Figure
 from tests.bench.gpu.timing import Clock
 
@@ -41,7 +41,7 @@ def main() -> int:
     clock = Clock(device, *((1, 1) if asked.tiny else (10, 5)))
     machine = limits.measure(clock, sizes)
     figures = []
-    for part in (moving, decoding):
+    for part in (moving, decoding, together):
         for figure in part.figures(clock, sizes, machine):
             print(figure.row, flush=True)
             figures.append(figure)

@@ -16,7 +16,7 @@ from kvplane_worker.ops.triton_ops import attention
 from kvplane_worker.ops.triton_ops.launch import chip_of
 from tests.bench.gpu.figures import Figure, Sizes
 from tests.bench.gpu.limits import Limits
-from tests.bench.gpu.timing import Clock
+from tests.bench.gpu.timing import Clock, Work
 
 GROUP, SIZE = 8, 128
 LATENT, VALUE = 576, 512
@@ -62,15 +62,20 @@ def random_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 def decode_rate(clock: Clock, pages_of: tuple[torch.dtype, int, int], lengths: list[int]) -> float:
     """Bytes of keys and values per second; pages of a type, of so many tokens and heads."""
-    device, (dtype, page, kv_heads) = clock.device, pages_of
+    dtype, _, kv_heads = pages_of
+    num_bytes = 2 * sum(lengths) * kv_heads * SIZE * dtype.itemsize
+    return num_bytes / clock.seconds(decoder(clock.device, pages_of, lengths))
+
+
+def decoder(device: torch.device, pages_of: tuple[torch.dtype, int, int], lengths: list[int]) -> Work:
+    """One decode of rows of these lengths."""
+    dtype, page, kv_heads = pages_of
     batch, num_blocks = batch_of(lengths, page, device)
     room = random_pages((num_blocks, 2, page, kv_heads, SIZE), dtype, device)
     scale = torch.full((kv_heads,), 0.5, device=device) if dtype.itemsize == 1 else None
     query = torch.randn((len(lengths), kv_heads * GROUP, SIZE), device=device).bfloat16()
     pages = AttentionPages(room[:, 0], room[:, 1], scale, scale)
-    decode = attention.keys_and_values(query, pages, batch, AttentionRule(SIZE**-0.5))
-    num_bytes = 2 * sum(lengths) * kv_heads * SIZE * dtype.itemsize
-    return num_bytes / clock.seconds(runner(decode, device))
+    return runner(attention.keys_and_values(query, pages, batch, AttentionRule(SIZE**-0.5)), device)
 
 
 def latent_rate(clock: Clock, lengths: list[int]) -> float:
@@ -81,7 +86,7 @@ def latent_rate(clock: Clock, lengths: list[int]) -> float:
     return sum(lengths) * LATENT * 2 / clock.seconds(runner(decode, clock.device))
 
 
-def runner(decode: attention.Decode, device: torch.device):
+def runner(decode: attention.Decode, device: torch.device) -> Work:
     launches = attention.decode_launches(decode, chip_of(device))
 
     def both() -> None:

@@ -49,6 +49,27 @@ class Clock:
 
         return self._by_events(several) / self.runs
 
+    def seconds_beside(self, work: Work, beside: Work) -> float:
+        """Seconds per run while `beside`, begun before and longer than all runs of a round, works on another stream."""
+        if self.device.type != "cuda":
+            beside()
+            return self._by_the_wall(work)
+        work()
+        stream: torch.cuda.Stream = torch.cuda.Stream(self.device)
+        times = []
+        for _ in range(self.rounds):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize(self.device)
+            with torch.cuda.stream(stream):
+                beside()
+            begin.record()
+            for _ in range(self.runs):
+                work()
+            end.record()
+            torch.cuda.synchronize(self.device)
+            times.append(begin.elapsed_time(end) / 1e3 / self.runs)
+        return statistics.median(times)
+
     def _by_events(self, work: Work) -> float:
         times = []
         for _ in range(self.rounds):

@@ -58,12 +58,16 @@ class Tuning:
 # Chosen by registers, shared memory and instructions per tile, as compiled; docs/kernels.md has the figures.
 DECODE = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=3)
 DECODE_FP8 = Tuning(tile_bytes=32 << 10, stages=3, warps=4, residents=2)
+DECODE_FP8_NARROW = Tuning(tile_bytes=8 << 10, stages=3, warps=4, residents=4, max_tile=64)
 LATENT = Tuning(tile_bytes=72 << 10, stages=3, warps=8, residents=1)
 PREFILL = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=1, max_tile=64)
+PREFILL_SHORT = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=1, max_tile=32)
 INTERPRETED = Tuning(tile_bytes=1 << 19, stages=1, warps=4, residents=1, max_tile=64)
 # Queries x heads of a program: large where products are asynchronous and leave registers free (sm_90 and later).
-PREFILL_ROWS, PREFILL_ROWS_SMALL = 128, 64
+PREFILL_ROWS, PREFILL_ROWS_SMALL, PREFILL_ROWS_FEW = 128, 64, 32
 LARGE_SHARED_BYTES = 200 << 10
+# Elements of an 8-bit head up to which, and beyond which, tiles differ.
+NARROW, WIDE = 64, 128
 MIN_TILE = 16
 # Queries, weights and what reductions need, beside the tiles: at most, and for a group of heads.
 SHARED_BESIDES = 40 << 10
@@ -175,7 +179,25 @@ def decode_tuning(decode: Decode, chip: Chip) -> Tuning:
     """The tuning for what is decoded."""
     if chip.interpreted:
         return INTERPRETED
-    return LATENT if decode.rest else DECODE_FP8 if decode.is_fp8 else DECODE
+    if decode.rest:
+        return LATENT
+    if decode.is_fp8:
+        return DECODE_FP8_NARROW if decode.width_k <= NARROW else DECODE_FP8
+    return DECODE
+
+
+def prefill_tuning(decode: Decode, chip: Chip) -> tuple[Tuning, int]:
+    """The tuning, and queries x heads of a program. What does not fit in registers so is tiled smaller."""
+    most = PREFILL_ROWS if chip.shared_bytes >= LARGE_SHARED_BYTES else PREFILL_ROWS_SMALL
+    if chip.interpreted:
+        return INTERPRETED, most
+    if decode.keys.data.dtype == torch.float32:
+        return PREFILL_SHORT, PREFILL_ROWS_SMALL
+    if decode.is_fp8 and decode.width_k > WIDE:
+        return PREFILL_SHORT, PREFILL_ROWS_FEW
+    if decode.is_fp8 and decode.width_k <= NARROW and not chip.native_fp8:
+        return PREFILL_SHORT, most
+    return PREFILL, most
 
 
 def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) -> tuple[Launch, Launch]:
@@ -196,9 +218,8 @@ def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) ->
 
 def prefill_launch(decode: Decode, chip: Chip) -> Launch:
     """Attention of ragged queries. The grid has room for every row's last tile to be partly empty."""
-    tuning = INTERPRETED if chip.interpreted else PREFILL
+    tuning, most = prefill_tuning(decode, chip)
     shape = decode.shape(tuning, chip)
-    most = PREFILL_ROWS if chip.shared_bytes >= LARGE_SHARED_BYTES else PREFILL_ROWS_SMALL
     queries = max(1, most // shape.lanes)
     tiles = decode.query.shape[0] // queries + decode.batch.seq_lens.numel()
     arguments = (heads(decode.query), decode.keys, decode.values, rows(decode.batch), decode.rule.sinks)
