@@ -369,7 +369,7 @@ def copies_out_of_a_page_are_bracketed(history: History) -> Iterator[str]:
 
 def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
     """A step is applied once by a service, and what its engine gets is that answer, however often it is sent."""
-    applied: dict[tuple[object, ...], str] = {}
+    applied: dict[tuple[object, ...], set[str]] = defaultdict(set)
     once = set[tuple[object, ...]]()
     for _, record in history.records:
         match record:
@@ -377,9 +377,9 @@ def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
                 if (service, replica, epoch, seq, part) in once:
                     yield f"{replica}, epoch {epoch}: part {part} of step {seq} is applied twice"
                 once.add((service, replica, epoch, seq, part))
-                applied[replica, epoch, seq, part] = answer
+                applied[replica, epoch, seq, part].add(answer)
             case Answered(replica, epoch, seq, part, answer):
-                if applied.get((replica, epoch, seq, part)) != answer:
+                if answer not in applied[replica, epoch, seq, part]:
                     yield f"{replica}, epoch {epoch}: the answer to step {seq} is another one"
 
 
