@@ -216,7 +216,8 @@ class EngineLife(RandomScheduler):
         """The service that held these pages has gone: what a transfer still reads is of these stamps, or is nothing."""
         assert request.tables is not None
         stamps = self._group.agreed_stamps()
-        self._brackets[slot] = {block: stamps[block] for table in request.tables for block in table}
+        now = {block: stamps[block] for table in request.tables for block in table}
+        self._brackets.setdefault(slot, now)  # of the first service that has gone: the pages are others' since
 
     def _read_held(self, request: Request) -> None:
         self._check_owner()
