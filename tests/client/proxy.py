@@ -94,4 +94,6 @@ class CuttingProxy:
             for one in (source, sink):
                 if one in self._open:
                     self._open.discard(one)
+                    with suppress(OSError):  # its other end has gone already
+                        one.shutdown(socket.SHUT_RDWR)  # or it would stay open until the thread that reads it returns
                     one.close()
