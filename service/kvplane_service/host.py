@@ -28,7 +28,7 @@ from kvplane.base.errors import (
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
-from kvplane.base.stamps import MAX_EPOCH
+from kvplane.base.stamps import MAX_EPOCH, newest_epoch
 from kvplane.base.step import Cache, CacheEvent, End, EventKind, Facts, Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
@@ -221,7 +221,7 @@ class ReplicaHost:
 
     def next_epoch(self, request: OpenRequest) -> int:
         """The engine life that this request, which may open, begins now. Raises LimitExceeded."""
-        epoch = max(self.epoch, self._owner_epoch) + 1
+        epoch = max(self.epoch, self._owner_epoch, newest_epoch(request.stamp_table)) + 1
         if self.recovering is not None:
             epoch = max(epoch, self.recovering.epoch_above(self.replica, request.stamp_table))
         if epoch > MAX_EPOCH:

@@ -257,6 +257,15 @@ def test_epochs_and_stamps_go_on_above_what_the_memory_shows():
     assert opened.epoch > 900 > session.epoch
 
 
+def test_a_service_whose_store_was_emptied_begins_above_what_the_memory_shows():
+    """Else an engine life of before would be taken for the new one, which has its number."""
+    world, memory, session = used_world()
+    world.store = MemoryStore()
+    world.restart()
+    world.life.registry.register(NAME, Registration(HYBRID))
+    assert reopen(world, memory).epoch > session.epoch
+
+
 def test_an_epoch_that_began_just_before_the_end_is_not_begun_again():
     """The store has not heard of it, and no page was stamped in it."""
     world, memory, _ = used_world()

@@ -10,6 +10,7 @@ page handed out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 GENERATION_BITS = 8
@@ -39,3 +40,8 @@ class Stamp(NamedTuple):
         """The fields of a packed stamp."""
         above, counter = value >> COUNTER_BITS, value & MAX_COUNTER
         return cls(above >> EPOCH_BITS, above & MAX_EPOCH, counter)
+
+
+def newest_epoch(stamps: Iterable[int]) -> int:
+    """The highest epoch of packed stamps, 0 when there are none."""
+    return max({stamp >> COUNTER_BITS & MAX_EPOCH for stamp in stamps}, default=0)
