@@ -51,7 +51,8 @@ class Engine:
         self._known_requests: Callable[[], tuple[News, tuple[int, ...]]] = _none_yet
         self._known_image: Callable[[], Resume | None] = _no_image_yet
         self._session = open_session(self.revival)
-        self._group.claim(self._session.epoch)
+        self._epoch = 0
+        self._claim(1)
         self._scheduler = Scheduler(self._session.spec, config)
         self._known_requests, self._known_image = self._scheduler.known_requests, self._scheduler.resume
         self._report_lag = config.report_lag
@@ -91,7 +92,7 @@ class Engine:
         part = self._scheduler.plan()
         answer = self._session.apply(part, executed_through=self._executed_through())
         (result,) = answer.parts
-        self._group.claim(self._session.epoch, answer.seq)  # another epoch when the service was started anew
+        self._claim(answer.seq)
         self._carry_out(answer)
         scheduled = self._scheduler.settle(part, result)
         try:
@@ -102,6 +103,13 @@ class Engine:
             for rank in self._ranks:
                 rank.executed(answer.seq)
         return self._scheduler.take_finished()
+
+    def _claim(self, next_seq: int) -> None:
+        """Own the pages from this step on, where the session has begun an engine life: at first, and with each service.
+        """
+        if self._epoch != self._session.epoch:
+            self._epoch = self._session.epoch
+            self._group.claim(self._epoch, next_seq)
 
     def revival(self) -> Revival:
         """What a service that knows nothing of this engine must be shown and told."""

@@ -37,7 +37,7 @@ def public(key: Any, kid: str, **more: str) -> dict[str, Any]:
 
 def claims(**more: Any) -> dict[str, Any]:
     now = time.time()
-    made = {"sub": "acme", "iss": ISSUER, "aud": AUDIENCE, "exp": now + 60, **more}
+    made = {"sub": "acme", "iss": ISSUER, "aud": AUDIENCE, "exp": now + 3600, **more}
     return {key: value for key, value in made.items() if value is not None}
 
 
