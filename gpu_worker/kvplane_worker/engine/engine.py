@@ -105,8 +105,7 @@ class Engine:
         return self._scheduler.take_finished()
 
     def _claim(self, next_seq: int) -> None:
-        """Own the pages from this step on, where the session has begun an engine life: at first, and with each service.
-        """
+        """Own the pages from this step on, if the session has begun an engine life: at first, and with each service."""
         if self._epoch != self._session.epoch:
             self._epoch = self._session.epoch
             self._group.claim(self._epoch, next_seq)
