@@ -106,7 +106,7 @@ class Chaos:
             if self._rng.random() < 0.5:
                 rank.process.pause()
         yield self._rng.uniform(0.2, 3.0)
-        if self._rng.random() < 0.6 and not site.is_finished:
+        if self._rng.random() < 0.6 and site.life is before and not site.is_finished:
             self._world.start_life(site)
             yield self._rng.uniform(0.2, 2.0)
         for process in (before.process, *(rank.process for rank in before.ranks)):
