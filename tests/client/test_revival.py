@@ -66,6 +66,16 @@ def test_an_engine_that_has_counted_less_than_the_new_service_names_no_step_by_m
     assert sent.parts[0].cache.failed_steps == [4], "a step of the service that has gone is nobody's"
 
 
+def test_a_service_that_counts_as_the_engine_does_knows_nothing_of_what_was_before_either():
+    numbers = Numbers()
+    numbers.restart((4, 0), 3, held=(7,))
+    part = Part(facts=Facts(slot=[1], end=[1], fence=[2]), cache=Cache(failed_steps=[2], released=[7]))
+    sent = numbers.outward(Step(9, 4, [part], executed_through=1))
+    assert (sent.seq, sent.executed_through) == (4, 3)
+    assert sent.parts[0].facts.fence == [0]
+    assert (sent.parts[0].cache.failed_steps, sent.parts[0].cache.released) == ([], [])
+
+
 def test_requests_are_told_in_pieces_with_their_own_hashes_and_tokens():
     news = News(slot=[0, 1, 2], num_tokens=[1, 2, 3], tokens=[9, 8, 8, 7, 7, 7], request_id=["a", "b", "c"])
     steps = Revival(news=news).first_steps(opened(max_rows=2), [])

@@ -106,9 +106,14 @@ class Numbers:
         self._cut = next_step
         self._held.update(dict.fromkeys(held))
 
+    @property
+    def _has_restarted(self) -> bool:
+        """Also when the two count alike, the service knows nothing of what was before."""
+        return self._cut != (0, 0)
+
     def outward(self, step: Step) -> Step:
         """The step as the service counts."""
-        if not self._ahead:
+        if not self._has_restarted:
             return step
         part = step.part - self._cut[1] if step.seq == self._cut[0] else step.part
         done = self._done(step.executed_through)
@@ -116,7 +121,7 @@ class Numbers:
 
     def inward(self, result: StepResult) -> StepResult:
         """The answer as the engine counts."""
-        if not self._ahead:
+        if not self._has_restarted:
             return result
         seq = result.seq + self._ahead
         part = result.part + (self._cut[1] if seq == self._cut[0] else 0)
@@ -125,7 +130,7 @@ class Numbers:
     def position(self, opened: Opened) -> tuple[int, int]:
         """The (step, part) that the service waits for, as the engine counts."""
         seq = opened.seq + 1 + self._ahead
-        return seq, opened.next_part + (self._cut[1] if self._ahead and seq == self._cut[0] else 0)
+        return seq, opened.next_part + (self._cut[1] if seq == self._cut[0] else 0)
 
     def less(self, seq: int) -> int:
         """A step's number as the service counts, 0 for none and for one of an earlier service."""
