@@ -26,7 +26,7 @@ class Chaos:
 
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, world.rng
-        self._running = 0
+        self._running: set[asyncio.Task[None]] = set()
         kinds = self._rng.sample(sorted(KINDS), 4)
         kinds += self._rng.choices(sorted(KINDS), k=NUM_FAULTS - len(kinds))
         plan = [(self._rng.randint(FIRST_STEP, LATEST.get(kind, LAST_STEP)), kind) for kind in kinds]
@@ -43,8 +43,8 @@ class Chaos:
         while self._plan and self._plan[-1][0] <= step:
             _, kind = self._plan.pop()
             self._world.tell(history.Fault(kind))
-            self._running += 1
             task = asyncio.get_running_loop().create_task(self._happen(kind), context=Context())  # in no process
+            self._running.add(task)
             task.add_done_callback(self._ended)
 
     def heal(self) -> None:
@@ -56,14 +56,20 @@ class Chaos:
             process.resume()
             process.crash_in = -1
 
+    def stop(self) -> None:
+        """The run is over."""
+        for task in self._running:
+            task.cancel()
+
     async def _happen(self, kind: str) -> None:
         lasts = KINDS[kind](self)
         for seconds in lasts:
             await asyncio.sleep(seconds)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running -= 1
-        task.result()
+        self._running.discard(task)
+        if not task.cancelled():
+            task.result()
 
     # -- processes ---------------------------------------------------------------------------------------------------
 

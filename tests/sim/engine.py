@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvplane.aio.session import Session
 from kvplane.base.errors import FailedPrecondition, NotFound, OtherWriter, StaleEpoch, Unavailable
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import Stamp
-from kvplane.base.step import News, Part, StepResult
+from kvplane.base.step import UNCHANGED, Facts, News, Part, Resume, StepResult
 from kvplane.rank import RankGroup
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
+from kvplane.rows import ResumeRow, resume_of
 from tests.core.builders import tokens
 from tests.core.page_engine import MOST_IN_FLIGHT, RandomScheduler, Request
 from tests.core.page_memory import Launch, Row, WrongPage
@@ -57,6 +58,8 @@ class EngineLife(RandomScheduler):
         self._busy = False  # the first of them is with the ranks
         self._lane, self._work = asyncio.Event(), asyncio.Event()  # some of the queue is done; there may be more to do
         self._brackets: dict[int, dict[int, int]] = {}
+        self._has_lost = False
+        self._corrected = set[int]()  # slots whose pages may hold less than the requests have computed
         super().__init__(site.texts, [rank.memory.pages for rank in self.ranks], world.rng, site.most_drafts)
         self._group = RankGroup([rank.memory.table for rank in self.ranks])
         self.incarnation = self._group.incarnation
@@ -99,6 +102,7 @@ class EngineLife(RandomScheduler):
         answer = await self.session.apply(*parts, executed_through=self.told)
         made = self.session.epoch != self.epoch
         if made:
+            self._has_lost = False
             await self._claim(answer.seq, answer.seq - self._transport.sent_seq)
         else:
             seq = self._transport.sent_seq
@@ -169,6 +173,15 @@ class EngineLife(RandomScheduler):
     def _fail(self) -> None:
         self.fail(int(self._busy))
 
+    def plan(self) -> list[Part]:
+        self._corrected = set()
+        return super().plan()
+
+    def _row(self, facts: Facts, slot: int, *given: Any, **named: Any) -> None:
+        super()._row(facts, slot, *given, **named)
+        if facts.computed[-1] != UNCHANGED:
+            self._corrected.add(slot)
+
     def _note_progress(self) -> None:
         self.launched = self.queue[0].seq - 1 if self.queue else self.seq
         self.pending = [launch for launch in self.pending if launch in self.queue]
@@ -179,6 +192,8 @@ class EngineLife(RandomScheduler):
     def _revive(self) -> Revival:
         """Quiesce, then say what there is."""
         dropped = {row.life for launch in self.queue[int(self._busy) :] for row in launch.rows}
+        if dropped or self.failed or self.lost:
+            self._has_lost = True  # until the service has preempted everybody
         del self.queue[int(self._busy) :]
         for request in self.requests.values():
             request.checked *= request.life not in dropped  # what a transfer may find of it
@@ -189,8 +204,9 @@ class EngineLife(RandomScheduler):
         for slot, request in self.requests.items():
             if request.is_held:
                 self._bracket(slot, request)
-            else:
+            elif request.load is not None:
                 request.load = request.tables = None
+                self._corrected.add(slot)  # its pages hold less than it counts
         told = {slot: one for slot, one in self.requests.items() if not one.is_held}
         news = News(
             slot=list(told),
@@ -199,7 +215,14 @@ class EngineLife(RandomScheduler):
         )
         running = tuple(slot for slot, one in told.items() if one.running)
         held = tuple(slot for slot, one in self.requests.items() if one.is_held)
-        return Revival(self._group.agreed_stamps(), self._group.incarnation, news, running, held)
+        resume = None if self._has_lost or self._chance(20) else self._resume(running)
+        return Revival(self._group.agreed_stamps(), self._group.incarnation, news, running, held, resume)
+
+    def _resume(self, running: tuple[int, ...]) -> Resume:
+        """Who runs on with its blocks: all whose pages hold what they have computed, and nothing that is a guess."""
+        kept = [slot for slot in running if not (self.requests[slot].drafts or slot in self._corrected)]
+        rows = [(slot, self.requests[slot]) for slot in kept]
+        return resume_of([ResumeRow(slot, one.computed, self._tables(slot), one.known) for slot, one in rows])
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 

@@ -138,6 +138,7 @@ class World:
         while not self._is_over():  # noqa: ASYNC110 - all time is virtual
             await asyncio.sleep(0.05)
         watch.cancel()
+        self.chaos.stop()
         self.tell(history.Waited(self.network.longest_answer_s))
         for process in self.processes:
             for bug in process.bugs:
