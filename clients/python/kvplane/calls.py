@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 
 from kvplane import wire
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.typed import checked
 from kvplane.requests import Allocate, At, Commit, Content, Ending
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2
@@ -41,6 +42,7 @@ class Call(Generic[Answer]):
     timeout_s: float | None = None
 
 
+@checked
 def register_replica(
     replica: str, source: ReplicaSpec | ModelSource | LayerSource, num_ranks: int, namespace_digest: bytes
 ) -> Call[allocation_pb2.RegisterReplicaResponse]:
@@ -51,6 +53,7 @@ def register_replica(
     return Call(f"/{ALLOCATION}/RegisterReplica", request, answer, timeout_s=REGISTER_TIMEOUT_S)
 
 
+@checked
 def deregister_replica(replica: str, epoch: int | None) -> Call[allocation_pb2.DeregisterReplicaResponse]:
     """Remove a replica. Not repeatable: somebody may have registered the name again."""
     request = build(allocation_pb2.DeregisterReplicaRequest, "request", {"replica": replica, "epoch": epoch})
@@ -58,12 +61,14 @@ def deregister_replica(replica: str, epoch: int | None) -> Call[allocation_pb2.D
     return Call(f"/{ALLOCATION}/DeregisterReplica", request, answer, repeatable=False)
 
 
+@checked
 def describe_replica(replica: str) -> Call[allocation_pb2.DescribeReplicaResponse]:
     """Tell state and counters."""
     request = build(allocation_pb2.DescribeReplicaRequest, "request", {"replica": replica})
     return Call(f"/{ALLOCATION}/DescribeReplica", request, allocation_pb2.DescribeReplicaResponse)
 
 
+@checked
 def list_replicas(page_size: int, page_token: str) -> Call[allocation_pb2.ListReplicasResponse]:
     """One page of the list."""
     fields = {"page_size": page_size, "page_token": page_token}
@@ -71,6 +76,7 @@ def list_replicas(page_size: int, page_token: str) -> Call[allocation_pb2.ListRe
     return Call(f"/{ALLOCATION}/ListReplicas", request, allocation_pb2.ListReplicasResponse)
 
 
+@checked
 def find_cache_hit(replica: str, what: Content | str, with_blocks: bool) -> Call[allocation_pb2.FindCacheHitResponse]:
     """Look up content, or a known request by its name."""
     content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
@@ -79,18 +85,21 @@ def find_cache_hit(replica: str, what: Content | str, with_blocks: bool) -> Call
     return Call(f"/{ALLOCATION}/FindCacheHit", request, allocation_pb2.FindCacheHitResponse)
 
 
+@checked
 def allocate_slots(replica: str, wish: Allocate, at: At) -> Call[allocation_pb2.AllocateSlotsResponse]:
     """Give a request blocks."""
     request = wire.encode_allocate(_header(replica, at), wish)
     return Call(f"/{ALLOCATION}/AllocateSlots", request, allocation_pb2.AllocateSlotsResponse)
 
 
+@checked
 def commit_blocks(replica: str, commit: Commit, at: At) -> Call[allocation_pb2.CommitBlocksResponse]:
     """Append tokens and register blocks."""
     request = wire.encode_commit(_header(replica, at), commit)
     return Call(f"/{ALLOCATION}/CommitBlocks", request, allocation_pb2.CommitBlocksResponse)
 
 
+@checked
 def free(replica: str, request_id: str, ending: Ending, fence_seq: int, at: At) -> Call[allocation_pb2.FreeResponse]:
     """End a request."""
     fields = {"request_id": request_id, "end": wire.encode_ending(ending), "fence_seq": fence_seq}
@@ -98,6 +107,7 @@ def free(replica: str, request_id: str, ending: Ending, fence_seq: int, at: At) 
     return Call(f"/{ALLOCATION}/Free", request, allocation_pb2.FreeResponse)
 
 
+@checked
 def evict_blocks(replica: str, block_ids: Sequence[int], at: At) -> Call[allocation_pb2.EvictBlocksResponse]:
     """Drop the keys of blocks."""
     fields = {"header": _header(replica, at), "block_ids": block_ids}
@@ -105,28 +115,33 @@ def evict_blocks(replica: str, block_ids: Sequence[int], at: At) -> Call[allocat
     return Call(f"/{ALLOCATION}/EvictBlocks", request, allocation_pb2.EvictBlocksResponse)
 
 
+@checked
 def reset_prefix_cache(replica: str, at: At) -> Call[allocation_pb2.ResetPrefixCacheResponse]:
     """Drop every key."""
     request = allocation_pb2.ResetPrefixCacheRequest(header=_header(replica, at))
     return Call(f"/{ALLOCATION}/ResetPrefixCache", request, allocation_pb2.ResetPrefixCacheResponse)
 
 
+@checked
 def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
     """The whole state of a replica."""
     request = build(admin_pb2.SnapshotRequest, "request", {"replica": replica, "summary": summary})
     return Call(f"/{ADMIN}/Snapshot", request, admin_pb2.SnapshotResponse)
 
 
+@checked
 def status() -> Call[admin_pb2.StatusResponse]:
     """What runs there."""
     return Call(f"/{ADMIN}/Status", admin_pb2.StatusRequest(), admin_pb2.StatusResponse)
 
 
+@checked
 def drain() -> Call[admin_pb2.DrainResponse]:
     """Let the service go."""
     return Call(f"/{ADMIN}/Drain", admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
 
 
+@checked
 def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse]:
     """Why content, or a request by its name, hits so much and not more."""
     content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
@@ -134,6 +149,7 @@ def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse
     return Call(f"/{ADMIN}/Explain", request, admin_pb2.ExplainResponse)
 
 
+@checked
 def subscription(replica: str, after_seq: int | None) -> events_pb2.SubscribeRequest:
     """What is sent to subscribe to events."""
     return build(events_pb2.SubscribeRequest, "request", {"replica": replica, "after_seq": after_seq})

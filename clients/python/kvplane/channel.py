@@ -9,11 +9,13 @@ from kvplane.access import PLAIN, Access, with_token, with_token_aio
 
 MAX_MESSAGE_BYTES = 32 << 20  # the service's own default
 
-# A peer that is gone without a word (a stopped process, a lost host) is found out by a ping in half a minute;
+# A peer that stops answering (a stopped process, a lost host) is detected by a ping in half a minute; a proxy
+# that forbids so many pings (GOAWAY, ENHANCE_YOUR_CALM) is pinged half as often by gRPC after each refusal;
 # a service that restarts is reached again in two seconds. Retries are this client's own: see kvplane.unary.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # a minute without it, whatever the line above says
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),

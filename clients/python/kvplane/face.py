@@ -31,6 +31,7 @@ from kvplane.base.errors import (
 from kvplane.base.groups import (
     AlignSpec,
     CommitRule,
+    Drafter,
     GroupKind,
     GroupSpec,
     HashAlgorithm,
@@ -71,6 +72,9 @@ from kvplane.base.step import (
 from kvplane.events import (
     EventBatch,
 )
+from kvplane.known import (
+    KnownRequests,
+)
 from kvplane.requests import (
     Allocate,
     Appended,
@@ -96,6 +100,9 @@ from kvplane.rows import (
     resume_of,
 )
 from kvplane.session import Session, draw_nonce
+from kvplane.sessions import (
+    SessionOptions,
+)
 from kvplane.sources import (
     LayerSource,
     ModelSource,
@@ -132,6 +139,7 @@ __all__ = [
     "CommitRule",
     "Content",
     "DeadlineExceeded",
+    "Drafter",
     "End",
     "Ending",
     "EventBatch",
@@ -146,6 +154,7 @@ __all__ = [
     "HashAlgorithm",
     "InternalError",
     "InvalidArgument",
+    "KnownRequests",
     "KvplaneError",
     "LayerSource",
     "LimitExceeded",
@@ -181,6 +190,7 @@ __all__ = [
     "SequenceError",
     "ServiceRestarted",
     "Session",
+    "SessionOptions",
     "SessionTransport",
     "StaleEpoch",
     "StepResult",

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from kvplane.base.errors import InvalidArgument, Moved, Unavailable
+from kvplane.base.errors import DeadlineExceeded, InvalidArgument, KvplaneError, Moved, Unavailable
 
 MAX_HOPS = 3
 _GRPC_LISTS = ("ipv4:", "ipv6:")  # in which gRPC itself reads several addresses
@@ -92,3 +92,27 @@ class Owners(Generic[C]):
             assert self._reach is not None, "a list of addresses is reached"
             self._channels[address] = self._reach(address)
         return self._channels[address]
+
+
+class Route(Generic[C]):
+    """Where one question is asked: of the service that the list names now, then of the one that it names as owner.
+
+    Attributes:
+        channel: to ask next.
+        hops: from owner to owner since something was answered.
+    """
+
+    def __init__(self, owners: Owners[C]) -> None:
+        self._owners = owners
+        self.hops = 0
+        self.channel = owners.present
+
+    def after(self, failed: KvplaneError) -> None:
+        """Follow to the owner, or raise `failed`. A service that is away is not the one to ask next time."""
+        if isinstance(failed, Moved):
+            self.hops += 1
+            self.channel = self._owners.after(failed, self.hops)
+            return
+        if isinstance(failed, (Unavailable, DeadlineExceeded)):
+            self._owners.instead_of(self.channel)
+        raise failed

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from itertools import groupby
 from typing import Protocol
 
-from kvplane.base.errors import FailedPrecondition, InvalidArgument, SequenceError
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, SequenceError, StaleEpoch
 from kvplane.base.stamp_table import StampTable, agreed_stamps
 from kvplane.base.step import Orders
 
@@ -40,6 +40,8 @@ class Rank:
         ...                                                     # launch, and wait for it
         rank.executed(result.seq)
 
+    A rank that launches without an answer calls `invalidate` in place of `carry_out`, which ends the engine life.
+
     How far it is stands in the stamp table, so another `Rank` on the same table goes on where this one ended and
     repeats nothing. Every refusal is made before anything is written.
     """
@@ -67,7 +69,8 @@ class Rank:
         Raises:
             StaleEpoch: this engine life does not own the pages.
             SequenceError: the part was carried out before, or one before it was not.
-            FailedPrecondition: earlier orders were cut short, nobody knows where: begin a new engine life.
+            FailedPrecondition: earlier orders were cut short, nobody knows where, or pages were invalidated: begin a
+                new engine life.
             InvalidArgument: an order names a page that is not in the pool.
         """
         table = self._stamps
@@ -79,8 +82,45 @@ class Rank:
         table.finish()
 
     def executed(self, seq: int) -> None:
-        """All launches of steps up to this one have finished here. Raises FailedPrecondition."""
+        """All launches of steps up to this one have finished here, and with them those of earlier engine lives.
+
+        Raises FailedPrecondition.
+        """
         self._stamps.set_executed(seq)
+
+    def launches_ended(self) -> None:
+        """No launch runs here any more whose orders were carried out so far, of this engine life or earlier ones.
+
+        A load of a new engine life waits for that: launches of the life before may still write its pages, and nothing
+        orders a transfer behind a launch. Not needed once a step of the new life was `executed`, nor in a new process
+        that attached to a worker, which has seen the old one exit.
+        """
+        self._stamps.launches_ended()
+
+    def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
+        """Raise unless a load may write this rank's pages; as `StampTable.check_load`.
+
+        This is enough for a mover that writes the pages of this rank alone: a launch, too, writes those of its own rank
+        alone. Who writes pages of several ranks asks `RankGroup.may_load`, which holds for all of them.
+        """
+        self._stamps.check_load(epoch, seq, part, load_after)
+
+    def invalidate(self, epoch: int, blocks: Sequence[int]) -> None:
+        """Write stamp 0 on pages, before a launch without an answer of the service may overwrite them.
+
+        `blocks` are all pages that this and every further launch of this engine life may write to. No new life keeps a
+        key of theirs, also where only one rank got here. Orders of this engine life are refused from now on: an answer
+        that arrives late speaks of pages as they were. Begin a new life with `RankGroup.agreed_stamps`; requests that
+        hold such a page are not part of its image (`Revival.resume`). Again, with more pages, is allowed.
+
+        Raises:
+            StaleEpoch: this engine life does not own the pages.
+            InvalidArgument: a page is not in the pool. Nothing was written.
+        """
+        table = self._stamps
+        table.check_owner(epoch)
+        _check_range("blocks", blocks, 1, table.num_blocks - 1)
+        table.invalidate(blocks)
 
     def _obey(self, orders: Orders) -> None:
         self._stamps.write(orders.stamp_block, orders.stamp)
@@ -93,7 +133,8 @@ class Rank:
         done_seq, done_part = self._stamps.position
         if self._stamps.is_busy:
             raise FailedPrecondition(
-                f"the orders of step {done_seq}, part {done_part} were begun and not finished",
+                f"the orders of step {done_seq}, part {done_part} were begun and not finished, or a launch without an "
+                "answer came behind them",
                 field="seq",
                 remedy="begin a new engine life: open a session with epoch 0",
             )
@@ -137,9 +178,32 @@ class RankGroup:
         """Steps of the epoch up to this one have finished on every rank."""
         return min(table.executed if table.owner_epoch == epoch else 0 for table in self._tables)
 
+    def may_load(self, epoch: int, seq: int, part: int, load_after: int) -> bool:
+        """Whether an external load may start, on whatever rank: every rank has carried out the orders of its admission,
+        which came with this part of the answer to step `seq`, and has finished step `load_after` of the same answer;
+        and no rank may still run a launch of an earlier engine life (`Rank.launches_ended`).
+
+        While it may not, ask again when a rank has moved on; once it may, it may until the engine life ends. Start no
+        load that is over already: its pages may be another request's.
+
+        Raises StaleEpoch when a newer engine life owns a rank's pages: such a load never starts.
+        """
+        for table in self._tables:
+            if table.owner_epoch > epoch:
+                table.check_owner(epoch)
+        return all(_may_load(table, epoch, seq, part, load_after) for table in self._tables)
+
     def agreed_stamps(self) -> tuple[int, ...]:
         """One stamp per block that every rank shows, 0 where they differ: for `OpenRequest.stamp_table`."""
         return agreed_stamps([table.reading() for table in self._tables])
+
+
+def _may_load(table: StampTable, epoch: int, seq: int, part: int, load_after: int) -> bool:
+    try:
+        table.check_load(epoch, seq, part, load_after)
+    except (FailedPrecondition, StaleEpoch):
+        return False
+    return True
 
 
 def check_orders(orders: Orders, num_blocks: int, num_groups: int) -> None:

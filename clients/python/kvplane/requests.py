@@ -76,7 +76,7 @@ class Allocate:
         external_tokens: first call, tokens behind the hit that come from outside.
         in_flight_tokens: running, tokens in flight; None = as the service counts.
         delay_caching: allocate now, register keys by a later commit.
-        align: clip the chunk by the replica's AlignSpec.
+        unaligned: the chunk ends anywhere, also where no recurrent state can be cached.
         full_fit: first call, the whole sequence must fit.
         encoder_tokens: first call, for cross attention.
         reserved_blocks: first call, blocks to leave free for others.
@@ -95,7 +95,7 @@ class Allocate:
     external_tokens: int = 0
     in_flight_tokens: int | None = None
     delay_caching: bool = False
-    align: bool = False
+    unaligned: bool = False
     full_fit: bool = False
     encoder_tokens: int = 0
     reserved_blocks: int = 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import AdmitStatus, Cache, News, Orders, Part, PartResult, Resume, Step, StepResult
@@ -29,6 +30,8 @@ class Revival:
         running: slots of those that hold blocks.
         held: slots that ended as HELD and have not been released. Those that `resume` leaves out lose their pages: a
             transfer that reads one finds another stamp behind it.
+        busy_blocks: that loads under way may still write, those of requests that `resume` has as loading among them.
+            The session adds those of its `busy_blocks` that no step has named in `Cache.loads_over`.
         resume: what requests of `running` hold that run on, and what transfers hold; None: all are preempted. It leaves
             out whatever a launch that failed may have touched.
     """
@@ -39,15 +42,21 @@ class Revival:
     running: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     resume: Resume | None = None
+    busy_blocks: tuple[int, ...] = ()
 
     def first_request(self, replica: str, nonce: int, with_events: bool, client: str) -> OpenRequest:
         """How the session is opened."""
-        return OpenRequest(replica, nonce, NEW_EPOCH, with_events, client, self.stamp_table, self.incarnation)
+        return self.open_request(OpenRequest(replica, nonce, NEW_EPOCH, with_events, client), nonce)
 
-    def open_request(self, first: OpenRequest, nonce: int) -> OpenRequest:
-        """How the session is opened again."""
+    def open_request(self, first: OpenRequest, nonce: int, busy: Iterable[int] = ()) -> OpenRequest:
+        """How the session is opened again; loads of earlier engine lives may still write to the `busy` blocks."""
         return replace(
-            first, epoch=NEW_EPOCH, nonce=nonce, stamp_table=self.stamp_table, incarnation=self.incarnation
+            first,
+            epoch=NEW_EPOCH,
+            nonce=nonce,
+            stamp_table=self.stamp_table,
+            incarnation=self.incarnation,
+            busy_blocks=tuple(sorted({*self.busy_blocks, *busy})),
         )
 
     def first_steps(self, opened: Opened, lost: Iterable[Step]) -> list[Step]:
@@ -73,6 +82,21 @@ class Revival:
     def forgotten_held(self) -> frozenset[int]:
         """Held slots that the new service knows nothing of."""
         return frozenset(self.held) - frozenset(self.resume.held_slot if self.resume else ())
+
+    @property
+    def taken_over(self) -> frozenset[int]:
+        """Blocks that belong to loads of the image: busy no more, once the service has taken it."""
+        resume, found = self.resume or Resume(), set[int]()
+        blocks, groups = iter(resume.blocks), len(resume.num_blocks) // max(1, len(resume.slot))
+        for row, loading in enumerate(resume.loading):
+            table = list(islice(blocks, sum(resume.num_blocks[row * groups : (row + 1) * groups])))
+            found.update(table if loading else ())
+        blocks = iter(resume.held_blocks)
+        flags = resume.held_loading or [0] * len(resume.held_slot)
+        for slot, count, loading in zip(resume.held_slot, resume.held_count, flags, strict=True):
+            held = list(islice(blocks, count))
+            found.update(held if loading or slot not in self.held else ())
+        return frozenset(found)
 
     def answers(self, lost: Sequence[Step], told: Sequence[StepResult]) -> list[StepResult]:
         """Answers to lost steps: nothing was granted. The first one tells who was preempted, and has the orders of all
@@ -125,7 +149,12 @@ class Numbers:
             return result
         seq = result.seq + self._ahead
         part = result.part + (self._cut[1] if seq == self._cut[0] else 0)
-        return replace(result, seq=seq, part=part, published_through=result.published_through + self._ahead)
+        parts = [self._result(each) if each.admit_load_after else each for each in result.parts]
+        published = result.published_through + self._ahead
+        return replace(result, seq=seq, part=part, parts=parts, published_through=published)
+
+    def _result(self, part: PartResult) -> PartResult:
+        return replace(part, admit_load_after=[step and step + self._ahead for step in part.admit_load_after])
 
     def position(self, opened: Opened) -> tuple[int, int]:
         """The (step, part) that the service waits for, as the engine counts."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
+from typing import TypeAlias
 
 from kvplane.base.step import (
     ANY_HIT,
@@ -29,6 +30,7 @@ from kvplane.base.step import (
     Run,
     Watermark,
 )
+from kvplane.base.typed import check
 
 AS_COUNTED = -1
 
@@ -75,6 +77,7 @@ class ResumeRow(Row):
     Attributes:
         tables: of each group, as `BlockTables` has them.
         launch_end: None = computed.
+        loading: an external load may still write its pages; name these in `Revival.busy_blocks` too.
     """
 
     computed: int
@@ -82,6 +85,7 @@ class ResumeRow(Row):
     num_prompt: int
     launch_end: int | None = None
     junction: int = 0
+    loading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +119,27 @@ class PeekRow(Row):
     """One look-up; see `Peek`."""
 
 
+AnyRow: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow
 _CONTENT = {"tokens", "num_tokens", "hashes"}
 
 
 def part_of(*rows: Row, budget: Budget | None = None, cache: Cache | None = None) -> Part:
-    """The part of these rows: each goes to its section, in the order given."""
+    """The part of these rows: each goes to its section, in the order given.
+
+    Raises InvalidArgument naming a row, or what in it is of another type.
+    """
+    try:
+        return _part_of(rows, budget, cache)
+    except (AttributeError, TypeError, ValueError):
+        for at, row in enumerate(rows):
+            check(row, type(row), f"rows[{at}]")
+        raise
+
+
+def _part_of(rows: Sequence[Row], budget: Budget | None, cache: Cache | None) -> Part:
+    for at, row in enumerate(rows):
+        if not isinstance(row, AnyRow):
+            check(row, AnyRow, f"rows[{at}]")
     part = Part(budget=budget or Budget(), cache=cache or Cache())
     facts = [row for row in rows if isinstance(row, FactRow)]
     news = [row for row in rows if isinstance(row, NewsRow)]
@@ -142,6 +162,7 @@ def resume_of(rows: Sequence[ResumeRow]) -> Resume:
         launch_end=[row.computed if row.launch_end is None else row.launch_end for row in rows],
         num_prompt=[row.num_prompt for row in rows],
         junction=[row.junction for row in rows],
+        loading=[int(row.loading) for row in rows],
         num_blocks=[len(table) for table in tables],
         blocks=[block for table in tables for block in table],
     )

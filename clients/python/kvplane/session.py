@@ -4,37 +4,24 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from itertools import chain
 from types import TracebackType
 from typing import TypeVar
 
-from kvplane.base.errors import (
-    FailedPrecondition,
-    InternalError,
-    InvalidArgument,
-    KvplaneError,
-    LimitExceeded,
-    OtherWriter,
-    ServiceRestarted,
-    StaleEpoch,
-    Unavailable,
-)
+from kvplane.base.errors import FailedPrecondition, KvplaneError
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import Opened, OpenRequest, SessionTransport
-from kvplane.base.step import Part, Step, StepResult
+from kvplane.base.session import OpenRequest, SessionTransport
+from kvplane.base.step import Part, StepResult
+from kvplane.driving import Pause, drive
+from kvplane.known import KnownRequests
+from kvplane.machine import Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
-from kvplane.session_state import SessionState
-from kvplane.tracing import current_traceparent
-from kvplane.turn import Turn
 
 BEATS_PER_LEASE = 3
-PATIENT_ATTEMPTS = 80
-FATAL = (StaleEpoch, OtherWriter)  # refusals of a step that no later step can escape
+CLOSE_TIMEOUT_S = 2.0
 _T = TypeVar("_T")
 
 
@@ -43,7 +30,66 @@ def draw_nonce() -> int:
     return secrets.randbits(64)
 
 
-class Session:
+def aborted() -> KvplaneError:
+    """What every call of a session raises after `abort`."""
+    return FailedPrecondition("the session was aborted", remedy="open a new one")
+
+
+class SessionView:
+    """What a session says of itself."""
+
+    _machine: SessionMachine
+
+    @property
+    def epoch(self) -> int:
+        """The engine life that steps are sent under."""
+        return self._machine.state.epoch
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        """Of the replica."""
+        return self._machine.state.spec
+
+    @property
+    def free_blocks(self) -> int:
+        """Exact after the last answer."""
+        return self._machine.state.free_blocks
+
+    @property
+    def kept_keys(self) -> int:
+        """Cached keys that survived into this engine life."""
+        return self._machine.state.kept_keys
+
+    @property
+    def busy_blocks(self) -> tuple[int, ...]:
+        """Blocks that loads of earlier lives may still write; not allocated until `Cache.loads_over` names them.
+
+        Name each when its movers are done, and all of them when every rank's memory was allocated for this life.
+        """
+        return self._machine.state.busy_blocks
+
+    @property
+    def in_flight(self) -> int:
+        """Steps submitted and not answered."""
+        return self._machine.state.in_flight
+
+    @property
+    def next_seq(self) -> int:
+        """Number of the step that the next part belongs to."""
+        return self._machine.state.next_seq
+
+    @property
+    def ended(self) -> KvplaneError | None:
+        """Why the session is over; None while it is not."""
+        return self._machine.ended
+
+    @property
+    def resume_refused(self) -> KvplaneError | None:
+        """Why requests lost their blocks at the last revival, though the engine gave an image; None when none did."""
+        return self._machine.resume_refused
+
+
+class Session(SessionView):
     """One engine life on one replica.
 
         with kvplane.Session(transport, OpenRequest("replica", nonce)) as session:
@@ -54,13 +100,19 @@ class Session:
 
     When the stream breaks, the session opens it again and sends again what was not answered; the service
     repeats the answers of what it had applied, so nothing is applied twice. If that fails for longer than
-    `retry` allows, the call raises Unavailable and the steps stay in flight: `receive` tries again.
+    `retry` allows, the call raises Unavailable; when no answer comes in the transport's time, DeadlineExceeded. The
+    steps stay in flight then, and the engine has the choice:
+
+    - try again: `receive` gets the answer when there is one;
+    - `begin_new_life`, and `receive`: nothing was granted, and what runs is told to the service again;
+    - launch without an answer what it had been granted before: see `Rank`; the session must begin a new life after it.
+
     StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same.
 
-    When the service itself was started anew, a session that was given `revive` shows it the page memory and tells it
-    the requests; the answers to what was in flight then say that nothing was granted and who was preempted. The epoch
-    is another one from then on, the numbers of steps go on. It does the same when the service goes and another one can
-    be asked, as soon as nothing is in flight.
+    When the service itself was started anew, a session with a `revive` (`Client.session` always gives one) tells it
+    the requests, and shows it the page memory where there are stamps; the answers to what was in flight then say that
+    nothing was granted and who was preempted. The epoch is another one from then on, the numbers of steps go on. It
+    does the same when the service goes and another one can be asked, as soon as nothing is in flight.
 
     Parts belong to the session until they are answered: build new ones for the next step. One thread at a
     time: a call while another one is under way raises FailedPrecondition. A daemon thread keeps the lease
@@ -75,58 +127,35 @@ class Session:
         retry: RetryPolicy | None = None,
         nonces: Callable[[], int] = draw_nonce,
         heartbeats: bool = True,
-        revive: Callable[[], Revival] | None = None,
+        revive: Callable[[], Revival] | KnownRequests | None = None,
     ) -> None:
         """Open the session; raises KvplaneError when the service refuses it or cannot be reached.
 
         Args:
             transport: carries it; the session closes it.
             request: the nonce is used for the first stream, `nonces` draws those of later ones.
-            retry: how to go on when the stream breaks. None: a few seconds to open, a minute when it breaks, which
+            retry: how to go on when the stream breaks. None: ten seconds to open, a minute when it breaks, which
                 is time enough for a service to be started anew.
             nonces: draws a u64.
             heartbeats: keep the lease by a thread; off when something else calls `beat`.
             revive: tells a service that was started anew what the engine has, and what it holds in memory; called
-                within `apply` or `receive`. None: such a service ends the session.
+                within `apply` or `receive`. KnownRequests: what this session has seen of it. None: such a service ends
+                the session.
         """
         self._transport = transport
-        self._request = request
-        self._retry = retry or RetryPolicy()
-        self._patience = retry or RetryPolicy(attempts=PATIENT_ATTEMPTS)
-        self._nonces = nonces
+        self._machine = SessionMachine(request, retry, nonces, time.monotonic, revive)
         self._revive = revive
-        self._reviving = False
-        self.resume_refused: KvplaneError | None = None  # why requests lost their blocks at the last revival
-        self._turn = Turn()
+        self._caller, self._link = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # the second is held by calls and by the heartbeat
         self._stop = threading.Event()
-        self._state = SessionState(self._open())
+        self._pause = (retry.sleep if retry else None) or self._stop.wait
+        self._carry_out(self._machine.open())
         if heartbeats:
-            self._start_beating()
-
-    @property
-    def epoch(self) -> int:
-        """The engine life that steps are sent under."""
-        return self._state.epoch
-
-    @property
-    def spec(self) -> ReplicaSpec:
-        """Of the replica."""
-        return self._state.spec
-
-    @property
-    def free_blocks(self) -> int:
-        """Exact after the last answer."""
-        return self._state.free_blocks
-
-    @property
-    def kept_keys(self) -> int:
-        """Cached keys that survived into this engine life."""
-        return self._state.kept_keys
-
-    @property
-    def in_flight(self) -> int:
-        """Steps submitted and not answered."""
-        return self._state.in_flight
+            interval_s = self._machine.state.lease_ms / 1000 / BEATS_PER_LEASE
+            name, facts = f"kvplane-lease-{request.replica}", (weakref.ref(self), self._stop, interval_s)
+            threading.Thread(target=_keep_beating, args=facts, name=name, daemon=True).start()
 
     @property
     def draining(self) -> bool:
@@ -134,16 +163,6 @@ class Session:
         itself at its next step when it knows another service.
         """
         return self._transport.draining
-
-    @property
-    def ended(self) -> KvplaneError | None:
-        """Why the session is over; None while it is not."""
-        return self._turn.ended
-
-    @property
-    def next_seq(self) -> int:
-        """Number of the step that the next part belongs to."""
-        return self._state.next_seq
 
     def apply(self, *parts: Part, executed_through: int | None = None) -> StepResult:
         """Send one whole step, or the last parts of one, and wait for the answer.
@@ -155,11 +174,9 @@ class Session:
         Raises:
             KvplaneError: the step is refused and nothing was changed; or see the class.
             FailedPrecondition: earlier answers are outstanding.
+            Unavailable, DeadlineExceeded: the step is in flight, see the class.
         """
-        with self._turn:
-            self._state.require_idle()
-            self._submit(parts, True, executed_through)
-            return self._receive()
+        return self._call(self._machine.apply(parts, executed_through, self._moving))
 
     def submit(self, *parts: Part, last: bool = True, executed_through: int | None = None) -> int:
         """Send a step, or some parts of one, without waiting. Returns its number.
@@ -173,8 +190,7 @@ class Session:
             LimitExceeded: the service takes no more steps in flight; receive an answer first.
             InvalidArgument: a value that cannot be sent.
         """
-        with self._turn:
-            return self._submit(parts, last, executed_through)
+        return self._call(self._machine.submit(parts, last, executed_through, self._moving))
 
     def receive(self) -> StepResult:
         """Wait for the next answer, in the order of `submit`.
@@ -182,29 +198,48 @@ class Session:
         Raises:
             KvplaneError: that step is refused; see the class.
             FailedPrecondition: nothing is in flight.
+            Unavailable, DeadlineExceeded: the step stays in flight, see the class.
         """
-        with self._turn:
-            return self._receive()
+        return self._call(self._machine.receive())
+
+    def begin_new_life(self) -> None:
+        """Take no further answer of this engine life: the next call begins another one, as after a restart.
+
+        Raises FailedPrecondition when the session has no `revive`.
+        """
+        self._machine.check()
+        self._machine.begin_new_life()
 
     def beat(self) -> None:
         """Keep the lease; open a broken stream again. Nothing is done during a call, which keeps it too."""
-        if not self._turn.try_between_calls():
-            return
-        try:
-            self._beat()
-        finally:
-            self._turn.leave()
+        if self.ended is None and self._link.acquire(blocking=False):
+            try:
+                self._carry_out(self._machine.beat())
+            finally:
+                self._link.release()
 
     def close(self) -> None:
-        """Leave: the service frees what the engine still holds. Idempotent."""
+        """Leave: the service frees what the engine still holds. Idempotent.
+
+        Waits two seconds at most for a call that another thread has under way; that call is aborted then.
+        """
         self._stop.set()
-        self._turn.wait()
+        if not self._link.acquire(timeout=CLOSE_TIMEOUT_S):
+            self.abort()
+            return
         try:
-            if self._turn.ended is None:
-                self._turn.ended = FailedPrecondition("the session is closed", remedy="open a new one")
-            self._transport.close()
+            self._carry_out(self._machine.close())
         finally:
-            self._turn.leave()
+            self._link.release()
+
+    def abort(self) -> None:
+        """End the session at once, from any thread; a call under way raises FailedPrecondition.
+
+        The service is not told: to it the engine is gone, and its requests' blocks stay until the next session opens.
+        """
+        self._machine.end(aborted())
+        self._stop.set()
+        self._transport.abort()
 
     def __enter__(self) -> Session:
         return self
@@ -214,163 +249,43 @@ class Session:
     ) -> None:
         self.close()
 
-    def _submit(self, parts: tuple[Part, ...], last: bool, executed_through: int | None) -> int:
-        step = self._state.register(parts, last, executed_through)
-        step.traceparent = current_traceparent()
-        moving = self._transport.draining and self._transport.can_move and self._revive is not None
-        if self._state.keeps_back(step, moving):
-            return step.seq
+    @property
+    def _moving(self) -> bool:
+        return self._transport.draining and self._transport.can_move
+
+    def _call(self, work: Doing[_T]) -> _T:
+        """Carry out one call of the engine."""
+        if not self._caller.acquire(blocking=False):
+            raise FailedPrecondition(
+                "another thread is using this session", remedy="open a session, and use it from one thread"
+            )
         try:
-            self._transport.send(self._state.outward(step))
-        except KvplaneError:
-            self._state.withdraw(step)
-            raise
-        return step.seq
+            with self._link:  # the heartbeat holds it for a moment, or while it tries once to open a broken stream
+                self._machine.check()
+                return self._carry_out(work)
+        finally:
+            self._caller.release()
 
-    def _receive(self) -> StepResult:
-        self._state.require_in_flight()
-        answer = self._next_answer()
-        if isinstance(answer, StepResult):
-            return self._state.answered(answer)
-        self._drain(self._state.refused())
-        if isinstance(answer, FATAL):
-            self._turn.ended = answer
-        raise answer
+    def _carry_out(self, work: Doing[_T]) -> _T:
+        return drive(work, self._act)
 
-    def _next_answer(self) -> StepResult | KvplaneError:
-        while True:
-            try:
-                made = self._state.take_made()
-                if made is not None:
-                    return made
-                if self._state.is_quiet:
-                    self._move()
-                    continue
-                answer = self._transport.receive()
-                return self._state.inward(answer) if isinstance(answer, StepResult) else answer
-            except Unavailable as error:
-                self._resume(error)
-            except KvplaneError as error:
-                self._turn.ended = error
-                raise
-
-    def _drain(self, followers: int) -> None:
-        """Take the refusals of what was submitted behind a refused step."""
-        try:
-            for _ in range(followers):
-                answer = self._transport.receive()
-                if isinstance(answer, StepResult):
-                    self._turn.ended = InternalError(f"step {answer.seq} was applied though one before it was refused")
-                    raise self._turn.ended
-        except Unavailable:
-            return  # with the stream they are gone; the next call finds it broken
-
-    def _beat(self) -> None:
-        try:
+    def _act(self, action: Action) -> object:
+        if isinstance(action, Receive):
+            return self._transport.receive()
+        if isinstance(action, Send):
+            self._transport.send(action.step)
+        elif isinstance(action, Open):
+            return self._transport.open(action.request)
+        elif isinstance(action, Heartbeat):
             self._transport.heartbeat()
-        except Unavailable as error:
-            self._try_to_resume(error)
-        except KvplaneError as error:
-            self._turn.ended = error  # the next call of the engine raises it
-
-    def _try_to_resume(self, cause: Unavailable) -> None:
-        try:
-            self._retrying(partial(self._reopen, None), cause, self._retry)
-        except KvplaneError:
-            return  # the next beat or call of the engine tries again, or raises what ended the session
-
-    def _open(self) -> Opened:
-        """Begin the engine life; each attempt has a nonce of its own: the service may know the last one."""
-        nonces = chain((self._request.nonce,), iter(self._nonces, None))
-        requests = (replace(self._request, nonce=nonce) for nonce in nonces)
-        return self._retrying(lambda: self._transport.open(next(requests)), None, self._retry)
-
-    def _resume(self, cause: Unavailable) -> None:
-        """Open the stream again and send what was not answered; raises Unavailable after the last attempt."""
-        self._retrying(partial(self._reopen, self._revive), cause, self._patience)
-
-    def _move(self) -> None:
-        """Leave a service that goes, which lets another one take the replica, and go on there."""
-        self._transport.close()
-        self._reviving = True
-        self._resume(Unavailable("the service goes, and no other one took the replica"))
-
-    def _reopen(self, revive: Callable[[], Revival] | None) -> None:
-        """Without `revive` a session that can be revived is left to the engine's next call."""
-        request = replace(self._request, epoch=self._state.epoch, nonce=self._nonces(), stamp_table=())
-        try:
-            if not self._reviving:
-                opened = self._transport.open(request)
-                for step in self._state.resumed(opened):
-                    self._transport.send(self._state.outward(step))
-        except Unavailable:
-            raise
-        except KvplaneError as error:
-            self._reviving = self._revive is not None and isinstance(error, ServiceRestarted)
-            if not self._reviving:
-                self._turn.ended = error
-                raise
-        if self._reviving:
-            self._begin_again(revive)
-
-    def _begin_again(self, revive: Callable[[], Revival] | None) -> None:
-        """Tell a new service what the engine has. Until it has answered all of it, this is tried again."""
-        if revive is None:
-            raise ServiceRestarted("the service was started anew", remedy="the engine's next call goes on with it")
-        revival = revive()
-        try:
-            opened = self._transport.open(revival.open_request(self._request, self._nonces()))
-            told = [self._ask(step) for step in revival.first_steps(opened, self._state.unanswered())]
-            revival = self._tell_image(revival, opened, told)
-        except Unavailable:
-            raise
-        except KvplaneError as error:
-            self._turn.ended = error
-            raise
-        self._state.restarted(opened, revival, told)
-        self._reviving = False
-
-    def _tell_image(self, revival: Revival, opened: Opened, told: list[StepResult]) -> Revival:
-        """Let requests run on with their blocks; when that is refused they are preempted. `resume_refused` says why."""
-        step, self.resume_refused = revival.resume_step(opened, told), None
-        if step is None:
-            return revival
-        try:
-            told.append(self._ask(step))
-        except (InvalidArgument, LimitExceeded) as refusal:
-            self.resume_refused = refusal
-            return revival.without_resume()
-        return revival
-
-    def _ask(self, step: Step) -> StepResult:
-        self._transport.send(step)
-        answer = self._transport.receive()
-        if isinstance(answer, StepResult):
-            return answer
-        raise answer
-
-    def _retrying(self, act: Callable[[], _T], failed: Unavailable | None, policy: RetryPolicy) -> _T:
-        """The outcome of the first attempt that is not Unavailable; `failed` is the attempt before."""
-        delays = policy.delays_s()
-        while True:
-            if failed is not None:
-                delay = next(delays, None)
-                if delay is None:
-                    raise failed
-                policy.sleep(delay)
-            try:
-                return act()
-            except Unavailable as error:
-                failed = error
-
-    def _start_beating(self) -> None:
-        interval_s = self._state.lease_ms / 1000 / BEATS_PER_LEASE
-        threading.Thread(
-            target=_keep_beating,
-            args=(weakref.ref(self), self._stop, interval_s),
-            name=f"kvplane-lease-{self._request.replica}",
-            daemon=True,
-        ).start()
+        elif isinstance(action, Close):
+            self._transport.close()
+        elif isinstance(action, Pause):
+            self._pause(action.seconds)
+        else:
+            assert callable(self._revive), "the machine knows whether it is one"
+            return self._revive()
+        return None
 
 
 def _keep_beating(ref: weakref.ref[Session], stop: threading.Event, interval_s: float) -> None:

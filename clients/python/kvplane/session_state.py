@@ -6,7 +6,7 @@ Pure: no transport, clock or thread. The blocking and the asyncio session share 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvplane.base.errors import (
     FailedPrecondition,
@@ -17,6 +17,7 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import Opened
 from kvplane.base.step import Part, Step, StepResult
+from kvplane.base.typed import check
 from kvplane.revival import Numbers, Revival
 
 
@@ -26,6 +27,7 @@ class SessionState:
     Attributes:
         epoch, spec, kept_keys, lease_ms, max_rows: of the answer that opened it.
         free_blocks: exact after the last answer.
+        busy_blocks: ascending; held since this life began, because loads of earlier ones may still write to them.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -35,6 +37,7 @@ class SessionState:
         self.lease_ms = opened.lease_ms
         self.max_rows = opened.max_rows
         self.free_blocks = opened.free_blocks
+        self.busy_blocks = opened.busy_blocks
         self._max_steps = opened.max_steps_in_flight
         self._next = (opened.seq + 1, opened.next_part)
         self._answered_seq = opened.seq
@@ -42,6 +45,7 @@ class SessionState:
         self._unanswered: deque[Step] = deque()
         self._numbers = Numbers()
         self._num_unsent = 0  # of them, the newest: kept for another service
+        self._num_lost = 0  # of them, the oldest: those that such an answer is for
         self._made: deque[StepResult] = deque()  # answers to the oldest of them, which no service will give
 
     @property
@@ -78,6 +82,10 @@ class SessionState:
                 f"{len(self._unanswered)} messages are in flight, as many as a step may have rows",
                 remedy="receive an answer first",
             )
+        for at, given in enumerate(parts):
+            if not isinstance(given, Part):
+                check(given, Part, f"parts[{at}]")
+        check(last, bool, "last")
         step = Step(self.epoch, seq, list(parts), part, last, self._executed(seq, part, executed_through))
         self._unanswered.append(step)
         self._next = (seq + 1, 0) if last else (seq, part + len(step.parts))
@@ -105,7 +113,7 @@ class SessionState:
 
     def answered(self, result: StepResult) -> StepResult:
         """Take the answer of the oldest step in flight. Raises InternalError when it is another's."""
-        step = self._oldest()
+        step = self.oldest
         if (result.seq, result.part) != (step.seq, step.part):
             raise InternalError(
                 f"step {step.seq} part {step.part} was answered by step {result.seq} part {result.part}"
@@ -115,19 +123,23 @@ class SessionState:
         if step.last:
             self._answered_seq = step.seq
         self.free_blocks = result.parts[-1].free_blocks
+        if self._num_lost:
+            self._num_lost -= 1
+        else:
+            self.busy_blocks = _without_ended(self.busy_blocks, [step])
         return result
 
-    def refused(self) -> int:
-        """The oldest step in flight was refused: its number is free again.
+    @property
+    def followers(self) -> int:
+        """Parts that were sent behind the oldest one; when that is refused, so is each of them, as out of order."""
+        return len(self._unanswered) - 1 - self._num_unsent
 
-        Returns how many later parts were in flight; the service refuses each of them as out of order.
-        """
-        step = self._oldest()
-        followers = len(self._unanswered) - 1 - self._num_unsent
+    def refused(self) -> None:
+        """The oldest step in flight was refused: its number is free again."""
+        step = self.oldest
         self._unanswered.clear()
         self._num_unsent = 0
         self._next = (step.seq, step.part)
-        return followers
 
     def outward(self, step: Step) -> Step:
         """The step as the service counts."""
@@ -145,10 +157,16 @@ class SessionState:
         """Steps that wait for an answer of the service, in order."""
         return list(self._unanswered)[len(self._made) :]
 
+    def still_busy(self) -> tuple[int, ...]:
+        """Those of `busy_blocks` that no step in flight names in `Cache.loads_over`."""
+        return _without_ended(self.busy_blocks, self._unanswered)
+
     def restarted(self, opened: Opened, revival: Revival, told: Sequence[StepResult]) -> None:
         """A new service begins this life anew, and was told so in steps that it answered: answer what it will not."""
         self.epoch, self.spec, self.kept_keys = opened.epoch, opened.spec, opened.kept_keys
         self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
+        self.busy_blocks = tuple(block for block in opened.busy_blocks if block not in revival.taken_over)
+        self._num_lost = len(self._unanswered)
         self._made.extend(revival.answers(self.unanswered(), told))
         self._num_unsent = 0
         self._numbers.restart(self._next, opened.seq + len(told), revival.forgotten_held)
@@ -170,6 +188,7 @@ class SessionState:
             )
         if not self._unanswered:
             self.free_blocks = opened.free_blocks
+        self.busy_blocks = opened.busy_blocks
         self._num_unsent = 0
         return unanswered
 
@@ -197,6 +216,7 @@ class SessionState:
                     remedy="with several steps in flight, say which one has finished on all ranks",
                 )
             return seq - 1
+        check(given, int, "executed_through")
         if not said <= given <= self._answered_seq:
             raise InvalidArgument(
                 f"{given} is not in {said}..{self._answered_seq}",
@@ -205,6 +225,16 @@ class SessionState:
             )
         return given
 
-    def _oldest(self) -> Step:
+    @property
+    def oldest(self) -> Step:
+        """The step that is answered next."""
         assert self._unanswered, "an answer without a step"
         return self._unanswered[0]
+
+
+def _without_ended(busy: tuple[int, ...], steps: Iterable[Step]) -> tuple[int, ...]:
+    """The blocks that none of these steps names as written no more."""
+    if not busy:
+        return busy
+    ended = {block for step in steps for part in step.parts for block in part.cache.loads_over}
+    return tuple(block for block in busy if block not in ended)

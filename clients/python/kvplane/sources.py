@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvplane.base.groups import CommitRule, HashAlgorithm
+from kvplane.base.groups import CommitRule, Drafter, HashAlgorithm
 from kvplane.base.layers import KVSharingLayer, Layer
 
 
@@ -21,6 +21,10 @@ class PoolSettings:
         disable_caching: turns prefix caching off.
         retention_interval, commit, hash_algorithm, hash_seed: as in ReplicaSpec.
         watermark: share of the pool left free when a request is admitted while others run, 0 to below 1.
+        speculative_tokens: draft tokens of a decode step at most; recurrent states are kept for so many, and a row that
+            asks for more is refused.
+        drafter: has layers in the pool: of EAGLE, or the model's own for multi-token prediction. A look-up then drops
+            the last matched block, which the drafter computes again. Of a LayerSource they are its `is_draft` layers.
     """
 
     memory_bytes: int = 0
@@ -31,6 +35,8 @@ class PoolSettings:
     disable_caching: bool = False
     retention_interval: int = 0
     watermark: float = 0.0
+    speculative_tokens: int = 0
+    drafter: Drafter = Drafter.NONE
     commit: CommitRule = CommitRule.SAFE
     hash_algorithm: HashAlgorithm = HashAlgorithm.KVPLANE
     hash_seed: str = ""

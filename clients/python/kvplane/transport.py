@@ -7,24 +7,26 @@ engine.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
 
 import grpc
 
-from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Moved, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.channel import MAX_MESSAGE_BYTES
-from kvplane.owners import Owners
+from kvplane.owners import Owners, Route
 from kvplane.status import error_of_rpc
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
+from kvplane.watchdog import NEVER, WATCHDOG
 from kvplane.wire import stream as stream_messages
 
 OPEN_TIMEOUT_S = 10.0
+STEP_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 
 
@@ -36,35 +38,33 @@ class GrpcTransport:
         channel: grpc.Channel | Owners[grpc.Channel],
         open_timeout_s: float = OPEN_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
         """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
         self._stubs: dict[grpc.Channel, AllocationStub] = {}
         self._channel = self._owners.present  # of the stream
         self._stub(self._channel)
-        self._open_timeout_s = open_timeout_s
+        self._open_timeout_s, self._step_timeout_s = open_timeout_s, step_timeout_s
         self._max_message_bytes = max_message_bytes
         self._stream: _Stream | None = None
+        self._is_aborted = False
         self.draining = self.can_move = False
 
     def open(self, request: OpenRequest) -> Opened:
-        """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal.
+        """Open a stream; raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
 
-        After Unavailable the next attempt asks the next address of the list.
+        After these two the next attempt asks the next address of the list.
         """
         message = stream_messages.open_message(request)
-        channel, hops = self._owners.present, 0
+        route = Route(self._owners)
         while True:
             try:
-                opened = self._open_at(self._stub(channel), message)
-            except Moved as moved:
-                hops += 1
-                channel = self._owners.after(moved, hops)
-            except Unavailable:
-                self._owners.instead_of(channel)
-                raise
+                opened = self._open_at(self._stub(route.channel), message)
+            except KvplaneError as failed:
+                route.after(failed)
             else:
-                self._channel, self.can_move = channel, self._owners.has_other_than(channel)
+                self._channel, self.can_move = route.channel, self._owners.has_other_than(route.channel)
                 return opened
 
     def _stub(self, channel: grpc.Channel) -> AllocationStub:
@@ -77,10 +77,11 @@ class GrpcTransport:
         self._drop()
         self.draining = False
         self._stream = stream = _Stream(stub)
+        if self._is_aborted:  # looked at behind the assignment: `abort` ends this stream, or it is ended here
+            self._drop()
+        stream.send(message)
         try:
-            stream.send(message)
-            with stream.cut_after(self._open_timeout_s):
-                return stream_messages.opened_of(stream.receive())
+            return stream_messages.opened_of(stream.receive(self._open_timeout_s))
         except KvplaneError:
             self._drop()
             raise
@@ -95,11 +96,11 @@ class GrpcTransport:
             self._stream.send(message)
 
     def receive(self) -> StepResult | KvplaneError:
-        """Wait for the next answer."""
+        """Wait for the next answer; DeadlineExceeded after `step_timeout_s`, which breaks the stream."""
         stream = self._require_stream()
         while True:
             with moving_is_breaking():
-                answer = stream_messages.answer_of(stream.receive())
+                answer = stream_messages.answer_of(stream.receive(self._step_timeout_s))
             if answer is not None:
                 return answer
             self.draining = True
@@ -119,11 +120,14 @@ class GrpcTransport:
         if self.draining:
             self._owners.instead_of(self._channel)
         stream, self._stream = self._stream, None
-        if stream is None:
-            return
-        stream.send(stream_messages.close_message())
-        with stream.cut_after(CLOSE_TIMEOUT_S):
-            stream.exhaust()
+        if stream is not None:
+            stream.send(stream_messages.close_message())
+            stream.exhaust(CLOSE_TIMEOUT_S)
+
+    def abort(self) -> None:
+        """End the stream without a goodbye, and open no other one; from any thread."""
+        self._is_aborted = True
+        self._drop()
 
     def _require_stream(self) -> _Stream:
         if self._stream is None:
@@ -146,7 +150,7 @@ def moving_is_breaking() -> Iterator[None]:
 
 
 class _Stream:
-    """One gRPC stream; FailedPrecondition when its channel is closed."""
+    """One gRPC stream; FailedPrecondition when its channel is closed. Implements Watched."""
 
     def __init__(self, stub: AllocationStub) -> None:
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
@@ -154,20 +158,24 @@ class _Stream:
             self._call = stub.Session(iter(self._requests.get, None))
         except ValueError as error:
             raise FailedPrecondition("the channel is closed", remedy="connect again") from error
-        self._late = ""
+        self.deadline_s, self._timeout_s = NEVER, NEVER
+        self._is_late = False
+        WATCHDOG.watch(self)
 
     def send(self, message: SessionRequest) -> None:
         """Queue a message."""
         self._requests.put(message)
 
-    def receive(self) -> SessionResponse:
-        """The next message; raises what ended the stream."""
+    def receive(self, timeout_s: float) -> SessionResponse:
+        """The next message; raises what ended the stream, or DeadlineExceeded, which ends it."""
         message = None
+        self._wait(timeout_s)
         try:
             message = next(self._call)
         except (StopIteration, grpc.RpcError):
             raise self._end() from None
         finally:
+            self.deadline_s = NEVER
             if message is None:  # after Ctrl-C the read goes on inside gRPC, and a second one beside it is an error
                 self.cut()
         return message
@@ -177,39 +185,34 @@ class _Stream:
         if not self._call.is_active():
             raise self._end()
 
-    def exhaust(self) -> None:
+    def exhaust(self, timeout_s: float) -> None:
         """Read to the end, whatever it is, and let the sending thread go."""
+        self._wait(timeout_s)
         try:
             for _ in self._call:
                 pass
         except grpc.RpcError:
-            return  # the stream was broken or cut: there is nobody to say goodbye to
+            return  # the stream was broken or cut: no peer is left to close it with
         finally:
-            self._requests.put(None)
+            self.cut()
 
     def cut(self) -> None:
         """End the stream now, and let the sending thread go."""
+        WATCHDOG.forget(self)
         self._call.cancel()
         self._requests.put(None)
 
-    @contextmanager
-    def cut_after(self, seconds: float) -> Iterator[None]:
-        """Cut the stream when the block takes longer."""
-        timer = threading.Timer(seconds, self._cut_late, (seconds,))
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
-
-    def _cut_late(self, seconds: float) -> None:
-        self._late = f"no answer within {seconds} s"
+    def is_late(self) -> None:
+        """Nothing came in time."""
+        self._is_late = True
         self.cut()
 
+    def _wait(self, timeout_s: float) -> None:
+        self._timeout_s, self.deadline_s = timeout_s, time.monotonic() + timeout_s
+
     def _end(self) -> KvplaneError:
-        if self._late:
-            return Unavailable(self._late)
+        if self._is_late:
+            return DeadlineExceeded(f"no answer within {self._timeout_s} s")
         if self._call.code() is grpc.StatusCode.OK:
             return Unavailable("the service ended the stream")
         return error_of_rpc(self._call)

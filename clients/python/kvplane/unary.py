@@ -6,27 +6,30 @@ carry an op_id for it), are tried again when the service was not reachable.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar, cast
+from typing import Self, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message
 
 from kvplane import calls, wire
 from kvplane.access import Access, Tls, Token
-from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
+from kvplane.asking import Ask, Feed, asked
+from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.calls import Call
 from kvplane.channel import MAX_MESSAGE_BYTES, open_channel
-from kvplane.events import EventBatch, Place
-from kvplane.owners import MAX_HOPS, Owners
+from kvplane.driving import Pause, drive
+from kvplane.events import EventBatch
+from kvplane.owners import Owners
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
-from kvplane.session import Session, draw_nonce
+from kvplane.session import Session
+from kvplane.sessions import SessionOptions, first_request, revival_of, timeouts
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.status import RpcOutcome, error_of_rpc
 from kvplane.tracing import trace_metadata
@@ -147,35 +150,29 @@ class Client:
     # ---- an engine's session
 
     def session(
-        self,
-        replica: str,
-        *,
-        epoch: int = NEW_EPOCH,
-        with_events: bool = False,
-        stamp_table: Sequence[int] = (),
-        client: str = "",
-        retry: RetryPolicy | None = None,
+        self, replica: str, revive: Callable[[], Revival] | None = None, **options: Unpack[SessionOptions]
     ) -> Session:
-        """Open a session; see Session and OpenRequest."""
+        """Open a session, which goes on through broken streams; see Session and SessionOptions.
+
+        Args:
+            replica: its name.
+            revive: says what the engine has, now and whenever a service must be told anew; see Revival. With the stamps
+                of the page memory, what was cached hits again after a restart of the service. None: the session tells
+                what it has seen of the requests; they are preempted, and what was cached is lost (KnownRequests says
+                where that is impossible: the session ends).
+            options: see SessionOptions.
+        """
         self._require_open()
-        request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
-        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
-        return Session(transport, request, retry=retry)
+        request = first_request(replica, revive, options)
+        open_s, step_s = timeouts(options)
+        transport = GrpcTransport(self._owners, open_s, self._max_message_bytes, step_s)
+        return Session(transport, request, retry=options.get("retry"), revive=revival_of(revive, options))
 
     def lasting_session(
-        self,
-        replica: str,
-        revive: Callable[[], Revival],
-        *,
-        with_events: bool = False,
-        client: str = "",
-        retry: RetryPolicy | None = None,
+        self, replica: str, revive: Callable[[], Revival], **options: Unpack[SessionOptions]
     ) -> Session:
-        """Open a session that outlives the service: `revive` shows the page memory, now and after each restart."""
-        self._require_open()
-        request = revive().first_request(replica, draw_nonce(), with_events, client)
-        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
-        return Session(transport, request, retry=retry, revive=revive)
+        """The former name of `session` with a `revive`."""
+        return self.session(replica, revive, **options)
 
     # ---- requests, without a session
 
@@ -235,54 +232,31 @@ class Client:
             replica: its name.
             after_seq: last batch already known; None = only batches from now on; 0 = all that are kept.
         """
-        place, delays = Place(after_seq), self._retry.delays_s()
-        channel, hops = self._owners.present, 0
+        feed = Feed(self._owners, self._retry, after_seq)
         while True:
             self._require_open()
-            request = calls.subscription(replica, place.seek(channel))
-            stream = events_pb2_grpc.EventsStub(channel).Subscribe(request)
+            request = calls.subscription(replica, feed.seek())
+            stream = events_pb2_grpc.EventsStub(feed.channel).Subscribe(request)
             failed: KvplaneError = Unavailable("the service ended the stream")
             try:
                 for message in stream:
-                    delays, hops = self._retry.delays_s(), 0
-                    yield place.pass_on(wire.decode_batch(message))
+                    yield feed.take(wire.decode_batch(message))
             except grpc.RpcError:
                 failed = error_of_rpc(stream)
             finally:
                 stream.cancel()
-            if isinstance(failed, Moved) and hops < MAX_HOPS:
-                hops += 1
-                channel = self._owners.after(failed, hops)
-            elif isinstance(failed, (Moved, Unavailable)):
-                self._pause(delays, failed)
-                channel, hops = self._owners.instead_of(channel), 0
-            elif not place.is_gone(failed):
-                raise failed
+            self._wait(feed.broken(failed))
 
     def _do(self, call: Call[Answer]) -> Answer:
         self._require_open()
-        delays = self._retry.delays_s() if call.repeatable else iter(())
-        while True:
-            try:
-                return self._do_once(call)
-            except Unavailable as error:
-                self._pause(delays, error)
+        return drive(asked(self._owners, call, self._retry), self._act)
 
-    def _do_once(self, call: Call[Answer]) -> Answer:
-        """Ask whom the list names now, and follow; after Unavailable the next one is asked."""
-        channel, hops = self._owners.present, 0
-        while True:
-            try:
-                return self._do_at(channel, call)
-            except Moved as moved:
-                hops += 1
-                channel = self._owners.after(moved, hops)
-            except Unavailable:
-                self._owners.instead_of(channel)
-                raise
-
-    def _do_at(self, channel: grpc.Channel, call: Call[Answer]) -> Answer:
-        method = channel.unary_unary(
+    def _act(self, action: Ask[grpc.Channel] | Pause) -> object:
+        if isinstance(action, Pause):
+            self._wait(action.seconds)
+            return None
+        call = action.call
+        method = action.channel.unary_unary(
             call.path,
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.answer_type.FromString,
@@ -293,14 +267,10 @@ class Client:
         except grpc.RpcError as outcome:
             raise error_of_rpc(cast(RpcOutcome, outcome)) from None
 
+    def _wait(self, seconds: float) -> None:
+        (self._retry.sleep or time.sleep)(seconds)
+
     def _require_open(self) -> None:
         # Not left to gRPC: 1.71 crashes the process when a stub is made on a closed channel.
         if self._closed:
             raise FailedPrecondition("the client is closed", remedy="connect again")
-
-    def _pause(self, delays: Iterator[float], failed: KvplaneError) -> None:
-        """Wait before the next attempt; raises `failed` when there is none."""
-        delay = next(delays, None)
-        if delay is None:
-            raise failed
-        self._retry.sleep(delay)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TypeVar
+from typing import TypeVar, Unpack
 from weakref import WeakSet
 
 import grpc
@@ -17,17 +17,18 @@ from kvplane import calls, wire
 from kvplane.access import Access, Tls, Token
 from kvplane.aio.session import Session
 from kvplane.aio.transport import GrpcTransport
-from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
+from kvplane.asking import Ask, Feed, asked
+from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.calls import Call
 from kvplane.channel import MAX_MESSAGE_BYTES, open_aio_channel
-from kvplane.events import EventBatch, Place
-from kvplane.owners import MAX_HOPS, Owners
+from kvplane.driving import Pause, drive_async
+from kvplane.events import EventBatch
+from kvplane.owners import Owners
 from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
-from kvplane.session import draw_nonce
+from kvplane.sessions import SessionOptions, first_request, revival_of, timeouts
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.status import error_of_rpc
 from kvplane.tracing import trace_metadata
@@ -65,7 +66,7 @@ class Client:
         timeout_s: float = TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         retry: RetryPolicy = UNARY_RETRY,
-        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        pause: Callable[[float], Awaitable[None]] | None = None,
         reach: Callable[[str], grpc.aio.Channel] | None = None,
     ) -> None:
         self._owners = channel if isinstance(channel, Owners) else Owners(channel, reach)
@@ -74,13 +75,13 @@ class Client:
         self._timeout_s = timeout_s
         self._max_message_bytes = max_message_bytes
         self._retry = retry
-        self._pause_s = pause
+        self._pause = pause
 
     async def close(self) -> None:
         """Close the channel, and with it the streams that are still open."""
         self._closed = True
         for transport in self._transports:  # the channel would leave them open
-            transport.cut()
+            transport.abort()
         for channel in self._owners.close():
             await channel.close()
 
@@ -123,37 +124,24 @@ class Client:
                 return
 
     async def session(
-        self,
-        replica: str,
-        *,
-        epoch: int = NEW_EPOCH,
-        with_events: bool = False,
-        stamp_table: Sequence[int] = (),
-        client: str = "",
-        retry: RetryPolicy | None = None,
+        self, replica: str, revive: Callable[[], Revival] | None = None, **options: Unpack[SessionOptions]
     ) -> Session:
-        """Open a session; see Session and OpenRequest."""
+        """Open a session; see `kvplane.Client.session`."""
         self._require_open()
-        request = OpenRequest(replica, draw_nonce(), epoch, with_events, client, tuple(stamp_table))
-        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
+        request = first_request(replica, revive, options)
+        open_s, step_s = timeouts(options)
+        transport = GrpcTransport(self._owners, open_s, self._max_message_bytes, step_s)
         self._transports.add(transport)
-        return await Session(transport, request, retry=retry, pause=self._pause_s).open()
+        session = Session(
+            transport, request, retry=options.get("retry"), pause=self._pause, revive=revival_of(revive, options)
+        )
+        return await session.open()
 
     async def lasting_session(
-        self,
-        replica: str,
-        revive: Callable[[], Revival],
-        *,
-        with_events: bool = False,
-        client: str = "",
-        retry: RetryPolicy | None = None,
+        self, replica: str, revive: Callable[[], Revival], **options: Unpack[SessionOptions]
     ) -> Session:
-        """Open a session that outlives the service: `revive` shows the page memory, now and after each restart."""
-        self._require_open()
-        request = revive().first_request(replica, draw_nonce(), with_events, client)
-        transport = GrpcTransport(self._owners, max_message_bytes=self._max_message_bytes)
-        self._transports.add(transport)
-        return await Session(transport, request, retry=retry, pause=self._pause_s, revive=revive).open()
+        """The former name of `session` with a `revive`."""
+        return await self.session(replica, revive, **options)
 
     async def find_cache_hit(
         self, replica: str, what: Content | str, *, with_blocks: bool = False
@@ -203,54 +191,31 @@ class Client:
 
     async def subscribe(self, replica: str, after_seq: int | None = None) -> AsyncIterator[EventBatch]:
         """Batches of published events, without end; see `kvplane.Client.subscribe`."""
-        place, delays = Place(after_seq), self._retry.delays_s()
-        channel, hops = self._owners.present, 0
+        feed = Feed(self._owners, self._retry, after_seq)
         while True:
             self._require_open()
-            request = calls.subscription(replica, place.seek(channel))
-            stream = events_pb2_grpc.EventsStub(channel).Subscribe(request)
+            request = calls.subscription(replica, feed.seek())
+            stream = events_pb2_grpc.EventsStub(feed.channel).Subscribe(request)
             failed: KvplaneError = Unavailable("the service ended the stream")
             try:
                 async for message in stream:
-                    delays, hops = self._retry.delays_s(), 0
-                    yield place.pass_on(wire.decode_batch(message))
+                    yield feed.take(wire.decode_batch(message))
             except grpc.aio.AioRpcError as outcome:
                 failed = error_of_rpc(outcome)
             finally:
                 stream.cancel()
-            if isinstance(failed, Moved) and hops < MAX_HOPS:
-                hops += 1
-                channel = self._owners.after(failed, hops)
-            elif isinstance(failed, (Moved, Unavailable)):
-                await self._pause(delays, failed)
-                channel, hops = self._owners.instead_of(channel), 0
-            elif not place.is_gone(failed):
-                raise failed
+            await self._wait(feed.broken(failed))
 
     async def _do(self, call: Call[Answer]) -> Answer:
         self._require_open()
-        delays = self._retry.delays_s() if call.repeatable else iter(())
-        while True:
-            try:
-                return await self._do_once(call)
-            except Unavailable as error:
-                await self._pause(delays, error)
+        return await drive_async(asked(self._owners, call, self._retry), self._act)
 
-    async def _do_once(self, call: Call[Answer]) -> Answer:
-        """Ask whom the list names now, and follow; after Unavailable the next one is asked."""
-        channel, hops = self._owners.present, 0
-        while True:
-            try:
-                return await self._do_at(channel, call)
-            except Moved as moved:
-                hops += 1
-                channel = self._owners.after(moved, hops)
-            except Unavailable:
-                self._owners.instead_of(channel)
-                raise
-
-    async def _do_at(self, channel: grpc.aio.Channel, call: Call[Answer]) -> Answer:
-        method = channel.unary_unary(
+    async def _act(self, action: Ask[grpc.aio.Channel] | Pause) -> object:
+        if isinstance(action, Pause):
+            await self._wait(action.seconds)
+            return None
+        call = action.call
+        method = action.channel.unary_unary(
             call.path,
             request_serializer=type(call.request).SerializeToString,
             response_deserializer=call.answer_type.FromString,
@@ -261,13 +226,9 @@ class Client:
         except grpc.aio.AioRpcError as outcome:
             raise error_of_rpc(outcome) from None
 
+    async def _wait(self, seconds: float) -> None:
+        await (self._pause or asyncio.sleep)(seconds)
+
     def _require_open(self) -> None:
         if self._closed:
             raise FailedPrecondition("the client is closed", remedy="connect again")
-
-    async def _pause(self, delays: Iterator[float], failed: KvplaneError) -> None:
-        """Wait before the next attempt; raises `failed` when there is none."""
-        delay = next(delays, None)
-        if delay is None:
-            raise failed
-        await self._pause_s(delay)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import grpc
 import grpc.aio
 
-from kvplane.base.errors import FailedPrecondition, KvplaneError, Moved, Unavailable
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.channel import MAX_MESSAGE_BYTES
-from kvplane.owners import Owners
+from kvplane.owners import Owners, Route
 from kvplane.status import error_of_rpc
-from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, moving_is_breaking
+from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, moving_is_breaking
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.wire import stream as stream_messages
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kvplane.v1.allocation_pb2_grpc import AllocationAsyncStub
 
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]"
+_T = TypeVar("_T")
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the second: written to after its end
 _WRITTEN_TOO_LATE = "Internal error from Core"  # what grpc.aio says of a write that the end of the stream overtook
 _STATUS_WAIT_S = 2.0
@@ -36,36 +39,33 @@ class GrpcTransport:
         channel: grpc.aio.Channel | Owners[grpc.aio.Channel],
         open_timeout_s: float = OPEN_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
         """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
         self._stubs: dict[grpc.aio.Channel, AllocationAsyncStub] = {}
         self._channel = self._owners.present  # of the stream
         self._stub(self._channel)
-        self._open_timeout_s = open_timeout_s
+        self._open_timeout_s, self._step_timeout_s = open_timeout_s, step_timeout_s
         self._max_message_bytes = max_message_bytes
         self._call: _Call | None = None
         self._first_outcome: grpc.aio.AioRpcError | None = None  # of the call
         self.draining = self.can_move = False
 
     async def open(self, request: OpenRequest) -> Opened:
-        """Open a stream; raises Unavailable after `open_timeout_s`, or the service's refusal.
+        """Open a stream; raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
 
-        After Unavailable the next attempt asks the next address of the list.
+        After these two the next attempt asks the next address of the list.
         """
         message = stream_messages.open_message(request)
-        channel, hops = self._owners.present, 0
+        route = Route(self._owners)
         while True:
             try:
-                opened = await self._open_at(self._stub(channel), message)
-            except Moved as moved:
-                hops += 1
-                channel = self._owners.after(moved, hops)
-            except Unavailable:
-                self._owners.instead_of(channel)
-                raise
+                opened = await self._open_at(self._stub(route.channel), message)
+            except KvplaneError as failed:
+                route.after(failed)
             else:
-                self._channel, self.can_move = channel, self._owners.has_other_than(channel)
+                self._channel, self.can_move = route.channel, self._owners.has_other_than(route.channel)
                 return opened
 
     def _stub(self, channel: grpc.aio.Channel) -> AllocationAsyncStub:
@@ -75,36 +75,39 @@ class GrpcTransport:
         return self._stubs[channel]
 
     async def _open_at(self, stub: AllocationAsyncStub, message: SessionRequest) -> Opened:
-        self.cut()
+        self.abort()
         self.draining = False
         try:
             self._first_outcome = None
             self._call = stub.Session()
             self._call.add_done_callback(self._note_outcome)
-            async with asyncio.timeout(self._open_timeout_s):
+            async with self._within(self._open_timeout_s):
                 await self._write(message)
                 return stream_messages.opened_of(await self._read())
-        except TimeoutError:
-            self.cut()
-            raise Unavailable(f"no answer within {self._open_timeout_s} s") from None
         except grpc.aio.UsageError as error:
             raise FailedPrecondition("the channel is closed", remedy="connect again") from error
         except KvplaneError:
-            self.cut()
+            self.abort()
             raise
 
     async def send(self, step: Step) -> None:
-        """Hand the step to the stream.
+        """Hand the step to the stream; one that takes nothing for `step_timeout_s` is broken.
 
         InvalidArgument: it holds a value that cannot be sent. LimitExceeded: it is too large.
         """
-        await self._write(stream_messages.step_message(step, self._max_message_bytes))
+        message = stream_messages.step_message(step, self._max_message_bytes)
+        with suppress(DeadlineExceeded):
+            async with self._within(self._step_timeout_s):
+                await self._write(message)
 
     async def receive(self) -> StepResult | KvplaneError:
-        """Wait for the next answer. Cancelled, it breaks the stream, for grpc.aio does so."""
+        """Wait for the next answer; DeadlineExceeded after `step_timeout_s`. Cancelled or late, it breaks the stream,
+        for grpc.aio does so.
+        """
         while True:
             with moving_is_breaking():
-                answer = stream_messages.answer_of(await self._read())
+                async with self._within(self._step_timeout_s):
+                    answer = stream_messages.answer_of(await self._read())
             if answer is not None:
                 return answer
             self.draining = True
@@ -114,7 +117,9 @@ class GrpcTransport:
         if self._call is None or self._call.done():
             with moving_is_breaking():
                 await self._read()
-        await self._write(stream_messages.heartbeat_message())
+        with suppress(DeadlineExceeded):
+            async with self._within(self._step_timeout_s):
+                await self._write(stream_messages.heartbeat_message())
 
     async def close(self) -> None:
         """Say goodbye, and wait a moment for the answer: then the service has freed the requests.
@@ -125,39 +130,61 @@ class GrpcTransport:
             self._owners.instead_of(self._channel)
         if self._call is None:
             return
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+        with suppress(KvplaneError):  # the end of the stream, or no peer is left
+            async with self._within(CLOSE_TIMEOUT_S):
                 await self._write(stream_messages.close_message())
                 while True:
                     await self._read()
-        except (KvplaneError, TimeoutError):
-            return  # the end of the stream, or nobody to say goodbye to
-        finally:
-            self.cut()
+        self.abort()
+
+    def abort(self) -> None:
+        """End the stream now, without a goodbye; on the loop's thread. What waits raises Unavailable."""
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+
+    @asynccontextmanager
+    async def _within(self, timeout_s: float) -> AsyncIterator[None]:
+        """Break the stream when the block takes longer, or is cancelled."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError:
+            self.abort()
+            raise DeadlineExceeded(f"no answer within {timeout_s} s") from None
+        except asyncio.CancelledError:
+            self.abort()
+            raise
 
     async def _write(self, message: SessionRequest) -> None:
         """Send; a stream that has ended is for `_read` to tell."""
-        if self._call is None:
-            return
-        try:
-            await self._call.write(message)
-        except _ENDED:
-            return
+        if self._call is not None:
+            with suppress(*_ENDED, Unavailable):
+                await self._on_stream(self._call.write(message))
 
     async def _read(self) -> SessionResponse:
         """The next message; raises what ended the stream."""
         if self._call is None:
             raise Unavailable("no stream is open")
         try:
-            response = await self._read_to_the_end(self._call)
+            response = await self._on_stream(self._read_to_the_end(self._call))
         except grpc.aio.AioRpcError as outcome:
             raise error_of_rpc(outcome) from None
-        except asyncio.CancelledError:
-            self.cut()
-            raise
         if not isinstance(response, SessionResponse):  # grpc.aio.EOF
             raise Unavailable("the service ended the stream")
         return response
+
+    async def _on_stream(self, reading: Awaitable[_T]) -> _T:
+        """Tell a stream that was cancelled, by `abort` or with its channel, from a task that was."""
+        task = asyncio.current_task()
+        assert task is not None
+        asked = task.cancelling()
+        try:
+            return await reading
+        except asyncio.CancelledError:
+            if task.cancelling() > asked:
+                raise
+            raise Unavailable("the stream was cut") from None
 
     async def _read_to_the_end(self, call: _Call) -> object:
         """The next message, EOF, or an AioRpcError with what the service said.
@@ -190,9 +217,3 @@ class GrpcTransport:
                 return
             finally:
                 reading.close()
-
-    def cut(self) -> None:
-        """End the stream now, without a goodbye."""
-        call, self._call = self._call, None
-        if call is not None:
-            call.cancel()

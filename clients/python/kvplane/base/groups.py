@@ -116,6 +116,14 @@ class GroupSpec:
         _require(self.extra_retained_tokens >= 0, f"{name}.extra_retained_tokens", "must be 0 or more")
 
 
+class Drafter(Enum):
+    """What proposes draft tokens, as far as it has layers in the pool."""
+
+    NONE = "none"  # no drafts, or an n-gram or suffix drafter
+    EAGLE = "eagle"
+    MTP = "mtp"
+
+
 @dataclass(frozen=True, slots=True)
 class AlignSpec:
     """How prefill chunks are clipped for recurrent state (vLLM's mamba split; conformance STEPS section 7).

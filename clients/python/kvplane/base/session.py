@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvplane.base.errors import KvplaneError
+from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import Step, StepResult
+from kvplane.base.step import STEP_VERSION, Step, StepResult
 
 NEW_EPOCH = 0
 
@@ -25,6 +26,9 @@ class OpenRequest:
         stamp_table: new engine life on unchanged page memory: one stamp per block; keys whose stamp matches
             survive. Empty: no key survives.
         incarnation: names the life of that memory, 0 = not known; what was stored for another one is dropped.
+        busy_blocks: new engine life: blocks that loads of earlier lives, or of requests that an image will list as
+            loading, may still write, as far as the engine knows. The service allocates none of them.
+        step_version: of the steps to come; another one than the service's is refused.
     """
 
     replica: str
@@ -32,8 +36,19 @@ class OpenRequest:
     epoch: int = NEW_EPOCH
     with_events: bool = False
     client: str = ""
-    stamp_table: tuple[int, ...] = ()
+    stamp_table: Sequence[int] = ()
     incarnation: int = 0
+    busy_blocks: tuple[int, ...] = ()
+    step_version: int = STEP_VERSION
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for steps of another version than this code's."""
+        if self.step_version != STEP_VERSION:
+            raise InvalidArgument(
+                f"steps of version {self.step_version}; this service takes version {STEP_VERSION}",
+                field="step_version",
+                remedy="use client and service of one version",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +64,8 @@ class Opened:
         spec: of the replica.
         free_blocks: exact.
         kept_keys: keys that survived into this epoch.
+        busy_blocks: ascending; not allocated until `Cache.loads_over` names them, since loads of earlier engine lives
+            may still write to them.
     """
 
     epoch: int
@@ -60,14 +77,16 @@ class Opened:
     spec: ReplicaSpec
     free_blocks: int
     kept_keys: int
+    busy_blocks: tuple[int, ...] = ()
 
 
 class SessionTransport(Protocol):
     """Carries one session: gRPC (`kvplane.transport`), in process, or a simulated network.
 
     A step that is refused is an answer like any other. What is raised is about the stream: Unavailable when it is
-    broken (open it again), another KvplaneError when the service has ended the session (StaleEpoch, OtherWriter,
-    NotFound, InvalidArgument for a message that cannot be read).
+    broken, DeadlineExceeded when nothing came in time (either way it is opened again), another KvplaneError when the
+    service has ended the session (StaleEpoch, OtherWriter, NotFound, InvalidArgument for a message that cannot be
+    read). No method waits without end.
 
     Attributes:
         draining: the service has announced that it will go; known once an answer behind the notice was received.
@@ -98,4 +117,8 @@ class SessionTransport(Protocol):
 
     def close(self) -> None:
         """Say goodbye: requests are freed. Idempotent; silent when the service cannot be reached."""
+        ...
+
+    def abort(self) -> None:
+        """End the stream without a goodbye, and open no other one; from any thread. What waits raises Unavailable."""
         ...

@@ -31,6 +31,8 @@ _WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
 _INCARNATION, _OWNER_EPOCH, _GENERATION, _SEQ, _PART, _EXECUTED = range(2, 8)
 _BUSY = 1 << 32
 _ALL_PARTS = _BUSY - 1  # no part follows it
+_EARLIER = 1 << 33  # launches of earlier engine lives may still run on this rank
+_ENDED = 1 << 34  # every launch whose orders were carried out so far has ended, whether it finished or not
 _MAX_SEQ = (1 << 64) - 1
 
 
@@ -51,7 +53,7 @@ class StampReading:
 
     incarnation: int
     generation: int
-    stamps: tuple[int, ...]
+    stamps: Sequence[int]
 
 
 def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ class StampTable:
 
     @property
     def is_busy(self) -> bool:
-        """Orders were begun and not finished: if nobody is at it, what the pages hold is not known."""
+        """Orders were begun and not finished, or pages invalidated: this epoch's orders go on no more."""
         return bool(self._words[_PART] & _BUSY)
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
@@ -178,16 +180,60 @@ class StampTable:
         begins = epoch > self.owner_epoch
         # In this order: a claim that is cut short leaves no progress of one epoch to another.
         if begins:
-            self._words[_PART] = _ALL_PARTS
-        if begins or (self._words[_PART] == _ALL_PARTS and next_seq - 1 > self._words[_SEQ]):
+            self._words[_PART] = _ALL_PARTS | (_EARLIER if self._may_run() else 0)
+        if begins or (self.position[1] == _ALL_PARTS and next_seq - 1 > self._words[_SEQ]):
             self._words[_EXECUTED] = self._words[_SEQ] = next_seq - 1
         if begins:
             self._words[_OWNER_EPOCH] = epoch
+
+    def begin_life(self, epoch: int) -> None:
+        """Claim for an engine life that begins: as `claim`, and an epoch that owns the table already is refused too.
+
+        Two services that do not know of each other can draw the same number for two lives of one memory.
+        """
+        if epoch == self.owner_epoch:
+            raise self._stale(epoch, "give a higher epoch")
+        self.claim(epoch)
 
     def check_owner(self, epoch: int) -> None:
         """Raise StaleEpoch when this is not the owner; a table that was never claimed has none."""
         if epoch != self.owner_epoch or not epoch:
             raise self._stale(epoch, "claim the table, or end this engine life")
+
+    def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
+        """Raise unless a transfer may write, on this rank, the pages that an admission gave to its request.
+
+        Args:
+            epoch: the engine life that lets it start.
+            seq, part: of the answer with the admission.
+            load_after: as that answer says, 0 = none.
+
+        Raises:
+            StaleEpoch: this engine life does not own the pages.
+            FailedPrecondition: orders of the admission's part, or of a part before it, have not been carried out here;
+                or step `load_after` has not finished here; or launches of an earlier engine life may still run here,
+                which `load_after` does not count: no step of this life has finished, nor was `launches_ended` called.
+        """
+        self.check_owner(epoch)
+        if self._words[_PART] & _EARLIER:
+            raise FailedPrecondition(
+                "launches of an earlier engine life may still write these pages on this rank",
+                field="epoch",
+                remedy="call Rank.launches_ended when they have ended, or wait for a step of this life",
+            )
+        done = self.position
+        if done < (seq, part) or (done == (seq, part) and self.is_busy):
+            raise FailedPrecondition(
+                f"the orders of step {seq}, part {part} were not carried out on this rank",
+                field="seq",
+                remedy="start the load when the stamps, zeroes and copies of its admission are done",
+            )
+        if self.executed < load_after:
+            raise FailedPrecondition(
+                f"step {load_after} has not finished on this rank, only step {self.executed}",
+                field="load_after",
+                remedy="start the load when that step is executed: its launch or copies may use these pages",
+            )
 
     def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
         """Write stamps. Blocks must be in the pool and stamps u64: the caller has checked."""
@@ -196,6 +242,12 @@ class StampTable:
             entries[block] = stamp
         if stamps:
             self._words[_GENERATION] = Stamp.unpack(stamps[-1]).generation
+
+    def invalidate(self, blocks: Sequence[int]) -> None:
+        """End this epoch's orders, then write stamp 0 on these blocks, which must be in the pool."""
+        self._words[_PART] |= _BUSY
+        for block in blocks:
+            self._stamps[block] = 0
 
     def read(self, block: int) -> int:
         """The stamp of a block."""
@@ -215,15 +267,28 @@ class StampTable:
 
     def begin(self, seq: int, part: int) -> None:
         """Note that orders are being carried out. What is begun is never begun again."""
-        self._words[_PART] = part | _BUSY
+        self._words[_PART] = (self._words[_PART] & _EARLIER) | part | _BUSY
         self._words[_SEQ] = seq
 
     def finish(self) -> None:
         """Note that the orders begun are done."""
-        self._words[_PART] &= _BUSY - 1
+        self._words[_PART] &= ~_BUSY
+
+    def launches_ended(self) -> None:
+        """Note that no launch runs here any more whose orders were carried out so far, whichever engine life it was of.
+
+        That says nothing of what they computed: `executed` stays.
+        """
+        self._words[_PART] = (self._words[_PART] & ~_EARLIER) | _ENDED
+
+    def _may_run(self) -> bool:
+        """Whether a launch of the owner's life, or of an earlier one, may still run."""
+        word = self._words[_PART]
+        in_flight = word & (_EARLIER | _BUSY) or self._words[_SEQ] > self._words[_EXECUTED]
+        return bool(in_flight) and not word & _ENDED
 
     def set_executed(self, seq: int) -> None:
-        """Note that steps up to this one have finished.
+        """Note that steps up to this one have finished, and with them every launch of earlier engine lives.
 
         Raises:
             FailedPrecondition: it goes back, or its orders were not carried out.
@@ -234,6 +299,8 @@ class StampTable:
                 field="seq",
                 remedy="name a step whose orders were carried out; it never goes back",
             )
+        if seq > self.executed:
+            self._words[_PART] &= ~_EARLIER  # launches of a rank end in order
         self._words[_EXECUTED] = seq
 
     def snapshot(self) -> bytes:

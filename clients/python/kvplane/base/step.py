@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
+from kvplane.base.typed import check
+
+STEP_VERSION = 2  # of the meaning of columns; 1 aligned only the rows that asked for it, by bit 1
 UNLIMITED = 0xFFFFFFFF
 ANY_HIT = -1
 UNCHANGED = -1
@@ -47,13 +50,16 @@ class Watermark(IntEnum):
 
 
 class RowFlag(IntFlag):
-    """Bits of the flags column of run and admit rows."""
+    """Bits of the flags column of run and admit rows. Bit 1 is reserved and means nothing.
+
+    Where the replica has an AlignSpec, chunks of prompts end where recurrent states can be cached.
+    """
 
     NONE = 0
-    ALIGN = 1  # clip the chunk by the replica's AlignSpec
     DELAY_CACHING = 2  # allocate now, register keys by a later commit (external tokens still on their way)
     FULL_FIT = 4  # admit: the whole sequence must fit, not only this chunk
     WHOLE = 8  # admit: no chunking; a row that does not get all its tokens stops the section
+    UNALIGNED = 16  # the chunk ends anywhere; a state that does not end at a block boundary is not cached
 
 
 class AdmitStatus(IntEnum):
@@ -66,6 +72,7 @@ class AdmitStatus(IntEnum):
     STALE_HIT = 4  # the hit is not `expected_hit`; `hit` says what it is now
     NO_ROOM = 5  # the budget left does not hold it (WHOLE rows and aligned chunks of 0 tokens)
     NEVER_FITS = 6  # more blocks than the empty pool has
+    NOT_WAITING = 7  # it runs already, or ended as held; later rows are looked at
 
 
 class EventKind(IntEnum):
@@ -85,6 +92,7 @@ class RemoveReason(IntEnum):
     PROMOTED = 3  # replaced by a longer key of the same block
     WITHDRAWN = 4  # tentative key of a step that will not run
     UNVERIFIED = 5  # a new epoch could not prove that the page still holds the content
+    MOVED = 6  # to a copy of the page, of which the next event tells
 
 
 @dataclass(slots=True)
@@ -109,10 +117,14 @@ class Facts:
 class Cache:
     """What happened to pages rather than to requests."""
 
-    failed_steps: list[int] = field(default_factory=list)  # u64: steps of this epoch that never run, nor their orders
-    evicted: list[int] = field(default_factory=list)  # blocks whose keys must go (failed loads), in order
+    # u64: steps of this epoch whose launch never runs; every rank carries out their orders all the same, in their turn
+    failed_steps: list[int] = field(default_factory=list)
+    # Blocks whose keys must go, in order. A request that counts one as computed registers it again: where the page is
+    # bad, lower `computed` of every request that has it, or end it, in the same part.
+    evicted: list[int] = field(default_factory=list)
     released: list[int] = field(default_factory=list)  # slots ended as HELD whose transfers, or any whose load, is over
-    reset: bool = False  # drop every key; works only when no block is in use
+    reset: bool = False  # drop every key; works only when no request holds a block
+    loads_over: list[int] = field(default_factory=list)  # blocks of `Opened.busy_blocks` whose loads are over
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +151,10 @@ class ExtraKeys:
     salt: str = ""
     multimodal: tuple[Multimodal, ...] = ()
     prompt_embeds: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument for a lora that is no pair: two letters would be taken for name and path."""
+        check(self.lora, tuple[str, str] | None, "extra_keys.lora")
 
 
 NO_EXTRA_KEYS = ExtraKeys()
@@ -183,6 +199,7 @@ class Resume:
     held_slot: list[int] = field(default_factory=list)
     held_count: list[int] = field(default_factory=list)  # blocks of each held slot
     held_blocks: list[int] = field(default_factory=list)
+    held_loading: list[int] = field(default_factory=list)  # default 0; 1 = it ended as HELD while a load still writes
 
 
 @dataclass(slots=True)
@@ -316,7 +333,8 @@ class Blocks:
 class Orders:
     """What each rank does before the launch, in this order: write stamps, zero pages, copy pages.
 
-    Zeroing first: a copy target is a fresh page and may stand in both lists.
+    Zeroing first: a copy target is a fresh page and may stand in both lists. Pages that a transfer fills are in none.
+    Orders of a failed step are carried out like any others: a reset that was answered is never undone.
 
     Attributes:
         stamp_block, stamp: new content version (u64) of each block that was handed out or lost a key.
@@ -370,6 +388,7 @@ class PartResult:
     admit_hit: list[int] = field(default_factory=list)
     admit_granted: list[int] = field(default_factory=list)
     admit_junction: list[int] = field(default_factory=list)
+    admit_load_after: list[int] = field(default_factory=list)  # u64, default 0: a load starts when it is executed
     new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, run and admit rows
     tables: Blocks = field(default_factory=Blocks)  # whole; of granted admit rows, of all if with_tables
     peek_hit: list[int] = field(default_factory=list)
@@ -380,11 +399,12 @@ class PartResult:
     reset_done: bool = False
     orders: Orders = field(default_factory=Orders)
     free_blocks: int = 0  # exact, after the part
-    events: list[CacheEvent] = field(default_factory=list)
+    events: Sequence[CacheEvent] = field(default_factory=list)
     # For the decision log, not sent:
     hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # digests made of each row's tokens
     hashed_news: list[bytes] = field(default_factory=list, compare=False)
     taken_back: int = field(default=0, compare=False)  # of preempted: lost what they had before the run section
+    went_back: int = field(default=0, compare=False)  # of taken_back: set behind the states or windows that they held
 
 
 @dataclass(slots=True)

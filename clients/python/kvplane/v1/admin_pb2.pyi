@@ -32,6 +32,7 @@ class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISS_CAUSE_NEVER_CACHED: _ClassVar[MissCause]
     MISS_CAUSE_LAST_BLOCK_DROPPED: _ClassVar[MissCause]
     MISS_CAUSE_NOT_RECORDED: _ClassVar[MissCause]
+    MISS_CAUSE_WITHOUT_STAMPS: _ClassVar[MissCause]
 MISS_CAUSE_UNSPECIFIED: MissCause
 MISS_CAUSE_NOTHING: MissCause
 MISS_CAUSE_CACHING_OFF: MissCause
@@ -53,6 +54,7 @@ MISS_CAUSE_DIFFERS: MissCause
 MISS_CAUSE_NEVER_CACHED: MissCause
 MISS_CAUSE_LAST_BLOCK_DROPPED: MissCause
 MISS_CAUSE_NOT_RECORDED: MissCause
+MISS_CAUSE_WITHOUT_STAMPS: MissCause
 
 class StatusRequest(_message.Message):
     __slots__ = ()
@@ -183,7 +185,7 @@ class GroupHit(_message.Message):
     def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[_replica_pb2.GroupKind, str]] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete")
+    __slots__ = ("num_tokens", "hit_tokens", "longest_hit", "groups", "cut_by", "wanted", "cause", "start", "end", "by", "epoch", "seq", "age_ms", "admit_status", "admit_seq", "log_is_complete", "admit_epoch")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LONGEST_HIT_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +202,7 @@ class ExplainResponse(_message.Message):
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
     ADMIT_SEQ_FIELD_NUMBER: _ClassVar[int]
     LOG_IS_COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     hit_tokens: int
     longest_hit: int
@@ -216,7 +219,8 @@ class ExplainResponse(_message.Message):
     admit_status: int
     admit_seq: int
     log_is_complete: bool
-    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ...) -> None: ...
+    admit_epoch: int
+    def __init__(self, num_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., longest_hit: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupHit, _Mapping]]] = ..., cut_by: _Optional[_Iterable[int]] = ..., wanted: _Optional[int] = ..., cause: _Optional[_Union[MissCause, str]] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., by: _Optional[str] = ..., epoch: _Optional[int] = ..., seq: _Optional[int] = ..., age_ms: _Optional[int] = ..., admit_status: _Optional[int] = ..., admit_seq: _Optional[int] = ..., log_is_complete: bool = ..., admit_epoch: _Optional[int] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
     __slots__ = ("replica",)
@@ -235,14 +239,16 @@ class RecordResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[RecordHeader, _Mapping]] = ..., decision: _Optional[_Union[RecordedDecision, _Mapping]] = ..., life: _Optional[_Union[RecordedLife, _Mapping]] = ...) -> None: ...
 
 class RecordHeader(_message.Message):
-    __slots__ = ("replica", "version", "spec")
+    __slots__ = ("replica", "version", "spec", "step_version")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    STEP_VERSION_FIELD_NUMBER: _ClassVar[int]
     replica: str
     version: str
     spec: _replica_pb2.ReplicaSpec
-    def __init__(self, replica: _Optional[str] = ..., version: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ...) -> None: ...
+    step_version: int
+    def __init__(self, replica: _Optional[str] = ..., version: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., step_version: _Optional[int] = ...) -> None: ...
 
 class RecordedDecision(_message.Message):
     __slots__ = ("step", "result_digest", "took_ns")
@@ -255,9 +261,13 @@ class RecordedDecision(_message.Message):
     def __init__(self, step: _Optional[_Union[_step_pb2.Step, _Mapping]] = ..., result_digest: _Optional[bytes] = ..., took_ns: _Optional[int] = ...) -> None: ...
 
 class RecordedLife(_message.Message):
-    __slots__ = ("epoch", "stamp_table")
+    __slots__ = ("epoch", "stamp_table", "busy_blocks", "memory_is_new")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STAMP_TABLE_FIELD_NUMBER: _ClassVar[int]
+    BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_IS_NEW_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     stamp_table: bytes
-    def __init__(self, epoch: _Optional[int] = ..., stamp_table: _Optional[bytes] = ...) -> None: ...
+    busy_blocks: bytes
+    memory_is_new: bool
+    def __init__(self, epoch: _Optional[int] = ..., stamp_table: _Optional[bytes] = ..., busy_blocks: _Optional[bytes] = ..., memory_is_new: bool = ...) -> None: ...

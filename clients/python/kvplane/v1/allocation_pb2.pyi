@@ -16,6 +16,7 @@ class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPLICA_STATE_LIVE: _ClassVar[ReplicaState]
     REPLICA_STATE_LAPSED: _ClassVar[ReplicaState]
     REPLICA_STATE_RECOVERING: _ClassVar[ReplicaState]
+    REPLICA_STATE_OPENING: _ClassVar[ReplicaState]
 
 class StoreState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -53,6 +54,7 @@ REPLICA_STATE_IDLE: ReplicaState
 REPLICA_STATE_LIVE: ReplicaState
 REPLICA_STATE_LAPSED: ReplicaState
 REPLICA_STATE_RECOVERING: ReplicaState
+REPLICA_STATE_OPENING: ReplicaState
 STORE_STATE_UNSPECIFIED: StoreState
 STORE_STATE_OFF: StoreState
 STORE_STATE_OK: StoreState
@@ -131,7 +133,7 @@ class GroupCounters(_message.Message):
     def __init__(self, used_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., allocated_blocks: _Optional[int] = ..., hit_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
 
 class ReplicaCounters(_message.Message):
-    __slots__ = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens", "withdrawn_keys", "evicted_keys", "groups")
+    __slots__ = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens", "withdrawn_keys", "evicted_keys", "groups", "unaligned_chunks")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +145,7 @@ class ReplicaCounters(_message.Message):
     WITHDRAWN_KEYS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_KEYS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    UNALIGNED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     steps: int
     admitted: int
     ended: int
@@ -154,7 +157,8 @@ class ReplicaCounters(_message.Message):
     withdrawn_keys: int
     evicted_keys: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupCounters]
-    def __init__(self, steps: _Optional[int] = ..., admitted: _Optional[int] = ..., ended: _Optional[int] = ..., preempted: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., withdrawn_keys: _Optional[int] = ..., evicted_keys: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupCounters, _Mapping]]] = ...) -> None: ...
+    unaligned_chunks: int
+    def __init__(self, steps: _Optional[int] = ..., admitted: _Optional[int] = ..., ended: _Optional[int] = ..., preempted: _Optional[int] = ..., refused: _Optional[int] = ..., queried_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., withdrawn_keys: _Optional[int] = ..., evicted_keys: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupCounters, _Mapping]]] = ..., unaligned_chunks: _Optional[int] = ...) -> None: ...
 
 class Residency(_message.Message):
     __slots__ = ("lifetime", "idle_before_evict", "reuse_gap")
@@ -173,7 +177,7 @@ class DescribeReplicaRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ...) -> None: ...
 
 class DescribeReplicaResponse(_message.Message):
-    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store")
+    __slots__ = ("replica", "spec", "state", "epoch", "free_blocks", "running_requests", "seq", "executed_through", "counters", "num_ranks", "common_prefix_blocks", "residency", "workers", "event_seq", "refusals", "preemptions", "removed_keys", "slowest_steps", "store", "busy_blocks")
     class RefusalsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +218,7 @@ class DescribeReplicaResponse(_message.Message):
     REMOVED_KEYS_FIELD_NUMBER: _ClassVar[int]
     SLOWEST_STEPS_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     spec: _replica_pb2.ReplicaSpec
     state: ReplicaState
@@ -233,7 +238,8 @@ class DescribeReplicaResponse(_message.Message):
     removed_keys: _containers.ScalarMap[str, int]
     slowest_steps: _containers.RepeatedCompositeFieldContainer[StepTime]
     store: StoreStatus
-    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ...) -> None: ...
+    busy_blocks: int
+    def __init__(self, replica: _Optional[str] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., epoch: _Optional[int] = ..., free_blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., seq: _Optional[int] = ..., executed_through: _Optional[int] = ..., counters: _Optional[_Union[ReplicaCounters, _Mapping]] = ..., num_ranks: _Optional[int] = ..., common_prefix_blocks: _Optional[_Iterable[int]] = ..., residency: _Optional[_Union[Residency, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[_plan_pb2.WorkerInfo, _Mapping]]] = ..., event_seq: _Optional[int] = ..., refusals: _Optional[_Mapping[str, int]] = ..., preemptions: _Optional[_Mapping[str, int]] = ..., removed_keys: _Optional[_Mapping[str, int]] = ..., slowest_steps: _Optional[_Iterable[_Union[StepTime, _Mapping]]] = ..., store: _Optional[_Union[StoreStatus, _Mapping]] = ..., busy_blocks: _Optional[int] = ...) -> None: ...
 
 class StepTime(_message.Message):
     __slots__ = ("epoch", "seq", "took_ns", "rows", "age_ms")
@@ -435,7 +441,7 @@ class FindCacheHitResponse(_message.Message):
     def __init__(self, hit_tokens: _Optional[int] = ..., junction: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
 
 class AllocateSlotsRequest(_message.Message):
-    __slots__ = ("header", "request_id", "content", "computed_tokens", "appended", "max_new_tokens", "extra_tokens", "lookahead_tokens", "external_tokens", "in_flight_tokens", "delay_caching", "full_fit", "encoder_tokens", "reserved_blocks", "watermark", "expected_hit_tokens", "victims", "align")
+    __slots__ = ("header", "request_id", "content", "computed_tokens", "appended", "max_new_tokens", "extra_tokens", "lookahead_tokens", "external_tokens", "in_flight_tokens", "delay_caching", "full_fit", "encoder_tokens", "reserved_blocks", "watermark", "expected_hit_tokens", "victims", "unaligned")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
@@ -453,7 +459,7 @@ class AllocateSlotsRequest(_message.Message):
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VICTIMS_FIELD_NUMBER: _ClassVar[int]
-    ALIGN_FIELD_NUMBER: _ClassVar[int]
+    UNALIGNED_FIELD_NUMBER: _ClassVar[int]
     header: MutationHeader
     request_id: str
     content: RequestContent
@@ -471,11 +477,11 @@ class AllocateSlotsRequest(_message.Message):
     watermark: WatermarkUse
     expected_hit_tokens: int
     victims: _containers.RepeatedScalarFieldContainer[str]
-    align: bool
-    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., appended: _Optional[_Union[AppendedTokens, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., extra_tokens: _Optional[int] = ..., lookahead_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., delay_caching: bool = ..., full_fit: bool = ..., encoder_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark: _Optional[_Union[WatermarkUse, str]] = ..., expected_hit_tokens: _Optional[int] = ..., victims: _Optional[_Iterable[str]] = ..., align: bool = ...) -> None: ...
+    unaligned: bool
+    def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., appended: _Optional[_Union[AppendedTokens, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., extra_tokens: _Optional[int] = ..., lookahead_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., delay_caching: bool = ..., full_fit: bool = ..., encoder_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark: _Optional[_Union[WatermarkUse, str]] = ..., expected_hit_tokens: _Optional[int] = ..., victims: _Optional[_Iterable[str]] = ..., unaligned: bool = ...) -> None: ...
 
 class AllocateSlotsResponse(_message.Message):
-    __slots__ = ("status", "hit_tokens", "granted_tokens", "junction", "new_blocks", "block_table", "preempted", "result", "num_hashes", "last_hash")
+    __slots__ = ("status", "hit_tokens", "granted_tokens", "junction", "new_blocks", "block_table", "preempted", "result", "num_hashes", "last_hash", "load_after")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -486,6 +492,7 @@ class AllocateSlotsResponse(_message.Message):
     RESULT_FIELD_NUMBER: _ClassVar[int]
     NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
     LAST_HASH_FIELD_NUMBER: _ClassVar[int]
+    LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
     status: AllocationStatus
     hit_tokens: int
     granted_tokens: int
@@ -496,7 +503,8 @@ class AllocateSlotsResponse(_message.Message):
     result: MutationResult
     num_hashes: int
     last_hash: bytes
-    def __init__(self, status: _Optional[_Union[AllocationStatus, str]] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., junction: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., block_table: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., preempted: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ...) -> None: ...
+    load_after: int
+    def __init__(self, status: _Optional[_Union[AllocationStatus, str]] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., junction: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., block_table: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., preempted: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., load_after: _Optional[int] = ...) -> None: ...
 
 class CommitBlocksRequest(_message.Message):
     __slots__ = ("header", "request_id", "computed_tokens", "appended", "commit_tokens")
@@ -569,7 +577,7 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation")
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -577,6 +585,8 @@ class SessionOpen(_message.Message):
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     STAMP_TABLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     nonce: int
@@ -584,7 +594,9 @@ class SessionOpen(_message.Message):
     client: str
     stamp_table: bytes
     incarnation: int
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ...) -> None: ...
+    step_version: int
+    busy_blocks: bytes
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "heartbeat", "close")
@@ -607,7 +619,7 @@ class SessionClose(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("epoch", "seq", "next_part", "max_steps_in_flight", "max_rows", "lease_ms", "spec", "free_blocks", "kept_keys")
+    __slots__ = ("epoch", "seq", "next_part", "max_steps_in_flight", "max_rows", "lease_ms", "spec", "free_blocks", "kept_keys", "step_version", "busy_blocks")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SEQ_FIELD_NUMBER: _ClassVar[int]
     NEXT_PART_FIELD_NUMBER: _ClassVar[int]
@@ -617,6 +629,8 @@ class SessionOpened(_message.Message):
     SPEC_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KEPT_KEYS_FIELD_NUMBER: _ClassVar[int]
+    STEP_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     seq: int
     next_part: int
@@ -626,7 +640,9 @@ class SessionOpened(_message.Message):
     spec: _replica_pb2.ReplicaSpec
     free_blocks: int
     kept_keys: int
-    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., next_part: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., max_rows: _Optional[int] = ..., lease_ms: _Optional[int] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., free_blocks: _Optional[int] = ..., kept_keys: _Optional[int] = ...) -> None: ...
+    step_version: int
+    busy_blocks: bytes
+    def __init__(self, epoch: _Optional[int] = ..., seq: _Optional[int] = ..., next_part: _Optional[int] = ..., max_steps_in_flight: _Optional[int] = ..., max_rows: _Optional[int] = ..., lease_ms: _Optional[int] = ..., spec: _Optional[_Union[_replica_pb2.ReplicaSpec, _Mapping]] = ..., free_blocks: _Optional[int] = ..., kept_keys: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ...) -> None: ...
 
 class Draining(_message.Message):
     __slots__ = ("grace_ms",)

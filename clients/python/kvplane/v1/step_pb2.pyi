@@ -28,6 +28,7 @@ class RemoveReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVE_REASON_PROMOTED: _ClassVar[RemoveReason]
     REMOVE_REASON_WITHDRAWN: _ClassVar[RemoveReason]
     REMOVE_REASON_UNVERIFIED: _ClassVar[RemoveReason]
+    REMOVE_REASON_MOVED: _ClassVar[RemoveReason]
 ON_REFUSAL_UNSPECIFIED: OnRefusal
 ON_REFUSAL_STOP: OnRefusal
 ON_REFUSAL_SKIP: OnRefusal
@@ -42,6 +43,7 @@ REMOVE_REASON_DROPPED: RemoveReason
 REMOVE_REASON_PROMOTED: RemoveReason
 REMOVE_REASON_WITHDRAWN: RemoveReason
 REMOVE_REASON_UNVERIFIED: RemoveReason
+REMOVE_REASON_MOVED: RemoveReason
 
 class Facts(_message.Message):
     __slots__ = ("slot", "computed", "appended", "tokens", "num_hashes", "hashes", "commit", "end", "fence")
@@ -66,16 +68,18 @@ class Facts(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ...) -> None: ...
 
 class Cache(_message.Message):
-    __slots__ = ("failed_steps", "evicted", "released", "reset")
+    __slots__ = ("failed_steps", "evicted", "released", "reset", "loads_over")
     FAILED_STEPS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_FIELD_NUMBER: _ClassVar[int]
     RESET_FIELD_NUMBER: _ClassVar[int]
+    LOADS_OVER_FIELD_NUMBER: _ClassVar[int]
     failed_steps: bytes
     evicted: bytes
     released: bytes
     reset: bool
-    def __init__(self, failed_steps: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., released: _Optional[bytes] = ..., reset: bool = ...) -> None: ...
+    loads_over: bytes
+    def __init__(self, failed_steps: _Optional[bytes] = ..., evicted: _Optional[bytes] = ..., released: _Optional[bytes] = ..., reset: bool = ..., loads_over: _Optional[bytes] = ...) -> None: ...
 
 class MultimodalItem(_message.Message):
     __slots__ = ("identifier", "offset", "length")
@@ -196,7 +200,7 @@ class Budget(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., input: _Optional[int] = ..., overhead: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("slot", "computed", "launch_end", "num_prompt", "junction", "loading", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks", "num_settled")
+    __slots__ = ("slot", "computed", "launch_end", "num_prompt", "junction", "loading", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks", "num_settled", "held_loading")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_END_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +213,7 @@ class Resume(_message.Message):
     HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    HELD_LOADING_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     computed: bytes
     launch_end: bytes
@@ -221,7 +226,8 @@ class Resume(_message.Message):
     held_count: bytes
     held_blocks: bytes
     num_settled: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., junction: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_settled: _Optional[bytes] = ...) -> None: ...
+    held_loading: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., junction: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_settled: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume")
@@ -324,7 +330,7 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_junction", "new_blocks", "tables", "peek_hit", "peek_junction", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_junction", "new_blocks", "tables", "peek_hit", "peek_junction", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +348,7 @@ class PartResult(_message.Message):
     ORDERS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
     granted: bytes
     preempted: bytes
     admit_status: bytes
@@ -359,7 +366,8 @@ class PartResult(_message.Message):
     orders: Orders
     free_blocks: int
     events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_junction: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_junction: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ...) -> None: ...
+    admit_load_after: bytes
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_junction: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_junction: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")

@@ -6,6 +6,28 @@ The step: one scheduler iteration as an ordered program of rows in packed column
 Columns are `bytes` of little-endian values, one per row: u32 unless the comment says i32 or u64. An empty column means
 the default for every row. A part runs facts, cache, news, run, admit, peek, each in row order; a row's effects are
 complete before the next row, so a step gives the same answer sent whole or one row per part.
+
+Reserved for later work: a number or bit of this table gets no other meaning.
+
+  Facts 10 release_skipped            Facts 11 truncate
+  Cache 5 loads_over                  Cache 6 zero_again
+  Cache 7 jobs_done                   Cache 8 jobs_failed
+  News 12 hint                        News 13 ttl_steps
+  Run 9 reserved                      Peek 3 limit
+  Admit 14 hit_limit                  Admit 15 min_new
+  Admit 16 skip_zero_groups           Step 8 time_ms
+  PartResult 18 admit_load_after      PartResult 19 admit_loading
+  PartResult 20 admit_tier_tokens     CacheEvent 13 tier
+  Orders 8 load_job                   Orders 9 load_block
+  Orders 10 load_group                Orders 11 load_stamp
+  Orders 12 load_tier                 Orders 13 load_slot
+  Orders 14 load_version              Orders 15 save_job
+  Orders 16 save_block                Orders 17 save_group
+  Orders 18 save_stamp                Orders 19 save_tier
+  Orders 20 save_slot                 Orders 21 save_version
+
+Bits of Run.flags and Admit.flags: 1 means nothing (it asked for alignment in version 1 of steps), 32 LOAD and all
+above are refused, as 4 and 8 are of a run row. Admit statuses: 7 loading.
 """
 
 from collections import abc as _abc

@@ -41,7 +41,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("replica", "worker", "generation", "carried_seq", "carried_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows")
+    __slots__ = ("replica", "worker", "generation", "carried_seq", "carried_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class DescribeResponse(_message.Message):
     BACKEND_REASONS_FIELD_NUMBER: _ClassVar[int]
     ATTACHED_PID_FIELD_NUMBER: _ClassVar[int]
     STAGING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     replica: str
     worker: _plan_pb2.WorkerInfo
     generation: int
@@ -66,7 +67,8 @@ class DescribeResponse(_message.Message):
     backend_reasons: _containers.RepeatedScalarFieldContainer[str]
     attached_pid: int
     staging_rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., generation: _Optional[int] = ..., carried_seq: _Optional[int] = ..., carried_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    busy: bytes
+    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., generation: _Optional[int] = ..., carried_seq: _Optional[int] = ..., carried_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("token", "pid", "start_ticks", "plan_digest", "stamps_only")
@@ -97,7 +99,7 @@ class AttachResponse(_message.Message):
     def __init__(self, pages: _Optional[_Union[MemoryHandle, _Mapping]] = ..., stamps: _Optional[_Union[MemoryHandle, _Mapping]] = ..., staging: _Optional[_Union[MemoryHandle, _Mapping]] = ..., plan: _Optional[_Union[_plan_pb2.RankPlan, _Mapping]] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class TransferRequest(_message.Message):
-    __slots__ = ("token", "epoch", "kind", "group", "blocks", "dst_blocks", "first_row", "expected_stamps")
+    __slots__ = ("token", "epoch", "kind", "group", "blocks", "dst_blocks", "first_row", "expected_stamps", "seq", "part", "load_after")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +108,9 @@ class TransferRequest(_message.Message):
     DST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FIRST_ROW_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_STAMPS_FIELD_NUMBER: _ClassVar[int]
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    LOAD_AFTER_FIELD_NUMBER: _ClassVar[int]
     token: str
     epoch: int
     kind: TransferKind
@@ -114,7 +119,10 @@ class TransferRequest(_message.Message):
     dst_blocks: _containers.RepeatedScalarFieldContainer[int]
     first_row: int
     expected_stamps: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ..., kind: _Optional[_Union[TransferKind, str]] = ..., group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., dst_blocks: _Optional[_Iterable[int]] = ..., first_row: _Optional[int] = ..., expected_stamps: _Optional[_Iterable[int]] = ...) -> None: ...
+    seq: int
+    part: int
+    load_after: int
+    def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ..., kind: _Optional[_Union[TransferKind, str]] = ..., group: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., dst_blocks: _Optional[_Iterable[int]] = ..., first_row: _Optional[int] = ..., expected_stamps: _Optional[_Iterable[int]] = ..., seq: _Optional[int] = ..., part: _Optional[int] = ..., load_after: _Optional[int] = ...) -> None: ...
 
 class TransferResponse(_message.Message):
     __slots__ = ("stamps", "discarded")
@@ -151,11 +159,13 @@ class ClaimRequest(_message.Message):
     def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ClaimResponse(_message.Message):
-    __slots__ = ("incarnation", "generation", "stamps")
+    __slots__ = ("incarnation", "generation", "stamps", "busy")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STAMPS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     generation: int
     stamps: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., stamps: _Optional[bytes] = ...) -> None: ...
+    busy: bytes
+    def __init__(self, incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., stamps: _Optional[bytes] = ..., busy: _Optional[bytes] = ...) -> None: ...

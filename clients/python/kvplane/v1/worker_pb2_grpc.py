@@ -94,8 +94,11 @@ class WorkerServicer(object):
         """Moves whole pages within the pool, or between the pool and the host's staging buffer. Each page's stamp is read
         before and after; a page whose stamp changed meanwhile, or is not the one expected, is discarded: what was read from
         it is worth nothing.
+        A call without an answer (it was cancelled, or its deadline passed) may still be moving pages: until Describe shows
+        that it is not, a load that it belongs to is not over.
         INVALID_ARGUMENT: a page outside the pool or the staging buffer, nothing was moved. STALE_EPOCH: the caller's engine
-        life does not own the pages.
+        life does not own the pages. FAILED_PRECONDITION: pages would be written before their load may start on this rank; try
+        again when what the remedy names is done. RESOURCE_EXHAUSTED: too many calls wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,8 +112,9 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """Raises the owner epoch of the pages; from then on only that engine life writes. The same epoch again changes nothing.
-        STALE_EPOCH: a newer engine life owns the pages; metadata "epoch" says which.
+        """Raises the owner epoch of the pages for an engine life that begins; from then on only that life writes.
+        It does not wait for transfers: those of earlier engine lives that write now are listed, and none of them starts later.
+        STALE_EPOCH: an engine life of this epoch, or a newer one, owns the pages; metadata "epoch" says which.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,14 +50,18 @@ class WorkerStub:
     """Moves whole pages within the pool, or between the pool and the host's staging buffer. Each page's stamp is read
     before and after; a page whose stamp changed meanwhile, or is not the one expected, is discarded: what was read from
     it is worth nothing.
+    A call without an answer (it was cancelled, or its deadline passed) may still be moving pages: until Describe shows
+    that it is not, a load that it belongs to is not over.
     INVALID_ARGUMENT: a page outside the pool or the staging buffer, nothing was moved. STALE_EPOCH: the caller's engine
-    life does not own the pages.
+    life does not own the pages. FAILED_PRECONDITION: pages would be written before their load may start on this rank; try
+    again when what the remedy names is done. RESOURCE_EXHAUSTED: too many calls wait.
     """
     Checksum: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChecksumRequest, _worker_pb2.ChecksumResponse]
     """Checksums of pages, bracketed as in Transfer. INVALID_ARGUMENT: a page outside the pool."""
     Claim: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ClaimRequest, _worker_pb2.ClaimResponse]
-    """Raises the owner epoch of the pages; from then on only that engine life writes. The same epoch again changes nothing.
-    STALE_EPOCH: a newer engine life owns the pages; metadata "epoch" says which.
+    """Raises the owner epoch of the pages for an engine life that begins; from then on only that life writes.
+    It does not wait for transfers: those of earlier engine lives that write now are listed, and none of them starts later.
+    STALE_EPOCH: an engine life of this epoch, or a newer one, owns the pages; metadata "epoch" says which.
     """
 
 @_typing.type_check_only
@@ -82,14 +86,18 @@ class WorkerAsyncStub(WorkerStub):
     """Moves whole pages within the pool, or between the pool and the host's staging buffer. Each page's stamp is read
     before and after; a page whose stamp changed meanwhile, or is not the one expected, is discarded: what was read from
     it is worth nothing.
+    A call without an answer (it was cancelled, or its deadline passed) may still be moving pages: until Describe shows
+    that it is not, a load that it belongs to is not over.
     INVALID_ARGUMENT: a page outside the pool or the staging buffer, nothing was moved. STALE_EPOCH: the caller's engine
-    life does not own the pages.
+    life does not own the pages. FAILED_PRECONDITION: pages would be written before their load may start on this rank; try
+    again when what the remedy names is done. RESOURCE_EXHAUSTED: too many calls wait.
     """
     Checksum: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChecksumRequest, _worker_pb2.ChecksumResponse]  # type: ignore[assignment]
     """Checksums of pages, bracketed as in Transfer. INVALID_ARGUMENT: a page outside the pool."""
     Claim: _aio.UnaryUnaryMultiCallable[_worker_pb2.ClaimRequest, _worker_pb2.ClaimResponse]  # type: ignore[assignment]
-    """Raises the owner epoch of the pages; from then on only that engine life writes. The same epoch again changes nothing.
-    STALE_EPOCH: a newer engine life owns the pages; metadata "epoch" says which.
+    """Raises the owner epoch of the pages for an engine life that begins; from then on only that life writes.
+    It does not wait for transfers: those of earlier engine lives that write now are listed, and none of them starts later.
+    STALE_EPOCH: an engine life of this epoch, or a newer one, owns the pages; metadata "epoch" says which.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -129,8 +137,11 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Moves whole pages within the pool, or between the pool and the host's staging buffer. Each page's stamp is read
         before and after; a page whose stamp changed meanwhile, or is not the one expected, is discarded: what was read from
         it is worth nothing.
+        A call without an answer (it was cancelled, or its deadline passed) may still be moving pages: until Describe shows
+        that it is not, a load that it belongs to is not over.
         INVALID_ARGUMENT: a page outside the pool or the staging buffer, nothing was moved. STALE_EPOCH: the caller's engine
-        life does not own the pages.
+        life does not own the pages. FAILED_PRECONDITION: pages would be written before their load may start on this rank; try
+        again when what the remedy names is done. RESOURCE_EXHAUSTED: too many calls wait.
         """
 
     @_abc_1.abstractmethod
@@ -147,8 +158,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ClaimRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ClaimResponse, _abc.Awaitable[_worker_pb2.ClaimResponse]]:
-        """Raises the owner epoch of the pages; from then on only that engine life writes. The same epoch again changes nothing.
-        STALE_EPOCH: a newer engine life owns the pages; metadata "epoch" says which.
+        """Raises the owner epoch of the pages for an engine life that begins; from then on only that life writes.
+        It does not wait for transfers: those of earlier engine lives that write now are listed, and none of them starts later.
+        STALE_EPOCH: an engine life of this epoch, or a newer one, owns the pages; metadata "epoch" says which.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

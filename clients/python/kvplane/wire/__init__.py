@@ -22,6 +22,7 @@ from kvplane.wire.session import (
     encode_open,
     encode_opened,
     encode_step_error,
+    split_stamps,
 )
 from kvplane.wire.sources import encode_layer_source, encode_model_source
 from kvplane.wire.spec import decode_spec, encode_spec
@@ -73,4 +74,5 @@ __all__ = [
     "encode_step",
     "encode_step_error",
     "encode_worker",
+    "split_stamps",
 ]

@@ -48,6 +48,47 @@ def check_exact(descriptor: Descriptor, raw: bytes) -> None:
             raise InvalidArgument("a number needs more than 32 bits", field=name, remedy="give 0 to 4294967295")
 
 
+def split_field(raw: bytes, outer: int, inner: int) -> tuple[bytes, memoryview]:
+    """A message without one field of bytes of its only submessage, and that field: megabytes are not copied.
+
+    A message of another shape than encoders make, or without the field, comes back as it is, with no bytes.
+
+    Args:
+        raw: the message.
+        outer, inner: numbers of the submessage and of its field.
+    """
+    view, found = memoryview(raw), list[tuple[int, int, int]]()
+    try:
+        tag, at = _varint(raw, 0)
+        size, body = _varint(raw, at)
+        if tag != outer << 3 | _LEN or body + size != len(raw):
+            return raw, view[:0]
+        at = body
+        while at < len(raw):
+            begin = at
+            tag, at = _varint(raw, at)
+            start, at = _payload(raw, at, tag & 7)
+            if tag >> 3 == inner:
+                found.append((begin, start, at))
+    except (IndexError, InvalidArgument):
+        return raw, view[:0]  # the parser says what is wrong
+    if at != len(raw) or len(found) != 1 or raw[found[0][0]] & 7 != _LEN:
+        return raw, view[:0]
+    begin, start, end = found[0]
+    rest = raw[body:begin] + raw[end:]
+    return _bytes_of(outer << 3 | _LEN) + _bytes_of(len(rest)) + rest, view[start:end]
+
+
+def _bytes_of(value: int) -> bytes:
+    """A number as a varint."""
+    made = bytearray()
+    while value >= 0x80:
+        made.append(value & 0x7F | 0x80)
+        value >>= 7
+    made.append(value)
+    return bytes(made)
+
+
 def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]:
     """Names of fields that were cut. What the descriptor does not know, also by its wire type, parsers leave alone."""
     at = 0

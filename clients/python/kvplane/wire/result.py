@@ -22,10 +22,11 @@ from kvplane.wire.columns import (
 _RESULT = (
     Column("granted", by_row=False),
     Column("preempted", by_row=False),
-    Column("admit_status", highest=6),
+    Column("admit_status", highest=7),
     Column("admit_hit"),
     Column("admit_granted"),
     Column("admit_junction"),
+    Column("admit_load_after", U64),
     Column("peek_hit", by_row=False),
     Column("peek_junction", by_row=False),
     Column("num_hashes", by_row=False),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from kvplane.base.errors import KvplaneError
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError
 from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.step import STEP_VERSION
+from kvplane.base.typed import check
 from kvplane.status import error_of_reason
 from kvplane.v1 import allocation_pb2, step_pb2
-from kvplane.wire.columns import U64, build, pack, unpack
+from kvplane.wire.columns import U32, U64, build, pack, unpack, unpack_words
+from kvplane.wire.parsing import split_field
 from kvplane.wire.spec import decode_spec, encode_spec
 
 _OPENED = (
@@ -20,6 +23,9 @@ _OPENED = (
     "kept_keys",
 )
 
+_OPEN = allocation_pb2.SessionRequest.DESCRIPTOR.fields_by_name["open"]
+_STAMP_TABLE = allocation_pb2.SessionOpen.DESCRIPTOR.fields_by_name["stamp_table"]
+
 
 def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
     """The message that opens a session."""
@@ -31,32 +37,56 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "client": request.client,
         "stamp_table": pack(request.stamp_table, U64, "open", "stamp_table"),
         "incarnation": request.incarnation,
+        "busy_blocks": pack(request.busy_blocks, U32, "open", "busy_blocks"),
+        "step_version": request.step_version,
     }
-    return build(allocation_pb2.SessionOpen, "open", fields)
+    try:
+        return build(allocation_pb2.SessionOpen, "open", fields)
+    except InvalidArgument:
+        check(request, OpenRequest, "open")
+        raise
 
 
-def decode_open(message: allocation_pb2.SessionOpen) -> OpenRequest:
-    """The request of a message."""
+def split_stamps(raw: bytes) -> tuple[bytes, memoryview]:
+    """The message that opens a session without its stamp table, and that table, which is not copied."""
+    return split_field(raw, _OPEN.number, _STAMP_TABLE.number)
+
+
+def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview = b"") -> OpenRequest:
+    """The request of a message; `stamps`: its stamp table, when that was split from it."""
     return OpenRequest(
         replica=message.replica,
         nonce=message.nonce,
         epoch=message.epoch,
         with_events=message.with_events,
         client=message.client,
-        stamp_table=tuple(unpack(message.stamp_table, U64, "open", "stamp_table")),
+        stamp_table=unpack_words(stamps or message.stamp_table, "open", "stamp_table"),
         incarnation=message.incarnation,
+        busy_blocks=tuple(unpack(message.busy_blocks, U32, "open", "busy_blocks")),
+        step_version=message.step_version or STEP_VERSION,
     )
 
 
 def encode_opened(opened: Opened) -> allocation_pb2.SessionOpened:
     """The message that answers an open."""
     fields = {name: getattr(opened, name) for name in _OPENED}
-    return build(allocation_pb2.SessionOpened, "opened", {**fields, "spec": encode_spec(opened.spec)})
+    fields |= {"spec": encode_spec(opened.spec), "step_version": STEP_VERSION}
+    fields["busy_blocks"] = pack(opened.busy_blocks, U32, "opened", "busy_blocks")
+    return build(allocation_pb2.SessionOpened, "opened", fields)
 
 
 def decode_opened(message: allocation_pb2.SessionOpened) -> Opened:
-    """The answer of a message."""
-    return Opened(spec=decode_spec(message.spec), **{name: getattr(message, name) for name in _OPENED})
+    """The answer of a message. Raises FailedPrecondition when the service takes steps of another version."""
+    version = message.step_version or 1
+    if version != STEP_VERSION:
+        raise FailedPrecondition(
+            f"the service takes steps of version {version}, this client sends version {STEP_VERSION}",
+            field="step_version",
+            remedy="use client and service of one version",
+        )
+    busy = tuple(unpack(message.busy_blocks, U32, "opened", "busy_blocks"))
+    same = {name: getattr(message, name) for name in _OPENED}
+    return Opened(spec=decode_spec(message.spec), busy_blocks=busy, **same)
 
 
 def encode_step_error(seq: int, part: int, error: KvplaneError) -> step_pb2.StepError:

@@ -23,12 +23,13 @@ from kvplane.base.step import (
     Run,
     Step,
 )
+from kvplane.base.typed import check
 from kvplane.v1 import step_pb2 as pb
 from kvplane.wire.columns import (
     I32,
     U64,
     Column,
-    build,
+    cannot_build,
     pack_section,
     unpack_section,
     wrong_rows,
@@ -49,6 +50,7 @@ _CACHE = (
     Column("failed_steps", U64, by_row=False),
     Column("evicted", by_row=False),
     Column("released", by_row=False),
+    Column("loads_over", by_row=False),
 )
 _NEWS = (
     Column("slot"),
@@ -71,6 +73,7 @@ _RESUME = (
     Column("held_slot", by_row=False),
     Column("held_count", by_row=False),
     Column("held_blocks", by_row=False),
+    Column("held_loading", by_row=False, highest=1),
 )
 _RUN = (
     Column("slot"),
@@ -78,7 +81,7 @@ _RUN = (
     Column("cap"),
     Column("lookahead"),
     Column("in_flight", I32),
-    Column("flags", highest=3),
+    Column("flags"),
     Column("victims", by_row=False),
 )
 _ADMIT = (
@@ -91,7 +94,7 @@ _ADMIT = (
     Column("encoder_tokens"),
     Column("reserved"),
     Column("watermark", highest=2),
-    Column("flags", highest=15),
+    Column("flags"),
 )
 _PEEK = (Column("slot"),)
 _ON_RUN_REFUSAL = tuple(OnRefusal)
@@ -99,17 +102,20 @@ _ON_ADMIT_REFUSAL = (OnRefusal.STOP, OnRefusal.SKIP)
 
 
 def encode_step(step: Step) -> pb.Step:
-    """The message of a step; raises InvalidArgument naming the column with a value that cannot be sent."""
-    fields = {
-        "epoch": step.epoch,
-        "seq": step.seq,
-        "part": step.part,
-        "more": not step.last,
-        "executed_through": step.executed_through,
-        "parts": [_encode_part(part, f"parts[{index}]") for index, part in enumerate(step.parts)],
-        "traceparent": step.traceparent,
-    }
-    return build(pb.Step, "step", fields)
+    """The message of a step; raises InvalidArgument naming the value that cannot be sent, and what was expected."""
+    try:
+        return pb.Step(
+            epoch=step.epoch,
+            seq=step.seq,
+            part=step.part,
+            more=not step.last,
+            executed_through=step.executed_through,
+            parts=[_encode_part(part, f"parts[{index}]") for index, part in enumerate(step.parts)],
+            traceparent=step.traceparent,
+        )
+    except (AttributeError, OverflowError, TypeError, ValueError) as error:
+        check(step, Step, "")  # names what is wrong, which is too slow to look for in every step
+        raise cannot_build("step", error) from error
 
 
 def decode_step(message: pb.Step, digest_size: int) -> Step:
@@ -134,8 +140,9 @@ def decode_step(message: pb.Step, digest_size: int) -> Step:
     )
 
 
-def encode_extra_keys(keys: ExtraKeys) -> pb.ExtraKeys:
-    """The message of extra keys."""
+def encode_extra_keys(keys: ExtraKeys, where: str = "extra_keys") -> pb.ExtraKeys:
+    """The message of extra keys; raises InvalidArgument below `where`."""
+    check(keys, ExtraKeys, where)
     name, path = keys.lora or ("", "")
     items = [
         pb.MultimodalItem(identifier=item.identifier, offset=item.offset, length=item.length)
@@ -179,9 +186,9 @@ def _encode_part(part: Part, where: str) -> dict[str, Any]:
     if budget := _encode_budget(part.budget, f"{where}.budget"):
         fields["budget"] = budget
     if part.with_tables:
-        fields["with_tables"] = True
+        fields["with_tables"] = part.with_tables
     if part.with_hashes:
-        fields["with_hashes"] = True
+        fields["with_hashes"] = part.with_hashes
     return fields
 
 
@@ -195,7 +202,7 @@ def _encode_facts(facts: Facts, where: str) -> dict[str, Any]:
 def _encode_cache(cache: Cache, where: str) -> dict[str, Any]:
     fields = pack_section(cache, _CACHE, where)
     if cache.reset:
-        fields["reset"] = True
+        fields["reset"] = cache.reset
     return fields
 
 
@@ -203,14 +210,15 @@ def _encode_news(news: News, where: str) -> dict[str, Any]:
     fields = pack_section(news, _NEWS, where)
     if news.hashes:
         fields["hashes"] = news.hashes
-    if news.request_id:
-        fields["request_id"] = news.request_id
-    if news.domain:
-        fields["domain"] = news.domain
-    if news.traceparent:
-        fields["traceparent"] = news.traceparent
+    for name in ("request_id", "domain", "traceparent"):
+        if names := getattr(news, name):
+            if isinstance(names, str) or not all(isinstance(one, str) for one in names):
+                raise TypeError(name)  # a message would take the letters, and bytes for text
+            fields[name] = names
     if news.extra_keys:
-        fields["extra_keys"] = [encode_extra_keys(keys) for keys in news.extra_keys]
+        fields["extra_keys"] = [
+            encode_extra_keys(keys, f"{where}.extra_keys[{at}]") for at, keys in enumerate(news.extra_keys)
+        ]
     return fields
 
 
@@ -228,14 +236,14 @@ def _encode_admit(admit: Admit, where: str) -> dict[str, Any]:
     if admit.max_running != UNLIMITED:
         fields["max_running"] = _u32(admit.max_running, f"{where}.max_running")
     if admit.only_if_no_preemption:
-        fields["only_if_no_preemption"] = True
+        fields["only_if_no_preemption"] = admit.only_if_no_preemption
     return fields
 
 
 def _encode_peek(peek: Peek, where: str) -> dict[str, Any]:
     fields = pack_section(peek, _PEEK, where)
     if peek.with_blocks:
-        fields["with_blocks"] = True
+        fields["with_blocks"] = peek.with_blocks
     return fields
 
 

@@ -23,7 +23,7 @@ _SAME_IN_ALLOCATE = (
     "external_tokens",
     "in_flight_tokens",
     "delay_caching",
-    "align",
+    "unaligned",
     "full_fit",
     "encoder_tokens",
     "reserved_blocks",

@@ -1,0 +1,138 @@
+"""The requests of a session as its own steps tell them: what a session without a `revive` tells a new service.
+
+There are no stamps, so nothing that was cached is proven, and all requests are preempted; the engine sees a pause, and
+admits them again. It is impossible where more would have to be known: who reads or writes pages from outside.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from copy import deepcopy
+
+from kvplane.base.errors import ServiceRestarted
+from kvplane.base.stamps import Stamp
+from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Step, StepResult
+from kvplane.revival import Revival
+
+_DEFAULTS = {"request_id": "", "domain": "", "extra_keys": NO_EXTRA_KEYS, "skip_reading": 0, "max_tokens": 0}
+
+
+class _Request:
+    """Attributes:
+    facts: of its news row, by column, without its content.
+    """
+
+    __slots__ = ("facts", "hashes", "num_hashes", "num_tokens", "tokens")
+
+    def __init__(self, facts: dict[str, object]) -> None:
+        self.facts = facts
+        self.num_tokens = self.num_hashes = 0
+        self.tokens = array("I")
+        self.hashes = bytearray()
+
+
+class KnownRequests:
+    """Give it to one session as its `revive`. It keeps four bytes for each token of a request that has not ended."""
+
+    def __init__(self) -> None:
+        self.running: set[int] = set()  # slots that hold blocks
+        self._requests: dict[int, _Request] = {}
+        self._lacking = ""
+
+    def note(self, step: Step, result: StepResult) -> None:
+        """A step was applied."""
+        for part, done in zip(step.parts, result.parts, strict=True):
+            self._tell(part)
+            self._note_running(part, done)
+
+    def after(self, lost: Iterable[Step]) -> KnownRequests:
+        """A copy that knows also what these steps said, which no service answered."""
+        copy = deepcopy(self)
+        try:
+            for part in (part for step in lost for part in step.parts):
+                copy._tell(part)
+        except (LookupError, OverflowError, TypeError, ValueError):
+            copy._lacking = "what is in flight cannot be read"
+        return copy
+
+    def revival(self, epoch: int, num_blocks: int) -> Revival:
+        """Requests to resend to a new service. Raises ServiceRestarted when they are not known well enough."""
+        with_tokens = {bool(one.tokens) for one in self._requests.values() if one.num_tokens}
+        lacking = self._lacking or ("some requests have tokens, others hashes" if len(with_tokens) > 1 else "")
+        if lacking:
+            raise ServiceRestarted(
+                f"the service has forgotten the engine, and {lacking}", remedy="open sessions with a revive"
+            )
+        # The null block's stamp proves nothing; the new life's number is above the epoch in it.
+        stamps = (Stamp(0, epoch, 0).pack(), *[0] * (num_blocks - 1))
+        return Revival(stamps, 0, self._news(), tuple(sorted(self.running)))
+
+    def _news(self) -> News:
+        news, hashes = News(slot=list(self._requests)), bytearray()
+        for one in self._requests.values():
+            news.num_tokens.append(one.num_tokens)
+            news.tokens.extend(one.tokens)
+            news.num_hashes.append(one.num_hashes)
+            hashes += one.hashes
+            for name, value in one.facts.items():
+                getattr(news, name).append(value)
+        news.hashes = bytes(hashes)
+        return news
+
+    def _tell(self, part: Part) -> None:
+        """What the engine said in a part."""
+        if part.facts.slot:
+            self._add_facts(part.facts)
+        if part.resume is not None:
+            self._lacking = "requests were resumed with their blocks"
+        if part.news.slot:
+            self._add_news(part.news)
+
+    def _add_news(self, news: News) -> None:
+        token_at = hash_at = 0
+        size = len(news.hashes) // max(1, sum(news.num_hashes))
+        for row, slot in enumerate(news.slot):
+            facts = {
+                name: getattr(news, name)[row] if getattr(news, name) else empty for name, empty in _DEFAULTS.items()
+            }
+            one = self._requests[slot] = _Request(facts)
+            one.num_tokens = news.num_tokens[row]
+            one.num_hashes = news.num_hashes[row] if news.num_hashes else 0
+            if news.tokens:
+                one.tokens.extend(news.tokens[token_at : token_at + one.num_tokens])
+            token_at += one.num_tokens
+            one.hashes += news.hashes[hash_at : hash_at + one.num_hashes * size]
+            hash_at += one.num_hashes * size
+
+    def _add_facts(self, facts: Facts) -> None:
+        token_at = hash_at = 0
+        size = len(facts.hashes) // max(1, sum(facts.num_hashes))
+        for row, slot in enumerate(facts.slot):
+            one = self._requests[slot]
+            if facts.appended and facts.appended[row]:
+                one.num_tokens += facts.appended[row]
+                one.tokens.extend(facts.tokens[token_at : token_at + facts.appended[row]])
+                token_at += facts.appended[row]
+            if facts.num_hashes and facts.num_hashes[row]:
+                one.num_hashes += facts.num_hashes[row]
+                one.hashes += facts.hashes[hash_at : hash_at + facts.num_hashes[row] * size]
+                hash_at += facts.num_hashes[row] * size
+            if facts.end and facts.end[row] != End.NONE:
+                self._end(slot, End(facts.end[row]))
+
+    def _end(self, slot: int, end: End) -> None:
+        self.running.discard(slot)
+        if end is End.HELD:
+            self._lacking = "a transfer may read pages of it"
+        if end is not End.PREEMPTED:
+            del self._requests[slot]
+
+    def _note_running(self, part: Part, done: PartResult) -> None:
+        admit = part.admit
+        if any(admit.external) or any(flags & RowFlag.DELAY_CACHING for flags in admit.flags):
+            self._lacking = "a load from outside may write pages of it"
+        for slot, status in zip(admit.slot, done.admit_status, strict=True):
+            if status == AdmitStatus.GRANTED:
+                self.running.add(slot)
+        self.running.difference_update(done.preempted)
