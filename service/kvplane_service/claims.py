@@ -16,19 +16,21 @@ import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from kvplane.base.errors import InvalidArgument, KvplaneError, StaleEpoch, Unavailable
+from kvplane.base.errors import KvplaneError, StaleEpoch, Unavailable
 from kvplane.base.session import NEW_EPOCH, OpenRequest
-from kvplane.base.stamp_table import StampReading, agreed_stamps
+from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.status import error_of_rpc
 from kvplane.v1 import worker_pb2 as pb
+from kvplane.wire.columns import U32, unpack
 from kvplane_service.registry import Entry
+from kvplane_service.stamps import confirmed, no_stamps
 
 CLAIM_TIMEOUT_S = 1.0
 MAX_ATTEMPTS = 4
@@ -37,7 +39,20 @@ _TOKEN = "token"
 _TOKEN_BYTES = 4096
 _OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # the stamps of 2^27 blocks
 
-Claim = Callable[[WorkerInfo, int], Awaitable[StampReading]]
+
+class ClaimedPages(NamedTuple):
+    """What a worker says behind a claim.
+
+    Attributes:
+        reading: of its stamp table.
+        busy: blocks that a transfer writes, which may have begun for an earlier engine life; none begins for one later.
+    """
+
+    reading: StampReading
+    busy: Sequence[int] = ()
+
+
+Claim = Callable[[WorkerInfo, int], Awaitable[ClaimedPages]]
 
 _Answer = TypeVar("_Answer", bound=Message)
 
@@ -47,8 +62,8 @@ _log = logging.getLogger(__name__)
 async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[OpenRequest, int]:
     """Claim the workers for the engine life that a session begins.
 
-    Returns its request, with the stamps that hold behind the claim, and the life for `ReplicaHost.open`, to be begun at
-    once: NEW_EPOCH where nothing was claimed.
+    Returns its request, with the stamps and busy blocks that hold behind the claim, and the life for
+    `ReplicaHost.open`, to be begun at once: NEW_EPOCH where nothing was claimed.
 
     A worker that cannot be reached, and one that is silent, are left to the engine.
 
@@ -63,32 +78,34 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
             return request, NEW_EPOCH
         epoch = host.next_epoch(request)
         try:
-            readings = await _claim_all(workers, epoch, claim)
+            pages = await _claim_all(workers, epoch, claim)
         except StaleEpoch as error:
             host.follow_owner(_owner_of(error))
             continue
+        stamps = await _proven(request.stamp_table, [one.reading for one in pages])
         if epoch > host.epoch:  # nobody else began it meanwhile
-            return replace(request, stamp_table=_proven(request.stamp_table, readings)), epoch
+            busy = _busy(request, pages, host.replica.spec.num_blocks)
+            return replace(request, stamp_table=stamps, busy_blocks=busy), epoch
     raise Unavailable(f"engine lives of {host.name} begin faster than its workers can be told", remedy="try again")
 
 
-async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[StampReading]:
-    """What the tables of those say that could be claimed. Raises StaleEpoch."""
+async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[ClaimedPages]:
+    """What those say that could be claimed. Raises StaleEpoch."""
     first, *others = workers
     answers = [*await _answers([first], epoch, claim), *await _answers(others, epoch, claim)]
-    readings = []
+    claimed_pages = []
     for worker, answer in zip(workers, answers, strict=True):
-        if isinstance(answer, StampReading):
-            readings.append(answer)
+        if isinstance(answer, ClaimedPages):
+            claimed_pages.append(answer)
         elif isinstance(answer, StaleEpoch):
             raise answer
         else:
             _log.info("the worker of rank %d is left to the engine to claim: %s", worker.rank, answer)
-    return readings
+    return claimed_pages
 
 
-async def _answers(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[StampReading | KvplaneError]:
-    async def ask(worker: WorkerInfo) -> StampReading | KvplaneError:
+async def _answers(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[ClaimedPages | KvplaneError]:
+    async def ask(worker: WorkerInfo) -> ClaimedPages | KvplaneError:
         try:
             return await claim(worker, epoch)
         except KvplaneError as error:
@@ -103,22 +120,23 @@ def _owner_of(error: StaleEpoch) -> int:
     return int(text) if text.isdecimal() and int(text) < MAX_EPOCH else 0
 
 
-def _proven(shown: tuple[int, ...], readings: Sequence[StampReading]) -> tuple[int, ...]:
+async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Sequence[int]:
     """What the engine showed, where every table that was read says the same now."""
-    if not shown or not readings:
-        return shown
-    try:
-        agreed = agreed_stamps(readings)
-    except InvalidArgument:
-        agreed = ()  # they are of different pools, so none of them is this replica's
-    if agreed == shown:
-        return shown
-    if len(agreed) != len(shown):
-        return (0,) * len(shown)
-    return tuple(one if one == other else 0 for one, other in zip(shown, agreed, strict=True))
+    if shown and any(reading.generation != readings[0].generation for reading in readings):
+        return no_stamps(len(shown))
+    for reading in readings if shown else ():
+        shown = confirmed(shown, reading)
+        await asyncio.sleep(0)  # a large memory takes some milliseconds
+    return shown
 
 
-async def claim_worker(worker: WorkerInfo, epoch: int) -> StampReading:
+def _busy(request: OpenRequest, pages: Sequence[ClaimedPages], num_blocks: int) -> tuple[int, ...]:
+    """Blocks that a load may still write, as the engine and its workers say."""
+    listed = {block for one in pages for block in one.busy if 0 < block < num_blocks}
+    return tuple(sorted(listed.union(request.busy_blocks)))
+
+
+async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
     """Claim the pages of a worker of this host.
 
     Raises:
@@ -133,7 +151,8 @@ async def claim_worker(worker: WorkerInfo, epoch: int) -> StampReading:
         if described.worker.worker_id != worker.worker_id:
             raise Unavailable(f"another worker than the one that was registered serves {worker.address}")
         answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
-    return StampReading(answer.incarnation, answer.generation, _unpack(answer.stamps))
+    busy = unpack(answer.busy, U32, "claim", "busy")
+    return ClaimedPages(StampReading(answer.incarnation, answer.generation, _unpack(answer.stamps)), busy)
 
 
 async def _ask(channel: grpc.aio.Channel, method: str, request: Message, answer_type: type[_Answer]) -> _Answer:
@@ -165,6 +184,6 @@ def _is_private(found: os.stat_result) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
 
 
-def _unpack(stamps: bytes) -> tuple[int, ...]:
+def _unpack(stamps: bytes) -> Sequence[int]:
     """Stamps, u64 little-endian each, as this machine's words are: the worker is of this host."""
-    return tuple(memoryview(stamps[: len(stamps) // 8 * 8]).cast("Q"))
+    return memoryview(stamps[: len(stamps) // 8 * 8]).cast("Q")

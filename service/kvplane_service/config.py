@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -199,6 +200,16 @@ class Config(BaseModel):
 def _is_host_and_port(value: str) -> bool:
     host, colon, port = value.rpartition(":")
     return bool(colon and host and port.isdecimal() and int(port) <= 65535)
+
+
+def is_open_to_all(config: Config) -> bool:
+    """Whether other machines may call, in plain text and without saying who they are."""
+    host = config.listen.rpartition(":")[0].strip("[]")
+    try:
+        is_local = config.listen.startswith("unix:") or host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # a name
+        is_local = False
+    return not (is_local or config.tls_cert or config.auth_owners)
 
 
 KEYS = tuple(Config.model_fields)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme, HashTail, RequestHasher, pack_tokens
 from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 from kvplane_service.config import Config
+from kvplane_service.executors import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ContentHasher:
 
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._offload = Executor("hashing of long contents", threads=2, max_waiting=64)  # each holds a message
 
     async def hash(
         self,
@@ -34,12 +36,16 @@ class ContentHasher:
         tail: HashTail | None = None,
         field: str = "token_ids",
     ) -> Hashed:
-        """Hash tokens that follow `tail`. Raises InvalidArgument naming the token or extra key at fault."""
+        """Hash tokens that follow `tail`.
+
+        Raises:
+            InvalidArgument: naming the token or extra key at fault.
+            Busy: too many long contents wait to be hashed.
+        """
         self._check_ids(tokens, field)
         if len(tokens) <= self._config.hash_inline_tokens:
             return hash_tokens(scheme, tokens, keys, tail)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(None, hash_tokens, scheme, tokens, keys, tail)
+        return await self._offload(partial(hash_tokens, scheme, tokens, keys, tail))
 
     def _check_ids(self, tokens: Sequence[int], field: str) -> None:
         limit = self._config.max_token_id

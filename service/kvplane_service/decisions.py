@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
+from kvplane_service.core.cache_events import runs_of
 
 
 class Decision(NamedTuple):
@@ -31,7 +32,7 @@ class Decision(NamedTuple):
 
     step: Step
     result: StepResult
-    events: tuple[list[CacheEvent], ...]
+    events: tuple[Sequence[CacheEvent], ...]
     at_ns: int
     took_ns: int
 
@@ -43,14 +44,20 @@ class Life:
     Attributes:
         events: what was lost.
         incarnation: of the page memory, 0 = not known.
+        busy: blocks that loads of earlier lives may still write, as the engine and movers said.
+        memory_is_new: no load of an earlier life can write to it.
     """
 
     epoch: int
     stamp_table: Sequence[int]
-    events: list[CacheEvent]
+    events: Sequence[CacheEvent]
     at_ns: int
     incarnation: int = 0
+    busy: Sequence[int] = ()
+    memory_is_new: bool = False
 
+
+_MAX_DROPS = 16
 
 Entry: TypeAlias = Decision | Life
 Follower: TypeAlias = Callable[[Entry], None]
@@ -92,7 +99,9 @@ class DecisionLog:
         size = size_of(entry)
         self._entries.append((entry, size))
         self._size += size
-        while self._size > self._max_size or len(self._entries) > self._max_steps:
+        for _ in range(_MAX_DROPS):  # a large one has room made for it by those behind it too: many at once take long
+            if self._size <= self._max_size and len(self._entries) <= self._max_steps:
+                break
             self._size -= self._entries.popleft()[1]
             self.num_lost += 1
         for follower in self._followers:
@@ -116,7 +125,7 @@ def slowest(log: DecisionLog, count: int) -> list[Decision]:
 def size_of(entry: Entry) -> int:
     """Roughly how many block ids, hashes and amounts an entry holds."""
     if isinstance(entry, Life):
-        return 1 + len(entry.stamp_table) + len(entry.events)
+        return 1 + len(entry.stamp_table) + len(entry.events) + len(entry.busy)
     size = 1
     for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
         size += len(part.facts.slot) + len(part.run.slot) + len(result.tables.ids) + len(result.orders.stamp_block)
@@ -125,8 +134,8 @@ def size_of(entry: Entry) -> int:
         for made in result.hashed_news:
             size += len(made) >> 4
     for events in entry.events:
-        for event in events:
-            size += len(event.hashes)
+        for run in runs_of(events):
+            size += len(run.hashes)
     return size
 
 

@@ -9,15 +9,16 @@ is removed for others at once, because its page may be overwritten from now on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
 from kvplane.base.step import CacheEvent, EventKind
+from kvplane_service.core.cache_events import CacheEvents, runs_of
 
 Wake = Callable[[], None]
-_Key = tuple[int, str, bytes, int]
+_EVER = 1 << 63  # a step that no engine reaches
 _EVENT_BYTES = 400  # what an event takes in memory, about
 _HASH_BYTES = 160  # what each of its hashes takes: a digest, a block, a place
 
@@ -34,7 +35,7 @@ class Batch:
 
     seq: int
     epoch: int
-    events: tuple[CacheEvent, ...] = ()
+    events: Sequence[CacheEvent] = ()
     gap: bool = False
     withdrawn: bool = False
     restored: bool = False
@@ -42,24 +43,39 @@ class Batch:
     @property
     def num_bytes(self) -> int:
         """What it takes in memory, about."""
-        return _EVENT_BYTES + sum(_EVENT_BYTES + len(event.hashes) * _HASH_BYTES for event in self.events)
+        return _EVENT_BYTES + sum(_EVENT_BYTES + len(run.hashes) * _HASH_BYTES for run in runs_of(self.events))
 
 
-@dataclass(slots=True, eq=False)
 class _Stored:
     """A held STORED event and which of its hashes have gone since."""
 
-    event: CacheEvent
-    gone: set[int] = field(default_factory=set)
+    __slots__ = ("_at", "event", "gone")
 
-    def published(self) -> CacheEvent | None:
+    def __init__(self, event: CacheEvent) -> None:
+        self.event = event
+        self.gone: set[int] = set()
+        self._at: dict[tuple[int, bytes], int] = {}  # made when something goes
+
+    def forget(self, removed: CacheEvent, block: int, digest: bytes) -> bool:
+        """Take a removed key out of it; False when it was not there."""
+        event = self.event
+        if event.group != removed.group or event.domain != removed.domain:
+            return False
+        if not self._at:
+            self._at = {pair: at for at, pair in enumerate(zip(event.blocks, event.hashes, strict=True))}
+        at = self._at.pop((block, digest), -1)
+        if at >= 0:
+            self.gone.add(at)
+        return at >= 0
+
+    def left(self) -> CacheEvent | None:
         """The event without the hashes that have gone; None when none is left."""
+        event = self.event
         if not self.gone:
-            return self.event
-        left = [at for at in range(len(self.event.hashes)) if at not in self.gone]
+            return event
+        left = [at for at in range(len(event.hashes)) if at not in self.gone]
         if not left:
             return None
-        event = self.event
         return replace(
             event,
             hashes=tuple(event.hashes[at] for at in left),
@@ -69,11 +85,23 @@ class _Stored:
 
 
 class PublicationHold:
-    """Holds what steps stored until they have been executed."""
+    """Holds what steps stored until they have been executed; works on runs of events (`cache_events`).
+
+    A key is stored in a block that lacks it and removed from one that has it, and the core tells each of that, a move
+    included. So a removed key was either held, then it is never shown, or has been shown, then its removal is too.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, _Stored]] = deque()
-        self._by_key: dict[_Key, list[tuple[_Stored, int]]] = {}
+        self._held: dict[int, tuple[_Stored, ...]] = {}  # by block: what stored keys of it that are not shown yet
+
+    def step(self, seq: int, executed_through: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """Step `seq` was applied, which says what has been executed: what others see now, in order."""
+        return [*self.release(executed_through), *self.add(seq, events)]
+
+    def begin_life(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """A new engine life lost these keys: what others see now. What it kept is published, also if it was held."""
+        return [*self.add(0, events), *self.release(_EVER)]
 
     def add(self, seq: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
         """Take the events of step `seq`, in order; returns those that others must see at once.
@@ -85,63 +113,55 @@ class PublicationHold:
             if event.kind is EventKind.STORED:
                 self._hold(seq, event)
             elif event.kind is EventKind.CLEARED:
-                self.clear()
+                self._steps.clear()
+                self._held.clear()
                 at_once.append(event)
-            elif not self._forget(event):
+            elif self._held.keys().isdisjoint(event.blocks):
                 at_once.append(event)
+            else:
+                at_once.extend(self._forget(event))
         return at_once
 
     def release(self, executed_through: int) -> list[CacheEvent]:
         """What may be shown now that all steps up to `executed_through` have been executed, in order."""
         shown: list[CacheEvent] = []
         while self._steps and self._steps[0][0] <= executed_through:
-            _, stored = self._steps.popleft()
-            self._unhold(stored)
-            event = stored.published()
+            stored = self._steps.popleft()[1]
+            for at, block in enumerate(stored.event.blocks):
+                if at not in stored.gone:
+                    self._unhold(block, stored)
+            event = stored.left()
             if event is not None:
                 shown.append(event)
         return shown
 
-    def clear(self) -> None:
-        """Forget everything that is held."""
-        self._steps.clear()
-        self._by_key.clear()
-
     def _hold(self, seq: int, event: CacheEvent) -> None:
         stored = _Stored(event)
         self._steps.append((seq, stored))
-        for at, key in enumerate(_keys(event)):
-            self._by_key.setdefault(key, []).append((stored, at))
+        if self._held.keys().isdisjoint(event.blocks):
+            self._held.update(dict.fromkeys(event.blocks, (stored,)))
+        else:
+            for block in event.blocks:
+                self._held[block] = (*self._held.get(block, ()), stored)
 
-    def _unhold(self, stored: _Stored) -> None:
-        for at, key in enumerate(_keys(stored.event)):
-            if at not in stored.gone:
-                entries = self._by_key[key]
-                entries.remove((stored, at))
-                if not entries:
-                    del self._by_key[key]
+    def _unhold(self, block: int, stored: _Stored) -> None:
+        held = self._held[block]
+        if len(held) == 1:
+            del self._held[block]
+        else:
+            self._held[block] = tuple(one for one in held if one is not stored)
 
-    def _forget(self, removed: CacheEvent) -> bool:
-        """Take a removed key out of what is held; True when it was there."""
-        found = [entry for key in _keys(removed) for entry in self._by_key.pop(key, ())]
-        if not found:
-            found = self._moved(removed)
-        for stored, at in found:
-            stored.gone.add(at)
-        return bool(found)
-
-    def _moved(self, removed: CacheEvent) -> list[tuple[_Stored, int]]:
-        """A state's key moves to a copy of its page without a word: it is held under the block that it was told for."""
-        for group, domain, digest, _ in _keys(removed):
-            for key in self._by_key:
-                if key[:3] == (group, domain, digest):
-                    return self._by_key.pop(key)
-        return []
-
-
-def _keys(event: CacheEvent) -> list[_Key]:
-    pairs = zip(event.hashes, event.blocks, strict=True)
-    return [(event.group, event.domain, digest, block) for digest, block in pairs]
+    def _forget(self, removed: CacheEvent) -> list[CacheEvent]:
+        """Take removed keys out of what is held; the event of those that were not there."""
+        shown = []
+        for digest, block in zip(removed.hashes, removed.blocks, strict=True):
+            stored = next((one for one in self._held.get(block, ()) if one.forget(removed, block, digest)), None)
+            if stored is None:
+                shown.append((digest, block))
+            else:
+                self._unhold(block, stored)
+        hashes, blocks = [digest for digest, _ in shown], [block for _, block in shown]
+        return [replace(removed, hashes=hashes, blocks=blocks)] if shown else []
 
 
 class EventLog:
@@ -177,10 +197,10 @@ class EventLog:
         return self._last_seq - len(self._batches)
 
     def publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
-        """Append a batch of events, unless there are none."""
-        shown = tuple(events)
+        """Append a batch of events, or runs of events, unless there are none."""
+        shown = CacheEvents(events)
         self._epoch = epoch
-        if shown:
+        if shown.runs:
             self._append(Batch(self._last_seq + 1, epoch, shown))
 
     def withdraw(self) -> None:

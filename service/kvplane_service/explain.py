@@ -32,6 +32,7 @@ class Cause(StrEnum):
     DROPPED = "dropped"
     WITHDRAWN = "withdrawn"
     UNVERIFIED = "unverified"
+    WITHOUT_STAMPS = "without_stamps"  # an engine life began that showed none, and so kept no key
     RESET = "reset"
     TENTATIVE = "tentative"
     WINDOW_NOT_RESIDENT = "window_not_resident"
@@ -52,6 +53,7 @@ _OF_REMOVAL = {
     RemoveReason.WITHDRAWN: Cause.WITHDRAWN,
     RemoveReason.PROMOTED: Cause.DROPPED,
     RemoveReason.UNVERIFIED: Cause.UNVERIFIED,
+    RemoveReason.MOVED: Cause.DROPPED,
 }
 
 
@@ -137,7 +139,10 @@ class Explainer:
         change = self._history.last_change(key, question.at)
         if change is None or change.kind is EventKind.STORED:
             return None
+        # What left its block before such a life would have gone with all else when it began.
+        change = self._history.cleared_by_life(change.at, question.at) or change
         cause = Cause.RESET if change.reason is RemoveReason.NONE else _OF_REMOVAL[change.reason]
+        cause = Cause.WITHOUT_STAMPS if change.without_stamps else cause
         return Why(cause, lacking.start, lacking.end, change.by, change.epoch, change.seq, change.at_ns)
 
     def _elsewhere(self, question: Question, lacking: Lacking) -> Why | None:

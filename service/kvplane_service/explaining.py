@@ -1,8 +1,7 @@
-"""Explain a prompt or a request of a running replica: state is read on the event loop, the log in a thread."""
+"""Explain a prompt or a request of a running replica: state is read at one moment, the log in slices."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,12 @@ from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_service.core.account import Account, Accountant, Lacking, Prefix
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import INSIDE
+from kvplane_service.decisions import Entry
+from kvplane_service.executors import Offload
 from kvplane_service.explain import Cause, Explainer, Question, Why, other_keys, with_hit_checked
-from kvplane_service.history import Attempt, History, KeyName, read_history
+from kvplane_service.history import Attempt, History, HistoryReader, KeyName
 from kvplane_service.host import ReplicaHost
+from kvplane_service.slices import in_slices
 
 Present = dict[KeyName, frozenset[int]]
 HashWith = Callable[[ExtraKeys], Sequence[bytes]]
@@ -23,7 +25,7 @@ HashWith = Callable[[ExtraKeys], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A look-up, its outcome and the reason. `status` and `seq` are those of a request's attempt."""
+    """A look-up, its outcome and the reason. `status`, `seq` and `epoch` are those of a request's attempt."""
 
     num_tokens: int
     account: Account
@@ -31,6 +33,7 @@ class Explanation:
     is_complete: bool
     status: AdmitStatus = AdmitStatus.NOT_REACHED
     seq: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ def reaches_registration(host: ReplicaHost) -> bool:
     return host.decisions.num_lost == 0 and host.recovering is None and host.recovered is None
 
 
-async def explain_prompt(host: ReplicaHost, prompt: Prompt) -> Explanation:
+async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) -> Explanation:
     """Why a prompt would hit so much now, as FindCacheHit tells it."""
     replica, spec = host.replica, host.replica.spec
     pool = replica.coordinator.pool
@@ -60,10 +63,9 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt) -> Explanation:
     tentative = _tentative(host, prefix, account.lacking) if account.lacking else None
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
-    entries = list(host.decisions)
+    history = await _read(host, list(host.decisions))
 
     def think() -> Why:
-        history = read_history(entries, host.scheme.digest.size)
         question = Question(
             prompt.digests,
             prompt.domain,
@@ -73,14 +75,14 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt) -> Explanation:
         )
         return Explainer(spec, history, is_complete).why(question, account)
 
-    return Explanation(prompt.num_tokens, account, await asyncio.to_thread(think), is_complete)
+    return Explanation(prompt.num_tokens, account, await offload(think), is_complete)
 
 
-async def explain_request(host: ReplicaHost, name: str) -> Explanation:
+async def explain_request(host: ReplicaHost, name: str, offload: Offload) -> Explanation:
     """Why the last attempt to admit this request hit so much. Raises NotFound when the log knows of none."""
-    log, size = host.decisions, host.scheme.digest.size
+    log = host.decisions
     first, entries = log.num_lost, list(log)
-    history = await asyncio.to_thread(read_history, entries, size, first)
+    history = await _read(host, entries, first)
     attempt = history.attempts.get(name)
     if attempt is None:
         raise NotFound(
@@ -92,9 +94,18 @@ async def explain_request(host: ReplicaHost, name: str) -> Explanation:
     first, entries, present = log.num_lost, list(log), _present(host, attempt)
 
     def think() -> Explanation:
-        return _explain_attempt(host, attempt, read_history(entries, size, first), present)
+        return _explain_attempt(host, attempt, history, present)
 
-    return await asyncio.to_thread(think)
+    history = await _read(host, entries, first)
+    return await offload(think)
+
+
+async def _read(host: ReplicaHost, entries: Sequence[Entry], first: int = 0) -> History:
+    """As `read_history`, while others go on."""
+    reader = HistoryReader(host.scheme.digest.size)
+    async for number, entry in in_slices(enumerate(entries, first)):
+        reader.add(number, entry)
+    return reader.history
 
 
 def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, present: Present) -> Explanation:
@@ -120,7 +131,7 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
     is_complete = reaches_registration(host)
     why = Explainer(spec, history, is_complete).why(question, account)
     why = with_hit_checked(why, account, attempt.hit)
-    return Explanation(request.num_tokens, account, why, is_complete, attempt.status, attempt.seq)
+    return Explanation(request.num_tokens, account, why, is_complete, attempt.status, attempt.seq, attempt.epoch)
 
 
 def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys, Sequence[bytes]]]:

@@ -29,7 +29,13 @@ NOW: Spot = (1 << 62, 0, 0)
 
 
 class Change(NamedTuple):
-    """A key joined a block, or left it. `by` is the request behind it, "" when unknown."""
+    """A key joined a block, or left it.
+
+    Attributes:
+        by: the request behind it, "" when unknown.
+        seq: 0 when an engine life began.
+        without_stamps: that life showed no stamps.
+    """
 
     at: Spot
     kind: EventKind
@@ -39,6 +45,7 @@ class Change(NamedTuple):
     epoch: int
     seq: int
     at_ns: int
+    without_stamps: bool = False
 
 
 class KeyName(NamedTuple):
@@ -126,6 +133,10 @@ class History:
         """What happened to the key last before `at`."""
         return next((change for change in reversed(self._all_changes(key)) if change.at < at), None)
 
+    def cleared_by_life(self, after: Spot, before: Spot) -> Change | None:
+        """The first engine life begun between the two that kept no key."""
+        return next((one for one in self.cleared if one.seq == 0 and after < one.at < before), None)
+
     def _all_changes(self, key: KeyName) -> list[Change]:
         """Of the key, with the resets that took it: those that found it there."""
         told, carried = [], set[int]()
@@ -153,32 +164,38 @@ class History:
 
 def read_history(entries: Sequence[Entry], digest_size: int, first: int = 0) -> History:
     """Read a log's entries, oldest first; `first` is the number of the first of them."""
-    return _Reader(digest_size).read(entries, first)
+    reader = HistoryReader(digest_size)
+    for number, entry in enumerate(entries, first):
+        reader.add(number, entry)
+    return reader.history
 
 
-class _Reader:
-    """Follows slots through the log."""
+class HistoryReader:
+    """Follows slots through the log.
+
+    Attributes:
+        history: of what was added.
+    """
 
     def __init__(self, digest_size: int) -> None:
         self._size = digest_size
         self._slots: dict[int, Known] = {}
         self._partial: set[int] = set()  # slots of requests whose prompt is not computed to its end
-        self._history = History()
+        self.history = History()
 
-    def read(self, entries: Sequence[Entry], first: int) -> History:
-        for number, entry in enumerate(entries, first):
-            if isinstance(entry, Decision):
-                step = hashed_step(entry, self._size)
-                for at in range(len(step.parts)):
-                    self._part(_Piece(number, at, entry, step.parts[at]))
-            else:
-                self._slots.clear()
-                self._partial.clear()
-                for at, event in enumerate(entry.events):
-                    # Told as cleared when no key was kept: nothing proved any of them.
-                    stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns)
-                    self._event(event, Change((number, 0, at), *stamp))
-        return self._history
+    def add(self, number: int, entry: Entry) -> None:
+        """The next entry of the log, and its number."""
+        if isinstance(entry, Decision):
+            step = hashed_step(entry, self._size)
+            for at in range(len(step.parts)):
+                self._part(_Piece(number, at, entry, step.parts[at]))
+            return
+        self._slots.clear()
+        self._partial.clear()
+        for at, event in enumerate(entry.events):
+            # Told as cleared when no key was kept: nothing proved any of them.
+            stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns, not entry.stamp_table)
+            self._event(event, Change((number, 0, at), *stamp))
 
     def _part(self, piece: _Piece) -> None:
         self._facts(piece.part.facts)
@@ -198,11 +215,11 @@ class _Reader:
 
     def _event(self, event: CacheEvent, change: Change) -> None:
         if event.kind is EventKind.CLEARED:
-            self._history.cleared.append(change)
+            self.history.cleared.append(change)
             return
         for digest, block in zip(event.hashes, event.blocks, strict=True):
             key = KeyName(event.domain, event.group, digest)
-            self._history.changes.setdefault(key, []).append(change._replace(block=block))
+            self.history.changes.setdefault(key, []).append(change._replace(block=block))
 
     def _facts(self, facts: Facts) -> None:
         at = 0
@@ -230,7 +247,7 @@ class _Reader:
             )
             at += count
             self._slots[slot] = request
-            self._history.requests.append(request)
+            self.history.requests.append(request)
 
     def _resume(self, piece: _Piece) -> None:
         """Requests of an engine life before run on with their blocks."""
@@ -255,12 +272,12 @@ class _Reader:
     def _attempt(self, piece: _Piece, row: int, request: Known) -> None:
         result, step = piece.result, piece.decision.step
         status = AdmitStatus(result.admit_status[row])
-        if status is AdmitStatus.NOT_REACHED:
+        if status in (AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING):
             return
         then = replace(request, digests=list(request.digests))
         at = (piece.entry, piece.number, piece.first_event_of(row))
         when = (step.epoch, step.seq, piece.decision.at_ns)
-        self._history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when)
+        self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when)
         if status is AdmitStatus.GRANTED:
             request.admitted_at = min(request.admitted_at, at)
             external = piece.part.admit.external[row] if piece.part.admit.external else 0
@@ -280,7 +297,7 @@ class _Piece(NamedTuple):
         return self.decision.result.parts[self.number]
 
     @property
-    def events(self) -> list[CacheEvent]:
+    def events(self) -> Sequence[CacheEvent]:
         return self.decision.events[self.number]
 
     def takers(self) -> dict[int, int]:

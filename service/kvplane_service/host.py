@@ -3,6 +3,7 @@
     IDLE --open--> LIVE --silence, broken stream--> LAPSED --message of the newest session, open--> LIVE
       ^-----close---'
     RECOVERING --open--> LIVE            (after a restart of the service, until an engine shows its stamps)
+    open of a large pool: OPENING for some turns of the event loop, and IDLE when its caller leaves meanwhile
 
 The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own:
 the gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the
@@ -11,15 +12,14 @@ lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 from kvplane.base.errors import (
     InternalError,
     InvalidArgument,
     KvplaneError,
-    LimitExceeded,
     OtherWriter,
     ReplicaLapsed,
     ServiceRestarted,
@@ -28,24 +28,22 @@ from kvplane.base.errors import (
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
-from kvplane.base.stamps import MAX_EPOCH, newest_epoch
-from kvplane.base.step import Cache, CacheEvent, End, EventKind, Facts, Part, Step, StepResult
+from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane_service.config import Config
+from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.retelling import MAX_HASHES
 from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
 from kvplane_service.events import EventLog, PublicationHold
+from kvplane_service.executors import Offload
+from kvplane_service.lives import Clock, EngineLives, Opening, in_slices, tell_nobody
+from kvplane_service.open_checks import check_request
 from kvplane_service.order import StepOrder, check_step
 from kvplane_service.recovering import Recovering
-from kvplane_service.store.writer import Offload
+from kvplane_service.session_slot import SessionSlot, Told
 from kvplane_service.telemetry.context import CURRENT
 from kvplane_service.telemetry.tally import Tally
 
-Clock = Callable[[], int]  # nanoseconds, never going back
-Told = Callable[[KvplaneError], None]
-
 FIRST_EPOCH = 1
-MAX_CLIENT_CHARS = 128
 _NS_PER_MS = 1_000_000
 
 
@@ -56,18 +54,7 @@ class ReplicaState(Enum):
     LIVE = "live"  # the session
     LAPSED = "lapsed"  # the session, which is gone or silent; its entries are withdrawn from what others see
     RECOVERING = "recovering"  # nobody yet: what was stored waits for an engine that shows its stamps
-
-
-@dataclass(slots=True)
-class _Session:
-    """The newest session of a replica."""
-
-    nonce: int
-    with_events: bool
-    client: str
-    told: Told
-    deadline_ns: int
-    broken: bool = False  # its stream ended without a close
+    OPENING = "opening"  # nobody yet: the life of a session begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +82,8 @@ def new_replica(spec: ReplicaSpec) -> Replica:
 class ReplicaHost:
     """Guards one core Replica: writers, epochs, the order of steps, leases, publication."""
 
-    def __init__(self, name: str, replica: Replica, config: Config, clock: Clock) -> None:
-        """`replica` is fresh from `new_replica`."""
+    def __init__(self, name: str, replica: Replica, config: Config, clock: Clock, num_ranks: int = 1) -> None:
+        """`replica` is fresh from `new_replica`; `num_ranks` of the engine."""
         self.name = name
         self.replica = replica
         self.scheme = HashScheme.of(replica.spec)
@@ -108,26 +95,35 @@ class ReplicaHost:
         self._config = config
         self._clock = clock
         self._hold = PublicationHold()
+        self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)
         self._order = StepOrder(config.max_steps_in_flight)
-        self._session: _Session | None = None
+        self._session: SessionSlot | None = None
         self._resumable = False  # a session was opened in this epoch and has not closed
         self._left = False  # ... and has closed: the engine is gone, the epoch has ended
-        self._kept_keys = 0
         self._in_core = False
         self._retired: KvplaneError | None = None  # why nothing more is done here
         self._owner_epoch = 0  # that the memory names
-        self._incarnation = 0  # of the page memory, 0 = no engine has named it
-        self.recovering: Recovering | None = None
-        self.recovered: Recovering | None = None  # what has become of it
 
     # ---- what others see; touches nothing
 
     @property
     def state(self) -> ReplicaState:
         """Who may write now."""
+        if self._lives.is_opening:
+            return ReplicaState.OPENING
         if self._session is None:
             return ReplicaState.RECOVERING if self.recovering else ReplicaState.IDLE
         return ReplicaState.LAPSED if self._is_silent(self._session) else ReplicaState.LIVE
+
+    @property
+    def recovering(self) -> Recovering | None:
+        """Entries of a store that wait for the engine."""
+        return self._lives.recovering
+
+    @property
+    def recovered(self) -> Recovering | None:
+        """What has become of them."""
+        return self._lives.recovered
 
     @property
     def seq(self) -> int:
@@ -156,6 +152,8 @@ class ReplicaHost:
         self._check_sound()
         if self._left or self.state is ReplicaState.LAPSED:
             how = "has not come back" if self.recovering else "is gone or silent"
+            if self.state is ReplicaState.OPENING:
+                how = "begins a new life"
             raise ReplicaLapsed(f"the engine of {self.name} {how}", field="replica", remedy=remedy)
 
     def check_epoch(self, epoch: int) -> None:
@@ -165,7 +163,7 @@ class ReplicaHost:
 
     def recover(self, recovering: Recovering) -> None:
         """Wait for the engine of what was stored; for a host that nobody has used. Nothing can be read meanwhile."""
-        self.recovering = recovering
+        self._lives.recovering = recovering
         self.epoch = max(self.epoch, recovering.epoch)
         self._left = True
 
@@ -182,24 +180,22 @@ class ReplicaHost:
             StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
             ServiceRestarted: the same, because the service was started anew.
             Unavailable: what was stored is still being read.
-            InvalidArgument: the nonce of the present session, or a stamp table that is not of this pool.
+            InvalidArgument: the nonce of the present session, or stamps or blocks that are not of this pool.
         """
         self._check_sound()
-        if len(request.client) > MAX_CLIENT_CHARS:
-            raise InvalidArgument(
-                f"{len(request.client)} characters", field="client", remedy=f"give at most {MAX_CLIENT_CHARS}"
-            )
-        old = self._session
-        if old is not None and old.nonce == request.nonce:
+        check_request(request, self.replica.spec.num_blocks)
+        newest = self._session or self._lives.opening
+        if newest is not None and newest.nonce == request.nonce:
             raise InvalidArgument(
                 f"nonce {request.nonce} is in use",
                 field="nonce",
                 remedy="draw a new one at random for each stream",
             )
-        self._check_loaded()
+        if self.recovering is not None:
+            self.recovering.check_loaded(self.name)
         if request.epoch == NEW_EPOCH:
-            self._check_stamps(request.stamp_table)
-        elif self.recovering is not None:
+            return
+        if self.recovering is not None:
             self.recovering.heard_of(request.epoch)
             raise ServiceRestarted(
                 f"the service was started anew and knows nothing of what {self.name} ran",
@@ -207,7 +203,7 @@ class ReplicaHost:
                 remedy="open with epoch 0 and the stamp table, and send the requests again",
                 metadata={"epoch": str(self.epoch)},
             )
-        elif request.epoch != self.epoch or not self._resumable:
+        if request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
 
     async def prove_ahead(self, request: OpenRequest, offload: Offload) -> None:
@@ -221,12 +217,7 @@ class ReplicaHost:
 
     def next_epoch(self, request: OpenRequest) -> int:
         """The engine life that this request, which may open, begins now. Raises LimitExceeded."""
-        epoch = max(self.epoch, self._owner_epoch, newest_epoch(request.stamp_table)) + 1
-        if self.recovering is not None:
-            epoch = max(epoch, self.recovering.epoch_above(self.replica, request.stamp_table))
-        if epoch > MAX_EPOCH:
-            raise LimitExceeded(f"{self.name} has had {MAX_EPOCH} engine lives", remedy="register the replica anew")
-        return epoch
+        return self._lives.next_epoch(max(self.epoch, self._owner_epoch), request)
 
     def open(self, request: OpenRequest, told: Told | None = None, epoch: int = NEW_EPOCH) -> Opened:
         """Make this the newest session. `told` is called once, with the reason, when the replica is taken from it.
@@ -235,17 +226,25 @@ class ReplicaHost:
 
         Raises as `check_open`, and LimitExceeded for one engine life too many.
         """
-        self.check_open(request)
-        old = self._session
-        if request.epoch == NEW_EPOCH:
-            self._begin_epoch(request, epoch or self.next_epoch(request))
-        self._session = _Session(
-            request.nonce, request.with_events, request.client, told or _tell_nobody, self._deadline_ns()
-        )
-        self._resumable = True
-        self.events.restore()
-        if old is not None and not old.broken:
-            old.told(OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine"))
+        opening = self._start_opening(request, told or tell_nobody, epoch)
+        while not self._go_on(opening):
+            pass
+        return self._opened()
+
+    async def open_in_slices(self, request: OpenRequest, told: Told, epoch: int = NEW_EPOCH) -> Opened:
+        """As `open`; while a large pool is gone through, the event loop serves other replicas.
+
+        Until the session is open nobody else can use this replica, but open a session in place of this one. Goes on
+        only while it is awaited: when it is cancelled, the work waits for the next session.
+
+        Raises the reason that `told` is called with, too.
+        """
+        opening = self._start_opening(request, told, epoch)
+        try:
+            await in_slices(partial(self._go_on, opening), self._clock, self.events.withdraw)
+            await in_slices(self._lives.forget_some, self._clock)
+        finally:
+            opening.is_left = True
         return self._opened()
 
     def step(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult:
@@ -282,9 +281,7 @@ class ReplicaHost:
         """
         self._renew(nonce)
         self._free_all()
-        self._session = None
-        self._resumable = False
-        self._left = True
+        self._leave_epoch()
         self.events.withdraw()
 
     def lost(self, nonce: int) -> None:
@@ -293,6 +290,11 @@ class ReplicaHost:
         if session is not None and session.nonce == nonce:
             session.broken = True
             self.expire()
+
+    def forgive(self, late_ns: int) -> None:
+        """Let the session's lease end so much later."""
+        if self._session is not None:
+            self._session.deadline_ns += late_ns
 
     def expire(self) -> None:
         """Withdraw the replica's entries from what others see if its session is gone or silent; call now and then."""
@@ -304,7 +306,7 @@ class ReplicaHost:
     def check_unary(self, at: UnaryStep) -> None:
         """Raise OtherWriter or StaleEpoch when a unary call may not write here."""
         self._check_sound()
-        if self._session is not None:
+        if self._session is not None or self.state is ReplicaState.OPENING:
             raise OtherWriter(
                 f"{self.name} has a session ({self.state.value})",
                 field="replica",
@@ -340,9 +342,11 @@ class ReplicaHost:
     def revive(self) -> None:
         """Begin an engine life for unary calls when the last one has left, whatever becomes of the call."""
         if self._left:
-            self._check_loaded()
             request = OpenRequest(self.name, 0)
-            self._begin_epoch(request, self.next_epoch(request))
+            opening = self._start_opening(request, tell_nobody, NEW_EPOCH)
+            while self._work_on(opening):
+                pass
+            self._lives.opening = None
             self.events.restore()
 
     # ---- the end
@@ -356,68 +360,64 @@ class ReplicaHost:
         """The replica is removed: tell its session and its subscribers, and refuse who still holds this host."""
         self._retired = reason
         session, self._session = self._session, None
+        opening, self._lives.opening = self._lives.opening, None
         self.events.close(reason)
         if session is not None and not session.broken:
             session.told(reason)
+        if opening is not None:
+            opening.end(reason)
 
     # ---- inside
 
-    def _begin_epoch(self, request: OpenRequest, epoch: int) -> None:
-        assert epoch > self.epoch, f"epoch {epoch} has begun"
-        stored = self.recovering
-        stamp_table, incarnation = request.stamp_table, request.incarnation
-        if 0 != incarnation != self._incarnation != 0:
-            stamp_table = ()  # other memory: what its stamps say is of no page that is known here
-        self._incarnation = incarnation or self._incarnation
-        self.recovering = None
+    def _start_opening(self, request: OpenRequest, told: Told, epoch: int) -> Opening:
+        """Take the replica from whoever has it. Raises as `open`, and changes nothing then."""
+        self.check_open(request)
+        session, before = self._session, self._lives.opening
+        opening = Opening(request, told, epoch or request.epoch or self.next_epoch(request))
+        if request.epoch == NEW_EPOCH:
+            begun = before.take_work(request) if before is not None else None
+            opening.work = begun or self._lives.begin(request, self._began)
+            self._leave_epoch()
+        self._lives.opening = opening
+        newer = OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine")
+        if session is not None and not session.broken:
+            session.told(newer)
+        if before is not None:
+            before.end(newer)
+        return opening
+
+    def _go_on(self, opening: Opening) -> bool:
+        """Do some of the work of an opening; whether it is done, and its session the newest."""
+        if self._work_on(opening):
+            return False
+        request, self._lives.opening = opening.request, None
+        self._session = SessionSlot(
+            request.nonce, request.with_events, request.client, opening.told, self._deadline_ns()
+        )
+        self._resumable = True
+        self.events.restore()
+        return True
+
+    def _work_on(self, opening: Opening) -> bool:
+        """Do a slice of the work of an opening; whether there may be more."""
+        if opening.ended is not None:
+            raise opening.ended
         self._in_core = True
-        self._kept_keys = self._keep_keys(epoch, stamp_table, stored, incarnation)
+        has_more = opening.go_on()
         self._in_core = False
-        self.epoch = epoch
+        return has_more
+
+    def _began(self, life: Life) -> None:
+        assert life.epoch > self.epoch, f"epoch {life.epoch} has begun"
+        self.epoch = life.epoch
         self._resumable = self._left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
-        told = self.replica.take_events()
-        self.decisions.append(Life(self.epoch, stamp_table, told, self._clock(), incarnation))
-        lost = self._hold.add(0, told)
-        self._hold.clear()
-        if lost and not self._kept_keys:
-            lost = [CacheEvent(EventKind.CLEARED)]
-        self.events.publish(self.epoch, lost)
-        if stored is not None and self.replica.spec.events:
-            self._announce()
+        self.decisions.append(life)
 
-    def _announce(self) -> None:
-        """Tell those who follow what has come back, in place of what they knew."""
-        self.events.publish(self.epoch, [CacheEvent(EventKind.CLEARED)])
-        batch, num_hashes = list[CacheEvent](), 0
-        for event in self.replica.retold():
-            if batch and num_hashes + len(event.hashes) > MAX_HASHES:
-                self.events.publish(self.epoch, batch)
-                batch, num_hashes = [], 0
-            batch.append(event)
-            num_hashes += len(event.hashes)
-        self.events.publish(self.epoch, batch)
-
-    def _keep_keys(self, epoch: int, stamp_table: tuple[int, ...], stored: Recovering | None, incarnation: int) -> int:
-        """Begin the life in the core with what the memory proves; the number of keys."""
-        if stored is None:
-            return self.replica.begin_epoch(epoch, stamp_table)
-        self.recovered = stored
-        stored.prove(self.replica, epoch, stamp_table, incarnation)
-        return self.replica.count_keys()
-
-    def _check_loaded(self) -> None:
-        if self.recovering is not None:
-            self.recovering.check_loaded(self.name)
-
-    def _check_stamps(self, stamp_table: tuple[int, ...]) -> None:
-        num_blocks = self.replica.spec.num_blocks
-        if len(stamp_table) not in (0, num_blocks):
-            raise InvalidArgument(
-                f"{len(stamp_table)} stamps for {num_blocks} blocks",
-                field="stamp_table",
-                remedy="give one stamp per block, or none when no page is to be kept",
-            )
+    def _leave_epoch(self) -> None:
+        self._session = None
+        self._resumable = False
+        self._left = True
 
     def _opened(self) -> Opened:
         return Opened(
@@ -429,10 +429,11 @@ class ReplicaHost:
             lease_ms=self._config.lease_ms,
             spec=self.replica.spec,
             free_blocks=self.replica.free_blocks,
-            kept_keys=self._kept_keys,
+            kept_keys=self._lives.kept_keys,
+            busy_blocks=self.replica.busy_blocks,
         )
 
-    def _renew(self, nonce: int) -> _Session:
+    def _renew(self, nonce: int) -> SessionSlot:
         """The newest session, its lease renewed by a message."""
         self._check_sound()
         session = self._session
@@ -458,16 +459,18 @@ class ReplicaHost:
         self._in_core = False
         events = tuple([part.events for part in result.parts])
         self.decisions.append(Decision(without_tokens(step), result, events, at_ns, self._clock() - at_ns))
-        shown = self._hold.release(step.executed_through)
-        shown += self._hold.add(step.seq, (event for of_part in events for event in of_part))
-        self.events.publish(self.epoch, shown)
+        runs = [run for of_part in events for run in runs_of(of_part)]
+        self.events.publish(self.epoch, self._hold.step(step.seq, step.executed_through, runs))
         return result
 
     def _free_all(self) -> None:
-        """End every request in a step of its own."""
+        """End every request in a step of its own. No mover has confirmed that a load which still runs is over, so that
+        the blocks of its request stay held.
+        """
         requests = self.replica.requests
-        held = [slot for slot in requests.slots() if requests.held[slot]]
-        free = [slot for slot in requests.slots() if not requests.held[slot]]
+        ending = [slot for slot in requests.slots() if slot not in requests.loading]
+        held = [slot for slot in ending if requests.held[slot]]
+        free = [slot for slot in ending if not requests.held[slot]]
         part = Part(facts=Facts(slot=free, end=[End.FREE] * len(free)), cache=Cache(released=held))
         order = self._order
         step = Step(self.epoch, order.seq + 1, [part], order.next_part, True, self.replica.executed_through)
@@ -489,12 +492,8 @@ class ReplicaHost:
             metadata={"epoch": str(self.epoch)},
         )
 
-    def _is_silent(self, session: _Session) -> bool:
+    def _is_silent(self, session: SessionSlot) -> bool:
         return session.broken or self._clock() > session.deadline_ns
 
     def _deadline_ns(self) -> int:
         return self._clock() + self._config.lease_ms * _NS_PER_MS
-
-
-def _tell_nobody(_: KvplaneError) -> None:
-    """For sessions that find out with their next message."""

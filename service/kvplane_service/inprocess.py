@@ -69,5 +69,12 @@ class InProcessTransport:
         if host is not None and self._ended is None:
             host.close(self._nonce)
 
+    def abort(self) -> None:
+        """As if the engine had died."""
+        host, self._host = self._host, None
+        self._answers.clear()
+        if host is not None and self._ended is None:
+            host.lost(self._nonce)
+
     def _end(self, reason: KvplaneError) -> None:
         self._ended = reason

@@ -116,7 +116,10 @@ def model_of(config: Mapping[str, Any]) -> Model:
     fields = _Fields({**config, **inner})
     shape_of = _shapes(fields)
     num_layers = _num_layers(fields)
-    return Model(num_layers, tuple(map(shape_of, range(num_layers))))
+    pattern = tuple(map(shape_of, range(num_layers)))
+    attention = [shape for shape in pattern if not isinstance(shape, State)]
+    has_mtp = bool(fields.get("num_nextn_predict_layers")) and bool(attention)
+    return Model(num_layers, pattern, mtp=attention[-1] if has_mtp else None)
 
 
 _Shape = Full | Latent | State

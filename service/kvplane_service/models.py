@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from kvplane.base.errors import InvalidArgument, NotFound
-from kvplane.base.groups import MambaMode
+from kvplane.base.groups import Drafter, MambaMode
 from kvplane.base.layer_spec import AttentionSpec, DType, LayerSpec, ceil_div, round_up
 from kvplane.base.layers import (
     ChunkedLocalSpec,
@@ -35,6 +35,20 @@ CACHE_DTYPES = {
 }
 
 
+MAX_SPECULATIVE_TOKENS = 128
+
+
+def check_speculation(num_tokens: int, drafter: Drafter) -> None:
+    """Raise InvalidArgument for too many draft tokens, or a drafter that drafts none."""
+    least = 0 if drafter is Drafter.NONE else 1
+    if not least <= num_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise InvalidArgument(
+            f"{num_tokens} draft tokens of drafter {drafter.value}",
+            field="speculative_tokens",
+            remedy=f"give {least} to {MAX_SPECULATIVE_TOKENS}: as many as a decode step drafts",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """How a model is served, as far as its layers' formats depend on it.
@@ -45,6 +59,8 @@ class ModelOptions:
         block_size: tokens per attention block; raised where kernels or states need larger blocks.
         max_model_len: longest request in tokens: the block of a state that is not cached.
         mamba_mode: how recurrent states are cached.
+        speculative_tokens: draft tokens of a decode step at most; states are kept for so many.
+        drafter: adds its layer.
     """
 
     tensor_parallel: int = 1
@@ -52,8 +68,11 @@ class ModelOptions:
     block_size: int = KERNEL_BLOCK
     max_model_len: int = 32768
     mamba_mode: MambaMode = MambaMode.ALIGN
+    speculative_tokens: int = 0
+    drafter: Drafter = Drafter.NONE
 
     def __post_init__(self) -> None:
+        check_speculation(self.speculative_tokens, self.drafter)
         for name in ("tensor_parallel", "block_size", "max_model_len"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{getattr(self, name)} is below 1", field=name, remedy="give 1 or more")
@@ -156,6 +175,7 @@ class State:
             shapes=shapes,
             dtypes=(DType.BFLOAT16,) * len(shapes),
             mode=options.mamba_mode,
+            speculative_blocks=options.speculative_tokens,
             padded_page_bytes=padded,
         )
 
@@ -168,17 +188,34 @@ class Model:
         num_layers: layers that own a cache.
         pattern: the repeating part.
         attention_name, state_name: what follows "model.layers.<i>." in a layer's name.
+        mtp: the layer for multi-token prediction, when the model was published with one.
     """
 
     num_layers: int
     pattern: tuple[Full | Latent | State, ...]
     attention_name: str = "self_attn.attn"
     state_name: str = "linear_attn"
+    mtp: Full | Latent | None = None
 
     def layers(self, options: ModelOptions) -> tuple[Layer, ...]:
-        """The layers on one rank."""
+        """The layers on one rank, the drafter's last. Raises InvalidArgument for a drafter that the model lacks."""
         block_size = self._block_size(options)
-        return tuple(self._layer(index, options, block_size) for index in range(self.num_layers))
+        own = tuple(self._layer(index, options, block_size) for index in range(self.num_layers))
+        return own + self._draft_layers(options, block_size)
+
+    def _draft_layers(self, options: ModelOptions, block_size: int) -> tuple[Layer, ...]:
+        if options.drafter is Drafter.NONE:
+            return ()
+        shape = self.mtp if options.drafter is Drafter.MTP else self._full_attention()
+        if shape is None:
+            remedy = f"of the catalogue these have one: {', '.join(sorted(n for n, m in MODELS.items() if m.mtp))}"
+            raise InvalidArgument("the model has no layer for multi-token prediction", field="drafter", remedy=remedy)
+        name = f"model.layers.{self.num_layers}.{self.attention_name}"
+        return (Layer(name, shape.attention(options, block_size), is_draft=True),)
+
+    def _full_attention(self) -> Full | Latent:
+        attends = [shape for shape in self.pattern if not isinstance(shape, State)]
+        return next((shape for shape in attends if type(shape) in (Full, Latent)), attends[0])
 
     def _layer(self, index: int, options: ModelOptions, block_size: int) -> Layer:
         shape = self.pattern[index % len(self.pattern)]
@@ -225,8 +262,8 @@ MODELS: dict[str, Model] = {
     "gemma-3-27b": Model(62, _GEMMA_3),
     "llama-4-scout": Model(48, _SCOUT),
     "jamba-v0.1": Model(32, _JAMBA, state_name="mamba"),
-    "qwen3-next-80b": Model(48, _QWEN3_NEXT),
-    "deepseek-v3": Model(61, (Latent(row_size=576),)),
+    "qwen3-next-80b": Model(48, _QWEN3_NEXT, mtp=Full(kv_heads=2, head_size=256)),
+    "deepseek-v3": Model(61, (Latent(row_size=576),), mtp=Latent(row_size=576)),
 }
 
 

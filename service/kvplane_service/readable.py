@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvplane.base.step import AdmitStatus, End, Part, PartResult, Step, StepResult
+from kvplane.base.step import AdmitStatus, Cache, End, Part, PartResult, Step, StepResult
 
 
 def operation_lines(step: Step, result: StepResult) -> Iterator[str]:
@@ -19,9 +19,11 @@ def operation_lines(step: Step, result: StepResult) -> Iterator[str]:
 def _part_lines(part: Part, result: PartResult) -> Iterator[str]:
     yield from _fact_lines(part)
     cache = part.cache
-    if cache.failed_steps or cache.evicted or cache.released or cache.reset:
+    if cache != Cache():
         done = f", reset: {result.reset_done}" if cache.reset else ""
         yield f"cache: failed steps {cache.failed_steps}, evicted {cache.evicted}, released {cache.released}{done}"
+    if cache.loads_over:
+        yield f"loads of earlier engine lives are over: blocks {cache.loads_over}"
     for row, slot in enumerate(part.news.slot):
         name = f" {part.news.request_id[row]!r}" if part.news.request_id else ""
         yield f"new slot {slot}{name}: {_tokens(part.news.num_tokens[row])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,11 @@ from functools import partial
 
 from kvplane.base.errors import Unavailable
 from kvplane.base.stamps import MAX_EPOCH
+from kvplane_service.core.columns import are_equal
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.regained import Recovered, Regained
+from kvplane_service.core.regained import Regained
 from kvplane_service.core.replica import Replica
-from kvplane_service.store.writer import Offload
+from kvplane_service.executors import Offload
 
 UNSTORED_EPOCHS = 16  # may have begun while the store was behind
 
@@ -47,6 +49,7 @@ class Recovering:
     refused: Counter[str] = field(default_factory=Counter)
     recovered: int | None = None
     _proof: _Proof | None = None
+    _proving: asyncio.Future[None] | None = None
 
     def check_loaded(self, name: str) -> None:
         """Raise Unavailable while the store is being read."""
@@ -71,22 +74,37 @@ class Recovering:
             self.epoch = max(self.epoch, epoch)
 
     async def prove_ahead(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
-        """Find out beside the event loop what this memory proves, for an `epoch_above` and a `prove` that follow."""
+        """Find out beside the event loop what this memory proves, for an `epoch_above` and a `prove` that follow.
+
+        One memory at a time. Work that was begun goes on when its caller leaves, and serves the next one.
+        """
+        while self.recovered is None and not (self._proof is not None and are_equal(self._proof.shown, shown)):
+            if self._proving is None or self._proving.done():
+                self._proving = asyncio.ensure_future(self._prove(replica, shown, offload))
+                self._proving.add_done_callback(_look_at)
+            await asyncio.shield(self._proving)
+
+    async def _prove(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
         regained = await offload(partial(replica.regain, [shown], self.entries))
         if self.recovered is None:
             self._proof = _Proof(shown, regained)
 
-    def prove(self, replica: Replica, epoch: int, shown: Sequence[int], incarnation: int) -> Recovered:
-        """Give the replica what this memory proves, in its first engine life; the entries are forgotten."""
+    def prove(self, replica: Replica, shown: Sequence[int], incarnation: int) -> None:
+        """Give the replica what this memory proves, before its first engine life; the entries are forgotten."""
         if not self.belongs_to(incarnation):
             self.entries, self._proof = [], None
-        outcome = replica.take_back(epoch, self._proof_of(replica, shown).regained, shown)
+        outcome = replica.restore(self._proof_of(replica, shown).regained)
         self.entries, self._proof = [], None
         self.recovered = outcome.kept
-        return outcome
 
     def _proof_of(self, replica: Replica, shown: Sequence[int]) -> _Proof:
         proof = self._proof
-        if proof is None or (proof.shown is not shown and proof.shown != shown):
+        if proof is None or not are_equal(proof.shown, shown):
             self._proof = proof = _Proof(shown, replica.regain([shown], self.entries))
         return proof
+
+
+def _look_at(work: asyncio.Future[None]) -> None:
+    """Who waits for it raises what it raised; nobody may."""
+    if not work.cancelled():
+        work.exception()

@@ -11,7 +11,8 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
-from kvplane_service.host import Clock, ReplicaHost, new_replica
+from kvplane_service.host import ReplicaHost, new_replica
+from kvplane_service.lives import Clock
 from kvplane_service.unary import UnaryCalls
 from kvplane_service.workers import WorkerRoster
 
@@ -51,6 +52,11 @@ class Entry:
     host: ReplicaHost
     unary: UnaryCalls
     workers: WorkerRoster
+
+    def forgive(self, late_ns: int) -> None:
+        """Whoever was silent for so long could not be heard."""
+        self.host.forgive(late_ns)
+        self.workers.forgive(late_ns)
 
 
 class UnknownReplica(NotFound):
@@ -130,7 +136,7 @@ class Registry:
         """Enter a new replica that was built elsewhere, since large pools take time. Raises as `find_equal`."""
         entry = self.find_equal(name, registration)
         if entry is None:
-            host = ReplicaHost(name, replica, self._config, self._clock)
+            host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks)
             lease_ms = self._config.worker_lease_ms
             workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock)
             entry = Entry(registration, host, UnaryCalls(host, self._config), workers)

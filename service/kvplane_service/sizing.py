@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import GroupKind, MambaMode
+from kvplane.base.groups import Drafter, GroupKind, MambaMode
 from kvplane_service.core.planner import CacheGroup, CachePlan, PlanOptions, Worker, plan_cache
 from kvplane_service.model_config import read_model
 from kvplane_service.models import MODELS, Model, ModelOptions, model_layers
@@ -53,6 +53,7 @@ class Sizing:
                 hybrid=hybrid,
                 prefix_caching=self.prefix_caching,
                 tp_size=self.options.tensor_parallel,
+                drop_draft_block=self.options.drafter is not Drafter.NONE,
             ),
         )
 

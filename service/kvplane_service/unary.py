@@ -136,6 +136,7 @@ _OF_ADMISSION = {
     AdmitStatus.STALE_HIT: AllocationStatus.STALE_HIT,
     AdmitStatus.NO_ROOM: AllocationStatus.NOTHING_TO_DO,
     AdmitStatus.NEVER_FITS: AllocationStatus.NEVER_FITS,
+    AdmitStatus.NOT_WAITING: AllocationStatus.NOTHING_TO_DO,
 }
 
 
@@ -156,6 +157,7 @@ class Allocated:
     hit: int
     granted: int
     junction: int
+    load_after: int
     new_blocks: list[list[int]]
     table: list[list[int]]
     preempted: list[str]
@@ -211,7 +213,7 @@ class UnaryCalls:
         else:
             part.admit = _admit_row(request.slot, call)
         step = self._apply(at, part)
-        if call.content is not None:
+        if part.news.slot:
             self._enter(request)
         self._note_appended(request, call.appended)
         result = step.parts[0]
@@ -305,6 +307,8 @@ class UnaryCalls:
         if call.computed != UNCHANGED or call.appended.num_tokens:
             wrong = "appended" if call.appended.num_tokens else "computed_tokens"
             raise InvalidArgument("a new request has none", field=wrong, remedy="put all tokens into content")
+        if request.slot in self.host.replica.requests.loading:
+            return  # preempted under its load, which content does not end: deferred as without content
         if self._book.find(request.name) is not None:  # waiting, and given anew
             part.facts = Facts(slot=[request.slot], end=[End.FREE])
         part.news = call.content.as_news(request.slot, request.name)
@@ -349,7 +353,7 @@ class UnaryCalls:
             return AllocationStatus.REFUSED  # the victims did not suffice and it was one of them
         computed = requests.computed[slot]
         wanted = min(requests.num_tokens[slot] + call.extra - computed, call.cap, replica.spec.max_model_len - computed)
-        if wanted > 0 and RowFlag.ALIGN in call.flags:
+        if RowFlag.UNALIGNED not in call.flags:
             wanted = align_chunk(replica.coordinator, slot, computed, wanted)
         return AllocationStatus.REFUSED if wanted > 0 else AllocationStatus.NOTHING_TO_DO
 
@@ -361,6 +365,7 @@ class UnaryCalls:
             hit=result.admit_hit[0] if result.admit_hit else 0,
             granted=(result.granted or result.admit_granted)[0],
             junction=result.admit_junction[0] if result.admit_junction else 0,
+            load_after=result.admit_load_after[0] if result.admit_load_after else 0,
             new_blocks=self._per_group(result.new_blocks.by_row()),
             table=self._per_group(result.tables.by_row()),
             preempted=[self._book.name_of(gone) for gone in result.preempted],
@@ -383,7 +388,7 @@ def _run_row(slot: int, call: AllocateCall, victims: list[int]) -> Run:
         cap=[call.cap],
         lookahead=[call.lookahead],
         in_flight=[call.in_flight],
-        flags=[call.flags & (RowFlag.ALIGN | RowFlag.DELAY_CACHING)],
+        flags=[call.flags & (RowFlag.UNALIGNED | RowFlag.DELAY_CACHING)],
         victims=victims,
         on_refusal=OnRefusal.PREEMPT if victims else OnRefusal.STOP,
     )

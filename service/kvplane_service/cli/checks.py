@@ -50,7 +50,10 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
             _replicas(all_told),
             _workers(all_told),
             _epochs(all_told),
-            _stores(all_told),
+            _stores(channel, all_told),
+            _loads(all_told),
+            _chunks(all_told),
+            _drafts(all_told),
         ]
     finally:
         client.close()
@@ -58,12 +61,19 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
 
 def _health(channel: grpc.Channel) -> Finding:
     remedy = "it drains, or has not read its store yet: wait, or connect elsewhere"
+    state = _health_of(channel, "")
+    return Finding("health", state == "serving", state, remedy)
+
+
+def _health_of(channel: grpc.Channel, name: str) -> str:
+    """What the service says of one of its parts, or why it does not."""
+    request = health_pb2.HealthCheckRequest(service=name)
     try:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_S)
     except grpc.RpcError as error:
-        return Finding("health", False, error.code().name.lower(), remedy)
-    state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    return Finding("health", state == "SERVING", state.lower().replace("_", " "), remedy)
+        return error.code().name.lower()
+    state: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return state.lower().replace("_", " ")
 
 
 def _reflection(channel: grpc.Channel, is_expected: bool) -> Finding:
@@ -124,7 +134,37 @@ def _epochs(told: list[DescribeReplicaResponse]) -> Finding:
     return Finding("epochs", not wrong, seen, "another service or engine owns the pages: open the session anew")
 
 
-def _stores(told: list[DescribeReplicaResponse]) -> Finding:
+def _stores(channel: grpc.Channel, told: list[DescribeReplicaResponse]) -> Finding:
+    """A service that was started while its store was away may know no replica that could say so."""
     away = [f"{one.replica}: {one.store.problem}" for one in told if one.store.state == STORE_STATE_DEGRADED]
+    if _health_of(channel, "store") == "not serving":
+        away = away or ["the service cannot use it"]
     seen = "; ".join(away) or "no replica's store is away"
     return Finding("store", not away, seen, "look at the store; allocation goes on, a restart would lose hits")
+
+
+def _loads(told: list[DescribeReplicaResponse]) -> Finding:
+    held = [f"{one.replica}: {one.busy_blocks} blocks" for one in told if one.busy_blocks]
+    seen = (
+        f"held for loads of earlier engine lives: {'; '.join(held)}" if held else "no block is held for a dead engine"
+    )
+    return Finding("loads", not held, seen, "let the engine ask its movers, and name these blocks in cache.loads_over")
+
+
+def _chunks(told: list[DescribeReplicaResponse]) -> Finding:
+    """Steps whose budget cannot hold a state block: prompts advance in parts, and more steps pass between two hits."""
+    small = [
+        f"{one.replica}: {one.counters.unaligned_chunks} chunks below its state block of {one.spec.align.block_size}"
+        for one in told
+        if one.counters.unaligned_chunks
+    ]
+    seen = "; ".join(small) or "every step could hold a state block"
+    remedy = "raise the engine's budget and caps to a state block, or register with its budget as max_batched_tokens"
+    return Finding("chunks", not small, seen, remedy)
+
+
+def _drafts(told: list[DescribeReplicaResponse]) -> Finding:
+    lost = [f"{one.replica}: {count} requests" for one in told if (count := one.preemptions.get("went_back", 0))]
+    seen = f"set behind what they held: {'; '.join(lost)}" if lost else "no request was set behind what it held"
+    remedy = "register with the engine's draft tokens as speculative_tokens; reject no more than the last step's drafts"
+    return Finding("drafts", not lost, seen, remedy)

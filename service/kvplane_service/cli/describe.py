@@ -46,10 +46,13 @@ def _lines(told: DescribeReplicaResponse) -> Iterator[str]:
     state = word(ReplicaState.Name(told.state), "REPLICA_STATE_")
     yield f"{told.replica}: {state}, epoch {told.epoch}, step {told.seq} (executed through {told.executed_through})"
     yield f"pool: {usable - told.free_blocks} of {usable} blocks held by {told.running_requests} running requests"
+    if told.busy_blocks:
+        yield f"      {told.busy_blocks} of them under loads of earlier engine lives"
     share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
     yield f"hits: {counters.hit_tokens} of {counters.queried_tokens} tokens looked up ({share:.0%})"
     yield f"requests: {counters.admitted} admitted, {counters.ended} ended, {counters.preempted} preempted"
     yield f"preempted: {by_reason(told.preemptions)}"
+    yield from _explained(told)
     yield f"refused: {by_reason(told.refusals)}"
     yield f"keys removed: {by_reason(told.removed_keys)}"
     yield f"store: {', '.join(_store(told.store))}"
@@ -60,6 +63,20 @@ def _lines(told: DescribeReplicaResponse) -> Iterator[str]:
     if told.slowest_steps:
         yield ""
         yield _slowest(told)
+
+
+_WHY = {
+    "taken_back": "their step failed, or keys that they had adopted were withdrawn",
+    "went_back": "rejected drafts or a failed load set them behind what they held: see kvplane doctor",
+}
+
+
+def _explained(told: DescribeReplicaResponse) -> Iterator[str]:
+    for reason, why in _WHY.items():
+        if told.preemptions.get(reason):
+            yield f"  {reason.replace('_', ' ')}: {why}"
+    if told.counters.unaligned_chunks:
+        yield f"unaligned: {told.counters.unaligned_chunks} chunks ended inside a state block: see kvplane doctor"
 
 
 def _store(store: StoreStatus) -> Iterator[str]:

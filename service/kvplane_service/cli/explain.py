@@ -37,10 +37,16 @@ _SENTENCES = {
     "dropped": "tokens {start}..{end} were cached, and their key was dropped{when}",
     "withdrawn": "tokens {start}..{end} were registered by a step that did not run; withdrawn{when}",
     "unverified": "tokens {start}..{end} were cached in an earlier engine life; the memory did not prove them{when}",
+    "without_stamps": "tokens {start}..{end} were cached until engine life {epoch} began without stamps{ago}",
     "reset": "tokens {start}..{end} were cached until the cache was reset{when}",
-    "tentative": "tokens {start}..{end} were registered by step {seq}, which is not known to be executed",
+    "tentative": (
+        "tokens {start}..{end} were registered by step {seq} of engine life {epoch}, which is not known to be executed"
+    ),
     "window_not_resident": "tokens {start}..{end} were computed, but no window that ends at {wanted} was kept",
-    "no_state_at_boundary": "the prefix was computed, but no state was kept at token {end}",
+    "no_state_at_boundary": (
+        "the prefix was computed, but no state was kept at token {end}: by the rule of retention, or since no chunk "
+        "ended there (its row was UNALIGNED, or its step below a state block)"
+    ),
     "other_domain": "tokens {start}..{end} were computed in another domain, {domain}",
     "other_salt": "tokens {start}..{end} were computed under another cache salt, or none",
     "other_lora": "tokens {start}..{end} were computed with another adapter, {adapter}",
@@ -97,7 +103,7 @@ def _content(file: Path, domain: str, salt: str, lora: str) -> Content:
 def _lines(told: ExplainResponse) -> Iterator[str]:
     from kvplane.v1.replica_pb2 import GroupKind
 
-    attempt = f" when it was tried in step {told.admit_seq}" if told.admit_seq else ""
+    attempt = f" when it was tried in step {told.admit_seq} of engine life {told.admit_epoch}" if told.admit_seq else ""
     yield f"{told.hit_tokens} of {told.num_tokens} tokens hit{attempt}; the longest hit would be {told.longest_hit}"
     rows = [("GROUP", "KIND", "HAS ALONE", "")]
     for group in told.groups:
@@ -115,11 +121,14 @@ def sentence(told: ExplainResponse) -> str:
     from kvplane.v1.admin_pb2 import MissCause
 
     cause = word(MissCause.Name(told.cause), "MISS_CAUSE_")
-    moment = f"in step {told.seq}" if told.seq else f"when engine life {told.epoch} began"
+    life = f"engine life {told.epoch}"
+    moment = f"in step {told.seq} of {life}" if told.seq else f"when {life} began"
     return _SENTENCES[cause].format(
         start=told.start,
         end=told.end,
         seq=told.seq,
+        epoch=told.epoch,
+        ago=f" {age(told.age_ms)} ago" if told.epoch else "",
         wanted=told.wanted,
         by=told.by,
         by_request=f" by request {told.by!r}" if told.by else "",

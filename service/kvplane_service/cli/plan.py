@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvplane.base.groups import Drafter
 from kvplane_service.cli.asking import Form, Output, columns, plain_text
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def command(
     block_size: Annotated[int, typer.Option(min=1, help="tokens per attention block")] = 16,
     batched_tokens: Annotated[int, typer.Option(min=1, help="most tokens of one step")] = 8192,
     concurrent_batches: Annotated[int, typer.Option(min=1, help="steps in flight")] = 1,
+    speculative_tokens: Annotated[int, typer.Option(min=0, help="draft tokens of a decode step at most")] = 0,
+    drafter: Annotated[Drafter, typer.Option(help="that has a layer in the pool")] = Drafter.NONE,
     prefix_caching: Annotated[bool, typer.Option(help="cache prompts, and states at block boundaries")] = True,
     plot: Annotated[Path | None, typer.Option(help="also draw requests at once by length: .png, .svg, .pdf")] = None,
     output: Output = Form.TABLE,
@@ -49,10 +52,10 @@ def command(
     from kvplane_service.models import ModelOptions
     from kvplane_service.sizing import Sizing, figures_of, find_model, parse_bytes
 
-    options = ModelOptions(tensor_parallel, cache_dtype, block_size, context)
-    sizing = Sizing(
-        find_model(model), options, parse_bytes(memory), batched_tokens, concurrent_batches, prefix_caching
+    options = ModelOptions(
+        tensor_parallel, cache_dtype, block_size, context, speculative_tokens=speculative_tokens, drafter=drafter
     )
+    sizing = Sizing(find_model(model), options, parse_bytes(memory), batched_tokens, concurrent_batches, prefix_caching)
     figures = figures_of(sizing)
     if plot is not None:
         _draw(f"{model} in {memory} per rank", sizing, plot)

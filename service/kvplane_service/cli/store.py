@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,85 +29,120 @@ _DAMAGED = 1
 
 @app.command()
 def inspect(config: ConfigFile = None, store: Place = None, settings: Settings = None) -> None:
-    """List the replicas of a store."""
-    console = Console()
-    with _opened(config, store, settings) as (place, records, refused):
-        for record in records:
-            chunks = sum(1 for _ in place.load(record.log))
-            age_s = max(0.0, time.time() - record.written_ms / 1000)
-            console.print(
-                f"{record.name}: owner {record.owner}, epoch {record.epoch}, incarnation {record.incarnation:016x}, "
-                f"written {age_s:,.0f} s ago, {chunks:,} chunks, {place.size_bytes(record.log):,} bytes",
-                soft_wrap=True,
-            )
-    _tell_refused(console, refused)
+    """List the replicas of a store. Writes nothing."""
+    _run(_inspect, _make(config, store, settings, read_only=True))
 
 
 @app.command()
 def verify(config: ConfigFile = None, store: Place = None, settings: Settings = None) -> None:
-    """Read every record and check it; exit status 1 when something cannot be used."""
-    console = Console()
-    with _opened(config, store, settings) as (place, records, refused):
-        for record in records:
-            log = _read(console, place, record)
-            refused.update(why.value for why in log.refused.elements())
-            console.print(f"{record.name}: {len(log.chunks):,} chunks, {log.rows:,} entries, {log.num_bytes:,} bytes")
-    _tell_refused(console, refused)
-    if refused:
-        raise typer.Exit(_DAMAGED)
+    """Read every record and check it; exit status 1 when something cannot be used. Writes nothing."""
+    _run(_verify, _make(config, store, settings, read_only=True))
 
 
 @app.command()
 def compact(config: ConfigFile = None, store: Place = None, settings: Settings = None) -> None:
     """Keep of each block what was said last. Run it while no service writes: a service keeps its own store short."""
+    _run(_compact, _make(config, store, settings, read_only=False))
+
+
+async def _inspect(console: Console, content: Content) -> None:
+    for record in content.records:
+        chunks = 0
+        async for page in content.store.load(record.log):
+            chunks += len(page)
+        age_s = max(0.0, time.time() - record.written_ms / 1000)
+        console.print(
+            f"{record.name}: owner {record.owner}, epoch {record.epoch}, incarnation {record.incarnation:016x}, "
+            f"written {age_s:,.0f} s ago, {chunks:,} chunks, {await content.store.size_bytes(record.log):,} bytes",
+            soft_wrap=True,
+        )
+
+
+async def _verify(console: Console, content: Content) -> None:
+    for record in content.records:
+        log = await _read(console, content.store, record)
+        content.refused.update(why.value for why in log.refused.elements())
+        console.print(f"{record.name}: {len(log.chunks):,} chunks, {log.rows:,} entries, {log.num_bytes:,} bytes")
+    if content.refused:
+        _tell_refused(console, content.refused)
+        raise typer.Exit(_DAMAGED)
+
+
+async def _compact(console: Console, content: Content) -> None:
     from kvplane_service.store import compaction
 
-    console = Console()
-    with _opened(config, store, settings) as (place, records, refused):
-        for record in records:
-            log = _read(console, place, record)
-            with _bar(console, f"compact {record.name}", log.rows) as tick:
-                done = compaction.compact(place, record.log, log, tick)
-            console.print(
-                f"{record.name}: {done.chunks[0]:,} chunks to {done.chunks[1]:,}, {done.rows[0]:,} entries to "
-                f"{done.rows[1]:,}, {done.num_bytes[0]:,} bytes to {done.num_bytes[1]:,}",
-                soft_wrap=True,
-            )
-    _tell_refused(console, refused)
+    for record in content.records:
+        log = await _read(console, content.store, record)
+        with _bar(console, f"compact {record.name}", log.rows) as tick:
+            done = await compaction.compact(content.store, record.log, log, tick)
+        console.print(
+            f"{record.name}: {done.chunks[0]:,} chunks to {done.chunks[1]:,}, {done.rows[0]:,} entries to "
+            f"{done.rows[1]:,}, {done.num_bytes[0]:,} bytes to {done.num_bytes[1]:,}",
+            soft_wrap=True,
+        )
 
 
-@contextmanager
-def _opened(
-    file: ConfigFile, place: str | None, settings: list[str] | None
-) -> Iterator[tuple[IndexStore, list[ReplicaRecord], Counter[str]]]:
-    """The store, its records, and those that cannot be read."""
+@dataclass(frozen=True, slots=True)
+class Content:
+    """An open store, its records, and why others cannot be read."""
+
+    store: IndexStore
+    records: list[ReplicaRecord]
+    refused: Counter[str]
+
+
+def _make(file: ConfigFile, place: str | None, settings: list[str] | None, read_only: bool) -> IndexStore:
     from kvplane.base.errors import InvalidArgument
-    from kvplane_service.store.errors import RecordRefused
-    from kvplane_service.store.opening import open_store
-    from kvplane_service.store.registration import unpack_record
+    from kvplane_service.store.opening import make_store
 
     chosen = [f"store={place}"] if place is not None else []
-    store = open_store(load_config(file, None, [*(settings or ()), *chosen]).config)
+    store = make_store(load_config(file, None, [*(settings or ()), *chosen]).config, read_only)
     if store is None:
         raise InvalidArgument("no store is named", field="store", remedy="give --store sqlite:PATH, or another")
-    records, refused = [], Counter[str]()
-    with closing(store):
-        for _, raw in store.records():
-            try:
-                records.append(unpack_record(raw))
-            except RecordRefused as error:
-                refused[error.why.value] += 1
-        yield store, records, refused
+    return store
 
 
-def _read(console: Console, store: IndexStore, record: ReplicaRecord) -> LoadedLog:
+def _run(look: Callable[[Console, Content], Awaitable[None]], store: IndexStore) -> None:
+    """Open the store, look, and tell what cannot be read."""
+    import asyncio
+
+    console = Console()
+
+    async def run() -> None:
+        await store.open()
+        try:
+            content = await _content(store)
+            if not content.records and not content.refused:
+                console.print("the store is empty: it has the record of no replica", soft_wrap=True)
+            await look(console, content)
+            _tell_refused(console, content.refused)
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+async def _content(store: IndexStore) -> Content:
+    from kvplane_service.store.errors import RecordRefused
+    from kvplane_service.store.registration import unpack_record
+
+    content = Content(store, [], Counter())
+    for _, raw in await store.records():
+        try:
+            content.records.append(unpack_record(raw))
+        except RecordRefused as error:
+            content.refused[error.why.value] += 1
+    return content
+
+
+async def _read(console: Console, store: IndexStore, record: ReplicaRecord) -> LoadedLog:
     from kvplane_service.store.loading import LoadedLog
 
-    log, size = LoadedLog(), store.size_bytes(record.log)
+    log, size = LoadedLog(), await store.size_bytes(record.log)
     with _bar(console, f"read {record.name}", size) as tick:
-        for chunk in store.load(record.log):
-            log.add(record.log, chunk)
-            tick(len(chunk.raw))
+        async for page in store.load(record.log):
+            log.add_all(record.log, page)
+            tick(sum(len(chunk.raw) for chunk in page))
     return log
 
 

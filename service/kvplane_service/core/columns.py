@@ -6,12 +6,14 @@ A pool has a column for each thing that it knows of its blocks. numpy stays with
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 U32, U64 = "I", "Q"  # type codes of columns
+SLICE_BLOCKS = 4096  # handled between two yields by what passes over many blocks: a few milliseconds at most
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -29,6 +31,26 @@ def column(code: str, values: npt.NDArray[Any]) -> array[int]:
     made = array(code)
     made.frombytes(np.ascontiguousarray(values, code).view(np.uint8).data)
     return made
+
+
+def words_of(values: Sequence[int]) -> Words:
+    """u64 values for numpy; those of a column are not copied."""
+    return np.frombuffer(values if isinstance(values, array | memoryview) else array(U64, values), np.uint64)
+
+
+def are_equal(some: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether these u64 values are those."""
+    return len(some) == len(others) and (some is others or bool((words_of(some) == words_of(others)).all()))
+
+
+def put_zeros(target: array[int], at: Sequence[int] | Ints) -> None:
+    """Make these entries 0."""
+    np.frombuffer(target, target.typecode)[at] = 0
+
+
+def put_range(target: array[int], at: Ints, first: int) -> None:
+    """Number these entries from `first` on."""
+    np.frombuffer(target, target.typecode)[at] = np.arange(first, first + len(at), dtype=target.typecode)
 
 
 def rows_in_order(values: Words) -> Ints:

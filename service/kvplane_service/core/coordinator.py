@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvplane.base.groups import ReplicaSpec
+from kvplane.base.groups import CommitRule, ReplicaSpec
 from kvplane.base.step import Orders
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
 from kvplane_service.core.managers.base import FOREVER, Need
 from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
+from kvplane_service.core.setup import states_for_drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Coordinator:
             for number, group in enumerate(spec.groups)
         )
         self.lookup = PrefixLookup(spec, self.managers)
+        self.has_states = states_for_drafts(spec) is not None
         self._drops = any(manager.drops for manager in self.managers)
         self._cache_unit = self._find_cache_unit()
         self._unfinalized = max(0, spec.prefill_lookahead - 1)
@@ -123,8 +125,11 @@ class Coordinator:
         need = Need(slot, num_slots, num_main, total, local, wish.num_encoder)
         if self._count(need, wish.hit) + wish.watermark > self.pool.num_free - wish.leave_free:
             return None
+        zeroes = len(self._orders.zero_block)
         self._adopt(wish, local, total)
         new = [manager.allocate(slot, num_slots, num_main, wish.num_encoder) for manager in self.managers]
+        if wish.num_external and wish.delay_caching and spec.commit is CommitRule.SAFE:
+            self._leave_to_load(slot, local, total, zeroes)
         self.requests.ends_at[slot] = num_main
         if not wish.delay_caching:
             self.register(slot, min(num_main, self.requests.num_tokens[slot]))
@@ -151,16 +156,19 @@ class Coordinator:
         num_slots = min(num_main + lookahead, self.spec.max_model_len)
         processed = max(0, computed - in_flight)
         new: Sequence[list[int]] | None = ()
-        if num_slots > requests.blocks_until[slot]:
+        grows = num_slots > requests.blocks_until[slot] or processed >= requests.window_until[slot]
+        if grows:
             new = self._grow_tables(slot, num_slots, num_main, processed)
             if new is None:
                 requests.wake(slot)
                 return None
         requests.ends_at[slot] = num_main
         known = min(num_main, requests.num_tokens[slot])
-        if known >= requests.keys_from[slot] and not delay_caching:
+        registers = known >= requests.keys_from[slot] and not delay_caching
+        if registers:
             self.register(slot, known)
-        self._find_quiet_zone(slot, processed, num_main)
+        if grows or registers:
+            self._find_quiet_zone(slot, processed, num_main)
         return new
 
     def _grow_tables(self, slot: int, num_slots: int, num_main: int, processed: int) -> list[list[int]] | None:
@@ -190,6 +198,19 @@ class Coordinator:
             for manager in self.managers:
                 manager.allocate_external(wish.slot, local, total)
 
+    def _leave_to_load(self, slot: int, local: int, total: int, first_zero: int) -> None:
+        """Take blocks that a transfer fills out of the zero orders from `first_zero` on: the load writes them whole."""
+        loaded = {block for manager in self.managers for block in manager.blocks_between(slot, local, total)}
+        orders = self._orders
+        rows = list(zip(orders.zero_block[first_zero:], orders.zero_group[first_zero:], strict=True))
+        orders.zero_block[first_zero:] = [block for block, _ in rows if block not in loaded]
+        orders.zero_group[first_zero:] = [group for block, group in rows if block not in loaded]
+
+    def zero_unloaded(self, slot: int, num_tokens: int) -> None:
+        """A load brought no more than these tokens: what it left unwritten is zeroed now, if new blocks are."""
+        for manager in self.managers:
+            manager.zero_unloaded(slot, num_tokens)
+
     def blocks_when_alone(self, num_tokens: int, num_encoder: int = 0) -> int:
         """Most blocks that a request of so many tokens holds at once; above the pool's size it can never run."""
         return sum(manager.blocks_alone(num_tokens, num_encoder) for manager in self.managers)
@@ -200,9 +221,10 @@ class Coordinator:
         if num_main < requests.num_prompt[slot]:
             requests.wake(slot)
             return
-        blocks = keys = FOREVER
+        blocks = window = keys = FOREVER
         for manager in self.managers:
-            blocks = min(blocks, manager.quiet_slots(slot), manager.quiet_window(slot, processed))
+            blocks = min(blocks, manager.quiet_slots(slot))
+            window = min(window, manager.quiet_window(slot, processed))
             keys = min(keys, manager.quiet_cache(slot))
         if self.spec.enable_caching:
             keys = -(-keys // self._cache_unit) * self._cache_unit
@@ -210,7 +232,8 @@ class Coordinator:
             keys = FOREVER
         requests.blocks_until[slot] = blocks
         requests.keys_from[slot] = keys
-        requests.quiet_until[slot] = min(blocks, keys - 1)
+        requests.window_until[slot] = window
+        requests.quiet_until[slot] = min(blocks, window, keys - 1)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 
@@ -227,6 +250,12 @@ class Coordinator:
         for manager in self.managers:
             if manager.cacheable:
                 manager.register_blocks(slot, self._share(manager, num_tokens), boundaries)
+
+    def unsettle(self, blocks: Sequence[int]) -> None:
+        """Let requests that count these blocks as computed register them again; the reference never does."""
+        if self.spec.commit is CommitRule.SAFE:
+            for manager in self.managers:
+                manager.unsettle(frozenset(blocks))
 
     def commit(self, slot: int, num_tokens: int) -> None:
         """Register what earlier steps have written: for this step it is as if it had been there before."""

@@ -18,6 +18,7 @@ class Counters:
     hit_tokens: int = 0
     granted_tokens: int = 0
     withdrawn_keys: int = 0
+    unaligned_chunks: int = 0  # rows that advanced within a state block, since no chunk of their step could hold one
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +30,17 @@ class GroupCounters:
     allocated_blocks: int
     hit_blocks: int
     evicted_blocks: int
+
+
+@dataclass(slots=True)
+class Residency:
+    """How long blocks live, in steps: histograms by power of two (index = bit length of the number of steps)."""
+
+    lifetime: list[int]  # from being handed out to being handed out again
+    idle_before_evict: list[int]  # from the last use to the eviction of a key
+    reuse_gap: list[int]  # between two uses of a cached block
+
+    @classmethod
+    def empty(cls) -> Residency:
+        """All zero."""
+        return cls([0] * 65, [0] * 65, [0] * 65)  # a step number has at most 64 bits

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvplane_service.core.columns import U32, Ints, column
+from kvplane_service.core.columns import SLICE_BLOCKS, U32, Ints, column
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,37 @@ class FreeList:
         self._next[self._sentinel] = self._previous[self._sentinel] = self._sentinel
         self.count = 0
         self.append(list(order))
+
+    def put_unkeyed_first(self, key: Sequence[object], num_keyed: int) -> Generator[None]:
+        """Put blocks without a key before those with one; in slices, between which the list is whole.
+
+        Goes from the back to the first block with a key, and moves what it met without one in front of that. So it
+        costs little where most keyed blocks are at the back, as `append` puts them; and if it is given up half way,
+        the keyed blocks have still kept their order.
+
+        Args:
+            key: by block, None = it has none.
+            num_keyed: free blocks with a key.
+        """
+        behind: list[int] = []  # blocks without a key, last one first
+        block, left = self._sentinel, num_keyed
+        while left:
+            for _ in range(SLICE_BLOCKS):
+                block = self._previous[block]
+                if key[block] is None:
+                    behind.append(block)
+                    continue
+                left -= 1
+                if not left:
+                    break
+            yield
+        while behind:
+            moved = behind[: -SLICE_BLOCKS - 1 : -1]
+            del behind[-SLICE_BLOCKS:]
+            for one in moved:
+                self.remove(one)
+            self._insert(self._previous[block], moved)
+            yield
 
     def replace(self, links: Links) -> None:
         """Become what was linked elsewhere, for as many blocks; the columns are this list's from now on."""

@@ -45,6 +45,7 @@ class Image:
         entries: its published keys.
         free: in eviction order.
         shared: keys of several blocks, in the order in which these are hit.
+        busy: blocks that loads of earlier engine lives may still write.
     """
 
     spec: ReplicaSpec
@@ -53,6 +54,7 @@ class Image:
     entries: Entries
     free: tuple[int, ...]
     shared: tuple[tuple[Key, tuple[int, ...]], ...]
+    busy: tuple[int, ...] = ()
 
 
 def image_of(replica: Replica) -> Image:
@@ -68,6 +70,7 @@ def image_of(replica: Replica) -> Image:
         replica.entries(),
         tuple(replica.coordinator.pool.free),
         tuple(replica.coordinator.pool.shared_keys()),
+        replica.busy_blocks,
     )
 
 
@@ -83,7 +86,7 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
         InvalidArgument: it does not prove the pages of the requests.
     """
     replica = Replica(image.spec)
-    replica.recover(epoch, [shown], [image.entries])
+    replica.recover(epoch, [shown], [image.entries], image.busy)
     for one in image.requests:
         replica.requests.add(one.slot, one.num_tokens, one.limit, _copy_of(one.content))
         replica.coordinator.grow(one.slot)
@@ -133,6 +136,7 @@ def _resume_of(replica: Replica) -> Resume:
     for slot, blocks in replica.ledger.held.items():
         blocks = [block for block in blocks if block != NULL_BLOCK]
         resume.held_slot.append(slot)
+        resume.held_loading.append(int(slot in requests.loading))
         resume.held_count.append(len(blocks))
         resume.held_blocks.extend(blocks)
     return resume

@@ -11,6 +11,7 @@ from kvplane.base.groups import CommitRule
 from kvplane_service.core.keys import NULL_BLOCK, UNTOUCHED, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.requests import QUIET_NEVER
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,14 @@ def digest(replica: Replica) -> str:
         pool.references,
         [(one.block, one.key, one.num_tokens) for one in _keys(replica)],
         sorted((key, blocks) for key, blocks in _index(pool) if len(blocks) > 1),
-        pool.key_step,
+        list(pool.key_step),
         pool.stamp,
         [_request_columns(replica, slot) for slot in replica.requests.slots()],
         [(manager.copies, manager.step_state()) for manager in managers],
         sorted(ledger.held.items()),
+        sorted(pool.busy),
         list(ledger.waiting),
-        [sorted(book.items()) for book in (ledger.grants, ledger.tentative, ledger.adoptions)],
+        [sorted(book.items()) for book in (ledger.grants, ledger.tentative, ledger.adoptions, ledger.filling)],
     )
     for part in state:
         told.update(repr(part).encode())
@@ -99,12 +101,16 @@ def check(replica: Replica) -> None:
     _check_keys(replica)
     _check_stamps(replica)
     _check_requests(replica)
+    _check_books(replica)
+    for slot in replica.requests.slots():
+        if replica.requests.running[slot]:
+            _check_quiet_zone(replica, slot)
 
 
 def _check_references(replica: Replica, free: set[int]) -> None:
     """Every reference has a holder, and a block is free exactly when nobody holds it."""
     pool = replica.coordinator.pool
-    held: Counter[int] = Counter(pool.reserved)
+    held: Counter[int] = Counter([*pool.reserved, *pool.busy])
     for manager in replica.coordinator.managers:
         for table in manager.table:
             held.update(block for block in table if block != NULL_BLOCK)
@@ -120,6 +126,11 @@ def _check_references(replica: Replica, free: set[int]) -> None:
         )
         assert (block in free) == (held[block] == 0), f"block {block}: {held[block]} holders, free: {block in free}"
     assert NULL_BLOCK not in free, "the null block is free"
+    for block in pool.busy:
+        assert held[block] == 1, (
+            f"block {block} is under a load of an earlier engine life and has {held[block]} holders"
+        )
+        assert pool.key[block] is None, f"block {block} is under a load of an earlier engine life and has a key"
 
 
 def _check_keys(replica: Replica) -> None:
@@ -167,6 +178,7 @@ def _check_stamps(replica: Replica) -> None:
         stamp = pool.stamp[block]
         other = block_of.setdefault(stamp, block) if stamp else block
         assert other == block, f"blocks {other} and {block} have one stamp"
+        assert (pool.key_tokens[block] > 0) == (pool.key[block] is not None), f"block {block}: tokens without a key"
         if pool.key[block] is None:
             continue
         assert stamp, f"block {block} has a key and no stamp"
@@ -190,6 +202,7 @@ def _check_requests(replica: Replica) -> None:
                 f"slot {slot} holds blocks of group {manager.group}, not running"
             )
             assert manager.num_cached[slot] <= len(table) or not table, f"slot {slot}: caches beyond its table"
+            assert not table or manager.is_sound(slot), f"slot {slot}: a note beside its table of group {manager.group}"
             assert all(0 <= block < replica.spec.num_blocks for block in table), (
                 f"slot {slot}: a block outside the pool"
             )
@@ -199,6 +212,45 @@ def _check_requests(replica: Replica) -> None:
         is_kept = slot in replica.ledger.held
         assert kept == is_kept, f"slot {slot}: what a transfer needs is not kept, or kept too long"
     assert requests.loading <= set(requests.slots()), f"loads into slots {requests.loading} that are not live"
+    running_loads = {slot for slot in requests.loading if requests.running[slot]}
+    assert running_loads <= requests.not_zeroed, f"loads into slots {running_loads}, zeroed {requests.not_zeroed}"
+    assert all(requests.running[slot] for slot in requests.not_zeroed), f"{requests.not_zeroed} do not all run"
+
+
+def _check_books(replica: Replica) -> None:
+    """What is in flight adds up, and no book holds anything of a step that is executed."""
+    requests, ledger, executed = replica.requests, replica.ledger, replica.executed_through
+    granted: Counter[tuple[int, int]] = Counter()
+    for grants in ledger.grants.values():
+        for slot, serial, count in zip(grants.slot, grants.serial, grants.num_tokens, strict=True):
+            granted[slot, serial] += count
+    for slot in requests.slots():
+        expected = granted[slot, requests.serial[slot]] if requests.running[slot] else 0
+        assert requests.in_flight[slot] == expected, (
+            f"slot {slot}: {requests.in_flight[slot]} tokens in flight, grants say {expected}"
+        )
+        assert not requests.running[slot] or requests.granted_step[slot] <= replica.seq, f"slot {slot}: a later grant"
+    for name, book in (("grants", ledger.grants), ("tentative", ledger.tentative), ("adoptions", ledger.adoptions)):
+        assert min(book, default=executed + 1) > executed, f"{name} of step {min(book)}, {executed} is executed"
+    # The first is released when its step is executed; those behind it may wait for it, no longer than for a step sent.
+    fences = [fence for fence, _ in ledger.waiting]
+    assert not fences or (executed < fences[0] and max(fences) <= replica.seq), f"fences {fences}, {executed} executed"
+
+
+def _check_quiet_zone(replica: Replica, slot: int) -> None:
+    """A request that asks no manager needs none: no block, no window that moves on, no key."""
+    requests, managers = replica.requests, replica.coordinator.managers
+    slots = requests.quiet_until[slot]
+    if slots == QUIET_NEVER:
+        return
+    assert slots <= requests.blocks_until[slot] and slots < requests.keys_from[slot], f"slot {slot}: quiet too long"
+    for manager in managers:
+        assert slots <= manager.quiet_slots(slot), f"slot {slot}: group {manager.group} needs a block before {slots}"
+        if replica.spec.enable_caching:
+            first = manager.quiet_cache(slot)
+            assert first >= slots or first % replica.spec.scheduler_block_size, (
+                f"slot {slot}: group {manager.group} can register {first} tokens, quiet until {slots}"
+            )
 
 
 def _index(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
@@ -252,6 +304,8 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
         requests.running[slot],
         requests.held[slot],
         slot in requests.loading,
+        slot in requests.not_zeroed,
+        requests.load_after[slot],
         requests.skip_reading[slot],
         requests.limit[slot],
         requests.num_prompt[slot],

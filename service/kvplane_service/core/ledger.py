@@ -10,15 +10,18 @@ and they are withdrawn when the step will not run for their request. Whoever ado
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule
 from kvplane.base.step import RemoveReason
+from kvplane_service.core.columns import SLICE_BLOCKS
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
 from kvplane_service.core.keys import NULL_BLOCK, Key
+
+_SLICE_REQUESTS = 64  # a request of a few hundred blocks takes some 50 us to free
 
 
 class Life(NamedTuple):
@@ -62,14 +65,17 @@ class Ledger:
         self.adoptions: dict[int, list[tuple[int, Life]]] = {}  # (block with a key of that step, who hit it)
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
         self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (it ended as held) or fills
+        self.under_load: set[int] = set()  # of an epoch that ends: blocks that no mover has confirmed
+        self.filling: dict[int, list[int]] = {}  # step -> blocks that come from outside before its launch
 
     # -- notes -------------------------------------------------------------------------------------------------------
 
     def note_grants(self, slots: Sequence[int], num_tokens: Sequence[int], seq: int) -> None:
         """These requests may compute so many tokens each in this step."""
         requests = self._requests
-        if requests.loading:
-            requests.loading.difference_update(slots)  # what runs has what it waited for
+        if requests.not_zeroed:  # what runs has what it waited for
+            requests.loading.difference_update(slots)
+            requests.not_zeroed.difference_update(slots)
         in_flight, granted_step, serial = requests.in_flight, requests.granted_step, requests.serial
         for slot, count in zip(slots, num_tokens, strict=True):
             in_flight[slot] += count
@@ -79,6 +85,17 @@ class Ledger:
         grants.serial.extend([serial[slot] for slot in slots])
         grants.num_tokens.extend(num_tokens)
         self._counters.granted_tokens += sum(num_tokens)
+
+    def granted_in(self, seq: int) -> tuple[int, int]:
+        """Rows that have tokens of this step so far, and how many; without those that lost them since."""
+        requests, grants = self._requests, self.grants.get(seq, Grants())
+        latest = dict(zip(grants.slot, zip(grants.serial, grants.num_tokens, strict=True), strict=True))
+        kept = [
+            tokens
+            for slot, (serial, tokens) in latest.items()
+            if requests.running[slot] and requests.serial[slot] == serial
+        ]
+        return len(kept), sum(kept)
 
     def note_admission(self, slot: int, num_hit: int, hit: Sequence[Sequence[int]]) -> None:
         """A request was admitted with a hit; what it adopted may still be taken back."""
@@ -92,6 +109,11 @@ class Ledger:
         for block in (block for blocks in hit for block in blocks if block != NULL_BLOCK):
             if pool.key_step[block] > pool.executed_through:
                 self.adoptions.setdefault(pool.key_step[block], []).append((block, self._life(slot)))
+
+    def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
+        """The step loads what the request has behind its hit before its launch: the load ends as the step does."""
+        held = {block for table in self._blocks.tables(slot) for block in table}
+        self.filling.setdefault(seq, []).extend(sorted(held.difference(*hit)))
 
     def note_keys(self, slot: int, seq: int) -> None:
         """What was registered since the last call belongs to this request and step."""
@@ -132,7 +154,7 @@ class Ledger:
                 if serial[slot] == life and running[slot]:
                     left = in_flight[slot] - count
                     in_flight[slot] = left if left > 0 else 0
-        for book in (self.tentative, self.adoptions):
+        for book in (self.tentative, self.adoptions, self.filling):
             for seq in [seq for seq in book if seq <= through]:
                 del book[seq]
         while self.waiting and self.waiting[0][0] <= through:
@@ -143,6 +165,7 @@ class Ledger:
         if fence <= self._blocks.pool.executed_through:
             self._blocks.pool.release(blocks)
         elif blocks:
+            assert fence <= self._blocks.pool.step, f"blocks wait for step {fence}, which was not sent"
             self.waiting.append((fence, blocks))
 
     def preempt(self, slot: int, seq: int, fence: int = 0) -> list[int]:
@@ -203,8 +226,17 @@ class Ledger:
             adopters.extend(adopter for block, adopter in self.adoptions.get(step, ()) if block in blocks)
         return adopters
 
+    def _note_use(self, slot: int) -> None:
+        """The request gives its blocks up while its launches may be in flight; the step under way runs without it."""
+        pool = self._blocks.pool
+        last = min(self._requests.granted_step[slot], pool.step - 1)
+        if last > pool.executed_through:
+            for table in self._blocks.tables(slot):
+                pool.note_use(table, last)
+
     def _give_back(self, slot: int, fence: int) -> None:
         """At once group by group; after a fence in one call over all groups, as the reference's deferred frees."""
+        self._note_use(slot)
         if fence > self._blocks.pool.executed_through:
             self.release_later(self._blocks.take_all(slot)[::-1], fence)
         else:
@@ -212,17 +244,45 @@ class Ledger:
 
     def _keep(self, slot: int) -> None:
         """A transfer cannot be stopped from here: its pages are no others' until it is told to be over."""
+        self._note_use(slot)
         self.held[slot] = self.held.pop(slot, []) + self._blocks.take_all(slot)[::-1]
 
-    def load_is_over(self, slot: int, fence: int = 0) -> None:
-        """The transfer into a request's pages has ended or failed; if it was preempted meanwhile, they return."""
-        self._requests.loading.discard(slot)
-        if slot in self.held and not self._requests.held[slot]:
-            self.release_later(self.held.pop(slot), fence)
+    def load_is_over(self, slot: int, fence: int = 0) -> int:
+        """The transfer into a request's pages has ended or failed; if it was preempted meanwhile, they return.
 
-    def granted_in(self, seq: int) -> frozenset[int]:
-        """Slots that earlier parts of the step gave tokens to: a request runs once a step, unless commit=reference."""
-        return frozenset(self.grants[seq].slot) if self._safe and seq in self.grants else frozenset()
+        Returns the step after which the pages of the request may return: not before the launches in front of the load.
+        """
+        requests = self._requests
+        if slot in requests.loading:
+            requests.loading.remove(slot)
+            fence = max(fence, requests.load_after[slot])
+            if slot in self.held and not requests.held[slot]:
+                self.release_later(self.held.pop(slot), fence)
+        return fence
+
+    def _is_ready(self, slot: int) -> bool:
+        """Whether the load of a request that is loading may have started."""
+        return self._requests.load_after[slot] <= self._blocks.pool.executed_through
+
+    def cannot_run(self, seq: int) -> frozenset[int]:
+        """Slots that get no tokens in this part: a load into them has not started, or they ran in an earlier part (a
+        request runs once a step, unless commit=reference).
+        """
+        ran = frozenset(self.grants[seq].slot) if self._safe and seq in self.grants else frozenset()
+        loading = self._requests.loading
+        return ran.union(slot for slot in loading if not self._is_ready(slot)) if loading else ran
+
+    def note_load(self, slot: int, hit: Sequence[Sequence[int]]) -> int:
+        """A transfer will fill the blocks of an admission that are not of its hit.
+
+        Returns the last step in flight that may read or write one of them: the transfer starts after it.
+        """
+        adopted = {block for blocks in hit for block in blocks}
+        fresh = [block for table in self._blocks.tables(slot) for block in table if block not in adopted]
+        self._requests.loading.add(slot)
+        self._requests.not_zeroed.add(slot)
+        self._requests.load_after[slot] = self._blocks.pool.last_use(fresh)
+        return self._requests.load_after[slot]
 
     def end(self, slot: int, seq: int, fence: int) -> list[int]:
         """End a request and give its blocks back after the fence; the adopters of withdrawn keys are preempted."""
@@ -233,22 +293,26 @@ class Ledger:
         return self._lose(adopters, seq)
 
     def hold(self, slot: int, seq: int) -> list[int]:
-        """End a request but keep its blocks until `release_held`."""
+        """End a request but keep its blocks until `release_held`; a load into them may go on until then."""
         adopters = self._forget_ungranted(slot, seq)
         self._keep(slot)
-        self._requests.loading.discard(slot)
         self._requests.stop(slot)
         self._requests.held[slot] = True
         self._counters.ended += 1
         return self._lose(adopters, seq)
 
-    def release_held(self, slot: int) -> None:
-        """The transfers of a held request are done, or the load of another one is."""
+    def release_held(self, slot: int, seq: int) -> list[int]:
+        """The transfers of a held request are done, or the load of another one is; the slots that lost their blocks.
+
+        A load that is over before it was allowed to start brought nothing: its request is preempted.
+        """
         if not self._requests.held[slot]:
-            self.load_is_over(slot)
-            return
-        self._blocks.pool.release(self.held.pop(slot))
+            ready = self._is_ready(slot)
+            fence = self.load_is_over(slot)
+            return [] if ready or not self._requests.running[slot] else self.preempt(slot, seq, fence)
+        self.release_later(self.held.pop(slot), self._requests.load_after[slot])
         self._requests.end(slot)
+        return []
 
     def _forget_ungranted(self, slot: int, seq: int) -> list[Life]:
         if self._requests.granted_step[slot] == seq:
@@ -257,19 +321,44 @@ class Ledger:
 
     def close_step(self, seq: int) -> None:
         """The step is complete: both ends of its copies return when it has run (at once as the reference does)."""
-        self.release_later(self._blocks.take_copies(), seq if self._safe else 0)
+        copies = self._blocks.take_copies()
+        self._blocks.pool.note_use(copies, seq)
+        self.release_later(copies, seq if self._safe else 0)
 
-    def abandon(self) -> None:
-        """The epoch ended: nothing that was in flight will be told executed; all blocks return."""
-        for slot in self._requests.slots():
+    def abandon(self) -> Generator[None]:
+        """The epoch ends: nothing that was in flight will be told executed; all blocks return.
+
+        In slices of some requests, or of one with many blocks. When it is given up half way a later call goes on; the
+        books stay until `close`, with the blocks that a load may still write.
+        """
+        self.under_load |= self._under_load()
+        pool, returned = self._blocks.pool, self._blocks.pool.num_free
+        for number, slot in enumerate(self._requests.slots(), 1):
             if slot in self.held:
-                self.release_held(slot)
-            if not self._requests.is_live(slot):
-                continue
-            self._blocks.free(slot)
-            self._requests.end(slot)
+                self.release_held(slot, 0)
+            if self._requests.is_live(slot):
+                self._blocks.free(slot)
+                self._requests.end(slot)
+            if number % _SLICE_REQUESTS == 0 or pool.num_free - returned >= SLICE_BLOCKS:
+                returned = pool.num_free
+                yield
         while self.waiting:
-            self._blocks.pool.release(self.waiting.popleft()[1])
-        self._blocks.pool.release(self._blocks.take_copies())
-        for book in (self.grants, self.tentative, self.adoptions):
+            pool.release(self.waiting.popleft()[1])
+        pool.release(self._blocks.take_copies())
+
+    def close(self) -> list[int]:
+        """The epoch has ended: no step of it is in the books. Blocks that its loads may still write, ascending."""
+        busy = sorted(self.under_load)
+        self.under_load.clear()
+        for book in (self.grants, self.tentative, self.adoptions, self.filling):
             book.clear()
+        return busy
+
+    def _under_load(self) -> set[int]:
+        """Blocks that no mover has confirmed; of a load's table those with a key are its hit, which no load writes."""
+        requests, pool = self._requests, self._blocks.pool
+        found = {block for blocks in self.filling.values() for block in blocks}
+        for slot in requests.loading:
+            tables = self._blocks.tables(slot) if requests.running[slot] else [self.held[slot]]
+            found.update(block for table in tables for block in table if pool.key[block] is None)
+        return found - {NULL_BLOCK}

@@ -7,31 +7,20 @@ references, never copied; the same content may lie in several blocks under one k
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import islice
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
-from kvplane_service.core.columns import U32, U64, zeros
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.columns import U32, U64, Ints, put_range, put_zeros, zeros
+from kvplane_service.core.counters import Residency
+from kvplane_service.core.dropping import forget_all_keys, keyed_blocks
 from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.keys import NULL_BLOCK, UNTOUCHED, Key
 from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.regained import Regained
 
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
-
-
-@dataclass(slots=True)
-class Residency:
-    """How long blocks live, in steps: histograms by power of two (index = bit length of the number of steps)."""
-
-    lifetime: list[int]  # from being handed out to being handed out again
-    idle_before_evict: list[int]  # from the last use to the eviction of a key
-    reuse_gap: list[int]  # between two uses of a cached block
-
-    @classmethod
-    def empty(cls) -> Residency:
-        """All zero."""
-        return cls([0] * 65, [0] * 65, [0] * 65)  # a step number has at most 64 bits
 
 
 class BlockPool:
@@ -47,12 +36,12 @@ class BlockPool:
     def __init__(self, num_blocks: int, num_groups: int, enable_caching: bool, with_events: bool = True) -> None:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
-        self._with_events = with_events
+        self.with_events = with_events
         self.free = FreeList(num_blocks)
         self.references = [0] * num_blocks
         self.key: list[Key | None] = [None] * num_blocks  # the primary key, see `key_of`
-        self.key_tokens = zeros(U32, num_blocks)  # tokens of the prefix that the primary key names
-        self.key_step = [0] * num_blocks  # step that registered it; tentative while that has not been executed
+        self.key_tokens = zeros(U32, num_blocks)  # tokens of the prefix that the primary key names, 0 = no key
+        self.key_step = zeros(U64, num_blocks)  # step that registered it; tentative while that has not been executed
         self.more_keys: dict[int, dict[Key, int]] = {}  # further keys: prefixes that end inside the block, their tokens
         self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
         self.untouched: KeyTable | None = None  # what came back from a store; such keys are not in `index`
@@ -66,13 +55,16 @@ class BlockPool:
         self.step = 0  # the step under way
         self.executed_through = 0
         self.registered: list[tuple[int, Key]] = []  # since the last drain, by the ledger
-        self.events: list[CacheEvent] = []
+        self.events = CacheEvents()
         self.reserved: list[int] = []  # blocks held for the life of the pool (sinks)
+        self.busy: set[int] = set()  # blocks that loads of earlier engine lives may still write; one reference each
         self.num_evictable = 0  # free blocks that carry a key
         self.evicted_keys = [0] * num_groups
         self.residency = Residency.empty()
-        self._born = [0] * num_blocks  # step that handed the block out, 0 = none did in this epoch
-        self._used = [0] * num_blocks
+        self._age_base = 0  # of this epoch: ages count from it, so that a new epoch need not zero their columns
+        self._born = [0] * num_blocks  # _age_base + the step that handed the block out; up to _age_base: none did
+        self._used = [0] * num_blocks  # ... that used it last
+        self._last_use = [0] * num_blocks  # ... that may read or write it for an earlier owner
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -81,24 +73,32 @@ class BlockPool:
         """Blocks that can be handed out now, cached ones included."""
         return self.free.count
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no request holds a block. Busy blocks do not count: they carry no key."""
+        return self.num_free == self.num_blocks - 1 - len(self.reserved) - len(self.busy)
+
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks with one reference each; what they held is forgotten."""
         blocks = self.free.pop(count)
-        references, key, born, used, step = self.references, self.key, self._born, self._used, self.step
-        lifetime = self.residency.lifetime
+        references, key, born, used = self.references, self.key, self._born, self._used
+        lifetime, base = self.residency.lifetime, self._age_base
+        now = base + self.step
         for block in blocks:
             if key[block] is not None:
                 self._evict(block)
+            assert not references[block], f"block {block} is handed out and held"
             references[block] = 1
-            if born[block]:
-                lifetime[(step - born[block]).bit_length()] += 1
-            born[block] = used[block] = step
+            if born[block] > base:
+                lifetime[(now - born[block]).bit_length()] += 1
+            born[block] = used[block] = now
             self.restamp(block)
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Add a reference to each block but the null block; free ones leave the free list."""
-        references, used, step, reuse_gap = self.references, self._used, self.step, self.residency.reuse_gap
+        references, used, reuse_gap = self.references, self._used, self.residency.reuse_gap
+        base, now = self._age_base, self._age_base + self.step
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -109,8 +109,8 @@ class BlockPool:
                 if key is UNTOUCHED:
                     self._move_to_index(block)
             references[block] += 1
-            reuse_gap[(step - used[block]).bit_length()] += 1
-            used[block] = step
+            reuse_gap[(now - max(used[block], base)).bit_length()] += 1
+            used[block] = now
 
     def release(self, blocks: Iterable[int]) -> None:
         """Drop a reference of each block; what becomes free joins the free list in the given order.
@@ -131,11 +131,42 @@ class BlockPool:
         self.free.prepend(unkeyed)
         self.free.append(keyed)
 
+    def note_use(self, blocks: Iterable[int], step: int) -> None:
+        """The launch or the copies of this step may still read or write blocks that their owner gives up now."""
+        if step <= self.executed_through:
+            return
+        last_use, use = self._last_use, self._age_base + step
+        for block in blocks:
+            if block != NULL_BLOCK and last_use[block] < use:
+                last_use[block] = use
+
+    def last_use(self, blocks: Iterable[int]) -> int:
+        """The last step in flight that may read or write one of these blocks for an earlier owner; 0 = none."""
+        step = max((self._last_use[block] for block in blocks), default=0) - self._age_base
+        return step if step > self.executed_through else 0
+
     def reserve(self, count: int) -> list[int]:
         """Hold blocks for the life of the pool."""
         blocks = self.take(count)
         self.reserved.extend(blocks)
         return blocks
+
+    def hold_busy(self, blocks: Iterable[int]) -> None:
+        """Keep these blocks from being handed out: a load of an earlier engine life may still write them.
+
+        Their keys go, since what the pages hold is not known. For a new engine life, in which no request has blocks.
+        """
+        for block in blocks:
+            if block in self.busy or block in self.reserved:
+                continue
+            self.drop_keys(block, RemoveReason.UNVERIFIED)
+            self.touch([block])
+            self.busy.add(block)
+
+    def release_busy(self, blocks: Sequence[int]) -> None:
+        """The loads into these busy blocks are over, or belong to a request of this engine life from now on."""
+        self.busy.difference_update(blocks)
+        self.release(blocks)
 
     def count_evictable(self, blocks: Sequence[int]) -> int:
         """How many of these blocks are free now, so that adopting them takes from the free count."""
@@ -203,6 +234,7 @@ class BlockPool:
         if self.has_key(block, key):
             return
         if self.key[block] is None:
+            assert num_tokens > 0, f"block {block}: a first key that names no token"
             self.key[block] = key
             self.key_tokens[block] = num_tokens
             self.key_step[block] = self.step
@@ -232,7 +264,7 @@ class BlockPool:
             return
         self.untouched, self.num_evictable = table, table.num_keys
         self.index = {domain: [{} for _ in range(self.num_groups)] for domain in table.domains()}
-        for blocks in table.shared_keys():
+        for blocks in regained.shared:
             for block in blocks:
                 self._move_to_index(block)
         for block, key in regained.further:
@@ -248,10 +280,13 @@ class BlockPool:
         table = self.untouched
         assert table is not None, f"the key of block {block} is nowhere"
         key = table.take(block)
-        if not table.num_keys:
+        self._let_go_of_empty_table()
+        return key
+
+    def _let_go_of_empty_table(self) -> None:
+        if self.untouched is not None and not self.untouched.num_keys:
             self.untouched = None
             self.index = {domain: maps for domain, maps in self.index.items() if any(maps)}
-        return key
 
     def _add_to_index(self, block: int, key: Key) -> None:
         maps = self.index.get(key.domain)
@@ -298,14 +333,36 @@ class BlockPool:
         self.num_evictable -= self.references[block] == 0
         return keys
 
+    def unregister_untouched(self, blocks: list[int]) -> Iterator[tuple[str, int, Sequence[bytes], Sequence[int]]]:
+        """As `unregister` for blocks whose keys nobody touched since they came back: by domain and group."""
+        table = self.untouched
+        assert table is not None, "there are no such keys"
+        taken = list(table.take_all(blocks))
+        self._let_go_of_empty_table()
+        self.lose_primary("", blocks)
+        yield from taken
+
+    def lose_primary(self, domain: str, blocks: list[int]) -> None:
+        """These blocks' only keys, of this domain, have been taken out of the index."""
+        key = self.key
+        for block in blocks:
+            key[block] = None
+        put_zeros(self.key_tokens, blocks)
+        put_zeros(self.key_step, blocks)
+        self.num_evictable -= list(map(self.references.__getitem__, blocks)).count(0)
+        self._drop_empty(domain)
+
+    def _drop_empty(self, domain: str) -> None:
+        if self.untouched is None and domain in self.index and not any(self.index[domain]):
+            del self.index[domain]
+
     def _forget(self, block: int, key: Key) -> None:
         maps = self.index[key.domain]
         entry = maps[key.group][key.digest]
         if isinstance(entry, int):
             assert entry == block, f"key of block {block} leads to block {entry}"
             del maps[key.group][key.digest]
-            if not any(maps) and self.untouched is None:
-                del self.index[key.domain]
+            self._drop_empty(key.domain)
             return
         entry.remove(block)
         if len(entry) == 1:
@@ -316,58 +373,62 @@ class BlockPool:
         keys = self.unregister(block)
         if not keys:
             return False
-        self._tell_removed(keys, block, reason)
+        self.tell_removed(keys, block, reason)
         self.restamp(block)
         return True
 
-    def move_keys(self, source: int, target: int) -> None:
-        """Let the content under the source's keys live in the target; both are restamped, nothing is told."""
+    def move_keys(self, source: int, target: int) -> list[tuple[Key, int]]:
+        """Let the content under the source's keys live in the target; both are restamped, and the caller tells of it.
+
+        Returns the keys, and the tokens of the prefixes that they name.
+        """
         assert self.key[target] is None, f"block {target} already has a key"
+        moved: list[tuple[Key, int]] = []
         if self.key[source] is not None:  # it may have been dropped meanwhile
             num_tokens = [self.key_tokens[source], *self.more_keys.get(source, {}).values()]
-            for key, count in zip(self.unregister(source), num_tokens, strict=True):
+            moved = list(zip(self.unregister(source), num_tokens, strict=True))
+            for key, count in moved:
                 self.register(target, key, count)
         self.restamp(source)
         self.restamp(target)
+        return moved
 
     def reset(self) -> bool:
-        """Forget every key, unless a block is in use; the order of the free list stays."""
-        if self.num_free != self.num_blocks - 1 - len(self.reserved):
+        """Forget every key, unless a request holds a block; the order of the free list stays."""
+        if not self.is_unused:
             return False
+        is_last = self.generation == MAX_GENERATION
         self._next_generation()
-        self.clear()
-        if self._with_events:
+        had_keys = self.clear()
+        # A store may bring back keys that are not known here: `regain` takes no stamp of an older generation for proof.
+        # So one of the new one must reach the memory; all of them, where generations have come to their end.
+        unshown = (block for block in range(1, self.num_blocks) if block not in self.stamped)
+        for block in unshown if is_last else islice(self.free, int(not had_keys)):
+            self.restamp(block)
+        if self.with_events:
             self.events.append(CacheEvent(EventKind.CLEARED))
         return True
 
     def clear(self) -> bool:
-        """Take every key from every block, at once and without a word; restamps them. False if there was none."""
-        keyed = [block for block, key in enumerate(self.key) if key is not None]
-        self.key[:] = [None] * self.num_blocks
-        self.key_tokens = zeros(U32, self.num_blocks)
-        self.key_step[:] = [0] * self.num_blocks
-        self.more_keys.clear()
-        self.index.clear()
-        self.untouched = None
-        self.num_evictable = 0
-        for block in keyed:
-            self.restamp(block)
-        return bool(keyed)
+        """Take every key from every block and restamp them, without an event. False if there was none."""
+        had_keys = self.has_keys
+        for blocks in keyed_blocks(self):
+            forget_all_keys(self, blocks)
+            self.stamped.update(dict.fromkeys(blocks.tolist()))
+        return had_keys
 
     def _evict(self, block: int) -> None:
         keys = self.unregister(block)
         for key in keys:
             self.evicted_keys[key.group] += 1
-        self.residency.idle_before_evict[(self.step - self._used[block]).bit_length()] += 1
-        self._tell_removed(keys, block, RemoveReason.EVICTED)
+        idle = self._age_base + self.step - max(self._used[block], self._age_base)
+        self.residency.idle_before_evict[idle.bit_length()] += 1
+        self.tell_removed(keys, block, RemoveReason.EVICTED)
 
-    def _tell_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
-        if not self._with_events:
-            return
-        for key in keys:
-            self.events.append(
-                CacheEvent(EventKind.REMOVED, key.group, (key.digest,), (block,), domain=key.domain, reason=reason)
-            )
+    def tell_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
+        """The block has lost these keys."""
+        if self.with_events:
+            self.events.removed(block, keys, reason)
 
     def count_keys(self) -> int:
         """Distinct (domain, group, digest) keys."""
@@ -382,6 +443,11 @@ class BlockPool:
         untouched = self.untouched.count_keys(group) if self.untouched is not None else 0
         return untouched + sum(len(maps[group]) for maps in self.index.values())
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether any block carries a key."""
+        return bool(self.index or self.untouched)
+
     # -- stamps and ages ---------------------------------------------------------------------------------------------
 
     def restamp(self, block: int) -> None:
@@ -392,6 +458,15 @@ class BlockPool:
         self._counter += 1
         self.stamp[block] = self._stamp_base + self._counter
         self.stamped[block] = None
+
+    def restamp_all(self, blocks: Ints) -> None:
+        """As `restamp` for each of these blocks, in this order; `stamped` is the caller's."""
+        if self._counter + len(blocks) > MAX_COUNTER:
+            for block in blocks.tolist():
+                self.restamp(block)
+            return
+        put_range(self.stamp, blocks, self._stamp_base + self._counter + 1)
+        self._counter += len(blocks)
 
     def _next_generation(self) -> None:
         """Old stamps of this epoch can be told by their generation; the last one stays, its counter still grows."""
@@ -405,13 +480,11 @@ class BlockPool:
         return self._counter
 
     def begin_epoch(self, epoch: int) -> None:
-        """Stamps from now on carry the epoch; counters and steps start again."""
+        """Stamps from now on carry the epoch; counters and steps start again. The keys that are left are executed."""
         assert epoch > self.epoch, f"epoch {epoch} after {self.epoch}: stamps would be used twice"
         self.epoch = epoch
         self._stamp_base = Stamp(self.generation, epoch, 0).pack()
+        self._age_base += self.step
         self._counter = self.step = self.executed_through = 0
-        self.key_step = [0] * self.num_blocks
-        self._born = [0] * self.num_blocks
         self.residency = Residency.empty()
-        self._used = [0] * self.num_blocks
         self.stamped.clear()

@@ -27,7 +27,7 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.requests import Requests
 
 # Plain integers: an enum's operators cost more than the rest of a row.
-ALIGN, DELAY_CACHING = int(RowFlag.ALIGN), int(RowFlag.DELAY_CACHING)
+UNALIGNED, DELAY_CACHING = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING)
 
 
 class Program:
@@ -50,6 +50,9 @@ class Program:
         self._overhead = budget.overhead
         self._result = result
         self._seq = seq
+        self._aligns = coordinator.spec.align.block_size > 0
+        self._unnoted: list[int] = []  # tokens of run rows, until the ledger has them
+        self.unaligned_chunks = 0
         self._run_slots: list[int] = []
         self._new: dict[int, Sequence[list[int]]] = {}  # by run row
 
@@ -71,17 +74,21 @@ class Program:
         running, num_tokens, computed = requests.running, requests.num_tokens, requests.computed
         quiet_until, lookahead = requests.quiet_until, rows.lookahead
         self._run_slots = rows.slot
-        granted = self._result.granted = [0] * len(rows.slot)
-        victims, granted_before = self._victims(rows), self._ledger.granted_in(self._seq)
+        if rows.extra and self._blocks.has_states:
+            for slot, extra in zip(rows.slot, rows.extra, strict=True):
+                requests.asked[slot] = (self._seq, num_tokens[slot] + extra)
+        granted = self._result.granted = self._unnoted = [0] * len(rows.slot)
+        victims, cannot_run = self._victims(rows), self._ledger.cannot_run(self._seq)
         plain = not (rows.extra or rows.cap or rows.flags)
+        most = 1 if self._aligns else UNLIMITED  # one known token is all there is: nothing to align
         room = self._room()
         for row, slot in enumerate(rows.slot):
             if room <= 0:
                 break
-            if not running[slot] or slot in granted_before:
+            if not running[slot] or slot in cannot_run:
                 continue
             wanted = num_tokens[slot] - computed[slot]
-            if not plain:
+            if not plain or wanted > most:
                 wanted = self._limited(rows, row, slot, wanted, room)
             elif wanted > room:
                 wanted = room
@@ -97,19 +104,37 @@ class Program:
             computed[slot] += wanted
             room = self._spend(wanted)
         self._note_grants(rows.slot, granted)
+        self._unnoted = []
         for row, blocks in sorted(self._new.items()):
             self._tell_new(row, blocks)
 
     def _limited(self, rows: Run, row: int, slot: int, wanted: int, room: int) -> int:
-        """What the row asks for beside its known tokens, up to its cap, the longest request and the room."""
+        """What the row asks for beside its known tokens, up to its cap, the longest request and the room; aligned."""
         computed = self._requests.computed[slot]
+        aligns = self._aligns and (wanted > 1 or computed < self._requests.num_prompt[slot])
         wanted += rows.extra[row] if rows.extra else 0
         wanted = min(wanted, self._blocks.spec.max_model_len - computed, room)
         if rows.cap:
             wanted = min(wanted, rows.cap[row])
-        if rows.flags and rows.flags[row] & ALIGN:
-            return align_chunk(self._blocks, slot, computed, wanted)
+        if aligns and not (rows.flags and rows.flags[row] & UNALIGNED):
+            return self._aligned(slot, computed, wanted, rows.cap[row] if rows.cap else UNLIMITED)
         return wanted
+
+    def _aligned(self, slot: int, start: int, wanted: int, cap: int) -> int:
+        """The chunk clipped for states; where no row of such a step could hold a block, it advances within one."""
+        clipped = align_chunk(self._blocks, slot, start, wanted)
+        if clipped <= 0 < wanted:
+            most = min(self._budget_of_step(), cap)
+            clipped = align_chunk(self._blocks, slot, start, wanted, most)
+            self.unaligned_chunks += clipped > 0
+        return clipped
+
+    def _budget_of_step(self) -> int:
+        """Tokens that a row alone could have had: the rest of a large budget is no small one, also in a later part."""
+        rows, tokens = self._ledger.granted_in(self._seq)
+        rows += len(self._unnoted) - self._unnoted.count(0)
+        tokens += sum(self._unnoted)
+        return tokens + min(self._tokens_left, self._input_left + rows * self._overhead)
 
     def _note_grants(self, slots: list[int], granted: list[int]) -> None:
         if 0 in granted:
@@ -181,6 +206,7 @@ class Program:
             if self._room() <= 0 or self._requests.num_running >= rows.max_running:
                 break
             if self._requests.running[slot] or self._requests.held[slot]:
+                result.admit_status[row] = int(AdmitStatus.NOT_WAITING)
                 continue
             status = self._admit_row(rows, row, slot)
             result.admit_status[row] = int(status)
@@ -212,7 +238,9 @@ class Program:
         self._spend(wanted)
         self._ledger.note_grants([slot], [wanted], self._seq)
         if external and self._flag(rows, row, RowFlag.DELAY_CACHING):
-            requests.loading.add(slot)
+            self._note_load(row, self._ledger.note_load(slot, hit.blocks))
+        elif external:
+            self._ledger.note_filling(slot, hit.blocks, self._seq)
         self._ledger.note_keys(slot, self._seq)
         self._ledger.note_admission(slot, hit.num_tokens, hit.blocks)
         result.admit_granted[row] = wanted
@@ -221,6 +249,12 @@ class Program:
         for group, table in enumerate(self._blocks.tables(slot)):
             result.tables.add(number, group, table)
         return AdmitStatus.GRANTED
+
+    def _note_load(self, row: int, load_after: int) -> None:
+        if load_after:
+            result = self._result
+            result.admit_load_after = result.admit_load_after or [0] * len(result.admit_status)
+            result.admit_load_after[row] = load_after
 
     def _wanted_at_admission(self, rows: Admit, row: int, slot: int, start: int) -> int:
         """Tokens of the first chunk; -1 when the row does not fit the budget whole."""
@@ -231,8 +265,8 @@ class Program:
         if wanted > room and self._flag(rows, row, RowFlag.WHOLE):
             return -1
         wanted = min(wanted, room)
-        if self._flag(rows, row, RowFlag.ALIGN):
-            wanted = align_chunk(self._blocks, slot, start, wanted)
+        if not self._flag(rows, row, RowFlag.UNALIGNED):
+            wanted = self._aligned(slot, start, wanted, rows.cap[row] if rows.cap else UNLIMITED)
         return min(wanted, self._blocks.spec.max_model_len - start)
 
     def _admission(self, rows: Admit, row: int, wanted: int, hit: Hit) -> Admission:
@@ -263,22 +297,22 @@ class Program:
         return bool(rows.flags and rows.flags[row] & flag)
 
 
-def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int) -> int:
+def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, most: int = UNLIMITED) -> int:
     """Clip a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
 
     Chunks end at multiples of the state block; they also stop at the prompt's last block and hash boundaries and at the
-    junction with another prefix. A block larger than any chunk advances in parts. Returns 0 when nothing can be
-    computed.
+    junction with another prefix. A block larger than any chunk (of up to `most` tokens) advances in parts. Returns 0
+    when nothing can be computed.
     """
     requests, align = coordinator.requests, coordinator.spec.align
     size, prompt, num_tokens = align.block_size, requests.num_prompt[slot], requests.num_tokens[slot]
     prefill_end = max(prompt, num_tokens - 1)
-    if size == 0 or start >= prefill_end:
+    if size == 0 or start >= prefill_end or wanted <= 0:
         return wanted
     end = start + wanted
     if end < prefill_end:
         aligned = end // size * size
-        if aligned > start or size <= align.chunk_limit:
+        if aligned > start or size <= min(align.chunk_limit, most):
             end = aligned
     stops = []
     if start % size:

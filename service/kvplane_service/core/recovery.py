@@ -9,7 +9,6 @@ is shared with the pool before it takes the result, so that this can run beside 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvplane.base.stamps import MAX_EPOCH, Stamp
-from kvplane_service.core.columns import U32, U64, Bytes, Ints, Mask, Words, column, rows_in_order
+from kvplane_service.core.columns import (
+    SLICE_BLOCKS,
+    U32,
+    U64,
+    Bytes,
+    Ints,
+    Mask,
+    Words,
+    column,
+    rows_in_order,
+    words_of,
+)
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.freelist import Links
 from kvplane_service.core.keys import UNTOUCHED, Key
@@ -73,7 +83,7 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
     entries, pairs = list(stored), Pairs()
     fitting = [one for one in entries if one.digest_size == shape.digest_size]
     foreign = [np.asarray(one.stamp, np.uint64) for one in entries if one.digest_size != shape.digest_size]
-    shown = [np.frombuffer(array(U64, table), np.uint64) for table in tables]
+    shown = [words_of(table) for table in tables]
     rows = _stack(fitting, shape.digest_size, pairs)
     possible = rows.select(_are_possible(rows, pairs, shape))
     proven = possible.select(_are_proven(possible, shown, shape))
@@ -88,6 +98,7 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
     stamp[first.block] = first.stamp
     keyed = _eviction_order(first, _last_uses(first, fitting, num_tokens))
     free = np.setdiff1d(bare, [0, *shape.reserved], assume_unique=True)
+    table = KeyTable(shape.num_blocks, pairs, first.pair, first.block, first.digest)
     return Regained(
         Recovered(
             kept=len(first.block) + len(further),
@@ -99,9 +110,10 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
         max(_epochs(rows.stamp, *foreign, *shown), default=0),
         column(U64, stamp),
         column(U32, num_tokens),
-        _presence(first.block, bare, shape.num_blocks),
+        _presence(num_tokens),
         Links.of(shape.num_blocks, np.concatenate([free, keyed])),
-        KeyTable(shape.num_blocks, pairs, first.pair, first.block, first.digest),
+        table,
+        table.shared_keys(),
         further,
     )
 
@@ -146,8 +158,12 @@ def _are_possible(rows: _Rows, pairs: Pairs, shape: PoolShape) -> Mask:
 
 
 def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
-    """Rows whose stamp every rank shows; a block that is held for ever is nobody's."""
-    proven = rows.stamp != 0
+    """Rows whose stamp every rank shows; a block that is held for ever is nobody's.
+
+    A reset raises the generation on every rank: older stamps stand for what was there before it.
+    """
+    oldest = Stamp(max(_generations(*shown), default=0), 0, 0).pack()
+    proven = (rows.stamp != 0) & (rows.stamp >= np.uint64(oldest))
     for table in shown:
         seen = np.zeros(shape.num_blocks, np.uint64)
         seen[: len(table)] = table
@@ -183,17 +199,11 @@ def _further_keys(others: _Rows, proven: _Rows, row_of: Ints, pairs: Pairs) -> l
     return list(dict.fromkeys(zip(further.block.tolist(), keys, strict=True)))
 
 
-def _presence(blocks: Ints, bare: Ints, num_blocks: int) -> list[Key | None]:
-    """What stands in the pool's column of keys."""
-    present: list[Key | None]
-    if len(blocks) > num_blocks // 2:
-        present = [UNTOUCHED] * num_blocks
-        for block in bare.tolist():
-            present[block] = None
-    else:
-        present = [None] * num_blocks
-        for block in blocks.tolist():
-            present[block] = UNTOUCHED
+def _presence(num_tokens: Ints) -> list[Key | None]:
+    """What stands in the pool's column of keys. In pieces, so that other threads have their turn."""
+    present: list[Key | None] = []
+    for start in range(0, len(num_tokens), SLICE_BLOCKS):
+        present += [UNTOUCHED if count else None for count in num_tokens[start : start + SLICE_BLOCKS].tolist()]
     return present
 
 

@@ -39,6 +39,7 @@ class Regained:
         key: UNTOUCHED or None.
         links: free blocks in eviction order.
         table: the primary keys; some may be those of several blocks.
+        shared: blocks of the table that have one key, by key.
         further: keys beside the primary one.
     """
 
@@ -50,4 +51,5 @@ class Regained:
     key: list[Key | None]
     links: Links
     table: KeyTable
+    shared: list[list[int]]
     further: list[tuple[int, Key]]

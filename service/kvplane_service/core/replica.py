@@ -6,7 +6,7 @@ apply(step):  validate -> executed_through -> for each part:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
 from kvplane.base.errors import InvalidArgument
@@ -30,12 +30,15 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.columns import words_of
 from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.counters import Counters, GroupCounters
+from kvplane_service.core.counters import Counters, GroupCounters, Residency
+from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
 from kvplane_service.core.entries import Entries, collect
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.pool import INSIDE, Residency
+from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.program import Program
 from kvplane_service.core.recovery import PoolShape, regain
 from kvplane_service.core.regained import Recovered, Regained
@@ -66,13 +69,14 @@ class Replica:
         self._scheme = HashScheme.of(spec)
         self._pool.stamped.clear()
         self.seq = 0
+        self._keeps_keys = True  # False from when a life without stamps ends this one until it begins
         self._shown: Sequence[int] = ()  # by the page memory when this engine life began, for a step that resumes
 
     # -- the door ----------------------------------------------------------------------------------------------------
 
     def apply(self, step: Step) -> StepResult:
         """Apply the parts of a step and answer them."""
-        StepValidator(self.spec, self.requests, self._pool.executed_through).check(step)
+        StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy).check(step)
         if any(part.resume is not None for part in step.parts):
             Resumption(self.coordinator, self.ledger, self._shown).check(step)
         contents_of_news = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
@@ -89,71 +93,107 @@ class Replica:
             results[-1].free_blocks = self._pool.num_free
         return StepResult(step.seq, step.part, results, self._pool.executed_through)
 
-    def begin_epoch(self, epoch: int, stamp_table: Sequence[int] = ()) -> int:
+    def begin_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
         """A new life of the engine: every request is freed; keys survive where the memory proves them.
+
+        Blocks that a load of the ended life may still write stay held, until `Cache.loads_over` names them.
 
         Args:
             epoch: above the current one.
             stamp_table: what the page memory says, one stamp per block. A key survives if its block's stamp is there
                 and its step was executed. Empty: no key survives.
+            busy: further blocks that a load of an earlier life may still write, as movers and the engine say.
+            memory_is_new: no page is what it was, so no load of an earlier life writes to one.
 
         Returns:
             Number of keys kept. `take_events` tells which were lost.
         """
+        for _ in self.end_epoch(stamp_table):
+            pass
+        return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
+
+    def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
+        """What `begin_epoch` has to pass over, in slices: what requests hold, and blocks with a key.
+
+        Nothing may be applied before `enter_epoch`. The invariants hold between two slices, so this can be given up
+        half way: then what was lost is lost, and a later call goes through what is left.
+        """
         pool = self._pool
-        self.ledger.abandon()
-        # Passes over the whole pool, about a second per million blocks. On the event loop, since nothing may see the
-        # replica half way: once per engine life, which opens with it.
-        if stamp_table:
-            self._drop_unproven(stamp_table)
-        elif pool.clear() and self.spec.events:
-            pool.events.append(CacheEvent(EventKind.CLEARED))
-        order = list(pool.free)
-        unkeyed = [block for block in order if pool.key[block] is None]
-        pool.free.rebuild(unkeyed + [block for block in order if pool.key[block] is not None])
-        pool.begin_epoch(epoch)
+        yield from self.ledger.abandon()
+        if pool.has_keys:
+            if not stamp_table and self._keeps_keys:
+                self._keeps_keys = False
+                if self.spec.events:
+                    pool.events.append(CacheEvent(EventKind.CLEARED))
+            yield from self._drop_unproven(stamp_table) if self._keeps_keys else self._drop_all()
+            yield from pool.free.put_unkeyed_first(pool.key, pool.num_evictable)
+
+    def enter_epoch(
+        self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
+    ) -> int:
+        """Begin the life that `end_epoch` has made room for, with the same stamps. As `begin_epoch`."""
+        under_load = self.ledger.close()
+        if memory_is_new:
+            under_load = []
+            self._pool.release_busy(sorted(self._pool.busy))
+        self._keeps_keys = True
+        self._pool.begin_epoch(epoch)
+        self._pool.hold_busy([*under_load, *busy])
         self.seq = 0
         self._shown = stamp_table
-        return pool.count_keys()
+        return self._pool.count_keys()
 
-    def recover(self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Recovered:
+    def recover(
+        self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries], busy: Iterable[int] = ()
+    ) -> Recovered:
         """The first life of an engine on this object, on page memory that an earlier object knew.
 
         Args:
             epoch: above every epoch in which stamps were given for this memory.
             tables: what the memory of each rank says, one stamp per block.
             stored: what was told by `entries`, as far as it is known; in any order.
+            busy: as in `begin_epoch`.
         """
-        return self.take_back(epoch, self.regain(tables, stored), tables[0] if len(tables) == 1 else ())
+        outcome = self.restore(self.regain(tables, stored))
+        self.enter_epoch(epoch, tables[0] if len(tables) == 1 else (), busy)
+        return outcome
 
     def regain(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Regained:
-        """The first half of `recover`, which may run on another thread: it touches nothing."""
+        """The first third of `recover`, which may run on another thread: it touches nothing."""
         pool = self._pool
         shape = PoolShape(pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved))
         return regain(shape, tables, stored)
 
-    def take_back(self, epoch: int, regained: Regained, shown: Sequence[int] = ()) -> Recovered:
-        """The second half of `recover`: what `regain` gave becomes this replica's, in a moment.
+    def restore(self, regained: Regained) -> Recovered:
+        """The second third: what `regain` gave becomes this unused replica's, in a moment; `enter_epoch` is the last.
 
-        `shown`: the stamps that every rank's memory shows, where requests may resume.
+        In `enter_epoch` stamps that every rank's memory shows are those where requests may resume.
         """
-        assert not self.requests.slots() and not self._pool.index, "only an unused replica can recover"
+        assert not self.requests.slots() and not self._pool.has_keys, "only an unused replica can recover"
         self._pool.restore(regained)
-        self._pool.begin_epoch(epoch)
-        self._shown = shown
-        self.seq = 0
         return regained.outcome
 
-    def _drop_unproven(self, stamp_table: Sequence[int]) -> None:
-        pool = self._pool
-        for block in [block for block, key in enumerate(pool.key) if key is not None]:
-            proven = block < len(stamp_table) and stamp_table[block] == pool.stamp[block] != 0
-            if not proven or pool.key_step[block] > pool.executed_through:
-                pool.drop_keys(block, RemoveReason.UNVERIFIED)
+    def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
+        shown = words_of(stamp_table)
+        for blocks in keyed_blocks(self._pool):
+            drop_all_keys(self._pool, confirm(self._pool, blocks, shown), RemoveReason.UNVERIFIED)
+            yield
 
-    def take_events(self) -> list[CacheEvent]:
-        """The cache events of `begin_epoch`, in order, once; those of steps are in their results."""
-        events, self._pool.events = self._pool.events, []
+    def _drop_all(self) -> Generator[None]:
+        for blocks in keyed_blocks(self._pool):
+            forget_all_keys(self._pool, blocks)
+            yield
+
+    def store_empty_ranges(self) -> None:
+        """Emit STORED events without hashes where nothing was registered, as version 1 did: for replays."""
+        for manager in self.coordinator.managers:
+            manager.stores_empty_ranges = True
+
+    def take_events(self) -> CacheEvents:
+        """The cache events since the last call: of `begin_epoch`; those of a part are in its result."""
+        events, self._pool.events = self._pool.events, CacheEvents()
         return events
 
     # -- reads -------------------------------------------------------------------------------------------------------
@@ -197,6 +237,11 @@ class Replica:
     def free_blocks(self) -> int:
         """Blocks that can be handed out now."""
         return self._pool.num_free
+
+    @property
+    def busy_blocks(self) -> tuple[int, ...]:
+        """Blocks that loads of earlier engine lives may still write, ascending; `Cache.loads_over` gives them back."""
+        return tuple(sorted(self._pool.busy))
 
     @property
     def executed_through(self) -> int:
@@ -270,11 +315,12 @@ class Replica:
         if part.admit.slot:
             program.admit(part.admit)
             self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
+        self.counters.unaligned_chunks += program.unaligned_chunks
         self._peek(part.peek, result)
         if part.with_tables:
             self._add_all_tables(part, result)
         result.orders = self.coordinator.take_orders()
-        result.events, self._pool.events = self._pool.events, []
+        result.events = self.take_events()
         result.free_blocks = self._pool.num_free
         return result
 
@@ -318,9 +364,13 @@ class Replica:
         requests = self.requests
         if computed < requests.computed[slot] and self.spec.commit is CommitRule.SAFE:
             if end is End.NONE and not self.coordinator.can_rewind(slot, computed):
-                result.preempted.extend(self.ledger.preempt(slot, seq))
+                gone = self.ledger.preempt(slot, seq)
+                result.preempted.extend(gone)
+                result.went_back += len(gone)
                 return
             self.coordinator.rewind(slot, computed)
+            if slot in requests.not_zeroed:
+                self.coordinator.zero_unloaded(slot, computed)
         requests.ends_at[slot] = requests.launch_end(slot)
         requests.computed[slot] = min(requests.computed[slot], computed)
         requests.wake(slot)
@@ -330,7 +380,7 @@ class Replica:
         if digests:
             self.requests.content[slot].digests.extend(digests)
             if self.spec.enable_caching:
-                self.requests.wake(slot)
+                self.requests.wake_keys(slot)
 
     def _append_tokens(self, slot: int, tokens: list[int]) -> bytes:
         """Hash tokens that joined a request; the digests of the blocks that became full."""
@@ -355,7 +405,7 @@ class Replica:
 
     def _end(self, slot: int, end: End, fence: int, seq: int, result: PartResult) -> None:
         if end is not End.HELD:
-            self.ledger.load_is_over(slot, fence)
+            fence = self.ledger.load_is_over(slot, fence)
         if end is End.FREE:
             result.preempted.extend(self.ledger.end(slot, seq, fence))
         elif end is End.HELD:
@@ -366,13 +416,22 @@ class Replica:
     def _cache(self, cache: Cache, result: PartResult) -> None:
         for failed in cache.failed_steps:
             result.preempted.extend(self.ledger.fail_step(failed))
-        dropped = [self._pool.drop_keys(block, RemoveReason.DROPPED) for block in cache.evicted]
+        dropped = [self._evict(block) for block in cache.evicted]
         if any(dropped):
-            self.requests.wake_all()  # whoever holds one may register it again
+            self.coordinator.unsettle(cache.evicted)
+            self.requests.wake_all()
         for slot in cache.released:
-            self.ledger.release_held(slot)
+            result.preempted.extend(self.ledger.release_held(slot, self.seq))
+        self._pool.release_busy(cache.loads_over)
         if cache.reset:
             result.reset_done = self._pool.reset()
+
+    def _evict(self, block: int) -> bool:
+        """Take the keys of a block, and restamp it: a store may bring back keys that are not known here."""
+        had_keys = self._pool.drop_keys(block, RemoveReason.DROPPED)
+        if not had_keys:
+            self._pool.restamp(block)
+        return had_keys
 
     def _hash_news(self, news: News, field: str) -> list[Content]:
         """Contents of the new requests; changes nothing. Raises InvalidArgument for bad extra keys."""

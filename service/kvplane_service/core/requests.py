@@ -27,8 +27,9 @@ class Requests:
     """One entry per slot and column; a slot is live from its news row until it ends.
 
     `quiet_until` bounds the quiet zone of a running request: as long as its slots end there or before, no manager has
-    anything to do, and a step only adds numbers. It is the lower of two bounds: up to `blocks_until` slots no block
-    starts or leaves a window, and below `keys_from` known tokens none becomes registrable.
+    anything to do, and a step only adds numbers. It is the lowest of three bounds: up to `blocks_until` slots no block
+    starts, below `window_until` processed tokens (fewer than slots) none leaves a window, and below `keys_from` known
+    tokens none becomes registrable.
     """
 
     def __init__(self) -> None:
@@ -47,13 +48,17 @@ class Requests:
         self.in_flight: list[int] = []
         self.junction: list[int] = []
         self.granted_step: list[int] = []  # last step that granted tokens
+        self.load_after: list[int] = []  # step before which the load of its external tokens must not start
         self.content: list[Content] = []
         self.ends_at: list[int] = []  # tokens whose state the last launch leaves, drafts included; see `launch_end`
         self.quiet_until: list[int] = []
         self.blocks_until: list[int] = []
+        self.window_until: list[int] = []
         self.keys_from: list[int] = []
+        self.asked: dict[int, tuple[int, int]] = {}  # by slot: last step whose row had drafts, tokens it would reach
         self.num_running = 0
         self.loading: set[int] = set()  # slots whose pages a transfer still fills, running or preempted meanwhile
+        self.not_zeroed: set[int] = set()  # running slots with a load, over or not, and no grant since: it may fail yet
 
     def is_live(self, slot: int) -> bool:
         """Whether the slot names a request, running or not."""
@@ -82,9 +87,11 @@ class Requests:
             self.in_flight,
             self.junction,
             self.granted_step,
+            self.load_after,
             self.ends_at,
             self.quiet_until,
             self.blocks_until,
+            self.window_until,
             self.keys_from,
         )
 
@@ -100,7 +107,7 @@ class Requests:
         self.num_prompt[slot] = self.num_tokens[slot] = num_tokens
         self.content[slot] = content
         self.by_service[slot] = content.hasher is not None
-        self.junction[slot] = 0
+        self.junction[slot] = self.load_after[slot] = 0
         self.stop(slot)
 
     def launch_end(self, slot: int) -> int:
@@ -119,11 +126,17 @@ class Requests:
             self.running[slot] = False
             self.num_running -= 1
         self.computed[slot] = self.in_flight[slot] = self.granted_step[slot] = 0
+        self.not_zeroed.discard(slot)
         self.wake(slot)
 
     def wake(self, slot: int) -> None:
         """Forget the quiet zone: the next row asks every manager."""
         self.quiet_until[slot] = self.blocks_until[slot] = self.keys_from[slot] = QUIET_NEVER
+        self.window_until[slot] = QUIET_NEVER
+
+    def wake_keys(self, slot: int) -> None:
+        """Something may have become registrable; tables and windows are as they were."""
+        self.quiet_until[slot] = self.keys_from[slot] = QUIET_NEVER
 
     def wake_all(self) -> None:
         """Forget every quiet zone."""
@@ -136,6 +149,7 @@ class Requests:
         self.live[slot] = self.held[slot] = False
         self.loading.discard(slot)
         self.content[slot] = Content([])
+        self.asked.pop(slot, None)
 
     def slots(self) -> list[int]:
         """Live slots, ascending."""

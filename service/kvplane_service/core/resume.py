@@ -17,6 +17,7 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.stamps import Stamp
 from kvplane.base.step import Part, Resume, Step
 from kvplane_service.core.coordinator import Coordinator
+from kvplane_service.core.dropping import any_key_has
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.managers.base import GroupManager, Standing
@@ -58,12 +59,15 @@ class Resumption:
         _require(alone and part.resume is not None, "parts", "an image stands alone in its step")
         assert part.resume is not None
         pool, resume = self._pool, part.resume
-        unused = pool.num_free == pool.num_blocks - 1 - len(pool.reserved)
-        _require(unused and not self._requests.num_running, "slot", "this engine life has given out blocks already")
+        _require(
+            pool.is_unused and not self._requests.num_running, "slot", "this engine life has given out blocks already"
+        )
         _require(len(self._shown) == pool.num_blocks, "blocks", "this engine life was opened without stamps")
         names = self._check_tables(resume)
         held = self._check_held(resume, names)
         self._check_stamps({*names, *held})
+        late = min(self._busy_for_others(resume), default=NULL_BLOCK)
+        _require(late == NULL_BLOCK, "loading", f"a load may still write block {late} of a request that does not load")
 
     def _check_tables(self, resume: Resume) -> dict[int, _Name]:
         """What each block of a table holds, by its owners' word; equal names are equal content."""
@@ -112,9 +116,11 @@ class Resumption:
         taken = set(resume.slot)
         _require(len(set(slots)) == len(slots) and not taken & set(slots), "held_slot", "a slot stands twice")
         _require(len(counts) == len(slots), "held_count", f"not one entry for {len(slots)} rows")
+        loading = len(resume.held_loading) in (0, len(slots))
+        _require(loading, "held_loading", f"not one entry for {len(slots)} rows")
         total = sum(counts) == len(resume.held_blocks) and min(counts, default=0) >= 0
         _require(total, "held_blocks", "not as many as held_count adds up to")
-        for slot, blocks in _held(resume):
+        for slot, blocks, _ in _held(resume):
             _require(0 <= slot < MAX_SLOTS, "held_slot", f"there is no slot {slot}")
             _require(len(set(blocks)) == len(blocks), "held_blocks", f"slot {slot} holds a block twice")
             for block in blocks:
@@ -133,8 +139,7 @@ class Resumption:
         stamps = {shown[block] for block in blocks}
         proven = 0 not in stamps and all(Stamp.unpack(stamp).epoch < pool.epoch for stamp in stamps)
         _require(proven, "blocks", "the memory of some rank does not show the page of a block")
-        others = {pool.stamp[block] for block, key in enumerate(pool.key) if key is not None and block not in blocks}
-        single = len(stamps) == len(blocks) and not stamps & others
+        single = len(stamps) == len(blocks) and not any_key_has(pool, stamps, blocks)
         _require(single, "blocks", "two pages show one stamp")
 
     def _name(self, manager: GroupManager, row: _Row, index: int) -> _Name:
@@ -142,6 +147,18 @@ class Resumption:
         digest = manager.sealed_prefix(row.slot, index, row.standing)
         domain = self._requests.domain[row.slot]
         return (digest, manager.group, domain) if digest else (None, manager.group, row.slot, index)
+
+    def _busy_for_others(self, resume: Resume) -> set[int]:
+        """Blocks under a load of an earlier engine life that the image gives to who is not loading."""
+        found = set[int]()
+        for row in self._rows(resume) if self._pool.busy else ():
+            if not row.loading:
+                for manager, table in zip(self._blocks.managers, row.tables, strict=True):
+                    found.update(manager.settle(table, row.standing) or ())
+        for slot, blocks, loading in _held(resume):
+            if not (loading or self._requests.is_live(slot)):
+                found.update(blocks)
+        return found & self._pool.busy
 
     def _rows(self, resume: Resume) -> Iterator[_Row]:
         groups = len(self._blocks.managers)
@@ -168,8 +185,8 @@ class Resumption:
         """Make a checked image true."""
         for row in self._rows(resume):
             self._resume(row)
-        for slot, blocks in _held(resume):
-            self._hold(slot, blocks)
+        for slot, blocks, loading in _held(resume):
+            self._hold(slot, blocks, loading)
 
     def _resume(self, row: _Row) -> None:
         slot, requests, standing = row.slot, self._requests, row.standing
@@ -178,6 +195,7 @@ class Resumption:
         requests.num_prompt[slot], requests.junction[slot] = standing.num_prompt, row.junction
         if row.loading:
             requests.loading.add(slot)
+            requests.not_zeroed.add(slot)
         for manager, table, num_settled in zip(self._blocks.managers, row.tables, row.settled, strict=True):
             settled = manager.settle(table, standing)
             assert settled is not None, f"slot {slot} was not checked"
@@ -185,29 +203,32 @@ class Resumption:
             manager.resume(slot, settled, standing, num_settled)
         requests.wake(slot)
 
-    def _hold(self, slot: int, blocks: list[int]) -> None:
+    def _hold(self, slot: int, blocks: list[int], loading: bool) -> None:
         requests = self._requests
-        if requests.is_live(slot):
-            requests.loading.add(slot)
-        else:
+        if not requests.is_live(slot):
             requests.add(slot, 0, 0, Content([]))
             self._blocks.grow(slot)
             requests.held[slot] = True
+        if loading or not requests.held[slot]:
+            requests.loading.add(slot)
         self._take(blocks)
         self._ledger.held[slot] = list(blocks)
 
     def _take(self, blocks: Sequence[int]) -> None:
         pool = self._pool
         pool.touch(blocks)
+        pool.release_busy(sorted(pool.busy.intersection(blocks)))  # under the load of this request from now on
         for block in blocks:
             if block != NULL_BLOCK and Stamp.unpack(pool.stamp[block]).epoch != pool.epoch:  # not renewed since
                 pool.stamp[block] = self._shown[block]
 
 
-def _held(resume: Resume) -> Iterator[tuple[int, list[int]]]:
+def _held(resume: Resume) -> Iterator[tuple[int, list[int], bool]]:
+    """Slot, blocks, and whether it ended as held while a load filled these."""
     start = 0
-    for slot, count in zip(resume.held_slot, resume.held_count, strict=True):
-        yield slot, resume.held_blocks[start : start + count]
+    loading = resume.held_loading or [0] * len(resume.held_slot)
+    for slot, count, loads in zip(resume.held_slot, resume.held_count, loading, strict=True):
+        yield slot, resume.held_blocks[start : start + count], bool(loads)
         start += count
 
 

@@ -113,3 +113,8 @@ def _check_drafts(spec: ReplicaSpec) -> None:
 def _require(holds: bool, field: str, message: str) -> None:
     if not holds:
         raise InvalidArgument(message, field=field)
+
+
+def states_for_drafts(spec: ReplicaSpec) -> int | None:
+    """Drafts that can be rejected without losing a state; None when there are no states."""
+    return min((group.speculative_blocks for group in spec.groups if group.kind is GroupKind.MAMBA), default=None)

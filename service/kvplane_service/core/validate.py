@@ -7,12 +7,13 @@ cached) is never an error: such rows are answered with 0 tokens or a status.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from operator import add, gt
+from functools import reduce
+from operator import add, gt, or_
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.groups import MAX_TOKENS, ReplicaSpec
+from kvplane.base.groups import MAX_TOKENS, CommitRule, ReplicaSpec
 from kvplane.base.step import (
     UNCHANGED,
     UNLIMITED,
@@ -29,9 +30,13 @@ from kvplane.base.step import (
     Watermark,
 )
 from kvplane_service.core.requests import MAX_SLOTS, Requests
+from kvplane_service.core.setup import states_for_drafts
 
 MAX_LOOKAHEAD = 4096
 MAX_TOKEN_ID = (1 << 32) - 1
+RESERVED_ALIGN, RESERVED_LOAD = 1, 32  # bits of flags: the first means nothing, the second is refused
+RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.UNALIGNED)
+ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag))
 DIGEST_SIZES = (16, 32)
 _NEWS_COLUMNS = (
     "num_tokens",
@@ -73,14 +78,23 @@ class _Slot:
 class StepValidator:
     """Checks one step against the state; reads only."""
 
-    def __init__(self, spec: ReplicaSpec, requests: Requests, executed_through: int) -> None:
+    def __init__(
+        self, spec: ReplicaSpec, requests: Requests, executed_through: int, busy: Collection[int] = ()
+    ) -> None:
+        """`busy`: blocks that loads of earlier engine lives may still write."""
         self._spec = spec
         self._requests = requests
         self._executed_through = executed_through
+        self._busy = busy
+        self._written_no_more: set[int] = set()  # of them
         self._slots: dict[int, _Slot] = {}
         self._num_parts = 0
         self._plain: Sequence[int] = ()  # slots of facts that only grew
+        self._plain_tokens: Sequence[int] = ()  # that they have then
+        self._computed: dict[int, int] = {}  # that facts set
         self._ended = False  # some slot ends in this step
+        self._asked_to_load: set[int] = set()  # slots of admit rows of this message
+        self._loads_over: set[int] = set()  # slots whose request ends, or whose load is released, in this message
         self._where = ""
 
     def check(self, step: Step) -> None:
@@ -127,6 +141,8 @@ class StepValidator:
             return
         for row, slot in enumerate(facts.slot):
             known = self._known(slot, f"facts.slot[{row}]")
+            if facts.computed and facts.computed[row] != UNCHANGED:
+                self._computed[slot] = facts.computed[row]
             self._fact_tokens(facts, row, known)
             self._fact_hashes(facts, row, known, size)
             self._fact_end(facts, row, known, seq)
@@ -141,6 +157,7 @@ class StepValidator:
             return False
         requests = self._requests
         tokens = list(map(add, map(requests.num_tokens.__getitem__, facts.slot), facts.appended))
+        self._plain_tokens = tokens
         return (
             min(facts.appended) >= 0
             and not any(map(requests.by_service.__getitem__, facts.slot))
@@ -181,11 +198,34 @@ class StepValidator:
             self._require(bool(facts.tokens), f"facts.tokens[{row}]", "this request's tokens are hashed by the service")
         elif appended:
             self._require(not facts.tokens, f"facts.tokens[{row}]", "this request came with hashes; send hashes")
+        self._fact_load(facts, row)
         for name in ("computed", "commit"):
             column = getattr(facts, name)
             value = column[row] if column else UNCHANGED
             self._require(
                 UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range"
+            )
+
+    def _fact_load(self, facts: Facts, row: int) -> None:
+        slot = facts.slot[row]
+        if not facts.commit or facts.commit[row] == UNCHANGED:
+            return
+        self._load_has_started(slot, f"facts.commit[{row}]")
+        self._require(
+            slot not in self._asked_to_load,
+            f"facts.commit[{row}]",
+            f"an earlier part of this message asks for a load into slot {slot}; commit it when the answer is there",
+        )
+
+    def _load_has_started(self, slot: int, field: str) -> None:
+        """What registers or runs a request ends its load, which cannot end before it was allowed to start."""
+        requests = self._requests
+        waits = slot in requests.loading and slot not in self._loads_over and requests.running[slot]
+        if waits and requests.load_after[slot] > self._executed_through:
+            raise InvalidArgument(
+                f"the load into slot {slot} cannot have started: step {requests.load_after[slot]} is not executed",
+                field=self._where + field,
+                remedy="load when executed_through has reached admit_load_after; if the load failed, release the slot",
             )
 
     def _fact_hashes(self, facts: Facts, row: int, known: _Slot, size: int) -> None:
@@ -209,6 +249,8 @@ class StepValidator:
             fence == 0 or end != End.HELD, f"facts.fence[{row}]", "a held request waits for its release, not for a step"
         )
         self._require(not known.held, f"facts.slot[{row}]", "the request ended as held; release it instead")
+        if end != End.NONE:
+            self._loads_over.add(facts.slot[row])
         known.held = end == End.HELD
         known.live = end != End.FREE
         self._ended |= end == End.FREE
@@ -227,9 +269,16 @@ class StepValidator:
             known = self._known(slot, f"cache.released[{row}]")
             waits = known.held or slot in self._requests.loading
             self._require(waits, f"cache.released[{row}]", f"slot {slot} is not held, and no load into it runs")
+            self._loads_over.add(slot)
             if known.held:
                 known.held = known.live = False
                 self._ended = True
+
+        for row, block in enumerate(cache.loads_over):
+            field = f"cache.loads_over[{row}]"
+            is_busy = block in self._busy and block not in self._written_no_more
+            self._require(is_busy, field, f"no load of an earlier engine life holds block {block}")
+            self._written_no_more.add(block)
 
     def _news(self, news: News) -> None:
         self._columns(news, _NEWS_COLUMNS, "news")
@@ -266,11 +315,42 @@ class StepValidator:
             self._live(run.slot, "run.slot")
             self._distinct(run.slot, "run.slot")
         self._live(run.victims, "run.victims")
+        if self._requests.loading:
+            for row, slot in enumerate(run.slot):
+                self._load_has_started(slot, f"run.slot[{row}]")
         self._range(run.extra, -MAX_TOKENS, MAX_TOKENS, "run.extra")
         self._range(run.cap, 0, UNLIMITED, "run.cap")
         self._range(run.lookahead, 0, MAX_LOOKAHEAD, "run.lookahead")
         self._range(run.in_flight, -1, MAX_TOKENS, "run.in_flight")
-        self._range(run.flags, 0, int(RowFlag.ALIGN | RowFlag.DELAY_CACHING), "run.flags")
+        self._bits(run.flags, RUN_FLAGS, "run.flags")
+        if run.extra and max(run.extra) > 0 and self._spec.commit is CommitRule.SAFE:
+            self._drafts(run)
+
+    def _drafts(self, run: Run) -> None:
+        """A launch with more drafts than states lie beside the running one could not go back when they are rejected.
+
+        Placeholders of steps whose answers may not be there yet are no drafts: what the last row asked for, until its
+        step is executed, and what is computed are taken for accepted.
+        """
+        most = states_for_drafts(self._spec)
+        if most is None or max(run.extra) <= most:
+            return
+        requests, grown = self._requests, dict(zip(self._plain, self._plain_tokens, strict=False))
+        for row, (slot, extra) in enumerate(zip(run.slot, run.extra, strict=True)):
+            if not requests.is_live(slot) or not requests.running[slot]:
+                continue
+            known = grown[slot] if slot in grown else self._look(slot).num_tokens
+            computed = min(self._computed.get(slot, MAX_TOKENS), requests.computed[slot])
+            cap = run.cap[row] if run.cap else UNLIMITED
+            end = min(known + extra, computed + cap, self._spec.max_model_len)
+            step, asked = requests.asked.get(slot, (0, 0))
+            base = max(computed, asked if step > self._executed_through else 0)
+            self._require(
+                known - computed > 1 or end - base <= 1 + most,
+                f"run.extra[{row}]",
+                f"the launch would compute {end - base} tokens; {1 + most} is the most where {most} states are kept "
+                "for drafts: send fewer, or register the replica with more speculative_tokens",
+            )
 
     def _admit(self, admit: Admit) -> None:
         self._columns(admit, _ADMIT_COLUMNS, "admit")
@@ -284,8 +364,12 @@ class StepValidator:
         self._range(admit.expected_hit, -1, self._spec.max_model_len, "admit.expected_hit")
         self._range(admit.reserved, 0, self._spec.num_blocks, "admit.reserved")
         self._range(admit.watermark, 0, int(max(Watermark)), "admit.watermark")
-        self._range(admit.flags, 0, int(sum(RowFlag)), "admit.flags")
+        self._bits(admit.flags, ADMIT_FLAGS, "admit.flags")
         self._range([admit.max_running], 0, UNLIMITED, "admit.max_running")
+        if self._num_parts > 1 and admit.external and admit.flags:
+            rows = zip(admit.slot, admit.external, admit.flags, strict=True)
+            late = [slot for slot, external, flags in rows if external and flags & RowFlag.DELAY_CACHING]
+            self._asked_to_load.update(late)
         self._require(admit.on_refusal is not OnRefusal.PREEMPT, "admit.on_refusal", "an admission preempts nobody")
 
     # -- words -------------------------------------------------------------------------------------------------------
@@ -361,6 +445,12 @@ class StepValidator:
     def _range(self, column: Sequence[int], low: int, high: int, field: str) -> None:
         if column and not (low <= min(column) and max(column) <= high):
             self._require(False, field, f"every entry must lie in {low} to {high}")
+
+    def _bits(self, column: Sequence[int], allowed: int, field: str) -> None:
+        unknown = reduce(or_, column, 0) & ~allowed
+        if unknown:
+            name = "LOAD, which is reserved" if unknown & RESERVED_LOAD else "unknown here"
+            self._require(False, field, f"bit {unknown & -unknown} is {name}")
 
     def _token_ids(self, tokens: Sequence[int], field: str) -> None:
         self._range(tokens, 0, MAX_TOKEN_ID, field)

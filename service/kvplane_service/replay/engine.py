@@ -123,7 +123,6 @@ class Engine:
         self._running: list[int] = []
         self._facts = Facts()
         self._idle_steps = 0
-        self._align = RowFlag.ALIGN if session.spec.align.block_size else RowFlag.NONE
         self._budget = Budget(tokens=config.token_budget)
 
     @property
@@ -173,8 +172,7 @@ class Engine:
         facts, self._facts = self._facts, Facts()
         self.tally.ended += facts.end.count(End.FREE)
         news, admit = self._ask_admissions()
-        flags = [int(self._align)] * len(self._running) if self._align else []
-        run = Run(slot=list(self._running), flags=flags, on_refusal=OnRefusal.PREEMPT)
+        run = Run(slot=list(self._running), on_refusal=OnRefusal.PREEMPT)
         return Part(facts=facts, news=news, run=run, admit=admit, budget=self._budget)
 
     def _ask_admissions(self) -> tuple[News, Admit]:
@@ -190,7 +188,7 @@ class Engine:
                 news_bytes += len(hashes[-1])
             admit.slot.append(request.slot)
         news.hashes = b"".join(hashes)
-        admit.flags = [int(self._align | RowFlag.FULL_FIT)] * len(admit.slot)
+        admit.flags = [int(RowFlag.FULL_FIT)] * len(admit.slot)
         return news, admit
 
     def _announce(self, request: LiveRequest, news: News) -> bytes:

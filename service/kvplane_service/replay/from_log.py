@@ -78,7 +78,7 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
         raise InvalidArgument(f"{path} does not begin with a header", field="--log", remedy="record anew")
     spec = wire.decode_spec(first.header.spec)
     outcome = Outcome(first.header.replica, first.header.version, num_blocks or spec.num_blocks, spec.num_blocks)
-    again = _Again(replace(spec, num_blocks=outcome.num_blocks), outcome)
+    again = _Again(replace(spec, num_blocks=outcome.num_blocks), outcome, first.header.step_version or 1)
     for frame in frames:
         if frame.WhichOneof("entry") == "decision":
             again.decide(frame.decision)
@@ -91,23 +91,29 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
 class _Again:
     """A replica that decides again."""
 
-    def __init__(self, spec: ReplicaSpec, outcome: Outcome) -> None:
+    def __init__(self, spec: ReplicaSpec, outcome: Outcome, step_version: int) -> None:
         self._replica = Replica(spec)
         self._replica.begin_epoch(_FIRST_EPOCH)
+        if step_version == 1:
+            self._replica.store_empty_ranges()
         self._digest_size = HashScheme.of(spec).digest.size
         self._outcome = outcome
+        self._step_version = step_version
         self._waiting: dict[int, None] = {}  # slots of a what-if that ask again, in order
         self._never_fits = 0  # requests
         self._too_long: set[int] = set()  # slots of those that are still there
 
     def begin_life(self, life: RecordedLife) -> None:
-        stamps = array("Q", life.stamp_table) if not self._outcome.is_what_if else ()
-        self._replica.begin_epoch(life.epoch, stamps)
+        if self._outcome.is_what_if:  # whose blocks are not those that were said to be busy
+            self._replica.begin_epoch(life.epoch, memory_is_new=True)
+        else:
+            stamps, busy = array("Q", life.stamp_table), array("I", life.busy_blocks)
+            self._replica.begin_epoch(life.epoch, stamps, busy, life.memory_is_new)
         self._replica.take_events()
         self._waiting.clear()
 
     def decide(self, recorded: RecordedDecision) -> None:
-        step, outcome = step_of(recorded, self._digest_size), self._outcome
+        step, outcome = step_of(recorded, self._digest_size, self._step_version), self._outcome
         outcome.decisions += 1
         if outcome.is_what_if:
             self._decide_otherwise(step)

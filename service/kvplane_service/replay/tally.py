@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvplane.base.step import AdmitStatus, Blocks, EventKind, Part, PartResult, RemoveReason
+from kvplane_service.core.cache_events import runs_of
 
 
 @dataclass(slots=True)
@@ -58,9 +59,9 @@ class Tally:
         self.granted_tokens += sum(answer.granted)
         self.refused += answer.admit_status.count(AdmitStatus.REFUSED)
         self._count_blocks(part, answer)
-        for event in answer.events:
-            if event.kind is EventKind.REMOVED and event.reason is RemoveReason.EVICTED:
-                self.evicted_blocks[event.group] += 1
+        for run in runs_of(answer.events):
+            if run.kind is EventKind.REMOVED and run.reason is RemoveReason.EVICTED:
+                self.evicted_blocks[run.group] += len(run.hashes)
 
     def count_admission(self, known_tokens: int, hit: int, granted: int, is_resumed: bool) -> None:
         """Count one granted admission."""

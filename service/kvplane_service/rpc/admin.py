@@ -18,14 +18,17 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.contents import ContentHasher, hash_tokens
 from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.decisions import Entry
+from kvplane_service.executors import Executor
 from kvplane_service.explaining import Prompt, explain_prompt, explain_request, reaches_registration
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.recording import header_of, message_of
 from kvplane_service.rpc import decode
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
+from kvplane_service.slices import Turns
 
 NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096
+MAX_EXPLANATIONS = 32  # that wait
 _WITHOUT_ENGINE = "none of its pages can be hit until it is back; name a request to have its past explained"
 _LOOK_S = 0.5  # so often a recording looks whether its replica is still there
 
@@ -37,6 +40,8 @@ class AdminServicer:
         self._registry = registry
         self._hasher = hasher
         self._about = about
+        self._explaining = Turns("explanations", MAX_EXPLANATIONS)
+        self._offload = Executor("explanations")
 
     async def Status(self, request: pb.StatusRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""
@@ -76,17 +81,21 @@ class AdminServicer:
         return encode_snapshot(snapshot, request.summary)
 
     async def Explain(self, request: pb.ExplainRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract. The log is read in a thread."""
+        """See the contract."""
+        async with self._explaining.take():
+            return await self._explain(request)
+
+    async def _explain(self, request: pb.ExplainRequest) -> Message:
         host = self._registry.get(request.replica).host
         kind = request.WhichOneof("what")
         if kind is None:
             raise InvalidArgument("nothing to explain", field="what", remedy="give content or request_id")
         if kind == "request_id":
-            return encode_explanation(host, await explain_request(host, request.request_id))
+            return encode_explanation(host, await explain_request(host, request.request_id, self._offload))
         host.check_readable(_WITHOUT_ENGINE)
         prompt = await self._prompt(host, request)
         host.check_readable(_WITHOUT_ENGINE)
-        return encode_explanation(host, await explain_prompt(host, prompt))
+        return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
 
     async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
         """See the contract."""

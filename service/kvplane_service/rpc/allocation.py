@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeAlias
 
 from google.protobuf.message import Message
@@ -15,6 +15,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.contents import ContentHasher
 from kvplane_service.core.lookup import Hit
+from kvplane_service.executors import Executor
 from kvplane_service.host import ReplicaHost, UnaryStep, new_replica
 from kvplane_service.registry import Entry, Registration, UnknownReplica
 from kvplane_service.rpc import decode, encode
@@ -41,6 +42,7 @@ class AllocationServicer:
         self._hasher = hasher
         self._keeper = durable.keeper
         self._draining = False
+        self._offload = Executor("new replicas")
 
     def refuse_new(self) -> None:
         """Register no further replicas."""
@@ -53,12 +55,12 @@ class AllocationServicer:
         if self._draining:
             raise Unavailable("the service is going away", remedy="register elsewhere")
         self._registry.check_name(request.replica)
-        planned = await asyncio.to_thread(plan_source, request)
+        planned = await self._offload(partial(plan_source, request))
         registration = Registration(planned.spec, request.num_ranks or 1, request.namespace_digest, planned.plans)
         await self._look_elsewhere(request.replica)
         entry = self._registry.find_equal(request.replica, registration)
         if entry is None:
-            replica = await asyncio.to_thread(new_replica, planned.spec)
+            replica = await self._offload(partial(new_replica, planned.spec))
             entry = self._registry.add(request.replica, registration, replica)
             await self._keeper.settle(request.replica)
         return _registered(planned, entry)

@@ -142,8 +142,8 @@ def decode_end(value: int) -> EndKind:
 
 def _flags(message: pb.AllocateSlotsRequest) -> RowFlag:
     flags = RowFlag.NONE
-    if message.align:
-        flags |= RowFlag.ALIGN
+    if message.unaligned:
+        flags |= RowFlag.UNALIGNED
     if message.delay_caching:
         flags |= RowFlag.DELAY_CACHING
     if message.full_fit:

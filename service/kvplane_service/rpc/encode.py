@@ -6,13 +6,12 @@ from collections.abc import Iterable
 
 from kvplane import wire
 from kvplane.base.step import Orders, StepResult
-from kvplane.v1 import admin_pb2, events_pb2
+from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.core.counters import Residency
 from kvplane_service.core.inspect import Snapshot
-from kvplane_service.core.pool import Residency
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, slowest
-from kvplane_service.events import Batch
 from kvplane_service.explaining import Explanation
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Entry
@@ -26,6 +25,7 @@ _STATES = {
     ReplicaState.LIVE: pb.REPLICA_STATE_LIVE,
     ReplicaState.LAPSED: pb.REPLICA_STATE_LAPSED,
     ReplicaState.RECOVERING: pb.REPLICA_STATE_RECOVERING,
+    ReplicaState.OPENING: pb.REPLICA_STATE_OPENING,
 }
 _STORE_STATES = {
     StoreState.OFF: pb.STORE_STATE_OFF,
@@ -43,6 +43,7 @@ _COUNTERS = (
     "hit_tokens",
     "granted_tokens",
     "withdrawn_keys",
+    "unaligned_chunks",
 )
 _GROUP_COUNTERS = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_blocks", "evicted_blocks")
 
@@ -82,6 +83,7 @@ def encode_allocated(answer: Allocated) -> pb.AllocateSlotsResponse:
         hit_tokens=answer.hit,
         granted_tokens=answer.granted,
         junction=answer.junction,
+        load_after=answer.load_after,
         new_blocks=encode_groups(answer.new_blocks),
         block_table=encode_groups(answer.table),
         preempted=answer.preempted,
@@ -125,6 +127,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         removed_keys={name: tally.removals[reason] for reason, name in REMOVALS.items()},
         slowest_steps=[_step_time(host, decision) for decision in slowest(host.decisions, SLOWEST_STEPS)],
         store=encode_store(host, report),
+        busy_blocks=len(replica.busy_blocks),
     )
 
 
@@ -192,18 +195,6 @@ def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
     )
 
 
-def encode_batch(batch: Batch) -> events_pb2.SubscribeResponse:
-    """One batch of events."""
-    return events_pb2.SubscribeResponse(
-        seq=batch.seq,
-        epoch=batch.epoch,
-        events=[wire.encode_event(event) for event in batch.events],
-        gap=batch.gap,
-        withdrawn=batch.withdrawn,
-        restored=batch.restored,
-    )
-
-
 def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResponse:
     """The allocator's state; without lists when only a summary is wanted."""
     message = admin_pb2.SnapshotResponse(
@@ -259,5 +250,6 @@ def encode_explanation(host: ReplicaHost, told: Explanation) -> admin_pb2.Explai
         age_ms=host.age_ns(why.at_ns) // 1_000_000 if why.at_ns else 0,
         admit_status=int(told.status),
         admit_seq=told.seq,
+        admit_epoch=told.epoch,
         log_is_complete=told.is_complete,
     )

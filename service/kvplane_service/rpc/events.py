@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from kvplane.base.errors import Unavailable
 from kvplane.v1 import events_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.rpc.encode import encode_batch
+from kvplane_service.rpc.batches import encode_batch
 
 
 class EventsServicer:

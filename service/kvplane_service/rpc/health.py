@@ -9,11 +9,12 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 LIVENESS = "liveness"
 READINESS = "readiness"
+STORE = "store"
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class Health:
-    """What this process says of itself under '', each service, 'liveness' and 'readiness'."""
+    """What this process says of itself under '', each service, 'liveness', 'readiness' and 'store'."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self.servicer = health.aio.HealthServicer()
@@ -29,6 +30,11 @@ class Health:
         """Everything is up."""
         for name in (*self._names, LIVENESS):
             await self.servicer.set(name, HealthCheckResponse.SERVING)
+
+    async def store(self, is_there: bool) -> None:
+        """Whether the durable side is there, under 'store'; for operators alone, and only where there is one."""
+        status = HealthCheckResponse.SERVING if is_there else HealthCheckResponse.NOT_SERVING
+        await self.servicer.set(STORE, status)
 
     async def draining(self) -> None:
         """Send nothing new here; the process is well nevertheless, so that nobody kills it while it drains."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,6 +31,8 @@ from kvplane_service.store.ownership import Durable
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops
+
+_log = logging.getLogger(__name__)
 
 _ALLOCATION = allocation_pb2.DESCRIPTOR.services_by_name["Allocation"]
 _EVENTS = events_pb2.DESCRIPTOR.services_by_name["Events"]
@@ -107,16 +111,31 @@ class RpcServer:
         """Let load balancers know that this process will go."""
         await self._health.draining()
 
+    async def announce_store(self, is_there: bool) -> None:
+        """Let operators know whether the store is there."""
+        await self._health.store(is_there)
+
     async def drain(self, grace_ms: int) -> None:
-        """Take nothing new, let sessions finish for so long at most, let other services have the replicas, stop."""
+        """Take nothing new, let sessions finish for so long at most, let other services have the replicas, stop.
+
+        Sessions hear of it first, whatever the store does: what it is to know is written meanwhile.
+        """
         self._streams.refuse_new()
         self._allocation.refuse_new()
         self._events.drain()
-        await self._ownership.leave(self._streams.replicas())
+        leaving = asyncio.create_task(self._ownership.leave(self._streams.replicas()))
         await self._streams.drain(grace_ms)
-        await self._ownership.leave(())
-        await self._server.stop(_LAST_CALLS_S)
+        await asyncio.gather(self._let_go(leaving), self._server.stop(_LAST_CALLS_S))
         await self._health_server.stop(None)
+
+    async def _let_go(self, leaving: asyncio.Task[None]) -> None:
+        """Let go of every replica, if the store lets us."""
+        try:
+            async with asyncio.timeout(_LAST_CALLS_S):
+                await leaving
+                await self._ownership.leave(())
+        except TimeoutError:
+            _log.warning("the store does not answer: other services adopt the replicas later")
 
     async def stop(self) -> None:
         """Stop at once."""

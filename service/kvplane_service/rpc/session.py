@@ -9,6 +9,7 @@ from typing import NoReturn, cast
 
 from kvplane import wire
 from kvplane.base.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidArgument,
     KvplaneError,
@@ -25,11 +26,13 @@ from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.patterns import ALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.claims import Claim, claim_worker, claimed
+from kvplane_service.executors import Executor
 from kvplane_service.host import ReplicaHost
 from kvplane_service.rpc.methods import Context
 from kvplane_service.store.ownership import Ownership
-from kvplane_service.store.writer import offload_to_thread
 
+FIRST_MESSAGE_S = 10.0  # a client has so long to open the session
+_PROOFS_AT_ONCE = 4  # each takes memory and a while
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
 
@@ -50,21 +53,21 @@ class SessionStreams:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._draining = False
-        self._proving = asyncio.Lock()
+        self._prove = Executor("what page memories prove", threads=_PROOFS_AT_ONCE)
 
     async def serve(self, context: Context) -> None:
         """Serve one stream to its end."""
-        first = _parse_request(await _read(context) or b"")
+        raw, stamps = wire.split_stamps(await _read_first(context) or b"")
+        first = _parse_request(raw)
         if first.WhichOneof("kind") != "open":
             raise InvalidArgument("the first message does not open the session", field="kind", remedy="send open")
         self._check_stays()
-        request = wire.decode_open(first.open)
+        request = wire.decode_open(first.open, stamps)
         if request.replica not in self._registry:
             await self._registry.bring(request.replica)
         entry = self._registry.get(request.replica)
         if entry.host.recovering is not None:
-            async with self._proving:  # each takes a while and memory
-                await entry.host.prove_ahead(request, offload_to_thread)
+            await entry.host.prove_ahead(request, self._prove)
         request, epoch = await claimed(entry, request, self._claim)
         self._check_stays()
         stream = _Stream(entry.host, request, context, self._left)
@@ -125,22 +128,29 @@ class _Stream:
         self._writing = asyncio.Lock()
         self._task = asyncio.current_task()
         self._ended: KvplaneError | None = None
+        self._is_open = False
 
     async def run(self, epoch: int) -> None:
         """From the open to the end; leaves the replica lapsed unless the session was closed.
 
         `epoch` is the engine life that the workers were claimed for, if any.
         """
-        opened = self._host.open(self._request, self.end, epoch)
-        self._call.tell("session_opened", "OK")
         try:
-            await self.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
+            await self._open(epoch)
             await self._messages()
         except asyncio.CancelledError:
             self._raise_end()
         finally:
             self._host.lost(self._request.nonce)
-            self._call.tell("session_closed", self._ended.reason if self._ended else "OK")
+            if self._is_open:
+                self._call.tell("session_closed", self._ended.reason if self._ended else "OK")
+
+    async def _open(self, epoch: int) -> None:
+        async with self._writing:  # nothing is sent before the answer to the open, not even a notice
+            opened = await self._host.open_in_slices(self._request, self.end, epoch)
+            self._is_open = True
+            self._call.tell("session_opened", "OK")
+            await self._context.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
 
     async def write(self, raw: bytes) -> None:
         """Send a message; whole, whoever sends."""
@@ -211,6 +221,17 @@ class _Stream:
 def _parse_request(raw: bytes) -> pb.SessionRequest:
     message: pb.SessionRequest = parse(pb.SessionRequest, raw)
     return message
+
+
+async def _read_first(context: Context) -> bytes | None:
+    """As `_read`; a stream costs memory, so that one which says nothing does not stay."""
+    try:
+        async with asyncio.timeout(FIRST_MESSAGE_S):
+            return await _read(context)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"no message came for {FIRST_MESSAGE_S:g} s", field="kind", remedy="send open at once"
+        ) from None
 
 
 async def _read(context: Context) -> bytes | None:

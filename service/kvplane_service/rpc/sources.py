@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument, KvplaneError
-from kvplane.base.groups import AlignSpec, CommitRule, HashAlgorithm, MambaMode, ReplicaSpec
-from kvplane.base.layers import KVSharingLayer, Layer
+from kvplane.base.groups import AlignSpec, CommitRule, Drafter, HashAlgorithm, MambaMode, ReplicaSpec
+from kvplane.base.layers import KVSharingLayer, Layer, MambaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import allocation_pb2, replica_pb2
 from kvplane.wire.spec import decode_enum
@@ -23,7 +23,7 @@ from kvplane_service.core.planner import (
     to_groups,
     to_rank_plan,
 )
-from kvplane_service.models import ModelOptions, model_layers
+from kvplane_service.models import ModelOptions, check_speculation, model_layers
 
 MAX_LAYERS = 4096
 _AnyLayer: TypeAlias = Layer | KVSharingLayer
@@ -65,24 +65,52 @@ def plan_source(request: allocation_pb2.RegisterReplicaRequest) -> Planned:
 
 
 def _plan_model(source: replica_pb2.ModelSource) -> Planned:
-    given = _given(source, "tensor_parallel", "cache_dtype", "block_size", "max_model_len")
+    given = _given(source, "tensor_parallel", "cache_dtype", "block_size", "max_model_len", "speculative_tokens")
     mode = MambaMode.NONE if source.disable_caching else MambaMode.ALIGN
-    options = ModelOptions(mamba_mode=mode, **given)
+    options = ModelOptions(mamba_mode=mode, drafter=_drafter(source), **given)
     layers = model_layers(source.model, options)
-    return _planned(source, [layers], _plan_options(source, tp_size=options.tensor_parallel))
+    drops = options.drafter is not Drafter.NONE
+    return _planned(source, [layers], _plan_options(source, tp_size=options.tensor_parallel, drop_draft_block=drops))
+
+
+def _drafter(source: _Source) -> Drafter:
+    names = replica_pb2.Drafter
+    return decode_enum(names, "DRAFTER", source.drafter, "drafter", Drafter.NONE)
 
 
 def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     if not 1 <= len(source.layers) <= MAX_LAYERS:
         raise InvalidArgument(f"{len(source.layers)} layers", field="layers", remedy=f"give 1 to {MAX_LAYERS}")
-    layers = [wire.decode_layer(layer, f"layers[{at}]") for at, layer in enumerate(source.layers)]
+    layers = [
+        _with_states_for(source.speculative_tokens, wire.decode_layer(layer, f"layers[{at}]"), f"layers[{at}]")
+        for at, layer in enumerate(source.layers)
+    ]
+    drafts, drafter = any(isinstance(layer, Layer) and layer.is_draft for layer in layers), _drafter(source)
+    check_speculation(source.speculative_tokens, drafter)
+    if drafter is not Drafter.NONE and not drafts:
+        raise InvalidArgument(
+            f"no layer is one of {drafter.value}", field="drafter", remedy="set is_draft of the drafter's layers"
+        )
     options = _plan_options(
         source,
         layout=Layout.BLOCK_OUTERMOST if source.block_outermost else Layout.LAYER_OUTERMOST,
-        drop_draft_block=any(isinstance(layer, Layer) and layer.is_draft for layer in layers),
+        drop_draft_block=drafts,
         dcp_size=source.decode_context_parallel or 1,
     )
     return _planned(source, _stages(source, layers), options)
+
+
+def _with_states_for(num_drafts: int, layer: _AnyLayer, field: str) -> _AnyLayer:
+    """A recurrent layer keeps a state for each draft token."""
+    if not num_drafts or not isinstance(layer, Layer) or not isinstance(layer.spec, MambaSpec):
+        return layer
+    if layer.spec.speculative_blocks not in (0, num_drafts):
+        raise InvalidArgument(
+            f"{layer.spec.speculative_blocks} states for {num_drafts} draft tokens",
+            field=f"{field}.format.speculative_blocks",
+            remedy="leave it at 0, or give speculative_tokens",
+        )
+    return replace(layer, spec=replace(layer.spec, speculative_blocks=num_drafts))
 
 
 def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN401

@@ -21,7 +21,7 @@ class Compacted:
     num_bytes: tuple[int, int]
 
 
-def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Callable[[int], None]) -> Compacted:
+async def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Callable[[int], None]) -> Compacted:
     """Write the last words behind the log, then drop what was before. `tick` is called with the rows of each chunk.
 
     A compaction that is cut short leaves a longer log that says the same.
@@ -31,13 +31,13 @@ def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Callable[
     for entries in reversed(list(last_words(loaded.entries()))):
         seq += 1
         chunk = pack_chunk(name, seq, entries)
-        store.append(name, chunk, 0)
+        await store.append(name, chunk, 0)
         rows, num_bytes = rows + len(entries), num_bytes + len(chunk.raw)
         tick(len(entries))
     if seq == before:
-        store.drop(name)
+        await store.drop(name)
     else:
-        store.append(name, chunk, before + 1)
+        await store.append(name, chunk, before + 1)
     return Compacted((len(loaded.chunks), seq - before), (loaded.rows, rows), (loaded.num_bytes, num_bytes))
 
 

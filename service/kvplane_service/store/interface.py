@@ -1,14 +1,16 @@
 """What a store of published entries must be able to do, and nothing more.
 
-Calls block, and are made beside the event loop by one thread at a time: the drivers that block are the simplest and
-the best tested ones, and the hot path never waits for any of them. A store may lose, repeat or reorder what it is
-given: what it gives back is checked, record by record, and proven by the page memory. So there are no transactions
-over calls, no locks, and no reads while the service runs.
+The hot path never waits for a store. A store may lose, repeat or reorder what it is given: what it gives back is
+checked, record by record, and proven by the page memory. So there are no transactions over calls, no locks, and no
+reads while the service runs.
+
+    IndexStore      what a service calls: awaited, each call with a deadline of the driver
+    BlockingStore   the same with calls that block: a file, a twin in memory. `offloaded` makes an IndexStore of one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -44,7 +46,11 @@ class IndexStore(Protocol):
     Every method raises a StoreError of `errors.STORE_ERRORS` and changes nothing then, as far as the store can tell.
     """
 
-    def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
+    async def open(self) -> None:
+        """Connect, and see whether the store can be used; before anything else, and again after it failed."""
+        ...
+
+    async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """Add a chunk behind the others and drop those with lower numbers than `trim_below`.
 
         Numbers rise. A chunk that is there already is not added again, so that a call whose answer was lost can be
@@ -52,39 +58,39 @@ class IndexStore(Protocol):
         """
         ...
 
-    def load(self, log: LogName) -> Iterator[StoredChunk]:
-        """The chunks by number; none when there is no such log."""
+    def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
+        """The chunks by number, some at a time; none when there is no such log."""
         ...
 
-    def drop(self, log: LogName) -> None:
+    async def drop(self, log: LogName) -> None:
         """Forget a log, if there is one."""
         ...
 
-    def size_bytes(self, log: LogName) -> int:
+    async def size_bytes(self, log: LogName) -> int:
         """What the chunks of a log take, as far as the store can tell."""
         ...
 
-    def put_record(self, replica: str, record: bytes) -> None:
+    async def put_record(self, replica: str, record: bytes) -> None:
         """Keep a replica's record in place of the one before, and keep what belongs to the replica alive."""
         ...
 
-    def get_record(self, replica: str) -> bytes | None:
+    async def get_record(self, replica: str) -> bytes | None:
         """A replica's record."""
         ...
 
-    def records(self) -> Iterator[tuple[str, bytes]]:
+    async def records(self) -> list[tuple[str, bytes]]:
         """All records, by name."""
         ...
 
-    def drop_record(self, replica: str) -> None:
+    async def drop_record(self, replica: str) -> None:
         """Forget a replica's record, if there is one."""
         ...
 
-    def keep_alive(self, log: LogName) -> None:
+    async def keep_alive(self, log: LogName) -> None:
         """A store that forgets in time keeps this log for another while."""
         ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Let go of connections and files. Idempotent."""
         ...
 
@@ -93,10 +99,67 @@ class IndexStore(Protocol):
 class SharedStore(IndexStore, Protocol):
     """A store that several services can have: it also keeps which of them live, each under its address."""
 
-    def announce(self, service: str, lease_ms: int) -> None:
+    async def announce(self, service: str, lease_ms: int) -> None:
         """The service lives, and says so again before the lease ends."""
         ...
 
-    def is_announced(self, service: str) -> bool:
+    async def is_announced(self, service: str) -> bool:
         """Whether a lease of the service has not ended."""
+        ...
+
+
+class BlockingStore(Protocol):
+    """An IndexStore whose calls block; one thread at a time calls it. It is open when it is there."""
+
+    def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
+        """See IndexStore."""
+        ...
+
+    def load(self, log: LogName) -> Iterator[StoredChunk]:
+        """See IndexStore."""
+        ...
+
+    def drop(self, log: LogName) -> None:
+        """See IndexStore."""
+        ...
+
+    def size_bytes(self, log: LogName) -> int:
+        """See IndexStore."""
+        ...
+
+    def put_record(self, replica: str, record: bytes) -> None:
+        """See IndexStore."""
+        ...
+
+    def get_record(self, replica: str) -> bytes | None:
+        """See IndexStore."""
+        ...
+
+    def records(self) -> Iterator[tuple[str, bytes]]:
+        """See IndexStore."""
+        ...
+
+    def drop_record(self, replica: str) -> None:
+        """See IndexStore."""
+        ...
+
+    def keep_alive(self, log: LogName) -> None:
+        """A store that forgets in time keeps this log for another while."""
+        ...
+
+    def close(self) -> None:
+        """See IndexStore."""
+        ...
+
+
+@runtime_checkable
+class BlockingSharedStore(BlockingStore, Protocol):
+    """A SharedStore whose calls block."""
+
+    def announce(self, service: str, lease_ms: int) -> None:
+        """See SharedStore."""
+        ...
+
+    def is_announced(self, service: str) -> bool:
+        """See SharedStore."""
         ...

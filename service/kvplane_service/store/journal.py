@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
+from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, Entry, Life
@@ -28,6 +29,8 @@ from kvplane_service.store.record import ROW_BYTES, pack_chunk
 CHUNK_ROWS = 1000
 _SLACK_BYTES = 64 << 10  # a log this short is left as it is
 _MAX_USED = 1 << 16  # uses that wait; more are forgotten: they only order evictions
+_MAX_LOST = 8 * CHUNK_ROWS  # by a life, told one by one
+_MAX_LOOKS = 32  # chunks of blocks that `take` looks at in a row, some milliseconds
 _MAX_AGE = 0xFFFFFFFF
 
 
@@ -155,21 +158,26 @@ class ReplicaJournal:
                 self._mark(filter(self._home.__contains__, outcome.orders.stamp_block))
             if outcome.admit_status:
                 self._note_admissions(part, outcome)
-            for event in events:
-                if event.kind is EventKind.STORED:
-                    age = self._slot_age.get(event.slot, self._tick)
-                    self._age.update(dict.fromkeys(event.blocks, age))
-                    self._waiting.append((step.seq, event.blocks))
+            for run in runs_of(events):
+                if run.kind is EventKind.STORED:
+                    age = self._slot_age.get(run.slot, self._tick)
+                    self._age.update(dict.fromkeys(run.blocks, age))
+                    self._waiting.append((step.seq, run.blocks))
         waiting = self._waiting
         while waiting and waiting[0][0] <= step.executed_through:
             self._mark(waiting.popleft()[1])
 
     def note_life(self, life: Life) -> None:
-        """A new engine life began: keys may have gone, and what was stored and never executed is published no more."""
-        self._waiting.clear()
+        """A new engine life began: keys may have gone, and what waited for its step is published now, or gone."""
+        while self._waiting:
+            self._mark(self._waiting.popleft()[1])
         self._slot_age.clear()
-        for event in life.events:
-            self._mark(self._home if event.kind is EventKind.CLEARED else event.blocks)
+        lost = [self._home if run.kind is EventKind.CLEARED else run.blocks for run in runs_of(life.events)]
+        if sum(map(len, lost)) > _MAX_LOST and not self._shedding:
+            self._begin_resync()  # in pieces; what was lost is not worth a list of its own
+            return
+        for blocks in lost:
+            self._mark(blocks)
 
     def _note_admissions(self, part: Part, result: PartResult) -> None:
         for slot, status in zip(part.admit.slot, result.admit_status, strict=False):
@@ -221,8 +229,13 @@ class ReplicaJournal:
     # -- chunks ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The next chunk, which is given again until `wrote` is called; None when there is nothing to tell."""
-        while self._pending is None and self.has_work:
+        """The next chunk, which is given again until `wrote` is called.
+
+        None when there is nothing to tell, or, while `has_work` holds, when nothing was found so far.
+        """
+        for _ in range(_MAX_LOOKS):
+            if self._pending is not None or not self.has_work:
+                break
             if self._shedding:
                 self._begin_resync()
             self._taken_ns = self._clock()
@@ -348,5 +361,3 @@ class ReplicaJournal:
         """Forget the oldest chunks that nobody's last word is in; the newest stays."""
         while len(self._chunks) > 1 and not self._chunks[0].live:
             self._log_bytes -= self._chunks.popleft().num_bytes
-
-

@@ -11,19 +11,25 @@ Between start and stop replicas of other services are adopted, and own ones rele
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvplane.base.errors import KvplaneError
+from kvplane.base.errors import KvplaneError, Unavailable
 from kvplane_service import decisions
 from kvplane_service.config import Config
 from kvplane_service.host import new_replica
 from kvplane_service.recovering import Recovering
 from kvplane_service.registry import Entry, Registry
-from kvplane_service.store.errors import STORE_ERRORS, ClockBehindStore, RecordRefused, Refusal, StoreDamaged
+from kvplane_service.store.errors import (
+    STORE_ERRORS,
+    ClockBehindStore,
+    RecordRefused,
+    Refusal,
+    StoreDamaged,
+    StoreUnavailable,
+)
 from kvplane_service.store.interface import IndexStore, LogName, SharedStore
 from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.loading import LoadedLog
@@ -54,6 +60,7 @@ class Keeper:
         self._around = around
         self._chance = chance
         self.owner = config.advertise or config.listen
+        self.is_read = False  # what the store has of this service is registered
         self._restored: dict[str, ReplicaRecord] = {}
         self._released: set[str] = set()
         self._loads: set[asyncio.Task[None]] = set()
@@ -63,29 +70,33 @@ class Keeper:
     # -- from start to end -------------------------------------------------------------------------------------------
 
     async def start(self, store: IndexStore) -> None:
-        """Register again what the store knows, and follow the registry from now on.
+        """Follow the registry from now on, and register again what the store knows.
+
+        A store that does not answer is no error: `load` asks it again, and until then nothing of it is known here.
 
         Raises:
             ClockBehindStore: a record is from the future; nothing was registered.
-            KvplaneError: the store failed.
+            KvplaneError: the store cannot be used; it was not touched.
         """
         config = self._config
         limits = Limits(config.store_flush_ms, config.store_lag_entries, config.store_lag_ms, config.store_ttl_ms)
         self._writer = StoreWriter(store, limits, self._around)
-        records = await self._around.offload(partial(_read_records, store))
-        self._check_clock(records)
         self._registry.watch(self._entered)
         self._registry.watch_removals(self._removed)
-        for record in records:
-            if not self._is_ours(record):
-                continue
-            try:
-                await self._restore(record)
-            except KvplaneError as error:
-                _log.warning("%s is in the store and cannot be registered again: %s", record.name, error)
+        try:
+            await self._read_in()
+        except StoreUnavailable as error:
+            self._writer.note_failure(error)
 
     async def load(self) -> None:
         """Read the entries of what was restored. A store that fails meanwhile is asked again."""
+        while not self.is_read:
+            await self._around.sleep(_LOAD_PAUSE_S)
+            try:
+                await self._read_in()
+            except KvplaneError as error:
+                assert self._writer is not None, "there is no store"
+                self._writer.note_failure(error)
         for name, record in list(self._restored.items()):
             await self._load_patiently(name, record)
 
@@ -94,20 +105,29 @@ class Keeper:
         assert self._writer is not None, "there is no store"
         await self._writer.run()
 
-    async def stop(self) -> None:
-        """Write what waits, for a moment at most, and let go of the store. `write` was cancelled before."""
+    async def stop(self, patience_s: float = _LAST_WRITE_S) -> None:
+        """Write what waits, for so long at most, and let go of the store. `write` was cancelled before."""
         if self._writer is None:
             return
         for load in self._loads:
             load.cancel()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._writer.write_all(), _LAST_WRITE_S)
-        await self._around.offload(self._writer.store.close)
+        try:
+            async with asyncio.timeout(patience_s):
+                if self.is_read:
+                    await self._writer.write_all()
+                await self._writer.store.close()
+        except TimeoutError:
+            _log.warning("the store does not answer: what waits for it is not written")
 
     async def settle(self, name: str) -> None:
         """Wait until the store knows the replica, or fails: a restart shall not forget what was answered."""
-        if self._writer is not None:
-            await self._writer.write_record(name)
+        if self._writer is None or not self.is_read:
+            return
+        try:
+            async with asyncio.timeout(self._config.store_timeout_ms / 1000):
+                await self._writer.write_record(name)
+        except TimeoutError:
+            self._writer.note_failure(StoreUnavailable("it takes too long to write a record", field="store"))
 
     # -- what others ask ---------------------------------------------------------------------------------------------
 
@@ -116,6 +136,28 @@ class Keeper:
         if self._writer is None or not entry.registration.spec.events:
             return StoreReport(StoreState.OFF)
         return self._writer.report(entry.host.name)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a store at all."""
+        return self._writer is not None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the store answers, and was read."""
+        return self.is_read and self._writer is not None and not self._writer.report().problem
+
+    def check_answers(self) -> None:
+        """Raise StoreUnavailable, at once, when the store cannot be asked now."""
+        assert self._writer is not None, "there is no store"
+        self._writer.check_answers()
+        if not self.is_read:
+            raise StoreUnavailable("it has not been read yet", field="store", remedy="try again in a moment")
+
+    def note_failure(self, error: KvplaneError) -> None:
+        """The store was asked something, and failed."""
+        assert self._writer is not None, "there is no store"
+        self._writer.note_failure(error)
 
     # -- what moves between services ---------------------------------------------------------------------------------
 
@@ -133,22 +175,26 @@ class Keeper:
         """
         assert self._writer is not None, "there is no store"
         await self._restore(record)
-        await self._writer.write_record(record.name)
-        load = asyncio.create_task(self._load_patiently(record.name, record))
+        load = asyncio.create_task(self._load_patiently(record.name, record))  # goes on when the caller is cancelled
         self._loads.add(load)
         load.add_done_callback(self._loads.discard)
+        await self._writer.write_record(record.name)
 
-    async def release(self, name: str, reason: KvplaneError) -> None:
-        """Let go of a replica: write out what was published, and say in its record that it has no owner."""
+    async def release(self, names: Sequence[str], reason: KvplaneError) -> None:
+        """Let go of replicas: write out what was published, and say in their records that they have no owner."""
         assert self._writer is not None, "there is no store"
-        self._registry.let_go(name, reason)
-        self._released.add(name)
-        self._writer.record_changed(name)
-        written = await self._writer.write_all()
-        self._released.discard(name)
-        self._leave(name)
-        if not written:
-            _log.warning("nobody was told that %s was let go: the store is away", name)
+        for name in names:
+            self._registry.let_go(name, reason)
+        try:
+            is_written = await self._write_released(names)
+        except StoreUnavailable:
+            is_written = False
+        finally:
+            self._released.difference_update(names)
+            for name in names:
+                self._leave(name)
+        if names and not is_written:
+            _log.warning("nobody was told that %s was let go: the store is away", ", ".join(names))
 
     def give_up(self, name: str, reason: KvplaneError) -> None:
         """Another service owns the replica; nothing of it is written here any more."""
@@ -161,6 +207,17 @@ class Keeper:
         self._writer.record_changed(name)
 
     # -- inside ------------------------------------------------------------------------------------------------------
+
+    async def _write_released(self, names: Sequence[str]) -> bool:
+        """Everything, then the records: who reads there that nobody owns a replica finds all of it."""
+        assert self._writer is not None, "there is no store"
+        self.check_answers()
+        if not await self._writer.write_all():
+            return False
+        for name in names:
+            self._released.add(name)
+            self._writer.record_changed(name)
+        return await self._writer.write_all()
 
     def _is_ours(self, record: ReplicaRecord) -> bool:
         """A file is one service's; a server may be many services', each of which goes on with its own."""
@@ -188,15 +245,41 @@ class Keeper:
                     remedy="set this machine's clock, or name another store; nothing was touched",
                 )
 
-    async def _restore(self, record: ReplicaRecord) -> None:
+    async def _read_in(self) -> None:
+        """Register again what the store knows; raises what the store refuses."""
+        assert self._writer is not None, "there is no store"
+        store = self._writer.store
+        await store.open()
+        records = await _read_records(store)
+        self._check_clock(records)
+        self._writer.note_success()
+        self.is_read = True
+        for record in records:
+            if not self._is_ours(record):
+                continue
+            try:
+                if not await self._restore(record):
+                    self._writer.drop(record.log)  # nothing was written to it since, and its pages have been used
+            except KvplaneError as error:
+                _log.warning("%s is in the store and cannot be registered again: %s", record.name, error)
+
+    async def _restore(self, record: ReplicaRecord) -> bool:
+        """Register what the store knows; False when somebody registered and used it here since."""
+        name = record.name
         replica = await self._around.offload(partial(new_replica, record.registration.spec))
-        self._restored[record.name] = record
+        if name in self._registry:
+            if len(self._registry.get(name).host.decisions):
+                return False
+            self._registry.let_go(name, Unavailable(f"{name} is read from the store", remedy="try again"))
+            self._leave(name)
+        self._restored[name] = record
         try:
-            entry = self._registry.add(record.name, record.registration, replica)
+            entry = self._registry.add(name, record.registration, replica)
         except KvplaneError:
-            del self._restored[record.name]
+            del self._restored[name]
             raise
         entry.host.recover(Recovering(record.epoch, record.incarnation))
+        return True
 
     async def _load(self, name: str, record: ReplicaRecord) -> bool:
         assert self._writer is not None, "there is no store"
@@ -204,12 +287,14 @@ class Keeper:
         recovering, log = host.recovering, LoadedLog()
         assert recovering is not None, "nobody opens a replica that is loading"
         try:
-            await self._around.offload(partial(_read_log, self._writer.store, record.log, log, recovering))
+            async for page in self._writer.store.load(record.log):
+                await self._around.offload(partial(log.add_all, record.log, page))
+                recovering.rows = log.rows
         except StoreDamaged as error:
             log.refused[Refusal.DAMAGED] += 1
             _log.warning("the rest of the entries of %s is lost: %s", name, error)
         except STORE_ERRORS as error:
-            _log.warning("the entries of %s cannot be read: %s", name, error)
+            self._writer.note_failure(error)
             return False
         past = await self._around.offload(partial(Past.of, log.chunks))
         if name not in self._restored:
@@ -218,6 +303,7 @@ class Keeper:
         recovering.refused.update({why.value: count for why, count in log.refused.items()})
         self._journals[name].resume(past)
         recovering.loading = False
+        self._writer.note_success()
         _log.info("%s: %d entries read, %d chunks refused", name, log.rows, log.refused.total())
         return True
 
@@ -261,10 +347,10 @@ class Keeper:
         )
 
 
-def _read_records(store: IndexStore) -> list[ReplicaRecord]:
+async def _read_records(store: IndexStore) -> list[ReplicaRecord]:
     records = []
     try:
-        for name, raw in store.records():
+        for name, raw in await store.records():
             try:
                 records.append(unpack_record(raw))
             except RecordRefused as error:
@@ -272,10 +358,3 @@ def _read_records(store: IndexStore) -> list[ReplicaRecord]:
     except StoreDamaged as error:
         _log.warning("the store's records are lost: %s", error)
     return records
-
-
-def _read_log(store: IndexStore, name: LogName, log: LoadedLog, progress: Recovering) -> None:
-    """Read beside the event loop; `progress` is looked at meanwhile."""
-    for chunk in store.load(name):
-        log.add(name, chunk)
-        progress.rows = log.rows

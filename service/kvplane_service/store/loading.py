@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvplane_service.core.entries import Entries
 from kvplane_service.store.errors import RecordRefused, Refusal
-from kvplane_service.store.interface import IndexStore, LogName, StoredChunk
+from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.record import unpack_chunk
 
 
@@ -42,10 +43,7 @@ class LoadedLog:
             self.rows += len(entries)
             self.chunks.append((chunk, entries))
 
-
-def load_log(store: IndexStore, log: LogName) -> LoadedLog:
-    """Everything that is stored under this name. Raises a StoreError when the store fails."""
-    loaded = LoadedLog()
-    for chunk in store.load(log):
-        loaded.add(log, chunk)
-    return loaded
+    def add_all(self, log: LogName, chunks: Iterable[StoredChunk]) -> None:
+        """Read some more."""
+        for chunk in chunks:
+            self.add(log, chunk)

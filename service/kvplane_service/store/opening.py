@@ -1,59 +1,64 @@
 """From the configuration to a store.
 
-    none | memory | sqlite:PATH
-    redis://HOST:PORT[/DB] | redis+cluster://HOST:PORT,... | redis+sentinel://HOST:PORT,.../NAME     (rediss: TLS)
+none | memory | sqlite:PATH
+redis://HOST:PORT[/DB] | redis+cluster://HOST:PORT,... | redis+sentinel://HOST:PORT,.../NAME     (rediss: TLS)
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane_service.config import Config
+from kvplane_service.executors import Executor
 from kvplane_service.store.interface import IndexStore
 from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.offloaded import Offloaded, OffloadedShared
 from kvplane_service.store.sqlite import SqliteStore
 
 if TYPE_CHECKING:
-    import redis
-    from redis.cluster import RedisCluster
+    from redis.asyncio import Redis
+    from redis.asyncio.cluster import RedisCluster
 
 _URL = re.compile(r"(?P<scheme>rediss?)(?:\+(?P<kind>cluster|sentinel))?://(?P<hosts>[^/@?#]+)(?:/(?P<rest>[^/?#]*))?")
 _DEFAULT_PORT = {"sentinel": 26379}
 
 
-def open_store(config: Config) -> IndexStore | None:
-    """The store that the configuration names; None without one. Blocks while it connects.
+def make_store(config: Config, read_only: bool = False) -> IndexStore | None:
+    """The store that the configuration names, which has not been opened; None without one.
+
+    With `read_only` nothing is written to it, not even that it is ours.
 
     Raises:
         InvalidArgument, NotFound: the configuration cannot be.
-        KvplaneError: of `errors`, when the store cannot be used; it was not touched.
     """
     name = config.store
     if name == "none":
         return None
     if name == "memory":
-        return MemoryStore()
+        return OffloadedShared(MemoryStore, Executor("the store"))
     if name.startswith("sqlite:"):
-        return SqliteStore(Path(name.removeprefix("sqlite:")))
-    return _open_redis(config)
+        path, busy_s = Path(name.removeprefix("sqlite:")), config.store_timeout_ms / 1000
+        return Offloaded(partial(SqliteStore, path, busy_s, read_only), Executor("the store"))
+    return _make_redis(config, read_only)
 
 
-def _open_redis(config: Config) -> IndexStore:
+def _make_redis(config: Config, read_only: bool) -> IndexStore:
     from kvplane_service.store.redis_store import RedisStore
 
-    return RedisStore(_connector(config), config.store_prefix, config.store_ttl_ms)
+    return RedisStore(_connector(config), config, read_only)
 
 
-def _connector(config: Config) -> Callable[[], redis.Redis | RedisCluster]:
+def _connector(config: Config) -> Callable[[], Redis | RedisCluster]:
     """What connects, as the URL says. The driver is imported where it is used."""
-    import redis
+    from redis.asyncio import Redis
+    from redis.asyncio.cluster import ClusterNode, RedisCluster
+    from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
-    from redis.cluster import ClusterNode, RedisCluster
-    from redis.retry import Retry
 
     if "@" in config.store:
         raise InvalidArgument(
@@ -74,7 +79,7 @@ def _connector(config: Config) -> Callable[[], redis.Redis | RedisCluster]:
     # The writer tries again itself: a driver that does so in silence would hide that something may be lost.
     once = Retry(NoBackoff(), 0)
     if kind == "cluster":
-        nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
+        nodes = [ClusterNode(host, port) for host, port in hosts]
         return lambda: RedisCluster(startup_nodes=nodes, retry=once, **options)
     if kind == "sentinel":
         if not rest:
@@ -83,18 +88,18 @@ def _connector(config: Config) -> Callable[[], redis.Redis | RedisCluster]:
     if rest and not rest.isdecimal():
         raise InvalidArgument(f"{rest!r} is no database", field="store", remedy="write redis://HOST:PORT/NUMBER")
     host, port = hosts[0]
-    return lambda: redis.Redis(host, port, db=int(rest or 0), retry=once, **options)
+    return lambda: Redis(host=host, port=port, db=int(rest or 0), retry=once, **options)
 
 
-def _primary(hosts: list[tuple[str, int]], name: str, options: dict[str, Any]) -> redis.Redis:
+def _primary(hosts: list[tuple[str, int]], name: str, options: dict[str, Any]) -> Redis:
+    from redis.asyncio.retry import Retry
+    from redis.asyncio.sentinel import Sentinel
     from redis.backoff import NoBackoff
-    from redis.retry import Retry
-    from redis.sentinel import Sentinel
 
     shared = ("socket_timeout", "socket_connect_timeout", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
     to_sentinels = {key: value for key, value in options.items() if key in shared}
     sentinel = Sentinel(hosts, sentinel_kwargs=to_sentinels, retry=Retry(NoBackoff(), 0), **options)  # type: ignore[no-untyped-call]
-    primary: redis.Redis = sentinel.master_for(name)  # type: ignore[no-untyped-call]
+    primary: Redis = sentinel.master_for(name)
     return primary
 
 

@@ -16,14 +16,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from weakref import WeakValueDictionary
 
 from kvplane.base.errors import KvplaneError, Moved, Unavailable
 from kvplane_service.config import Config
 from kvplane_service.host import ReplicaState
 from kvplane_service.registry import Registry, UnknownReplica
-from kvplane_service.store.errors import STORE_ERRORS, RecordRefused
+from kvplane_service.store.errors import STORE_ERRORS, RecordRefused, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, SharedStore
 from kvplane_service.store.keeper import Keeper
 from kvplane_service.store.registration import ReplicaRecord, unpack_record
@@ -39,6 +38,13 @@ _log = logging.getLogger(__name__)
 
 class OwnerUnknown(Unavailable):
     """The store does not answer, so that nobody knows who has the replica."""
+
+    def __init__(self, replica: str, why: KvplaneError) -> None:
+        super().__init__(
+            f"who owns {replica} is not known: {why.message}",
+            field="replica",
+            remedy="try again when the store is back",
+        )
 
 
 class Ownership:
@@ -85,15 +91,18 @@ class Ownership:
         if self._keeper.shared_store is not None:
             async with self._lock(name):
                 if name in self._registry:
-                    await self._keeper.release(name, _going())
+                    await self._keeper.release([name], _going())
 
     async def leave(self, busy: Iterable[str]) -> None:
-        """This service goes: adopt nothing more, and let go of what nobody is busy with."""
+        """This service goes: adopt nothing more, and let go of what nobody is busy with, all together."""
         self._leaving = True
+        if self._keeper.shared_store is None:
+            return
         kept = set(busy)
-        for entry in self._registry:
-            if entry.host.name not in kept:
-                await self.release(entry.host.name)
+        names = [entry.host.name for entry in self._registry if entry.host.name not in kept]
+        await self._keeper.release([name for name in names if not self._is_moving(name)], _going())
+        for name in names:
+            await self.release(name)  # once it has moved
 
     async def keep(self) -> None:
         """Say again and again that this service lives, and compare what it has with what others say."""
@@ -104,13 +113,14 @@ class Ownership:
     async def beat(self) -> None:
         """Once. A store that is away is the writer's to tell."""
         store = self._keeper.shared_store
-        if store is None:
+        if store is None or not self._keeper.is_read:
             return
         names = [entry.host.name for entry in self._registry if not self._is_moving(entry.host.name)]
         try:
-            records = await self._around.offload(partial(_announce, store, self._keeper.owner, self._lease_ms, names))
+            await store.announce(self._keeper.owner, self._lease_ms)
+            records = [await _read_record(store, name) for name in names]
         except STORE_ERRORS as error:
-            _log.debug("this service could not be announced: %s", error)
+            self._keeper.note_failure(error)
             return
         for name, record in zip(names, records, strict=True):
             if name in self._registry:
@@ -121,7 +131,7 @@ class Ownership:
         if record is not None and record.owner == self._keeper.owner:
             return
         state = self._registry.get(name).host.state
-        if record is None or record.released or state is ReplicaState.LIVE:
+        if record is None or record.released or state in (ReplicaState.LIVE, ReplicaState.OPENING):
             self._keeper.confirm(name)
         else:
             _log.info("%s is given up: the service at %s has it", name, record.owner)
@@ -129,19 +139,23 @@ class Ownership:
 
     async def _read(self, store: IndexStore, name: str) -> ReplicaRecord | None:
         try:
-            return await self._around.offload(partial(_read_record, store, name))
+            self._keeper.check_answers()
+        except StoreUnavailable as error:
+            raise OwnerUnknown(name, error) from error
+        try:
+            return await _read_record(store, name)
         except STORE_ERRORS as error:
-            raise OwnerUnknown(
-                f"who owns {name} is not known: {error}", field="replica", remedy="try again when the store is back"
-            ) from error
+            self._keeper.note_failure(error)
+            raise OwnerUnknown(name, error) from error
 
     async def _is_owned(self, store: SharedStore, record: ReplicaRecord) -> bool:
         """Whether another service decides for the replica, as far as can be seen from here."""
         if record.released or record.owner == self._keeper.owner:
             return False
         try:
-            lives = await self._around.offload(partial(store.is_announced, record.owner))
-        except STORE_ERRORS:
+            lives = await store.is_announced(record.owner)
+        except STORE_ERRORS as error:
+            self._keeper.note_failure(error)
             return True
         return lives and not await self._probe(record.owner)
 
@@ -178,15 +192,9 @@ async def is_gone(address: str) -> bool:
     return False
 
 
-def _announce(store: SharedStore, owner: str, lease_ms: int, names: list[str]) -> list[ReplicaRecord | None]:
-    """Announce this service; the records of these replicas."""
-    store.announce(owner, lease_ms)
-    return [_read_record(store, name) for name in names]
-
-
-def _read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
+async def _read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
     """The record of a replica, None when there is none that can be used."""
-    raw = store.get_record(name)
+    raw = await store.get_record(name)
     try:
         return unpack_record(raw) if raw is not None else None
     except RecordRefused as error:

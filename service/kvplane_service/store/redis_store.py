@@ -12,13 +12,14 @@ service has renewed it for the time to live. Nothing is ever searched for among 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, cast
 
-import redis
-from redis.cluster import RedisCluster
+from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
@@ -30,6 +31,7 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from kvplane_service.config import Config
 from kvplane_service.store.errors import (
     StoreDenied,
     StoreForeign,
@@ -44,34 +46,42 @@ FORMAT_VERSION = 1
 _PAGE = 64  # chunks, or names, of one answer
 _CHUNK = b"c"  # the one field of a stream's entries
 
-Client: TypeAlias = redis.Redis | RedisCluster
+_MAX_CONNECTIONS = 4
+
+Client: TypeAlias = "Redis | RedisCluster"
 
 
 class RedisStore:
-    """Implements SharedStore over a connected client of one server, of a cluster, or behind Sentinels.
+    """Implements SharedStore over one server, a cluster, or what stands behind Sentinels; on one event loop.
 
-    The server's clock decides what has ended.
+    Some calls run at a time. The server's clock decides what has ended.
     """
 
-    def __init__(self, connect: Callable[[], Client], prefix: str, ttl_ms: int) -> None:
-        """`connect` makes a client. It is asked again when the last one was lost: a cluster may have moved.
+    def __init__(self, connect: Callable[[], Client], config: Config, read_only: bool = False) -> None:
+        """`connect` makes a client. It is asked again when the last one was lost: a cluster may have moved."""
+        self._read_only = read_only
+        self._connect = connect
+        self._prefix = config.store_prefix
+        self._ttl_ms = config.store_ttl_ms
+        self._timeout_s = config.store_timeout_ms / 1000
+        self._client: Client | None = None
+        self._turns = asyncio.Semaphore(_MAX_CONNECTIONS)
+
+    async def open(self) -> None:
+        """See IndexStore.
 
         Raises:
             StoreDenied, StoreForeign, StoreNewer, StoreUnavailable: and nothing was written.
         """
-        self._connect = connect
-        self._prefix = prefix
-        self._ttl_ms = ttl_ms
-        self._client: Client | None = None
-        self._lock = threading.RLock()
-        with self._named_errors() as client:
-            self._check_format(client)
+        async with self._named_errors() as client:
+            await self._check_format(client)
 
-    def _check_format(self, client: Client) -> None:
+    async def _check_format(self, client: Client) -> None:
         key = f"{self._prefix}:format"
-        found = cast(bytes | None, client.get(key))
+        found = cast(bytes | None, await client.get(key))
         if found is None:
-            client.set(key, FORMAT_VERSION, nx=True)
+            if not self._read_only:
+                await client.set(key, FORMAT_VERSION, nx=True)
             return
         if not found.isdigit():
             raise StoreForeign(
@@ -84,17 +94,17 @@ class RedisStore:
                 remedy="run a newer kvplane, or choose another store_prefix; nothing was touched",
             )
 
-    def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
+    async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """See IndexStore."""
         key = self._log_key(log)
-        with self._named_errors() as client:
+        async with self._named_errors() as client:
             # XADD refuses a number that is not above the last: then this chunk has been added before.
-            pipeline = client.pipeline(transaction=True)
+            pipeline = client.pipeline(transaction=not isinstance(client, RedisCluster))
             pipeline.xadd(key, {_CHUNK: chunk.raw}, id=f"{chunk.seq}-0")
             pipeline.xtrim(key, minid=f"{trim_below}-0", approximate=False)
             pipeline.pexpire(key, self._ttl_ms)
             pipeline.xlen(key)
-            added, trimmed, kept, length = pipeline.execute(raise_on_error=False)
+            added, trimmed, kept, length = await pipeline.execute(raise_on_error=False)
             for answer in (trimmed, kept, length):
                 if isinstance(answer, Exception):
                     raise answer
@@ -102,88 +112,89 @@ class RedisStore:
                 raise added
             return int(length)
 
-    def load(self, log: LogName) -> Iterator[StoredChunk]:
+    async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
         """See IndexStore."""
         key, start = self._log_key(log), "-"
         while True:
-            with self._named_errors() as client:
-                entries: list[tuple[bytes, dict[bytes, bytes]]] = client.xrange(key, min=start, count=_PAGE)
-            for number, fields in entries:
-                yield StoredChunk(int(number.partition(b"-")[0]), fields.get(_CHUNK, b""))
+            async with self._named_errors() as client:
+                entries: list[tuple[bytes, dict[bytes, bytes]]] = await client.xrange(key, min=start, count=_PAGE)
+            yield [StoredChunk(int(number.partition(b"-")[0]), one.get(_CHUNK, b"")) for number, one in entries]
             if len(entries) < _PAGE:
                 return
             start = f"({entries[-1][0].decode()}"
 
-    def drop(self, log: LogName) -> None:
+    async def drop(self, log: LogName) -> None:
         """See IndexStore."""
-        with self._named_errors() as client:
-            client.delete(self._log_key(log))
+        async with self._named_errors() as client:
+            await client.delete(self._log_key(log))
 
-    def size_bytes(self, log: LogName) -> int:
+    async def size_bytes(self, log: LogName) -> int:
         """See IndexStore."""
-        with self._named_errors() as client:
-            return int(client.memory_usage(self._log_key(log), samples=0) or 0)
+        async with self._named_errors() as client:
+            return int(await client.memory_usage(self._log_key(log), samples=0) or 0)
 
-    def put_record(self, replica: str, record: bytes) -> None:
+    async def put_record(self, replica: str, record: bytes) -> None:
         """See IndexStore. The record before its name: a name without a record is passed over."""
-        with self._named_errors() as client:
-            client.set(self._record_key(replica), record, px=self._ttl_ms)
-            seconds, microseconds = self._time(client)
+        async with self._named_errors() as client:
+            await client.set(self._record_key(replica), record, px=self._ttl_ms)
+            seconds, microseconds = await self._time(client)
             ends_ms = seconds * 1000 + microseconds // 1000 + self._ttl_ms
             names = f"{self._prefix}:replicas"
-            client.zadd(names, {replica: ends_ms})
-            client.zremrangebyscore(names, "-inf", ends_ms - self._ttl_ms)
-            client.pexpire(names, self._ttl_ms)
+            await client.zadd(names, {replica: ends_ms})
+            await client.zremrangebyscore(names, "-inf", ends_ms - self._ttl_ms)
+            await client.pexpire(names, self._ttl_ms)
 
-    def get_record(self, replica: str) -> bytes | None:
+    async def get_record(self, replica: str) -> bytes | None:
         """See IndexStore."""
-        with self._named_errors() as client:
-            found: bytes | None = client.get(self._record_key(replica))
+        async with self._named_errors() as client:
+            found: bytes | None = await client.get(self._record_key(replica))
             return found
 
-    def records(self) -> Iterator[tuple[str, bytes]]:
+    async def records(self) -> list[tuple[str, bytes]]:
         """See IndexStore."""
-        with self._named_errors() as client:
-            names = [name.decode() for name in client.zrange(f"{self._prefix}:replicas", 0, -1)]
-        for name in sorted(names):
-            record = self.get_record(name)
-            if record is not None:
-                yield name, record
+        async with self._named_errors() as client:
+            names = [name.decode() for name in await client.zrange(f"{self._prefix}:replicas", 0, -1)]
+        found = [(name, await self.get_record(name)) for name in sorted(names)]
+        return [(name, record) for name, record in found if record is not None]
 
-    def drop_record(self, replica: str) -> None:
+    async def drop_record(self, replica: str) -> None:
         """See IndexStore."""
-        with self._named_errors() as client:
-            client.delete(self._record_key(replica))
-            client.zrem(f"{self._prefix}:replicas", replica)
+        async with self._named_errors() as client:
+            await client.delete(self._record_key(replica))
+            await client.zrem(f"{self._prefix}:replicas", replica)
 
-    def keep_alive(self, log: LogName) -> None:
+    async def keep_alive(self, log: LogName) -> None:
         """See IndexStore."""
-        with self._named_errors() as client:
-            client.pexpire(self._log_key(log), self._ttl_ms)
+        async with self._named_errors() as client:
+            await client.pexpire(self._log_key(log), self._ttl_ms)
 
-    def announce(self, service: str, lease_ms: int) -> None:
+    async def announce(self, service: str, lease_ms: int) -> None:
         """See SharedStore."""
-        with self._named_errors() as client:
-            client.set(self._service_key(service), b"", px=lease_ms)
+        async with self._named_errors() as client:
+            await client.set(self._service_key(service), b"", px=lease_ms)
 
-    def is_announced(self, service: str) -> bool:
+    async def is_announced(self, service: str) -> bool:
         """See SharedStore."""
-        with self._named_errors() as client:
-            return client.get(self._service_key(service)) is not None
+        async with self._named_errors() as client:
+            return await client.get(self._service_key(service)) is not None
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """See IndexStore."""
-        with self._lock:
-            client, self._client = self._client, None
-            if client is not None:
-                client.close()
+        client, self._client = self._client, None
+        if client is not None:
+            # To say goodbye takes an answer of the server; a connection that gets none is closed all the same.
+            with contextlib.suppress(RedisError, OSError):
+                async with asyncio.timeout(self._timeout_s):
+                    await client.aclose()
 
-    def _time(self, client: Client) -> tuple[int, int]:
+    async def _time(self, client: Client) -> tuple[int, int]:
         """Seconds and microseconds of the node that keeps the names."""
         if isinstance(client, RedisCluster):
-            node = client.get_node_from_key(f"{self._prefix}:replicas")  # type: ignore[no-untyped-call]
-            client = client.get_redis_connection(node)
-        return client.time()
+            answer = await client.time(target_nodes=client.get_node_from_key(f"{self._prefix}:replicas"))
+        else:
+            answer = await client.time()
+        seconds, microseconds = answer
+        return seconds, microseconds
 
     def _log_key(self, log: LogName) -> str:
         return f"{self._prefix}:{{{log.replica}}}:{log.namespace.hex()}:{log.incarnation:016x}:log"
@@ -194,19 +205,23 @@ class RedisStore:
     def _record_key(self, replica: str) -> str:
         return f"{self._prefix}:{{{replica}}}:record"
 
-    @contextmanager
-    def _named_errors(self) -> Iterator[Any]:
-        """The client, for one thread at a time: who gives it up closes it. What it raises gets its name here."""
-        with self._lock:
+    @asynccontextmanager
+    async def _named_errors(self) -> AsyncIterator[Any]:
+        """The client, when it is the caller's turn: who gives it up closes it. What it raises gets its name here."""
+        client = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._turns.acquire()
             try:
-                if self._client is None:
-                    self._client = self._connect()
-                yield self._client
-            except (RedisError, RedisClusterException, OSError) as error:
-                named = _named(error)
-                if isinstance(named, StoreUnavailable):
-                    self.close()
-                raise named from error
+                client = self._client = self._client or self._connect()
+                yield client
+            finally:
+                self._turns.release()
+        except (RedisError, RedisClusterException, OSError) as error:
+            named = _named(error)
+            if isinstance(named, StoreUnavailable) and client is not None and client is self._client:
+                await self.close()
+            raise named from error
 
 
 def _named(error: Exception) -> Exception:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvplane.base.errors import NotFound
 from kvplane_service.store.errors import (
     StoreDamaged,
     StoreForeign,
@@ -47,20 +48,26 @@ CREATE TABLE record (replica TEXT PRIMARY KEY, raw BLOB NOT NULL) STRICT;
 class SqliteStore:
     """Implements IndexStore. One connection, used by one thread at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S, read_only: bool = False) -> None:
         """Open the file, or make it.
 
-        A damaged one is kept beside and begun anew.
+        A damaged one is kept beside and begun anew. With `read_only` the file must be there, and stays as it is.
 
         Raises:
             StoreForeign, StoreNewer: it is not ours, or newer than we are.
             StoreReadOnly: it, or its folder, cannot be written.
+            NotFound: there is none, and nothing may be written.
         """
         self._path = path
+        self._busy_timeout_s = busy_timeout_s
+        self._read_only = read_only
         self._lock = threading.Lock()
         with self._named_errors():
             if path.exists():
                 _check_file(path)
+            if read_only:
+                self._connection = _open_to_read(path, busy_timeout_s)
+                return
             _check_writable(path)
             try:
                 self._open()
@@ -71,7 +78,7 @@ class SqliteStore:
 
     def _open(self) -> None:
         self._connection = sqlite3.connect(
-            self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            self._path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
         )
         run = self._connection.execute
         with self._writing():  # before WAL mode, so that the file's header says whose it is
@@ -188,9 +195,18 @@ class SqliteStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            if _is_damage(error):
+            if _is_damage(error) and not self._read_only:
                 self._begin_anew()
             raise _named(self._path, error) from error
+
+
+def _open_to_read(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
+    """A file that nobody has open is taken to stay as it is: to read it otherwise is to write beside it."""
+    if not path.exists():
+        raise NotFound(f"there is no file {path}", field="store", remedy="name the file of a service")
+    mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
+    uri = f"{path.absolute().as_uri()}?{mode}"
+    return sqlite3.connect(uri, busy_timeout_s, isolation_level=None, check_same_thread=False, uri=True)
 
 
 def _check_file(path: Path) -> None:

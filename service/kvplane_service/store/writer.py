@@ -11,11 +11,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
-from typing import Protocol, TypeVar
 
 from kvplane.base.errors import KvplaneError
-from kvplane_service.store.errors import STORE_ERRORS
+from kvplane_service.executors import Offload
+from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
 
@@ -25,16 +24,7 @@ _NS_PER_MS = 1_000_000
 _RENEWALS_PER_TTL = 4
 _MAX_DROPS = 4096
 
-_T = TypeVar("_T")
 _log = logging.getLogger(__name__)
-
-
-class Offload(Protocol):
-    """Runs a blocking call beside the event loop, one at a time."""
-
-    def __call__(self, call: Callable[[], _T], /) -> Awaitable[_T]:
-        """Its outcome."""
-        ...
 
 
 class StoreState(Enum):
@@ -63,7 +53,7 @@ class Surroundings:
     Attributes:
         clock: monotonic nanoseconds.
         sleep: of the event loop.
-        offload: runs the store's calls.
+        offload: runs what would hold the event loop.
         jitter: draws from [0, 1).
     """
 
@@ -119,6 +109,7 @@ class StoreWriter:
         self._gone: dict[str, None] = {}  # replicas whose records are to be forgotten
         self._failures = 0
         self._problem = ""
+        self._away_since_ns: int | None = None
         self._pause_s = 0.0
         self._one_at_a_time = asyncio.Lock()  # who lets go of a replica writes all out, beside the loop
 
@@ -166,6 +157,16 @@ class StoreWriter:
         entries = sum(lag.entries for lag in lags) + sum(watch.record_due for watch in watched)
         return StoreReport(state, entries, lag_ms, left, self._failures, self._problem)
 
+    def check_answers(self) -> None:
+        """Raise StoreUnavailable at once while the store does not answer: the loop alone asks it again."""
+        if self._away_since_ns is not None:
+            away_s = (self._around.clock() - self._away_since_ns) // 10**9
+            raise StoreUnavailable(
+                f"the store has not answered for {away_s} s",
+                field="store",
+                remedy="look at the server; allocation goes on meanwhile",
+            )
+
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -179,38 +180,43 @@ class StoreWriter:
         """Store everything that waits; False when the store failed meanwhile, and the rest waits for the next time."""
         try:
             async with self._one_at_a_time:
+                if self._away_since_ns is not None:
+                    await self.store.open()  # there may be nothing to write
                 await self._forget_dropped()
                 while await self._write_round():
                     pass
         except STORE_ERRORS as error:
-            self._note_failure(error)
+            self.note_failure(error)
+            longer_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) or _FIRST_PAUSE_S
+            self._pause_s = longer_s * (1.0 - self._around.jitter() / 2)
             return False
-        if self._problem:
-            _log.info("the store is back")
-        self._problem, self._pause_s = "", 0.0
+        self.note_success()
         return True
 
     async def write_record(self, name: str) -> None:
-        """Store a replica's record now; when that fails, the loop goes on trying."""
+        """Store a replica's record now, if the store answers; if not, the loop goes on trying."""
         watch = self._watched.get(name)
-        if watch is not None:
+        if watch is not None and self._away_since_ns is None:
             try:
                 await self._write_record(name, watch)
             except STORE_ERRORS as error:
-                self._note_failure(error)
+                self.note_failure(error)
 
     async def _write_round(self) -> bool:
         """One chunk of each replica, in turn, so that none waits for another's backlog; False when there was none."""
         any_left = False
         for name, watch in list(self._watched.items()):
+            if self._watched.get(name) is watch:
+                await self._write_record(name, watch)
             if self._watched.get(name) is not watch:
-                continue  # somebody else's meanwhile
-            await self._write_record(name, watch)
+                continue  # another service has it: it was given up before, or while its record was written
             journal = watch.journal
             batch = journal.take()
             if batch is None:
+                any_left = any_left or journal.has_work
+                await asyncio.sleep(0)
                 continue
-            count = await self._call(partial(self.store.append, batch.log, batch.chunk, batch.trim_below))
+            count = await self.store.append(batch.log, batch.chunk, batch.trim_below)
             if not journal.wrote(batch, count):
                 watch.record_due = True  # a store that lost chunks may have lost the record too
             any_left = any_left or journal.has_work
@@ -222,37 +228,38 @@ class StoreWriter:
         renew = now - watch.renewed_ns > self._limits.ttl_ms * _NS_PER_MS // _RENEWALS_PER_TTL
         if not (watch.record_due or renew):
             return
-        watch.record_due = False
+        watch.record_due, is_stored = False, False
         record = watch.record()
         try:
-            await self._call(partial(self.store.put_record, name, record))
-            await self._call(partial(self.store.keep_alive, watch.journal.log))
-        except STORE_ERRORS:
-            watch.record_due = True
-            raise
+            await self.store.put_record(name, record)
+            await self.store.keep_alive(watch.journal.log)
+            is_stored = True
+        finally:  # it failed, or who waits for it was cancelled
+            watch.record_due |= not is_stored
         watch.renewed_ns = now
 
     async def _forget_dropped(self) -> None:
         for text, log in list(self._drops.items()):
-            await self._call(partial(self.store.drop, log))
+            await self.store.drop(log)
             self._drops.pop(text, None)
         for name in list(self._gone):
             if name not in self._watched:
-                await self._call(partial(self.store.drop_record, name))
+                await self.store.drop_record(name)
             self._gone.pop(name, None)
 
-    async def _call(self, call: Callable[[], _T]) -> _T:
-        return await self._around.offload(call)
-
-    def _note_failure(self, error: KvplaneError) -> None:
+    def note_failure(self, error: KvplaneError) -> None:
+        """A call of the store failed, whoever made it."""
         if not self._problem:
-            _log.warning("the store cannot be written, allocation goes on: %s", error)
+            _log.warning("the store cannot be used, allocation goes on: %s", error)
         self._failures += 1
         self._problem = str(error)
-        longer_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) or _FIRST_PAUSE_S
-        self._pause_s = longer_s * (1.0 - self._around.jitter() / 2)
+        if not isinstance(error, StoreUnavailable):
+            self._away_since_ns = None
+        elif self._away_since_ns is None:
+            self._away_since_ns = self._around.clock()
 
-
-async def offload_to_thread(call: Callable[[], _T]) -> _T:
-    """Beside the event loop, on one of its threads."""
-    return await asyncio.to_thread(call)
+    def note_success(self) -> None:
+        """The store answers, and has all that it was given."""
+        if self._problem:
+            _log.info("the store is back")
+        self._problem, self._pause_s, self._away_since_ns = "", 0.0, None

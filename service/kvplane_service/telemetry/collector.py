@@ -21,6 +21,7 @@ from kvplane_service.core.managers import GroupManager
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Entry, Registry
 from kvplane_service.store.writer import StoreReport, StoreState
+from kvplane_service.telemetry.holds import BOUNDS_S, Holds
 from kvplane_service.telemetry.tally import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 
 _NS = 1e-9
@@ -58,9 +59,10 @@ def _gauge(name: str, help: str, read: Callable[[ReplicaHost], float]) -> Family
 
 def _blocks(host: ReplicaHost) -> Values:
     pool = host.replica.coordinator.pool
-    held = pool.num_blocks - 1 - pool.num_free
+    busy = len(pool.busy)
     return [
-        (("held",), held),
+        (("held",), pool.num_blocks - 1 - pool.num_free - busy),
+        (("busy",), busy),
         (("cached",), pool.num_evictable),
         (("empty",), pool.num_free - pool.num_evictable),
     ]
@@ -101,6 +103,11 @@ _FAMILIES = (
         "kvplane_prefix_queried_tokens",
         "Tokens looked up by granted admissions.",
         lambda host: host.replica.counters.queried_tokens,
+    ),
+    _counter(
+        "kvplane_unaligned_chunks",
+        "Chunks that ended inside a state block: no row of their step could hold one.",
+        lambda host: host.replica.counters.unaligned_chunks,
     ),
     _counter("kvplane_prefix_hit_tokens", "Of these, tokens hit.", lambda host: host.replica.counters.hit_tokens),
     Family(
@@ -160,6 +167,7 @@ _FAMILIES = (
     _counter("kvplane_lost_decisions", "Decisions no longer kept.", lambda host: host.decisions.num_lost),
 )
 
+
 def _no_store(_: Entry) -> StoreReport:
     return StoreReport(StoreState.OFF)
 
@@ -177,18 +185,42 @@ class ServiceCollector(Collector):
     Args:
         registry: its replicas.
         report: how the durable side of a replica is.
+        holds: of the event loop.
     """
 
-    def __init__(self, registry: Registry, report: Callable[[Entry], StoreReport] = _no_store) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        report: Callable[[Entry], StoreReport] = _no_store,
+        holds: Holds | None = None,
+    ) -> None:
         self._registry = registry
         self._report = report
+        self._holds = holds or Holds()
 
     def collect(self) -> Iterator[Metric]:
         """See Collector."""
+        yield from self._of_service()
+        yield from self._of(list(self._registry))
+
+    def parts(self) -> Iterator[list[Metric]]:
+        """The same in parts: all families, with what concerns the service; then those that a replica has, for each.
+
+        Others may go on between two parts: what is said of a replica is of one moment.
+        """
         entries = list(self._registry)
-        hosts = [entry.host for entry in entries]
+        yield [*self._of_service(), *self._of([])]
+        for entry in entries:
+            yield list(self._of([entry]))
+
+    def _of_service(self) -> Iterator[Metric]:
         yield _build_info()
-        yield _states(hosts)
+        yield _states([entry.host for entry in self._registry])
+        yield _held(self._holds)
+
+    def _of(self, entries: Sequence[Entry]) -> Iterator[Metric]:
+        """Families of replicas, with these."""
+        hosts = [entry.host for entry in entries]
         for family in _FAMILIES:
             yield family.collect(hosts)
         yield _step_seconds(hosts)
@@ -204,6 +236,15 @@ class ServiceCollector(Collector):
 def _build_info() -> Metric:
     family = GaugeMetricFamily("kvplane_build_info", "Always 1; what runs.", labels=("version",))
     family.add_metric((version("kvplane"),), 1)
+    return family
+
+
+def _held(holds: Holds) -> Metric:
+    family = HistogramMetricFamily(
+        "kvplane_loop_held_seconds", "For how long at a time nothing could be answered, sampled.", labels=()
+    )
+    bounds = [*map(str, BOUNDS_S), "+Inf"]
+    family.add_metric((), list(zip(bounds, map(float, accumulate(holds.counts)), strict=True)), holds.sum_s)
     return family
 
 

@@ -1,31 +1,39 @@
 """The port that Prometheus scrapes: GET /metrics, in Prometheus' text format or, when asked, OpenMetrics.
 
-On the service's own event loop, since a scrape must see the state between two steps. Only the reading happens there;
-the text is made in a thread.
+On the service's own event loop, since a scrape must see the state between two steps; replica by replica, so that
+steps go on meanwhile. A thread would take the interpreter from them for as long.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from kvplane.base.errors import Unavailable
+from kvplane_service.executors import Busy
+from kvplane_service.slices import Turns, in_slices
+from kvplane_service.telemetry.collector import ServiceCollector
 
 _PATH = "/metrics"
 _MAX_HEAD_BYTES = 16 << 10
 _TIMEOUT_S = 5.0
+_MAX_WAITING = 16
+_EOF = b"# EOF\n"  # ends OpenMetrics
+
+Encode: TypeAlias = Callable[[CollectorRegistry], bytes]
 
 
 class MetricsServer:
     """Serves one collector over HTTP/1.1, a connection per request."""
 
-    def __init__(self, collector: Collector) -> None:
+    def __init__(self, collector: ServiceCollector) -> None:
         self._collector = collector
+        self._turns = Turns("metrics", _MAX_WAITING)
         self._server: asyncio.Server | None = None
 
     async def start(self, address: str) -> str:
@@ -55,48 +63,71 @@ class MetricsServer:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _TIMEOUT_S)
-            writer.write(await self._response(head.decode("latin-1").split("\r\n")))
-            await asyncio.wait_for(writer.drain(), _TIMEOUT_S)
+            for piece in await self._response(head.decode("latin-1").split("\r\n")):
+                writer.write(piece)
+                await asyncio.wait_for(writer.drain(), _TIMEOUT_S)
+                await asyncio.sleep(0)
         except asyncio.LimitOverrunError:
-            writer.write(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
+            writer.writelines(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client is slow or gone: nobody to tell
+            writer.transport.abort()  # the client is slow or gone, and nothing is kept for it
         finally:
             writer.close()
 
-    async def _response(self, head: Sequence[str]) -> bytes:
+    async def _response(self, head: Sequence[str]) -> list[bytes]:
         method, _, rest = head[0].partition(" ")
         if method not in ("GET", "HEAD"):
             return _response(HTTPStatus.METHOD_NOT_ALLOWED)
         if rest.partition(" ")[0].partition("?")[0] != _PATH:
-            return _response(HTTPStatus.NOT_FOUND, f"metrics are at {_PATH}\n".encode())
+            return _response(HTTPStatus.NOT_FOUND, [f"metrics are at {_PATH}\n".encode()])
         accept = next((line.partition(":")[2] for line in head[1:] if line.lower().startswith("accept:")), "")
         encode, content_type = choose_encoder(accept)
-        page = _Page(list(self._collector.collect()))
-        body = await asyncio.to_thread(encode, page.registry)
-        return _response(HTTPStatus.OK, body if method == "GET" else b"", content_type)
+        try:
+            async with self._turns.take():
+                body = await self._page(encode)
+        except Busy as error:
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, [f"{error}\n".encode()])
+        return _response(HTTPStatus.OK, body if method == "GET" else [], content_type)
+
+    async def _page(self, encode: Encode) -> list[bytes]:
+        """The text of each family, made in slices of the event loop's time."""
+        texts: dict[str, list[bytes]] = {}
+        async for part in in_slices(self._collector.parts()):
+            for metric in part:
+                lines = encode(_One(metric)).removesuffix(_EOF)
+                known = texts.setdefault(metric.name, [])
+                known.append(_without_header(lines) if known else lines)
+        pieces = []
+        for of_family in texts.values():
+            pieces.append(b"".join(of_family))
+            await asyncio.sleep(0)
+        return [*pieces, encode(_One())]  # the end of the page, where its format has one
 
 
-class _Page(Collector):
-    """Metrics as they were at one moment."""
+class _One(CollectorRegistry):
+    """At most one family, in place of all that are registered."""
 
-    def __init__(self, families: Sequence[Metric]) -> None:
+    def __init__(self, *families: Metric) -> None:
+        super().__init__()
         self._families = families
-        self.registry = CollectorRegistry()
-        self.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:
-        """See Collector."""
+        """See CollectorRegistry."""
         yield from self._families
 
-    def describe(self) -> Iterator[Metric]:
-        """Nothing: the registry need not compare names."""
-        yield from ()
+
+def _without_header(text: bytes) -> bytes:
+    """The samples of a family's text."""
+    while text.startswith(b"# "):
+        text = text[text.index(b"\n") + 1 :]
+    return text
 
 
-def _response(status: HTTPStatus, body: bytes = b"", content_type: str = "text/plain; charset=utf-8") -> bytes:
+def _response(
+    status: HTTPStatus, body: Sequence[bytes] = (), content_type: str = "text/plain; charset=utf-8"
+) -> list[bytes]:
     head = (
         f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Length: {sum(map(len, body))}\r\nConnection: close\r\n\r\n"
     )
-    return head.encode() + body
+    return [head.encode(), *body]

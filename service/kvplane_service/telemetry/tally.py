@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvplane.base.step import AdmitStatus, CacheEvent, End, EventKind, Part, PartResult, RemoveReason
 from kvplane.base.trace import is_sampled
+from kvplane_service.core.cache_events import runs_of
 from kvplane_service.decisions import Decision, Entry
 
 STEP_BOUNDS_NS = tuple(
@@ -19,7 +21,8 @@ class Preemption(StrEnum):
     """Why a request lost its blocks."""
 
     OUT_OF_BLOCKS = "out_of_blocks"  # a running request needed them
-    TAKEN_BACK = "taken_back"  # its step failed, it went back, or it had adopted keys that were withdrawn
+    TAKEN_BACK = "taken_back"  # its step failed, or it had adopted keys that were withdrawn
+    WENT_BACK = "went_back"  # rejected drafts, or a failed load, set it behind the states or windows that it held
     ENGINE = "engine"  # the engine said so
 
 
@@ -114,12 +117,13 @@ class Tally:
         for status in REFUSALS:
             self.refusals[status] += result.admit_status.count(int(status))
 
-    def _count_removals(self, events: list[CacheEvent]) -> None:
-        for event in events:
-            if event.kind is EventKind.REMOVED:
-                self.removals[event.reason] += len(event.hashes)
+    def _count_removals(self, events: Sequence[CacheEvent]) -> None:
+        for run in runs_of(events):
+            if run.kind is EventKind.REMOVED:
+                self.removals[run.reason] += len(run.hashes)
 
     def _count_preemptions(self, part: Part, result: PartResult) -> None:
-        self.preemptions[Preemption.TAKEN_BACK] += result.taken_back
+        self.preemptions[Preemption.TAKEN_BACK] += result.taken_back - result.went_back
+        self.preemptions[Preemption.WENT_BACK] += result.went_back
         self.preemptions[Preemption.OUT_OF_BLOCKS] += len(result.preempted) - result.taken_back
         self.preemptions[Preemption.ENGINE] += part.facts.end.count(int(End.PREEMPTED))

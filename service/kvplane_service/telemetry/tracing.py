@@ -23,11 +23,14 @@ from opentelemetry.util.types import AttributeValue
 
 from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
 from kvplane.base.trace import is_sampled, parse_traceparent
+from kvplane_service.core.cache_events import runs_of
 from kvplane_service.decisions import Decision, Entry
 from kvplane_service.telemetry.ops import pack
 from kvplane_service.telemetry.sampling import Sampling
 
 _log = logging.getLogger(__name__)
+
+_UNTOUCHED = (AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING)
 
 
 class Tracing:
@@ -126,7 +129,7 @@ class StepTracer:
 
     def _attributes(self, decision: Decision) -> dict[str, AttributeValue]:
         step, parts = decision.step, decision.result.parts
-        events = [event for of_part in decision.events for event in of_part]
+        runs = [run for of_part in decision.events for run in runs_of(of_part)]
         ops = pack(decision)
         return {
             "kvcache.replica": self._replica,
@@ -138,8 +141,8 @@ class StepTracer:
             "kvcache.new_blocks": sum(len(part.new_blocks.ids) for part in parts),
             "kvcache.free_blocks": parts[-1].free_blocks,
             "kvcache.preempted_requests": sum(len(part.preempted) for part in parts),
-            "kvcache.stored_keys": sum(len(event.hashes) for event in events if event.kind is EventKind.STORED),
-            "kvcache.removed_keys": sum(len(event.hashes) for event in events if event.kind is EventKind.REMOVED),
+            "kvcache.stored_keys": sum(len(run.hashes) for run in runs if run.kind is EventKind.STORED),
+            "kvcache.removed_keys": sum(len(run.hashes) for run in runs if run.kind is EventKind.REMOVED),
             **({"kvcache.ops": ops} if ops else {"kvcache.ops_left_out": True}),
         }
 
@@ -153,7 +156,7 @@ class StepTracer:
         for part, result in zip(decision.step.parts, decision.result.parts, strict=True):
             for row, slot in enumerate(part.admit.slot):
                 context = context_of(self._requests.get(slot, ""))
-                if context is not None and result.admit_status[row] != AdmitStatus.NOT_REACHED:
+                if context is not None and result.admit_status[row] not in _UNTOUCHED:
                     self._trace_admission(decision, result, row, context)
 
     def _trace_admission(self, decision: Decision, result: PartResult, row: int, context: Context) -> None:

@@ -12,7 +12,7 @@ where the kind needs no block any more, or never needed one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupSpec, ReplicaSpec
@@ -127,6 +127,7 @@ class GroupManager(ABC):
         self.num_cached: list[int] = []  # leading blocks whose caching is settled; NOT_TRACKED before the first
         self.partial_hit: dict[int, tuple[int, int]] = {}  # slot -> (index, shared block) that must be copied
         self.copies: list[tuple[int, int]] = []  # (source, target) of this step; both ends are held
+        self.stores_empty_ranges = not self._safe  # the reference emits STORED also where nothing was registered
         self.allocated = 0
         self.adopted = 0
 
@@ -224,6 +225,16 @@ class GroupManager(ABC):
         self.orders.zero_block.extend(blocks)
         self.orders.zero_group.extend([self.group] * len(blocks))
 
+    def blocks_between(self, slot: int, first: int, end: int) -> list[int]:
+        """The request's blocks that hold some of the tokens [first, end)."""
+        return self.table[slot][first // self.block_size : self._blocks_for(end)]
+
+    def zero_unloaded(self, slot: int, num_tokens: int) -> None:
+        """Zero the request's own blocks behind these tokens, where new blocks are zeroed."""
+        if self.spec.zero_new_blocks:
+            rest = self.table[slot][self._blocks_for(num_tokens) :]
+            self._order_zero([block for block in rest if self.pool.is_private(block)])
+
     def _ends_inside_block(self, hit: Sequence[int], num_tokens: int) -> bool:
         return len(hit) > 0 and num_tokens % self.block_size != 0
 
@@ -320,10 +331,15 @@ class GroupManager(ABC):
         freed = []
         for index in range(min(last, len(table)) - 1, first - 1, -1):
             if table[index] == NULL_BLOCK:
-                break
+                break  # an earlier call gave back all that lies before it
             freed.append(table[index])
             table[index] = NULL_BLOCK
-        self.pool.release(freed)
+        self._give_up(slot, freed)
+
+    def _give_up(self, slot: int, blocks: list[int]) -> None:
+        """Release blocks that a running request needs no more; its launches in flight may still read them."""
+        self.pool.note_use(blocks, self.requests.granted_step[slot])
+        self.pool.release(blocks)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 
@@ -358,12 +374,14 @@ class GroupManager(ABC):
             if block == NULL_BLOCK or (keep is not None and not keep[index - start]):
                 continue
             key = Key(domain, self.group, digests[(index + 1) * per_block - 1])
+            if self.pool.key_tokens[block] == (index + 1) * self.block_size:
+                continue  # it kept its key when one before it was evicted
             self.promote(block, (index + 1) * self.block_size)
             self.pool.register(block, key, (index + 1) * self.block_size)
             hashes.append(key.digest)
             blocks.append(block)
             starts.append(index * self.block_size)
-        if self.replica.events:
+        if self.replica.events and (hashes or self.stores_empty_ranges):
             parent = digests[start * per_block - 1] if start else b""
             self.pool.events.append(
                 CacheEvent(
@@ -380,6 +398,12 @@ class GroupManager(ABC):
                     tuple(starts),
                 )
             )
+
+    def unsettle(self, blocks: Collection[int]) -> None:
+        """Let requests that have these blocks register them again."""
+        for slot, table in enumerate(self.table):
+            first = next((index for index, block in enumerate(table) if block in blocks), FOREVER)
+            self.num_cached[slot] = min(self.num_cached[slot], first)
 
     def key(self, slot: int, num_hashes: int) -> Key:
         """The name of the request's prefix of so many hash blocks in this group."""
@@ -444,6 +468,11 @@ class GroupManager(ABC):
         end = (max(self.num_cached[slot], 0) + 1) * self.block_size
         hashed = len(self.requests.content[slot].digests) * self.hash_size
         return end if end <= hashed else FOREVER
+
+    def is_sound(self, slot: int) -> bool:
+        """Whether what is noted of the request beside its table fits that."""
+        del slot
+        return True
 
     # -- digest ------------------------------------------------------------------------------------------------------
 

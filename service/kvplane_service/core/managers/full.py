@@ -94,34 +94,39 @@ class FullAttentionManager(GroupManager):
 
 def register_inside_block(manager: GroupManager, slot: int, block: int, num_tokens: int) -> Key:
     """Register a key for the prefix of `num_tokens` that ends inside `block`; a shorter key of the block goes first."""
-    pool, size = manager.pool, manager.hash_size
-    digests = manager.requests.content[slot].digests
-    count = num_tokens // size
-    key = manager.key(slot, count)
+    pool = manager.pool
+    key = manager.key(slot, num_tokens // manager.hash_size)
     if pool.has_key(block, key):
         return key
     if pool.key[block] is not None and pool.key_tokens[block] < num_tokens:
         manager.promote(block, num_tokens)
     pool.register(block, key, num_tokens)
-    if manager.replica.events:
-        start = num_tokens - size
-        parent = digests[count - 2] if count > 1 else b""
-        pool.events.append(
-            CacheEvent(
-                EventKind.STORED,
-                manager.group,
-                (key.digest,),
-                (block,),
-                key.domain,
-                parent,
-                size,
-                slot,
-                start,
-                num_tokens,
-                (start,),
-            )
-        )
+    tell_stored_inside(manager, slot, block, key, num_tokens)
     return key
+
+
+def tell_stored_inside(manager: GroupManager, slot: int, block: int, key: Key, num_tokens: int) -> None:
+    """The block has the key of a prefix of `num_tokens`: an event of its last hash block."""
+    if not manager.replica.events:
+        return
+    size = manager.hash_size
+    start, count = num_tokens - size, num_tokens // size
+    parent = manager.requests.content[slot].digests[count - 2] if count > 1 else b""
+    manager.pool.events.append(
+        CacheEvent(
+            EventKind.STORED,
+            manager.group,
+            (key.digest,),
+            (block,),
+            key.domain,
+            parent,
+            size,
+            slot,
+            start,
+            num_tokens,
+            (start,),
+        )
+    )
 
 
 class SinkManager(FullAttentionManager):
@@ -164,4 +169,10 @@ class RetainedWindowManager(FullAttentionManager):
         return (start // self.block_size + 1) * self.block_size + self.spec.window
 
 
-__all__ = ["FullAttentionManager", "RetainedWindowManager", "SinkManager", "register_inside_block"]
+__all__ = [
+    "FullAttentionManager",
+    "RetainedWindowManager",
+    "SinkManager",
+    "register_inside_block",
+    "tell_stored_inside",
+]

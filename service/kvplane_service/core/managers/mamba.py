@@ -15,7 +15,7 @@ from dataclasses import replace
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.keys import NULL_BLOCK, Key
 from kvplane_service.core.managers.base import FOREVER, GroupManager, GroupSetup, Need, Query, Standing
-from kvplane_service.core.managers.full import register_inside_block
+from kvplane_service.core.managers.full import register_inside_block, tell_stored_inside
 
 NO_STATE = -1
 
@@ -86,7 +86,9 @@ class AlignedStateManager(GroupManager):
         self.last_state: list[int] = []  # index of the state that the last allocated block continues from
         self.num_retired: list[int] = []  # leading entries already given back
         self.has_allocated: list[bool] = []
-        self._stopped_at: dict[int, dict[int, int]] = {}  # slot -> index -> tokens of the state left there
+        # slot -> index -> tokens of the state left there. Ends beyond the known tokens rest on drafts that nobody has
+        # verified: they name nothing before the tokens are known, and a rejection removes them (`rewind`).
+        self._stopped_at: dict[int, dict[int, int]] = {}
         self._registered_this_step: set[Key] = set()  # named content that this step's forward pass writes
 
     # -- tables ------------------------------------------------------------------------------------------------------
@@ -203,7 +205,11 @@ class AlignedStateManager(GroupManager):
             self._copy_into_table(slot, index, source, target)
             return [target]
         assert self.table[slot][index] == source, f"slot {slot}: state {source} is not at {index}"
-        self.pool.move_keys(source, target)
+        moved = self.pool.move_keys(source, target)
+        if self._safe:  # the reference tells of no move
+            self.pool.tell_removed([key for key, _ in moved], source, RemoveReason.MOVED)
+            for key, num_tokens in moved:
+                tell_stored_inside(self, slot, target, key, num_tokens)
         self._order_copy(source, target)
         self.pool.touch([source])
         self._note_registered([target])
@@ -244,6 +250,10 @@ class AlignedStateManager(GroupManager):
         if inside:  # the next launch overwrites what has a name: it is copied before
             self.partial_hit[slot] = (running, table[running])
             self.num_cached[slot] = running
+        # A store may have lost the name of a state, and find it again when that is overwritten: give it no proof.
+        for block in table[running:]:
+            if block != NULL_BLOCK and self.pool.key[block] is None:
+                self.pool.restamp(block)
 
     def _key_fits(self, slot: int, index: int, at: Standing) -> bool:
         """A state is what its key says only where the last launch ended, or before the running state."""
@@ -266,7 +276,7 @@ class AlignedStateManager(GroupManager):
         index = self.last_state[slot]
         if index != NO_STATE and index < self._blocks_for(num_processed) - 1:
             table = self.table[slot]
-            self.pool.release([table[index]])
+            self._give_up(slot, [table[index]])
             table[index] = NULL_BLOCK
 
     def _release_range(self, slot: int, first: int, last: int) -> None:
@@ -274,7 +284,7 @@ class AlignedStateManager(GroupManager):
         first = max(first, self.num_retired[slot])
         if first >= last:
             return
-        self.pool.release([table[index] for index in range(last - 1, first - 1, -1)])
+        self._give_up(slot, [table[index] for index in range(last - 1, first - 1, -1)])
         table[first:last] = [NULL_BLOCK] * (last - first)
         self.num_retired[slot] = last
 
@@ -325,6 +335,13 @@ class AlignedStateManager(GroupManager):
         keys = (self.pool.key[block] for block in blocks)
         self._registered_this_step.update(key for key in keys if key is not None)
 
+    def is_sound(self, slot: int) -> bool:
+        """See GroupManager.is_sound: states lie inside the table, and none is longer than what launches leave."""
+        size, end = len(self.table[slot]), self.requests.launch_end(slot)
+        ends = self._stopped_at.get(slot, {})
+        inside = all(0 <= index < size and 0 < length <= end for index, length in ends.items())
+        return inside and self.last_state[slot] < size and self.num_retired[slot] <= size
+
     def can_rewind(self, slot: int, num_computed: int) -> bool:
         """A state cannot go back further than the drafts whose states lie beside it, nor to a block that is gone."""
         back = self.requests.computed[slot] - num_computed
@@ -338,10 +355,20 @@ class AlignedStateManager(GroupManager):
                 self.pool.drop_keys(block, RemoveReason.DROPPED)
         self.partial_hit.pop(slot, None)
         self.num_cached[slot] = min(self.num_cached[slot], num_computed // self.block_size)
+        # Drafts were rejected. Launches in flight were planned behind them and run nearer to the start than planned: no
+        # state was left at an end beyond the tokens that were known before this fact.
+        verified = min(num_computed, self.requests.num_tokens[slot])
+        left = self._stopped_at.get(slot, {})
+        for index in [index for index, end in left.items() if end > verified]:
+            del left[index]
 
     def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
-        """A state is named only where it ends: a chunk that ran past the boundary left another one in the block."""
+        """A state is named only where it ends: a chunk that ran past the boundary left another one in the block.
+
+        The length is verified: every token up to it is known, and no draft before it waits for its verdict.
+        """
         if self._safe:
+            assert end * self.block_size <= self.requests.num_tokens[slot], f"slot {slot}: names a state of drafts"
             exact = [self._ends_in(slot, index) == (index + 1) * self.block_size for index in range(start, end)]
             keep = exact if keep is None else [one and other for one, other in zip(keep, exact, strict=True)]
         super()._register_range(slot, start, end, keep)

@@ -1,0 +1,105 @@
+"""Passes over many blocks at once, column by column: what their stamps prove, and taking their keys.
+
+A million keys go in half a second; one block at a time takes several times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane_service.core.columns import SLICE_BLOCKS, Ints, Words, words_of
+from kvplane_service.core.keys import UNTOUCHED, Key
+
+if TYPE_CHECKING:
+    from kvplane_service.core.pool import BlockPool
+
+_Lost: TypeAlias = tuple[str, int, Sequence[bytes], Sequence[int]]  # domain, group, digests and their blocks
+
+
+def keyed_blocks(pool: BlockPool) -> Iterator[Ints]:
+    """Blocks that carry a key, ascending, in slices; each slice is looked for when its turn comes."""
+    num_tokens = np.frombuffer(pool.key_tokens, np.uint32)
+    for start in range(0, pool.num_blocks, SLICE_BLOCKS):
+        blocks = start + np.flatnonzero(num_tokens[start : start + SLICE_BLOCKS])
+        if len(blocks):
+            yield blocks
+
+
+def confirm(pool: BlockPool, blocks: Ints, shown: Words) -> Ints:
+    """Those of these keyed blocks whose content is not proven; the keys of the others are of an executed step now.
+
+    `shown`: stamps of the page memory by block. What is proven shows the pool's stamp, and its step was executed.
+    """
+    within = blocks[: np.searchsorted(blocks, len(shown))]
+    stamps, steps = np.frombuffer(pool.stamp, np.uint64), np.frombuffer(pool.key_step, np.uint64)
+    proven = np.zeros(len(blocks), np.bool_)
+    proven[: len(within)] = (shown[within] == stamps[within]) & (steps[within] <= pool.executed_through)
+    steps[blocks[proven]] = 0
+    return blocks[~proven]
+
+
+def any_key_has(pool: BlockPool, stamps: set[int], without: set[int]) -> bool:
+    """Whether a block with a key, other than `without`, has one of these stamps."""
+    keyed = np.frombuffer(pool.key_tokens, np.uint32) > 0
+    keyed[list(without)] = False
+    return bool(np.isin(np.frombuffer(pool.stamp, np.uint64)[keyed], words_of(list(stamps))).any())
+
+
+def drop_all_keys(pool: BlockPool, blocks: Ints, reason: RemoveReason) -> None:
+    """As `BlockPool.drop_keys` for each of these blocks, which have keys; one event per domain and group."""
+    for domain, group, digests, of_blocks in _unregister_all(pool, blocks.tolist()):
+        if pool.with_events and of_blocks:
+            event = CacheEvent(EventKind.REMOVED, group, digests, of_blocks, domain=domain, reason=reason)
+            pool.events.append(event)
+    pool.restamp_all(blocks)
+
+
+def forget_all_keys(pool: BlockPool, blocks: Ints) -> None:
+    """As `drop_all_keys`, without an event."""
+    for _ in _unregister_all(pool, blocks.tolist()):
+        pass
+    pool.restamp_all(blocks)
+
+
+def _unregister_all(pool: BlockPool, blocks: list[int]) -> Iterator[_Lost]:
+    alike: dict[tuple[str, int], tuple[list[int], list[bytes]]] = {}  # by domain and group of the first key
+    for block, key in zip(blocks, map(pool.key.__getitem__, blocks), strict=True):
+        assert key is not None, f"block {block} has no key"
+        domain, group, digest = key
+        of_pair, digests = alike.get((domain, group)) or alike.setdefault((domain, group), ([], []))
+        of_pair.append(block)
+        digests.append(digest)
+    for (domain, group), (of_pair, digests) in alike.items():
+        if (domain, group) == UNTOUCHED[:2]:
+            yield from pool.unregister_untouched(of_pair)
+            continue
+        by_digest = pool.index[domain][group]
+        entries = list(map(by_digest.pop, digests, repeat(None)))
+        if pool.more_keys or entries != of_pair:
+            rows = list(zip(digests, entries, of_pair, strict=True))
+            digests, of_pair, several = [], [], []
+            for digest, entry, block in rows:
+                if entry == block and block not in pool.more_keys:
+                    digests.append(digest)
+                    of_pair.append(block)
+                else:  # the block has further keys, or the key further blocks
+                    several.append(block)
+                    if entry is not None:
+                        by_digest[digest] = entry
+            yield from _unregister_each(pool, several)
+        pool.lose_primary(domain, of_pair)
+        yield domain, group, digests, of_pair
+
+
+def _unregister_each(pool: BlockPool, blocks: list[int]) -> Iterator[_Lost]:
+    keys: dict[tuple[str, int], list[tuple[Key, int]]] = {}
+    for block in blocks:
+        for key in pool.unregister(block):
+            keys.setdefault(key[:2], []).append((key, block))
+    for (domain, group), found in keys.items():
+        yield domain, group, [key.digest for key, _ in found], [block for _, block in found]

@@ -1,0 +1,29 @@
+"""What a request to open a session may say about any replica of its size."""
+
+from __future__ import annotations
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.session import OpenRequest
+
+MAX_CLIENT_CHARS = 128
+
+
+def check_request(request: OpenRequest, num_blocks: int) -> None:
+    """Raise InvalidArgument naming the field at fault."""
+    if len(request.client) > MAX_CLIENT_CHARS:
+        raise InvalidArgument(
+            f"{len(request.client)} characters", field="client", remedy=f"give at most {MAX_CLIENT_CHARS}"
+        )
+    if len(request.stamp_table) not in (0, num_blocks):
+        raise InvalidArgument(
+            f"{len(request.stamp_table)} stamps for {num_blocks} blocks",
+            field="stamp_table",
+            remedy="give one stamp per block, or none when no page is to be kept",
+        )
+    busy = request.busy_blocks
+    if busy and not 0 < min(busy) <= max(busy) < num_blocks:
+        raise InvalidArgument(
+            f"blocks {min(busy)} to {max(busy)}",
+            field="busy_blocks",
+            remedy=f"name blocks 1 to {num_blocks - 1} that a load may still write",
+        )

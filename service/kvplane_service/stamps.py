@@ -1,0 +1,39 @@
+"""Stamp tables of whole page memories, where one number at a time would hold the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvplane.base.stamp_table import StampReading
+from kvplane.base.stamps import MAX_EPOCH, Stamp
+from kvplane_service.core.columns import Words, words_of
+
+_PIECE = 1 << 16  # stamps that fit a cache, with what is made of them
+_EPOCH_BITS = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
+
+
+def newest_epoch(stamps: Sequence[int]) -> int:
+    """The highest epoch of packed stamps, 0 when there are none."""
+    return max((Stamp.unpack(int((piece & _EPOCH_BITS).max())).epoch for piece in _pieces(words_of(stamps))), default=0)
+
+
+def confirmed(shown: Sequence[int], reading: StampReading) -> Sequence[int]:
+    """What an engine showed, 0 where this table says otherwise, or a stamp of before its last reset."""
+    if len(reading.stamps) != len(shown):
+        return no_stamps(len(shown))
+    proven, lowest = words_of(shown).copy(), np.uint64(Stamp(reading.generation, 0, 0).pack())
+    for piece, read in zip(_pieces(proven), _pieces(words_of(reading.stamps)), strict=True):
+        piece[(piece != read) | (piece < lowest)] = 0
+    return memoryview(proven.view(np.uint8).data).cast("Q")
+
+
+def no_stamps(num_blocks: int) -> Sequence[int]:
+    """Of a memory that proves nothing."""
+    return memoryview(bytes(num_blocks * 8)).cast("Q")
+
+
+def _pieces(words: Words) -> Iterator[Words]:
+    for start in range(0, len(words), _PIECE):
+        yield words[start : start + _PIECE]
