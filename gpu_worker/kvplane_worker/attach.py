@@ -97,6 +97,16 @@ def read_stamps(where: str | Path) -> StampTable:
     return StampTable(SharedMemory.open(wire.decode_handle(answer.stamps), writable=False).view)
 
 
+def pages_under_transfer(where: str | Path) -> tuple[int, ...]:
+    """Blocks that a transfer through the worker writes now. Raises as `read_stamps`.
+
+    Where the service could not claim the worker, only the engine can ask: behind its own claim it waits until there
+    are none. No transfer of an earlier engine life begins behind a claim.
+    """
+    with WorkerClient(run_dir_of(where)) as worker:
+        return wire.decode_blocks(worker.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).busy)
+
+
 def _ask(where: str | Path, request: pb.AttachRequest) -> pb.AttachResponse:
     run_dir = run_dir_of(where)
     request.token = read_token(run_dir)

@@ -22,11 +22,10 @@ def command(
         Path | None, typer.Option(help="Directory of socket and token; the user's alone. Default: one per rank.")
     ] = None,
     staging_mib: Annotated[int, typer.Option(help="Host buffer for pages on their way, in MiB.")] = 16,
-    grace_s: Annotated[float, typer.Option(help="After SIGTERM, an attached engine has so long to exit.")] = 20.0,
     backend: Annotated[str, typer.Option(help="Of the operations on pages; auto: the best that fits.")] = "auto",
     wait: Annotated[bool, typer.Option("--wait", help="Until the service is there and knows the replica.")] = False,
 ) -> None:
-    """Hold the pages of one rank until SIGTERM or Ctrl-C; a second signal does not wait for the engine."""
+    """Hold the pages of one rank until SIGTERM or Ctrl-C, then until the engine exits; a second signal leaves."""
     import logging
 
     _require_torch()
@@ -35,7 +34,7 @@ def command(
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     access = context.find_root().obj  # of the options before the command
     staging_bytes = staging_mib << 20
-    options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, grace_s, backend, access, wait)
+    options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, backend, access, wait)
     run(options, _tell_address)
 
 

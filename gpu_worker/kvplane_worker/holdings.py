@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvplane.base.errors import FailedPrecondition, KvplaneError, OutOfMemory
+from kvplane.base.errors import FailedPrecondition, OutOfMemory
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import HEADER_BYTES, STAMP_BYTES, StampTable, table_bytes
 from kvplane_worker.memory import Memory, SharedMemory, allocate_memory, free_bytes, open_memory
@@ -57,24 +58,20 @@ class Holdings:
         plan.validate()
         staging_bytes = max(staging_bytes, plan.bytes_per_block)
         _check_memory(plan, device, staging_bytes)
-        memories: list[Memory] = []
-        try:
+        with ExitStack() as unless_all_is_there:
             pages = allocate_memory(device, allocation_bytes(plan), place.shared_path(PAGES))
-            memories.append(pages)
+            unless_all_is_there.callback(pages.close)
             stamps = SharedMemory.create(place.shared_path(STAMPS), table_bytes(plan.num_blocks))
-            memories.append(stamps)
+            unless_all_is_there.callback(stamps.close)
             staging = SharedMemory.create(place.shared_path(STAGING), staging_bytes)
-            memories.append(staging)
+            unless_all_is_there.callback(staging.close)
             buffers = PageBuffers(plan, pages.tensor())
-        except KvplaneError:
-            for memory in memories:
-                memory.close()
-            raise
+            unless_all_is_there.pop_all()
         incarnation = secrets.randbits(64) or 1
         buffers.write_incarnation(incarnation)
         table = StampTable.create(stamps.view, plan.num_blocks, incarnation)
         handles = Handles(pages.handle, stamps.handle, staging.handle)
-        return cls(buffers, table, staging.tensor(), handles, tuple(memories))
+        return cls(buffers, table, staging.tensor(), handles, (pages, stamps, staging))
 
     @classmethod
     def map(cls, plan: RankPlan, handles: Handles) -> Holdings:
@@ -116,11 +113,14 @@ class Holdings:
         width = self.buffers.group(group).bytes_per_block
         return self.staging[first * width : (first + count) * width].view(count, width)
 
-    def close(self) -> None:
-        """Let go of everything; no view of it may be used afterwards."""
+    def close(self, lent: bool = False) -> None:
+        """Let go of everything; no view of it may be used afterwards.
+
+        What is `lent` to a living process is not freed.
+        """
         self.stamps.release()
         for memory in self._memories:
-            memory.close()
+            memory.close(lent)
 
 
 def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:

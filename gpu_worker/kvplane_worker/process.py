@@ -20,13 +20,16 @@ from kvplane.channel import open_channel
 from kvplane.owners import Owners
 from kvplane.workers import WorkersClient
 from kvplane_worker.holdings import Holdings
-from kvplane_worker.memory import check_device
+from kvplane_worker.memory import check_device, use_device
+from kvplane_worker.ops.interface import PAGE_OPERATIONS
+from kvplane_worker.ops.proof import prove_apart
 from kvplane_worker.ops.select import AUTO, choose
 from kvplane_worker.rundir import RunDir, default_run_dir
 from kvplane_worker.server import Post, WorkerServer, WorkerServicer
 
 RENEWALS_PER_LEASE = 3
 LOOK_S = 0.05  # how often a leaving worker looks whether the engine has exited
+REMIND_S = 20.0  # how often it logs which engine it waits for
 WAIT_S = 1.0  # how often a worker that waits for its replica asks
 LAST_CALLS_S = 1.0
 FINAL = (WorkerExists, WrongPlan, NoPlan)  # whatever else a service says or not, the pages wait for it
@@ -44,7 +47,6 @@ class WorkerOptions:
         device: "cpu" or "cuda:N".
         run_dir: its directory; None = the default one of the rank.
         staging_bytes: of the staging buffer, at least one block.
-        grace_s: after SIGTERM, an attached engine has so long to exit.
         backend: of the operations on pages, by name; "auto" = the best that fits the device.
         access: TLS and token for the service.
         wait: until the service is there and knows the replica; else that is an error.
@@ -56,32 +58,50 @@ class WorkerOptions:
     device: str = "cpu"
     run_dir: Path | None = None
     staging_bytes: int = 16 << 20
-    grace_s: float = 20.0
     backend: str = AUTO
     access: Access = PLAIN
     wait: bool = False
 
 
-class WorkerProcess:
-    """One worker. `start` makes it ready, `serve` keeps it so until it is told to leave."""
+class Stop:
+    """Requests to stop, from signal handlers: the first starts an orderly leave, the second does not wait."""
 
-    def __init__(self, options: WorkerOptions) -> None:
-        """Take the directory of the rank.
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.now = threading.Event()
+
+    def ask(self) -> None:
+        """Ask once; ask twice to leave an attached engine behind."""
+        if self.asked.is_set():
+            self.now.set()
+        self.asked.set()
+
+
+class WorkerProcess:
+    """One worker. `start` makes it ready, `serve` keeps it so until it is asked to stop."""
+
+    def __init__(self, options: WorkerOptions, stop: Stop | None = None) -> None:
+        """Choose the backend of page operations, and take the directory of the rank.
 
         Raises:
             InvalidArgument: the device is not there, no backend has this name.
             FailedPrecondition: the backend asked for cannot work on the device.
+            Unavailable: asked to stop while a backend was being tried.
             WorkerExists: a worker of this rank lives on this host.
             PermissionDenied: the directory is another user's.
         """
+        self._stop = stop or Stop()
         check_device(options.device)
-        self._backend = choose(options.device, options.backend)
+        use_device(options.device)
+        self._backend = choose(
+            options.device, options.backend, PAGE_OPERATIONS, partial(prove_apart, stop=self._stop.asked)
+        )
+        if self._stop.asked.is_set():
+            raise Unavailable("asked to stop while backends were tried", remedy="start the worker again")
         self._options = options
         self._place = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
         reach = partial(open_channel, access=options.access)
         self._service = WorkersClient(Owners.at(options.service, reach))
-        self._leave = threading.Event()
-        self._now = threading.Event()
         self._info = WorkerInfo(
             options.rank, secrets.randbits(64) or 1, self._place.address, os.getpid(), options.device
         )
@@ -120,14 +140,14 @@ class WorkerProcess:
             try:
                 return self._service.register_worker(self._options.replica, self._info)
             except (NotFound, Unavailable) as error:
-                if not self._options.wait or self._leave.wait(WAIT_S):
+                if not self._options.wait or self._stop.asked.wait(WAIT_S):
                     raise
                 if str(error) != said:
                     _log.info("waiting: %s", error)
                 said = str(error)
 
     def serve(self) -> None:
-        """Keep the lease until `leave`, then let an attached engine finish and go.
+        """Keep the lease until asked to stop, then wait for the attached engine to exit.
 
         Raises:
             WorkerExists: another worker took the rank, after this one was silent.
@@ -135,31 +155,37 @@ class WorkerProcess:
         """
         lease_s = 1.0
         try:
-            while not self._leave.wait(lease_s / RENEWALS_PER_LEASE):
+            while not self._stop.asked.wait(lease_s / RENEWALS_PER_LEASE):
                 lease_s = self._renew() or lease_s
+        except KvplaneError as error:
+            _log.error("the worker of rank %d leaves: %s", self._info.rank, error)
+            raise
         finally:
             self._see_engine_off()
 
     def leave(self) -> None:
-        """Begin to go; a second call does not wait for the engine. For signal handlers."""
-        if self._leave.is_set():
-            self._now.set()
-        self._leave.set()
+        """Begin to leave; a second call does not wait for the engine."""
+        self._stop.ask()
 
     def close(self) -> None:
-        """Give everything back, whatever `start` got to."""
+        """Give everything back, whatever `start` got to; pages that a living engine maps are not freed."""
         self._forget(self._info.worker_id)
         if self._server is not None:
             self._server.stop(LAST_CALLS_S)
+        lent = self._servicer is not None and self._servicer.attached_pid != 0
         if self._servicer is not None:
             self._servicer.close()
         if self._post is not None:
-            self._post.holdings.close()
+            self._post.holdings.close(lent)
         self._place.leave()
         self._service.close()
 
     def _see_engine_off(self) -> None:
-        """Lend the pages to nobody else, and wait for the engine that has them."""
+        """Lend the pages to no other engine, and wait until the one that maps them has exited.
+
+        Without a time limit: to free memory that another process maps is undefined behaviour on CUDA. Who cannot wait
+        asks a second time, and the pages are left to the driver, which frees them when both processes have exited.
+        """
         assert self._servicer is not None
         assert self._server is not None
         self._servicer.refuse_new()
@@ -169,9 +195,13 @@ class WorkerProcess:
             self._renew()
         except KvplaneError as error:
             _log.warning("%s", error)
-        deadline_s = time.monotonic() + self._options.grace_s
-        while self._servicer.attached_pid and time.monotonic() < deadline_s:
-            if self._now.wait(LOOK_S):
+        remind_s = time.monotonic()
+        while pid := self._servicer.attached_pid:
+            if time.monotonic() >= remind_s:
+                _log.info("waiting for engine %d, which maps the pages; a second signal does not wait", pid)
+                remind_s += REMIND_S
+            if self._stop.now.wait(LOOK_S):
+                _log.warning("engine %d still maps the pages; they are not freed", pid)
                 return
 
     def _renew(self) -> float:
@@ -232,6 +262,8 @@ class WorkerProcess:
 def run(options: WorkerOptions, ready: Callable[[str], None]) -> None:
     """Be a worker until SIGTERM or SIGINT; a second signal does not wait for the engine.
 
+    Signals count from the first line on: starting may take minutes where kernels are compiled.
+
     Args:
         options: of the worker.
         ready: called with the address once the pages can be attached.
@@ -239,10 +271,11 @@ def run(options: WorkerOptions, ready: Callable[[str], None]) -> None:
     Raises:
         KvplaneError: as WorkerProcess.
     """
-    process = WorkerProcess(options)
+    stop = Stop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.ask())
+    process = WorkerProcess(options, stop)
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: process.leave())
         ready(process.start())
         process.serve()
     finally:

@@ -35,6 +35,7 @@ class Transfer:
         dst_blocks: COPY: pages to write.
         first_row: GATHER, SCATTER: of the staging buffer.
         expected_stamps: of blocks, or none; pages with another stamp are left alone.
+        seq, part, load_after: kinds that write: of the admission whose pages they write, see `StampTable.check_load`.
     """
 
     kind: TransferKind
@@ -43,6 +44,16 @@ class Transfer:
     dst_blocks: tuple[int, ...] = ()
     first_row: int = 0
     expected_stamps: tuple[int, ...] = ()
+    seq: int = 0
+    part: int = 0
+    load_after: int = 0
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Pages that it may write."""
+        if self.kind is TransferKind.COPY:
+            return self.dst_blocks
+        return self.blocks if self.kind in (TransferKind.ZERO, TransferKind.SCATTER) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +77,10 @@ def transfer(holdings: Holdings, ops: PageOps, order: Transfer) -> Outcome:
     before = _stamps(holdings, order.blocks)
     chosen = [at for at, stamp in enumerate(before) if not order.expected_stamps or stamp == order.expected_stamps[at]]
     if holdings.buffers.group(order.group).layers and chosen:
-        _move(holdings, ops, order, chosen)
-        _wait(holdings)
+        try:
+            _move(holdings, ops, order, chosen)
+        finally:
+            _wait(holdings)  # also for what a failure left under way
     after = _stamps(holdings, order.blocks)
     kept = {at for at in chosen if before[at] == after[at]}
     return Outcome(before, tuple(at for at in range(len(before)) if at not in kept))
@@ -82,6 +95,24 @@ def checksum(holdings: Holdings, ops: PageOps, group: int, blocks: Sequence[int]
     after = _stamps(holdings, blocks)
     discarded = tuple(at for at in range(len(before)) if before[at] != after[at])
     return Outcome(before, discarded, tuple(sums))
+
+
+def check_start(holdings: Holdings, order: Transfer, epoch: int) -> None:
+    """Raise unless the pages may be moved now on behalf of this engine life.
+
+    Raises:
+        StaleEpoch: it does not own the pages.
+        InvalidArgument: an order that writes does not say which admission gave it the pages, or see `check_transfer`.
+        FailedPrecondition: the load may not start yet on this rank.
+    """
+    holdings.stamps.check_owner(epoch)
+    check_transfer(holdings, order)
+    if order.written and not order.seq:
+        raise InvalidArgument(
+            "pages are written for no step", field="seq", remedy="name the step whose answer gave them to the request"
+        )
+    if order.written:
+        holdings.stamps.check_load(epoch, order.seq, order.part, order.load_after)
 
 
 def check_transfer(holdings: Holdings, order: Transfer) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import worker_pb2 as pb
+from kvplane.wire.columns import U32, pack, unpack
 from kvplane.wire.spec import decode_enum
 from kvplane_worker.holdings import Handles, Holdings
 from kvplane_worker.memory import MemoryHandle, MemoryKind
@@ -76,6 +79,9 @@ def decode_transfer(message: pb.TransferRequest) -> Transfer:
         tuple(message.dst_blocks),
         message.first_row,
         tuple(message.expected_stamps),
+        message.seq,
+        message.part,
+        message.load_after,
     )
 
 
@@ -89,7 +95,22 @@ def encode_checksums(outcome: Outcome) -> pb.ChecksumResponse:
     return pb.ChecksumResponse(checksums=outcome.checksums, stamps=outcome.stamps, discarded=outcome.discarded)
 
 
-def encode_claimed(holdings: Holdings) -> pb.ClaimResponse:
-    """What the stamp table says."""
+def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:
+    """What the stamp table says, and the blocks that a transfer writes."""
     stamps = holdings.stamps
-    return pb.ClaimResponse(incarnation=stamps.incarnation, generation=stamps.generation, stamps=stamps.stamp_bytes())
+    return pb.ClaimResponse(
+        incarnation=stamps.incarnation,
+        generation=stamps.generation,
+        stamps=stamps.stamp_bytes(),
+        busy=encode_blocks(busy),
+    )
+
+
+def encode_blocks(blocks: Sequence[int]) -> bytes:
+    """Block ids, u32 little-endian each."""
+    return pack(blocks, U32, "busy", "blocks")
+
+
+def decode_blocks(packed: bytes) -> tuple[int, ...]:
+    """Block ids of a column."""
+    return tuple(unpack(packed, U32, "busy", "blocks"))

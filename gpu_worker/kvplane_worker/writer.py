@@ -69,8 +69,8 @@ class Writer:
             return 0
         return self._name.pid
 
-    def lend(self, name: ProcessName) -> None:
-        """Lend the pages to a process; the same one may ask again.
+    def lend(self, name: ProcessName) -> bool:
+        """Lend the pages to a process; the same one may ask again. Returns whether they have changed hands.
 
         Raises:
             OtherWriter: another process has them and lives; `metadata["pid"]`.
@@ -79,7 +79,7 @@ class Writer:
         """
         holder = self.pid
         if self._name == name:
-            return
+            return False
         if holder:
             raise OtherWriter(
                 f"process {holder} has the pages",
@@ -88,6 +88,7 @@ class Writer:
                 metadata={"pid": str(holder)},
             )
         self._watched, self._name = self._watch(name), name
+        return True
 
     def close(self) -> None:
         """Stop watching."""

@@ -30,7 +30,6 @@ from kvplane.base.step import (
     Part,
     PartResult,
     Resume,
-    RowFlag,
 )
 from kvplane.rows import AdmitRow, FactRow, NewsRow, ResumeRow, Row, RunRow, part_of, resume_of
 from kvplane.tables import BlockTables
@@ -112,7 +111,6 @@ class Scheduler:
             number: group.block_size for number, group in enumerate(spec.groups) if group.kind is GroupKind.MAMBA
         }
         _check_drafts(spec, config.num_drafts)
-        self._flags = RowFlag.ALIGN if spec.align.block_size else RowFlag.NONE
         self._max_model_len = spec.max_model_len
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -195,7 +193,6 @@ class Scheduler:
             extra=len(request.drafts),
             cap=UNLIMITED if is_decode else self._config.chunk_tokens,
             lookahead=self._config.lookahead,
-            flags=self._flags,
         )
 
     def _drafts(self, request: Request) -> list[int]:
@@ -210,9 +207,7 @@ class Scheduler:
                 request.slot = next(slot for slot in count() if slot not in self._by_slot)
                 self._by_slot[request.slot] = request
                 yield _news_of(request)
-            yield AdmitRow(
-                request.slot, cap=self._config.chunk_tokens, lookahead=self._config.lookahead, flags=self._flags
-            )
+            yield AdmitRow(request.slot, cap=self._config.chunk_tokens, lookahead=self._config.lookahead)
 
     # -- what is answered --------------------------------------------------------------------------------------------
 

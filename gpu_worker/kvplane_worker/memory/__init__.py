@@ -1,7 +1,7 @@
 """Memory that two processes of a host see: allocated by the worker, mapped by the engine."""
 
 from kvplane_worker.memory.handle import MemoryHandle, MemoryKind
-from kvplane_worker.memory.kinds import Memory, allocate_memory, check_device, free_bytes, open_memory
+from kvplane_worker.memory.kinds import Memory, allocate_memory, check_device, free_bytes, open_memory, use_device
 from kvplane_worker.memory.shared import SharedMemory
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "check_device",
     "free_bytes",
     "open_memory",
+    "use_device",
 ]

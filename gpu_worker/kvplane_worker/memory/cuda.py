@@ -46,7 +46,7 @@ class CudaMemory:
                 raise OutOfMemory(f"{size_bytes} bytes: {error}", field="device", remedy="plan less") from None
             cupy.cuda.runtime.memset(pointer, 0, whole)
             ipc = bytes(cupy.cuda.runtime.ipcGetMemHandle(pointer))
-        offset = pointer - _allocation_base(pointer)
+            offset = pointer - _allocation_base(pointer)
         handle = MemoryHandle(
             MemoryKind.CUDA_IPC, size_bytes, device, ipc=ipc, offset_bytes=offset, device_uuid=_uuid(index)
         )
@@ -70,9 +70,13 @@ class CudaMemory:
             array = cupy.ndarray((size,), cupy.uint8, cupy.cuda.MemoryPointer(memory, 0))
             return from_dlpack(array)
 
-    def close(self) -> None:
-        """Free the allocation, or unmap it. No tensor over it may be used afterwards."""
-        if not self._base:
+    def close(self, lent: bool = False) -> None:
+        """Free the allocation, or unmap it. No tensor over it may be used afterwards.
+
+        What is `lent` is not freed here: cudaFree before the importer has closed its mapping is undefined behaviour
+        (CUDA runtime API, cudaIpcOpenMemHandle).
+        """
+        if not self._base or (self._owned and lent):
             return
         runtime = _cupy().cuda.runtime
         with _cupy().cuda.Device(self._index):

@@ -27,8 +27,8 @@ class Memory(Protocol):
         """Its bytes, uint8."""
         ...
 
-    def close(self) -> None:
-        """Free or unmap it."""
+    def close(self, lent: bool = False) -> None:
+        """Free or unmap it; what is `lent` to a living process stays until that and this one have exited."""
         ...
 
 
@@ -39,6 +39,12 @@ def check_device(device: str) -> None:
     problem = _cuda_problem(device)
     if problem:
         raise InvalidArgument(f"{device!r}: {problem}", field="device", remedy="use cpu, or cuda:N where there is one")
+
+
+def use_device(device: str) -> None:
+    """Make a device the current one of this thread: kernels, streams and pinned memory are of the current device."""
+    if device != CPU:
+        torch.cuda.set_device(torch.device(device))
 
 
 def allocate_memory(device: str, size_bytes: int, path: Path) -> Memory:

@@ -79,8 +79,9 @@ class SharedMemory:
         """Its bytes as a uint8 tensor."""
         return torch.frombuffer(self.view, dtype=torch.uint8)
 
-    def close(self) -> None:
+    def close(self, lent: bool = False) -> None:
         """Give the name back, if it was created here. The memory goes with the last view of it, in any process."""
+        del lent
         if self._owned:
             Path(self.handle.path).unlink(missing_ok=True)
 

@@ -203,6 +203,10 @@ class PageOps(Protocol):
         """
 
 
+# What a worker does; attention and states are an engine's.
+PAGE_OPERATIONS = ("copy_pages", "zero_pages", "gather", "scatter", "checksum")
+
+
 class PagedOps(AttentionOps, StateOps, PageOps, Protocol):
     """A backend.
 

@@ -1,21 +1,33 @@
 """A backend proves itself when it is chosen: every operation beside the torch backend's, on the very device.
 
 Tests prove a backend on the machines that tests run on. This says whether it is right on this one, with this driver and
-these versions; one that is not is not used. It costs a second where kernels are compiled already.
+these versions; one that is not is not used. It costs some seconds where kernels are compiled already.
+
+    python -m kvplane_worker.ops.proof MODULE:CLASS DEVICE [OPERATION ...]     one JSON object on standard output
 """
 
 from __future__ import annotations
 
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
 from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.trials import Outcome, Trial, trials
+
+LIMIT_S = 1800.0  # a cold FlashInfer compiles for minutes
+LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +44,54 @@ class Proof:
     seconds: float
 
 
-def prove(ops: PagedOps, device: torch.device) -> Proof:
-    """Try a backend, until a trial fails."""
-    begun, yardstick, tried = time.perf_counter(), TorchOps(), trials(device)
+def load(path: str) -> Any:  # noqa: ANN401
+    """The class that "module:class" names. Raises ImportError."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def prove_apart(
+    path: str, device: torch.device, operations: Collection[str] = (), stop: threading.Event | None = None
+) -> Proof:
+    """`prove` the backend that "module:class" names in a process of its own.
+
+    So a kernel that ends its process, loses the device's context or never returns makes the backend unfit and nothing
+    else. `stop`, once set, ends the trials: that counts as a failure.
+    """
+    command = [sys.executable, "-m", __name__, path, str(device), *operations]
+    begun = time.perf_counter()
+
+    def failed(why: str) -> Proof:
+        return Proof(why, 0, time.perf_counter() - begun)
+
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        while True:
+            try:
+                out, errors = child.communicate(timeout=LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                stopped = stop is not None and stop.is_set()
+                if not stopped and time.perf_counter() - begun < LIMIT_S:
+                    continue
+                child.kill()
+                child.communicate()
+                return failed("it was stopped" if stopped else f"no end within {LIMIT_S:.0f} s")
+    if child.returncode:
+        return failed(_end_of(child.returncode, errors.decode(errors="replace")))
+    return Proof(**json.loads(out.splitlines()[-1]))
+
+
+def _end_of(code: int, errors: str) -> str:
+    """How a process ended, and its last words."""
+    last = next(reversed([line for line in errors.splitlines() if line.strip()]), "")
+    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return f"its process ended with {how}: {last.strip()}"
+
+
+def prove(ops: PagedOps, device: torch.device, operations: Collection[str] = ()) -> Proof:
+    """Try a backend, until a trial fails; of the operations named, or of every one."""
+    begun, yardstick = time.perf_counter(), TorchOps()
+    tried = [trial for trial in trials(device) if not operations or trial.operation in operations]
     for count, trial in enumerate(tried, 1):
         if why := difference(trial, ops, yardstick):
             return Proof(f"{trial.operation} ({trial.name}): {why}", count, time.perf_counter() - begun)
@@ -77,3 +134,16 @@ def unwritten_is_nan() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+def main() -> None:
+    """Prove what the command line names."""
+    path, device, *operations = sys.argv[1:]
+    where = torch.device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    sys.stdout.write(json.dumps(asdict(prove(load(path)(), where, operations))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,11 +3,12 @@
 A backend is a class that carries out `interface.PagedOps` and says by `unfit(device)` why it cannot work there. It is
 listed in `BACKENDS` and imported only when it is considered, so that what it needs may be missing. What it says of
 itself is not enough: it has to prove itself beside the torch backend on the very device (`proof`), or it is not used.
+It does so in a process of its own, since a kernel that fails can end the process or leave it without the device.
 """
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import torch
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane_worker.ops.interface import PagedOps
-from kvplane_worker.ops.proof import prove
+from kvplane_worker.ops.proof import Proof, load, prove_apart
 
 AUTO = "auto"
 PACKAGE = "kvplane_worker.ops"
@@ -27,6 +28,9 @@ BACKENDS: dict[str, str] = {
     "torch": "torch_ops:TorchOps",
 }
 YARDSTICK = "torch"
+
+# "module:class", device, and the operations to try (empty = every one).
+Prover = Callable[[str, torch.device, Collection[str]], Proof]
 
 
 class Backend(Protocol):
@@ -57,8 +61,16 @@ class Choice:
         return (*self.reasons, *(f"{self.ops.name}: {line}" for line in lines))
 
 
-def choose(device: torch.device | str, asked: str = AUTO) -> Choice:
+def choose(
+    device: torch.device | str, asked: str = AUTO, operations: Collection[str] = (), prove: Prover = prove_apart
+) -> Choice:
     """Return the first backend that fits the device, or the one asked for by name.
+
+    Args:
+        device: of the pages.
+        asked: name of a backend, or "auto".
+        operations: that the caller will use, such as `PAGE_OPERATIONS`: only these are tried; empty = every one.
+        prove: tries a backend.
 
     Raises:
         InvalidArgument: no backend has this name.
@@ -70,7 +82,7 @@ def choose(device: torch.device | str, asked: str = AUTO) -> Choice:
     device = torch.device(device)
     reasons: list[str] = []
     for name in BACKENDS if asked == AUTO else (asked,):
-        ops, why = considered(name, device)
+        ops, why = considered(name, device, operations, prove)
         if ops is not None:
             return Choice(ops, (*reasons, f"{name}: chosen{', asked for by name' if asked == name else ''}{why}"))
         reasons.append(f"{name}: {why}")
@@ -78,21 +90,20 @@ def choose(device: torch.device | str, asked: str = AUTO) -> Choice:
     raise FailedPrecondition(f"no backend for {device}: " + "; ".join(reasons), field="backend", remedy=remedy)
 
 
-def considered(name: str, device: torch.device) -> tuple[PagedOps | None, str]:
+def considered(
+    name: str, device: torch.device, operations: Collection[str], prove: Prover
+) -> tuple[PagedOps | None, str]:
     """Return a backend that works on the device, and what proved it; or None, and why it does not."""
-    module, _, class_name = BACKENDS[name].partition(":")
+    path = f"{PACKAGE}.{BACKENDS[name]}"
     try:
-        backend: Backend = getattr(importlib.import_module(f"{PACKAGE}.{module}"), class_name)
+        backend: Backend = load(path)
         if why_not := backend.unfit(device):
             return None, why_not
         if name == YARDSTICK:
             return backend(), ""
-        proof = prove(backend(), device)
+        proof = prove(path, device, operations)
         if proof.failure:
             return None, f"failed its start check: {proof.failure}"
-        return (
-            backend(),
-            f"; {proof.trials} trials as torch's in {proof.seconds:.1f} s",
-        )  # anew: it has done nothing yet
+        return backend(), f"; {proof.trials} trials as torch's in {proof.seconds:.1f} s"
     except ImportError as error:
         return None, str(error)

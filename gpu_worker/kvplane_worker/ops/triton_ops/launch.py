@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import triton
 
 from kvplane_worker.ops.triton_ops.kernels.numbers import INTEGER_FP8, NATIVE_FP8
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +35,30 @@ class Launch:
     num_warps: int = 4
 
     def run(self) -> None:
-        """Start it on the current stream; in the interpreter, run it."""
-        self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps)
+        """Start it on its tensors' device, on the stream that is current there; in the interpreter, run it.
+
+        Triton launches on the thread's current device, whatever device the pointers are of.
+        """
+        with current(device_of(self.arguments)):
+            self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps)
+
+
+def device_of(arguments: Iterable[Any]) -> torch.device:
+    """Of the first tensor on a device among arguments and tuples of them; the host when there is none."""
+    for argument in arguments:
+        found = argument.device if isinstance(argument, torch.Tensor) else HOST
+        if isinstance(argument, tuple):
+            found = device_of(argument)
+        if found.type == "cuda":
+            return found
+    return HOST
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Within, the device is the thread's current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 @dataclass(frozen=True, slots=True)
