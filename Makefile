@@ -2,8 +2,8 @@
 # Each target sets up what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
-	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults fuzz sim clean
+.PHONY: help demo test quick test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
+	bench bench-overhead bench-gpu bench-store bench-peer replay-all conformance-live faults fuzz sim soak clean
 
 PYTHON := .venv/bin/python
 RUNTIME := .venv/kvplane-runtime
@@ -48,8 +48,19 @@ pytest: $(DEV)  ## the tests alone; ARGS="tests/core -k sliding" picks some
 	@echo "== pytest"
 	@$(PYTHON) -m pytest $(ARGS)
 
-test-nightly: $(DEV)  ## what takes long: 400 random cases by each kernel in the interpreter
+QUICK := tests/test_tidy.py tests/base tests/core tests/service \
+	$(foreach slow,replay public_traces fuzz dashboard garbage,--ignore-glob='*/test_$(slow)*')
+
+quick: $(DEV)  ## within a minute: style, the core and the service in process, with fewer examples
+	@$(PYTHON) -m pytest -n 2 --dist loadfile --hypothesis-profile=quick $(QUICK)
+
+# A property that fails is repeated by `make test-nightly EXPLORE=N`.
+EXPLORE ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
+
+test-nightly: $(DEV)  ## what takes long: 400 random cases by each kernel, then every property with new examples (EXPLORE=N)
 	@$(PYTHON) -m pytest -n 2 -m nightly
+	@echo "== properties explored with EXPLORE=$(EXPLORE)"
+	@$(PYTHON) -m pytest -n 2 -m "hypothesis and not nightly" --hypothesis-profile=explore --hypothesis-seed=$(EXPLORE)
 
 proto: $(DEV)  ## write the generated code anew after a change in proto/
 	@$(PYTHON) scripts/gen_proto.py
@@ -61,7 +72,9 @@ proto-baseline:  ## accept the present contract as the one that later changes ma
 	@scripts/buf.sh build --exclude-source-info -o proto/baseline.binpb
 	@git --no-pager diff --stat -- proto/baseline.binpb
 
-bench: $(DEV)  ## figures in process: ns per block operation, µs per decode step
+bench: $(DEV)  ## steps in the steady state (full pool, events, steps in flight), what holds the loop, ns per block operation
+	@$(PYTHON) -m tests.bench.steady
+	@$(PYTHON) -m tests.bench.held
 	@$(PYTHON) -m tests.bench
 
 bench-store: $(DEV)  ## what a store costs a step, its size over a long run, and restarts with a million entries
@@ -83,15 +96,20 @@ conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a
 # Runs of the simulation: how many, from which seed on.
 SEEDS ?= 200
 SEED_BASE ?= 1
+# Processes that run them; empty: one for each core.
+JOBS ?=
 
-sim: $(DEV)  ## the product against chaos on a virtual clock (SEEDS=200 SEED_BASE=1); the same seed is the same run
-	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE)
+sim: $(DEV)  ## the product against chaos on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); the same seed is the same run
+	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE) $(if $(JOBS),--jobs $(JOBS))
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all
 
 faults: $(DEV)  ## real processes killed, stopped, cut off, their stores full or damaged (FAULTS=40 SEED=1)
 	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)
+
+soak: $(DEV)  ## ten minutes (HOURS=1) of churn on one real service: nothing may grow (STORE=sqlite|redis)
+	@$(PYTHON) -m tests.soak --minutes $(if $(HOURS),$(shell expr 60 \* $(HOURS)),10) --store $(or $(STORE),sqlite)
 
 fuzz: $(DEV)  ## coverage-guided fuzzing of all that the wire can say; findings go to tests/fuzz/found (SECONDS=1800)
 	@$(PYTHON) -m tests.fuzz $(or $(SECONDS),1800)

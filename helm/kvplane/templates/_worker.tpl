@@ -21,7 +21,6 @@ No liveness probe: a worker that is slow for a while holds the cache of an engin
     - --device={{ ternary (printf "cuda:%d" $rank) "cpu" (eq $worker.device "cuda") }}
     - --run-dir={{ $worker.runDir }}/rank-{{ $rank }}
     - --staging-mib={{ int $worker.stagingMiB }}
-    - --grace-s={{ int $worker.graceSeconds }}
     - --wait
   env:
     - name: NODE_NAME
