@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Kernels are interpreted in this process, compiled in another (tests/ops): read when a kernel's module is imported.
@@ -11,13 +12,22 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest
 from hypothesis import HealthCheck, settings
 
-# No deadline: machines that run tests are noisy. A run tells the same twice; `--hypothesis-seed=N` with the profile
-# "explore" looks elsewhere. A failing example is printed as a blob that reproduces it.
-for name, fixed in (("kvplane", True), ("explore", False)):
+# No deadline: machines that run tests are noisy. Two runs draw the same examples; the profile "explore" draws new ones,
+# those of `--hypothesis-seed=N`. A failing example is printed as a blob that reproduces it.
+for name, fixed, examples in (("kvplane", True, 100), ("quick", True, 20), ("explore", False, 300)):
     settings.register_profile(
-        name, deadline=None, print_blob=True, derandomize=fixed, suppress_health_check=[HealthCheck.too_slow]
+        name,
+        deadline=None,
+        print_blob=True,
+        derandomize=fixed,
+        max_examples=examples,
+        suppress_health_check=[HealthCheck.too_slow],
     )
 settings.load_profile("kvplane")
+
+# A shell starts background jobs with SIGINT ignored, and every child inherits that: Ctrl-C tests could never end.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 WORKLOADS_VARIABLE = "KVPLANE_WORKLOADS"
 

@@ -8,11 +8,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+import kvplane
 from kvplane_service.cli.child import ServiceChild
+from kvplane_service.models import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -67,6 +71,39 @@ def test_the_engine_loop_runs_as_printed(address):
     first, second = done.stdout.splitlines()
     assert first.startswith("turn 1: 0 of 100 prompt tokens were cached")
     assert second.startswith("turn 2: 96 of 100 prompt tokens were cached")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_engine_loop_hits_on_every_model_of_the_catalogue(address, model):
+    """With a prompt that is longer than a block of any of them."""
+    (loop,) = fenced_blocks(README, "python")
+    for said, other in {
+        DEFAULT_ADDRESS: address,
+        '"readme"': f'"{model}"',
+        "llama-3.1-8b": model,
+        "num_blocks=2100": "num_blocks=8000",
+        "range(1000, 1100)": "range(1000, 3000)",
+    }.items():
+        assert said in loop
+        loop = loop.replace(said, other)
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec(compile(loop, "README.md", "exec"), {})
+    hits = [int(line.split()[2]) for line in printed.getvalue().splitlines()]
+    assert hits[0] == 0
+    assert hits[1] >= 1500
+
+
+def test_the_loop_without_alignment_would_hit_nothing_of_recurrent_states(address):
+    """The fault that the loop is tested for: rows that opt out leave no state where it can be cached."""
+    tokens = range(2000)
+    with kvplane.connect(address) as client:
+        client.register_replica("opts-out", kvplane.ModelSource(model="jamba-v0.1", num_blocks=8000))
+        with client.session("opts-out") as session:
+            for slot in (0, 1):
+                row = kvplane.AdmitRow(slot, flags=kvplane.RowFlag.UNALIGNED)
+                result = session.apply(kvplane.part_of(kvplane.NewsRow(slot, tokens), row)).parts[0]
+                assert result.admit_hit == [0]
 
 
 def curl(line: str, address: str) -> dict[str, object]:

@@ -14,7 +14,12 @@ from tests.twins import TWINS, Patch, weakened
 ISSUED = """
     no stamp check, no restamp on key moves, sealed check removed, fencing removed, incarnation ignored,
     one rank unchecked, publication before execution, orders run twice, lease expiry frees pages,
-    resume forgets held pages
+    launches without an answer keep their stamps, new life during a load, resume forgets held pages,
+    a removal of a held key is swallowed, withdrawn keys stay shown,
+    shared executor, releases before notices, lapse by own delay,
+    state of rejected drafts, load before launches, load behind writers only, load before stamps, zero after load,
+    failed orders forgotten, two owners write, a drain loses what waits,
+    a cancel that leaks, no deadline of a step
 """
 
 

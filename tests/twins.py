@@ -8,14 +8,19 @@ A twin is a small patch of the product by name. A name that has gone is an error
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
+
+from kvplane.base.errors import DeadlineExceeded, Unavailable
 
 Real = Callable[..., Any]
 
@@ -99,11 +104,11 @@ def recover_whatever_is_stored(real: Real) -> Real:
 def keep_what_is_executed(real: Real) -> Real:
     """A new life believes the pool in place of the memory, wherever it is shown any."""
 
-    def begin_epoch(self: Any, epoch: int, stamp_table: Sequence[int] = ()) -> Any:
+    def end_epoch(self: Any, stamp_table: Sequence[int] = ()) -> Any:
         pool = self.coordinator.pool
-        return real(self, epoch, list(pool.stamp) if stamp_table else stamp_table)
+        return real(self, list(pool.stamp) if stamp_table else stamp_table)
 
-    return begin_epoch
+    return end_epoch
 
 
 def without_restamps(real: Real) -> Real:
@@ -130,7 +135,11 @@ def show_rank_zero(real: Real) -> Real:
 
 def believe_the_engine(_: Real) -> Real:
     """What workers say at a claim is not compared with what the engine showed."""
-    return lambda shown, readings: shown
+
+    async def believe(shown: Any, _: Any) -> Any:
+        return shown
+
+    return believe
 
 
 # -- who may write -----------------------------------------------------------------------------------------------------
@@ -163,13 +172,9 @@ def lend_while_lent(real: Real) -> Real:
     return lend
 
 
-def open_without_incarnation(real: Real) -> Real:
+def belong_to_any_memory(_: Real) -> Real:
     """Whatever memory an engine names, it is taken for the one that is known."""
-
-    def open_session(self: Any, request: Any, *told: Any) -> Any:
-        return real(self, replace(request, incarnation=0), *told)
-
-    return open_session
+    return lambda self, incarnation: True
 
 
 def free_when_silent(real: Real) -> Real:
@@ -177,7 +182,7 @@ def free_when_silent(real: Real) -> Real:
 
     def expire(self: Any) -> None:
         if self.state.value == "lapsed":
-            self.replica.ledger.abandon()
+            deque(self.replica.ledger.abandon(), 0)
         real(self)
 
     return expire
@@ -186,13 +191,31 @@ def free_when_silent(real: Real) -> Real:
 def release_held_at_resume(real: Real) -> Real:
     """A session that resumes finds what it held released."""
 
-    def open_session(self: Any, request: Any, *told: Any) -> Any:
-        opened = real(self, request, *told)
+    async def open_session(self: Any, request: Any, *told: Any) -> Any:
+        opened = await real(self, request, *told)
         for slot in list(self.replica.ledger.held):
-            self.replica.ledger.release_held(slot)
+            self.replica.ledger.release_held(slot, 0)
         return opened
 
     return open_session
+
+
+def confirm_whatever_the_record_says(_: Real) -> Real:
+    """A service goes on with a replica that another one has, and says so in the store."""
+    return lambda self, name, record: self._keeper.confirm(name)
+
+
+def release_without_flushing(_: Real) -> Real:
+    """Replicas are let go while what they published waits to be written."""
+
+    async def write_released(self: Any, names: Sequence[str]) -> bool:
+        for name in names:
+            self._released.add(name)
+            self._writer.record_changed(name)
+            await self._writer.write_record(name)
+        return True
+
+    return write_released
 
 
 # -- when a page is what its key says ----------------------------------------------------------------------------------
@@ -223,9 +246,48 @@ def with_all_executed(real: Real) -> Real:
     return act
 
 
+def with_all_executed_meanwhile(real: Real) -> Real:
+    """As `with_all_executed`, for what is done in slices."""
+
+    def act(self: Any, *given: Any) -> Any:
+        pool = self.coordinator.pool
+        true, pool.executed_through = pool.executed_through, FAR
+        try:
+            yield from real(self, *given)
+        finally:
+            pool.executed_through = true
+
+    return act
+
+
 def release_all(real: Real) -> Real:
     """Events of steps that may never run are shown."""
     return lambda self, executed_through: real(self, FAR)
+
+
+def swallow_removals_of_held_content(real: Real) -> Real:
+    """A removed key is taken for held wherever its content is, under whatever block."""
+
+    def add(self: Any, seq: int, events: Any) -> Any:
+        told = list[Any]()
+        for event in events:
+            held = {
+                (one.event.group, one.event.domain, digest)
+                for _, one in self._steps
+                for at, digest in enumerate(one.event.hashes)
+                if at not in one.gone
+            }
+            shown = real(self, seq, [event])
+            named = {(event.group, event.domain, digest) for digest in event.hashes}
+            told += [] if event.kind.name == "REMOVED" and named & held else shown
+        return told
+
+    return add
+
+
+def ignore_withdrawals(real: Real) -> Real:
+    """Others are not told that a key went because its step will not run."""
+    return lambda self, seq, events: real(self, seq, [event for event in events if event.reason.name != "WITHDRAWN"])
 
 
 def mark_at_once(real: Real) -> Real:
@@ -257,14 +319,184 @@ def obey_again(real: Real) -> Real:
     return obey
 
 
+def leave_the_stream_as_it_is(_: Real) -> Real:
+    """A cancelled call ends nothing but itself."""
+
+    @asynccontextmanager
+    async def within(self: Any, timeout_s: float) -> AsyncIterator[None]:
+        del self
+        async with asyncio.timeout(timeout_s):
+            yield
+
+    return within
+
+
+def take_for_a_cancelled_task(_: Real) -> Real:
+    """A stream that was cancelled looks like a task that was."""
+
+    async def on_stream(self: Any, reading: Any) -> Any:
+        del self
+        return await reading
+
+    return on_stream
+
+
+def use_and_believe(_: Real) -> Real:
+    """An action that was interrupted leaves the stream as it was."""
+
+    def use(self: Any, action: Any) -> Any:
+        try:
+            return (yield action)
+        except (Unavailable, DeadlineExceeded) as error:
+            self._is_up, self._broken_by = False, error
+            raise
+
+    return use
+
+
+def do_nothing(_: Real) -> Real:
+    """It is not done."""
+    return lambda self, *given: None
+
+
+# -- what hangs --------------------------------------------------------------------------------------------------------
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+def run_on_shared_threads(_: Real) -> Real:
+    """Whatever blocks or takes long shares a few threads."""
+
+    async def run(self: Any, call: Callable[[], Any]) -> Any:
+        return await asyncio.to_thread(call)
+
+    return run
+
+
+def ask_on_shared_threads(real: Real) -> Real:
+    """One of those is taken while the store is asked, one question at a time."""
+
+    async def ask(self: Any, *given: Any) -> Any:
+        loop = asyncio.get_running_loop()
+
+        def wait() -> Any:
+            with _ONE_AT_A_TIME:
+                return asyncio.run_coroutine_threadsafe(real(self, *given), loop).result()
+
+        return await asyncio.to_thread(wait)
+
+    return ask
+
+
+def forget_that_it_is_away(real: Real) -> Real:
+    """Who needs a store that does not answer waits for it."""
+
+    def note_failure(self: Any, error: Any) -> None:
+        real(self, error)
+        self._away_since_ns = None
+
+    return note_failure
+
+
+def release_first(real: Real) -> Real:
+    """Engines are told of a drain when every other replica was let go of, one after the other."""
+
+    async def drain(self: Any, grace_ms: int) -> None:
+        self._streams.refuse_new()
+        busy = self._streams.replicas()
+        for entry in self._ownership._registry:
+            if entry.host.name not in busy:
+                await self._ownership.release(entry.host.name)
+        await real(self, grace_ms)
+
+    return drain
+
+
+def forgive_nothing(_: Real) -> Real:
+    """Who was silent while the service stood still was silent."""
+    return lambda self, late_ns: None
+
+
+# -- drafts, loads and failed steps ------------------------------------------------------------------------------------
+
+
+def keep_ends_behind_drafts(real: Real) -> Real:
+    """Where a step ahead was planned to end is taken for where it ended."""
+
+    def rewind(self: Any, slot: int, num_computed: int) -> None:
+        ends = dict(self._stopped_at.get(slot, {}))
+        real(self, slot, num_computed)
+        if ends:
+            self._stopped_at[slot] = ends
+
+    return rewind
+
+
+def start_at_once(_: Real) -> Real:
+    """A load waits for no launch."""
+    return lambda self, blocks: 0
+
+
+def release_unread(_: Real) -> Real:
+    """A launch that reads a block is forgotten when a window gives it back."""
+    return lambda self, slot, blocks: self.pool.release(blocks)
+
+
+def note_writers(_: Real) -> Real:
+    """Of a request that gives up its blocks, only those count that its launches in flight write."""
+
+    def note_use(self: Any, slot: int) -> None:
+        requests, pool = self._requests, self._blocks.pool
+        written = requests.computed[slot] - requests.in_flight[slot]
+        last = min(requests.granted_step[slot], pool.step - 1)
+        for manager in self._blocks.managers:
+            pool.note_use(manager.table[slot][written // manager.block_size :], last)
+
+    return note_use
+
+
+def obeyed_before_all(_: Real) -> Real:
+    """A mover asks for no orders of the step that admitted its request."""
+    return lambda self, seq: True
+
+
+def obeyed_when_stamped(_: Real) -> Real:
+    """A mover looks at stamps alone."""
+    return lambda self, seq: seq <= self.stamped
+
+
+def zero_what_is_loaded(_: Real) -> Real:
+    """Pages that a transfer fills are zeroed like any others."""
+    return lambda self, *given: None
+
+
+def skip_failed_steps(real: Real) -> Real:
+    """A rank forgets a failed step, its orders included."""
+    return lambda self, launch: real(self, launch) if launch in self.pending else []
+
+
 CORE, SERVICE = "kvplane_service.core", "kvplane_service"
+ENGINE = "tests.core.page_engine:RandomEngine"
 
 TWINS: dict[str, Twin] = {
+    "a cancel that leaks": Twin(
+        "a call that is cancelled breaks its stream, and no other call notices",
+        (
+            Patch("kvplane.aio.transport:GrpcTransport._within", leave_the_stream_as_it_is),
+            Patch("kvplane.aio.transport:GrpcTransport._on_stream", take_for_a_cancelled_task),
+            Patch("kvplane.machine:SessionMachine._use", use_and_believe),
+            Patch("kvplane.machine:SessionMachine.interrupted", do_nothing),
+        ),
+    ),
+    "no deadline of a step": Twin(
+        "a call that is not answered ends in time",
+        (Patch("kvplane.transport:_Stream._wait", do_nothing),),
+    ),
     "no stamp check": Twin(
         "a key is hit after a restart only where the page memory still shows its stamp",
         (
             Patch(f"{CORE}.replica:Replica.regain", recover_whatever_is_stored),
-            Patch(f"{CORE}.replica:Replica.begin_epoch", keep_what_is_executed),
+            Patch(f"{CORE}.replica:Replica.end_epoch", keep_what_is_executed),
         ),
     ),
     "no restamp on key moves": Twin(
@@ -291,7 +523,7 @@ TWINS: dict[str, Twin] = {
     ),
     "incarnation ignored": Twin(
         "entries are of one life of the page memory",
-        (Patch(f"{SERVICE}.host:ReplicaHost.open", open_without_incarnation),),
+        (Patch(f"{SERVICE}.recovering:Recovering.belongs_to", belong_to_any_memory),),
     ),
     "one rank unchecked": Twin(
         "a hit after a restart needs a match on every rank",
@@ -304,24 +536,98 @@ TWINS: dict[str, Twin] = {
     "publication before execution": Twin(
         "others see a key when its step has been executed on all ranks",
         (
-            Patch(f"{CORE}.replica:Replica.begin_epoch", with_all_executed),
+            Patch(f"{CORE}.replica:Replica.end_epoch", with_all_executed_meanwhile),
             Patch(f"{CORE}.replica:Replica.entries", with_all_executed),
             Patch(f"{CORE}.replica:Replica.lookup", with_all_executed),
             Patch(f"{SERVICE}.events:PublicationHold.release", release_all),
             Patch(f"{SERVICE}.store.journal:ReplicaJournal.note", mark_at_once),
         ),
     ),
+    "a removal of a held key is swallowed": Twin(
+        "whenever nothing is in flight others see what is published, by block",
+        (Patch(f"{SERVICE}.events:PublicationHold.add", swallow_removals_of_held_content),),
+    ),
+    "withdrawn keys stay shown": Twin(
+        "others never see a key whose step did not run",
+        (Patch(f"{SERVICE}.events:PublicationHold.add", ignore_withdrawals),),
+    ),
+    "state of rejected drafts": Twin(
+        "a state is named only for a verified length",
+        (Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_ends_behind_drafts),),
+    ),
+    "load before launches": Twin(
+        "a load starts behind every launch that may read or write its blocks",
+        (Patch(f"{CORE}.pool:BlockPool.last_use", start_at_once),),
+    ),
+    "load behind writers only": Twin(
+        "launches that read the blocks of a load count as those that write them",
+        (
+            Patch(f"{CORE}.managers.base:GroupManager._give_up", release_unread),
+            Patch(f"{CORE}.ledger:Ledger._note_use", note_writers),
+        ),
+    ),
+    "load before stamps": Twin(
+        "a load starts when the stamps, zeroes and copies of its step are done",
+        (Patch(f"{ENGINE}._has_obeyed", obeyed_before_all),),
+    ),
+    "zero after load": Twin(
+        "a page that a transfer fills is in no zero order",
+        (
+            Patch(f"{CORE}.coordinator:Coordinator._leave_to_load", zero_what_is_loaded),
+            Patch(f"{ENGINE}._has_obeyed", obeyed_when_stamped),
+        ),
+    ),
+    "failed orders forgotten": Twin(
+        "orders of a failed step are carried out on every rank",
+        (Patch(f"{ENGINE}._orders", skip_failed_steps),),
+    ),
     "orders run twice": Twin(
         "orders run exactly once per rank",
         (Patch("kvplane.rank:Rank._check_turn", take_every_turn), Patch("kvplane.rank:Rank._obey", obey_again)),
+    ),
+    "launches without an answer keep their stamps": Twin(
+        "a rank writes stamp 0 on every page that a launch without an answer may overwrite",
+        (Patch("kvplane.rank:Rank.invalidate", do_nothing),),
+    ),
+    "new life during a load": Twin(
+        "pages that a load of an earlier engine life may still write are not allocated until its mover is done",
+        (Patch(f"{CORE}.pool:BlockPool.hold_busy", do_nothing),),
+    ),
+    "two owners write": Twin(
+        "of two services that hold a replica, the one without its engine gives up",
+        (Patch(f"{SERVICE}.store.ownership:Ownership._compare", confirm_whatever_the_record_says),),
+    ),
+    "a drain loses what waits": Twin(
+        "what was published is in the store before a replica is let go",
+        (Patch(f"{SERVICE}.store.keeper:Keeper._write_released", release_without_flushing),),
     ),
     "lease expiry frees pages": Twin(
         "a lease that lapses withdraws entries from what others see, and nothing else",
         (Patch(f"{SERVICE}.host:ReplicaHost.expire", free_when_silent),),
     ),
+    "shared executor": Twin(
+        "each resource has its own threads, and a store that does not answer is asked by its writer alone",
+        (
+            Patch(f"{SERVICE}.executors:Executor.__call__", run_on_shared_threads),
+            Patch(f"{SERVICE}.store.redis_store:RedisStore.get_record", ask_on_shared_threads),
+            Patch(f"{SERVICE}.store.redis_store:RedisStore.put_record", ask_on_shared_threads),
+            Patch(f"{SERVICE}.store.writer:StoreWriter.note_failure", forget_that_it_is_away),
+        ),
+    ),
+    "releases before notices": Twin(
+        "engines are told of a drain before anything that may hang",
+        (
+            Patch(f"{SERVICE}.rpc.server:RpcServer.drain", release_first),
+            Patch(f"{SERVICE}.store.writer:StoreWriter.note_failure", forget_that_it_is_away),
+        ),
+    ),
+    "lapse by own delay": Twin(
+        "a service that stood still does not take its engines for silent",
+        (Patch(f"{SERVICE}.registry:Entry.forgive", forgive_nothing),),
+    ),
     "resume forgets held pages": Twin(
         "a session that resumes finds its held pages held",
-        (Patch(f"{SERVICE}.host:ReplicaHost.open", release_held_at_resume),),
+        (Patch(f"{SERVICE}.host:ReplicaHost.open_in_slices", release_held_at_resume),),
     ),
 }
 

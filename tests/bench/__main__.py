@@ -2,6 +2,8 @@
 
     python -m tests.bench            prints a table and writes tests/bench/results/in_process.{md,json}
 
+The pool of the decode steps is not full and nothing is in flight; `tests.bench.steady` has the normal case.
+
 Ours and an object-per-block pool take turns in one run, so that a noisy machine hits both; medians over the rounds. No
 time is a promise, the ratios are what can be compared.
 """
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from kvplane.base.groups import GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import Admit, Facts, News, Part, Run, Step
+from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
@@ -49,7 +52,7 @@ def cycle_ours(pool: BlockPool, keys: list[bytes]) -> None:
     pool.touch(found)
     pool.release(found)
     pool.registered.clear()
-    pool.events.clear()
+    pool.events = CacheEvents()
     pool.stamped.clear()
 
 

@@ -29,14 +29,13 @@ from kvplane_service import garbage
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
 from kvplane_service.recovering import Recovering
-from kvplane_service.store.interface import IndexStore, LogName
+from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
-from kvplane_service.store.loading import load_log
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.sqlite import SqliteStore
 from tests.bench.machine import machine_line
 from tests.store import servers
-from tests.store.contract import opened
+from tests.store.contract import load_log, opened
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS, PROMPT_BLOCKS, SIZE, DIGEST = 7, 100, 16, 32
@@ -108,7 +107,7 @@ def fill(spec: ReplicaSpec, entries: int) -> tuple[Replica, int]:
     return replica, prompts
 
 
-def write(replica: Replica, store: IndexStore) -> None:
+def write(replica: Replica, store: BlockingStore) -> None:
     """Everything that is published, as a resync writes it."""
     journal = ReplicaJournal(LOG, replica, 1, lambda: 0)
     journal.resync()
@@ -116,7 +115,7 @@ def write(replica: Replica, store: IndexStore) -> None:
         journal.wrote(batch, store.append(batch.log, batch.chunk, batch.trim_below))
 
 
-def read(store: IndexStore) -> int:
+def read(store: BlockingStore) -> int:
     """Read and checksum; the bytes."""
     total = 0
     for chunk in store.load(LOG):
@@ -125,13 +124,14 @@ def read(store: IndexStore) -> int:
     return total
 
 
-def recover(spec: ReplicaSpec, store: IndexStore, stamps: tuple[int, ...]) -> tuple[Replica, float]:
+def recover(spec: ReplicaSpec, store: BlockingStore, stamps: tuple[int, ...]) -> tuple[Replica, float]:
     """A new object with everything that the memory proves, and the seconds; the empty pool was there before."""
     replica = Replica(spec)
     garbage.settle()
     begin = time.process_time()
     log = load_log(store, LOG)
-    Recovering(1, 1, loading=False, entries=log.entries()).prove(replica, 2, stamps, 1)
+    Recovering(1, 1, loading=False, entries=log.entries()).prove(replica, stamps, 1)
+    replica.enter_epoch(2, stamps)
     return replica, time.process_time() - begin
 
 
@@ -162,7 +162,7 @@ class Served:
         self.asked = [(chance.randrange(prompts), chance.randrange(1, PROMPT_BLOCKS + 1)) for _ in range(1000)]
         self.hits, self.num_keys = hits_of(self.replica, self.asked), self.replica.count_keys()
 
-    def measure(self, name: str, store: IndexStore) -> Figure:
+    def measure(self, name: str, store: BlockingStore) -> Figure:
         """One line: come back from this store."""
         write(self.replica, store)
         reads, readies = [], []
@@ -177,7 +177,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def stores(folder: Path) -> Iterator[list[tuple[str, IndexStore]]]:
+def stores(folder: Path) -> Iterator[list[tuple[str, BlockingStore]]]:
     """One of each kind."""
     with servers.serving(folder / "redis") as server:
         redis = opened(Config(store=f"redis://{server.address}", store_timeout_ms=60_000))

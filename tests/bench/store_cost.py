@@ -27,14 +27,13 @@ from kvplane_service import garbage
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import digest
 from kvplane_service.host import ReplicaHost, new_replica
-from kvplane_service.store.interface import IndexStore, LogName
+from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
-from kvplane_service.store.loading import load_log
 from kvplane_service.store.record import ROW_BYTES
 from kvplane_service.store.sqlite import SqliteStore
 from tests.bench.machine import machine_line
 from tests.store import servers
-from tests.store.contract import opened
+from tests.store.contract import load_log, opened
 
 RESULTS = Path(__file__).parent / "results"
 LOG = LogName("bench", b"n" * 16, 1)
@@ -56,7 +55,7 @@ def spec_of(num_blocks: int) -> ReplicaSpec:
 class Decoding:
     """A host that decodes for `REQUESTS` requests, each a token a step; their blocks fill in different steps."""
 
-    def __init__(self, store: IndexStore | None) -> None:
+    def __init__(self, store: BlockingStore | None) -> None:
         self.host = ReplicaHost("bench", new_replica(spec_of(1 << 17)), Config(), lambda: 0)
         self.epoch = self.host.open(OpenRequest("bench", 1)).epoch
         self.store = store
@@ -88,7 +87,7 @@ class Decoding:
         if self.store is not None and self.seq % FLUSH_STEPS == 0:
             self.flush(self.store)
 
-    def flush(self, store: IndexStore) -> None:
+    def flush(self, store: BlockingStore) -> None:
         while (batch := self.journal.take()) is not None:
             self.journal.wrote(batch, store.append(batch.log, batch.chunk, batch.trim_below))
 
@@ -135,7 +134,7 @@ def bootstrap(values: list[float], rounds: int = 2000) -> tuple[float, float]:
     return medians[rounds // 40], medians[-rounds // 40]
 
 
-def size(name: str, store: IndexStore, on_disk, inserts: int, live: int) -> str:
+def size(name: str, store: BlockingStore, on_disk, inserts: int, live: int) -> str:
     """Largest size over the run, beside the packed live entries. Prompts of 100 blocks come and evict old ones."""
     replica, chance, per_prompt = new_replica(spec_of(live + 101)), random.Random(2), 100
     journal = ReplicaJournal(LOG, replica, 100_000, lambda: 0)

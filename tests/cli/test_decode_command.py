@@ -50,6 +50,14 @@ def test_an_image_is_printed_too(kvplane):
     assert out.splitlines()[1:] == ["resumed slot 1: 9 tokens computed", "held slot 4", "15 blocks free"]
 
 
+def test_loads_that_are_over_are_printed(kvplane):
+    result = StepResult(3, 0, [PartResult(free_blocks=15)], 0)
+    part = Part(cache=Cache(loads_over=[5, 9]))
+    code, out, _ = kvplane("decode", pack(Decision(Step(2, 3, [part]), result, ([],), 0, 0)))
+    assert code == 0
+    assert "loads of earlier engine lives are over: blocks [5, 9]" in out.splitlines()
+
+
 def test_nonsense_is_wrong_use(kvplane):
     code, out, told = kvplane("decode", "nonsense")
     assert (code, out) == (2, "")

@@ -12,19 +12,25 @@ from typing import Any
 import grpc
 import pytest
 
+from kvplane.base.step import Budget
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.channel import open_channel
+from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane.sources import ModelSource
 from kvplane.unary import connect
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.workers import WorkersClient
 from kvplane_service.cli import checks
 from kvplane_service.config import Config
+from kvplane_service.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
-from tests.service.rig import Service, running
+from kvplane_service.store.offloaded import Offloaded
+from tests.service.rig import WAIT_S, Service, column, running
 from tests.store.test_writer import Away
 
-CHECKS = ["health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store"]
+CHECKS = [
+    "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "loads", "chunks", "drafts"
+]  # fmt: skip
 
 
 @contextmanager
@@ -94,11 +100,42 @@ def store_away(service: Service) -> Iterator[None]:
     assert writer is not None
     store = Away()
     store.error = StoreUnavailable("nobody there")
-    writer.store = store
+    writer.store = Offloaded(lambda: store, Executor("the store"))
+    asyncio.run_coroutine_threadsafe(writer.store.open(), service.loop).result(WAIT_S)
     service.register()
     stream = service.open()
     while service.describe().store.state != pb.STORE_STATE_DEGRADED:
         stream.step()
+    yield
+
+
+@contextmanager
+def load_of_a_dead_engine(service: Service) -> Iterator[None]:
+    """The engine life before said that loads may still write to these blocks."""
+    service.register()
+    stream = service.open(busy_blocks=column(7, 9))
+    yield
+    stream.close()
+
+
+@contextmanager
+def small_budget(service: Service) -> Iterator[None]:
+    """Blocks of 80 tokens, and steps of 64."""
+    with connect(service.address) as client:
+        client.register_replica("hybrid", ModelSource(model="jamba-v0.1", num_blocks=200, max_model_len=512))
+        with client.session("hybrid") as session:
+            session.apply(part_of(NewsRow(0, range(100)), AdmitRow(0), budget=Budget(tokens=64)))
+    yield
+
+
+@contextmanager
+def rejecting_engine(service: Service) -> Iterator[None]:
+    """It says that its prompt has to be computed once more."""
+    with connect(service.address) as client:
+        client.register_replica("hybrid", ModelSource(model="jamba-v0.1", num_blocks=200, max_model_len=512))
+        with client.session("hybrid") as session:
+            session.apply(part_of(NewsRow(0, range(200)), AdmitRow(0)))
+            session.apply(part_of(FactRow(0, computed=20)))
     yield
 
 
@@ -111,6 +148,9 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "workers": silent_worker,
     "epochs": foreign_epoch,
     "store": store_away,
+    "loads": load_of_a_dead_engine,
+    "chunks": small_budget,
+    "drafts": rejecting_engine,
 }
 
 
@@ -154,3 +194,11 @@ def test_a_staged_fault_is_found_and_no_other(kvplane, tmp_path, check):
     (fault,) = [finding for finding in findings if not finding["is_well"]]
     assert f"{check}: {fault['remedy']}" in text
     assert check == "clocks" or fault["seen"] in text  # milliseconds go on
+
+
+def test_the_blocks_of_a_dead_engine_are_described(kvplane):
+    with running() as service, load_of_a_dead_engine(service):
+        code, out, _ = kvplane("describe", "r", "--service", service.address)
+    assert code == 0
+    assert "2 of 40 blocks held by 0 running requests" in out
+    assert "2 of them under loads of earlier engine lives" in out

@@ -155,7 +155,8 @@ def test_events_behind_the_last_one_are_refused(service, kvplane):
 
 def test_explain_a_request(ask):
     text = ask("explain", "r", "--request", "second")
-    assert text.splitlines()[0] == "32 of 40 tokens hit when it was tried in step 2; the longest hit would be 32"
+    tried = "when it was tried in step 2 of engine life 2"
+    assert text.splitlines()[0] == f"32 of 40 tokens hit {tried}; the longest hit would be 32"
     assert "why: nothing: the hit is as long as it can be" in text
 
 

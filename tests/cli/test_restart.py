@@ -19,6 +19,7 @@ from tests.cli.processes import run_kvplane
 from tests.cli.test_serve import serving
 from tests.client.lasting import HYBRID, LastingEngine
 from tests.client.lasting import ONE_GROUP as SPEC
+from tests.client.mini_engine import MiniEngine
 from tests.store import servers
 
 
@@ -59,6 +60,30 @@ def test_an_engine_outlives_a_killed_service_on_sqlite(tmp_path):
 def test_an_engine_outlives_a_killed_service_on_redis(tmp_path):
     with servers.serving(tmp_path) as server:
         killed_under_an_engine(f"redis://{server.address}", HYBRID)
+
+
+def test_an_engine_that_gives_nothing_outlives_a_killed_service(tmp_path):
+    """As README's does: it loses what was cached, and no request."""
+    address = f"127.0.0.1:{servers.free_port()}"
+    settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}", "--set", "store_flush_ms=5")
+    with kvplane.connect(address) as client:
+        with serving(*settings, listen=address) as (process, _):
+            client.register_replica("r", SPEC)
+            session = client.session("r")
+            engine = MiniEngine(lambda part: session.apply(part).parts[0])
+            for _ in range(12):
+                engine.step()
+            wait_until_stored(client)
+            process.kill()
+            process.wait()
+        with serving(*settings, listen=address):
+            epoch, running = session.epoch, len(engine.running)
+            engine.step()
+            assert engine.log[-1].preempted
+            assert engine.num_preempted >= running > 0
+            assert session.epoch > epoch
+            engine.run()
+            session.close()
 
 
 def test_what_the_store_brought_back_is_told_as_that(kvplane, tmp_path):
@@ -155,13 +180,13 @@ def test_the_state_of_the_store_is_seen_by_clients(tmp_path):
             engine.session.close()
 
 
-def test_without_revive_a_restart_ends_the_session(tmp_path):
+def test_a_restart_ends_a_session_that_remembers_nothing(tmp_path):
     address = f"127.0.0.1:{servers.free_port()}"
     settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}")
     with kvplane.connect(address) as client:
         with serving(*settings, listen=address) as (process, _):
             client.register_replica("r", SPEC)
-            session = client.session("r")
+            session = client.session("r", remember=False)
             process.kill()
             process.wait()
         with serving(*settings, listen=address), pytest.raises(KvplaneError, match="started anew"):

@@ -9,11 +9,12 @@ import pytest
 
 from kvplane_service.registry import Registration
 from kvplane_service.store.interface import LogName
-from kvplane_service.store.loading import load_log
 from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record
 from kvplane_service.store.sqlite import SqliteStore
 from tests.client.lasting import ONE_GROUP
 from tests.core.builders import full
+from tests.store import servers
+from tests.store.contract import load_log
 from tests.store.test_journal import Journaled
 
 
@@ -78,3 +79,53 @@ def test_without_a_store_it_says_what_to_name(kvplane):
     status, _, told = kvplane("store", "inspect")
     assert status == 2
     assert "--store sqlite:PATH" in told
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_to_look_writes_nothing(kvplane, left, verb):
+    path, _, _ = left
+    before = content(path.parent)
+    assert kvplane("store", verb, "--store", f"sqlite:{path}")[0] == 0
+    assert content(path.parent) == before
+    path.chmod(0o400)
+    path.parent.chmod(0o500)
+    try:
+        assert kvplane("store", verb, "--store", f"sqlite:{path}")[0] == 0
+    finally:
+        path.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_to_look_while_a_service_writes(kvplane, left, verb):
+    """What is in its write-ahead log is seen too."""
+    path, _, _ = left
+    with closing(SqliteStore(path)) as store:
+        store.put_record("torn", b"no record")
+        status, told, _ = kvplane("store", verb, "--store", f"sqlite:{path}")
+        assert status == (verb == "verify")
+        assert "engine-0" in told
+        assert "not used: 1 truncated" in told
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_a_slip_of_the_pen_makes_no_file(kvplane, tmp_path, verb):
+    status, told, why = kvplane("store", verb, "--store", f"sqlite:{tmp_path / 'typo.db'}")
+    assert status != 0
+    assert told == ""
+    assert "there is no file" in why
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["inspect", "verify"])
+def test_an_empty_store_says_so(kvplane, tmp_path, verb):
+    SqliteStore(tmp_path / "entries.db").close()
+    status, told, _ = kvplane("store", verb, "--store", f"sqlite:{tmp_path / 'entries.db'}")
+    assert (status, told) == (0, "the store is empty: it has the record of no replica\n")
+    with servers.serving(tmp_path / "redis") as server:
+        status, told, _ = kvplane("store", verb, "--store", f"redis://{server.address}")
+        assert (status, told) == (0, "the store is empty: it has the record of no replica\n")
+        assert server.client().dbsize() == 0, "nor does it say that the server is ours"

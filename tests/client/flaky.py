@@ -60,6 +60,10 @@ class FlakyTransport:
         self.calls.append("close")
         self._inner.close()
 
+    def abort(self) -> None:
+        self.calls.append("abort")
+        self._inner.abort()
+
     def _holds(self, call: str) -> bool:
         self.calls.append(call)
         self._broken = self.breaks(call) or self._broken

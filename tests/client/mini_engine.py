@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
-from kvplane.base.step import AdmitStatus, Budget, End, Part, PartResult, RowFlag
+from kvplane.base.step import AdmitStatus, Budget, End, Part, PartResult
 from kvplane.rows import AdmitRow, FactRow, NewsRow, Row, RunRow, part_of
 
 BLOCK = 16
@@ -48,7 +48,6 @@ class MiniEngine:
 
     ask: Callable[[Part], PartResult]
     seed: int = 1
-    flags: RowFlag = RowFlag.NONE
     running: dict[int, Request] = field(default_factory=dict)
     log: list[PartResult] = field(default_factory=list)
     num_preempted: int = 0
@@ -92,13 +91,13 @@ class MiniEngine:
         self._sample()
 
     def _part(self) -> Part:
-        rows: list[Row] = [*self._facts, *(RunRow(slot, flags=self.flags) for slot in self.running)]
+        rows: list[Row] = [*self._facts, *(RunRow(slot) for slot in self.running)]
         self._facts = []
         for slot, request in list(self._waiting)[:2]:
             if not request.known:
                 rows.append(NewsRow(slot, request.tokens, request_id=f"request-{slot}"))
                 request.known = True
-            rows.append(AdmitRow(slot, cap=48, flags=self.flags))
+            rows.append(AdmitRow(slot, cap=48))
         part = part_of(*rows, budget=Budget(tokens=96))
         part.admit.max_running = 8
         part.admit.only_if_no_preemption = True

@@ -10,7 +10,7 @@ import pytest
 
 import kvplane
 from kvplane import aio
-from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import EventKind, Part
 from kvplane.channel import open_aio_channel
@@ -146,7 +146,7 @@ async def test_an_open_has_a_deadline():
     port = server.sockets[0].getsockname()[1]
     channel = open_aio_channel(f"127.0.0.1:{port}")
     transport = aio.GrpcTransport(channel, open_timeout_s=0.2)
-    with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+    with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
         await transport.open(OpenRequest("x", 1))
     await transport.close()
     await channel.close()

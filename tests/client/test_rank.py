@@ -140,6 +140,57 @@ def test_orders_cut_short_are_never_begun_again(rank, tape):
     rank.carry_out(EPOCH + 1, 1, 0, Orders())
 
 
+def test_a_launch_without_an_answer_forgets_its_pages_and_ends_the_engine_life(rank, tape):
+    rank.carry_out(EPOCH, 1, 0, stamped(1, 2, 3, generation=4))
+    before = tape.table.generation
+    rank.invalidate(EPOCH, [2])
+    rank.invalidate(EPOCH, [2, 4])
+    one, three = (Stamp(4, EPOCH, 10 + block).pack() for block in (1, 3))
+    assert tape.table.read_all() == (0, one, 0, three, 0, 0, 0, 0)
+    assert tape.table.generation == before == 4, "what was not overwritten counts as before"
+    for seq, part in ((1, 0), (1, 1), (2, 0)):
+        with pytest.raises(FailedPrecondition, match="launch without an answer"):
+            rank.carry_out(EPOCH, seq, part, Orders())
+    assert Rank(tape.table, tape).executed_through == 0
+    rank.executed(1)
+    rank.claim(EPOCH)
+    with pytest.raises(FailedPrecondition):
+        rank.carry_out(EPOCH, 2, 0, Orders())
+    rank.claim(EPOCH + 1)
+    rank.carry_out(EPOCH + 1, 1, 0, Orders())
+
+
+def test_an_epoch_without_a_step_ends_with_a_launch_without_an_answer_too(rank):
+    rank.invalidate(EPOCH, [])
+    rank.claim(EPOCH, 9)
+    for seq in (1, 9):
+        with pytest.raises(FailedPrecondition):
+            rank.carry_out(EPOCH, seq, 0, Orders())
+
+
+@pytest.mark.parametrize("blocks", [[0], [BLOCKS], [-1], [1, BLOCKS]])
+def test_pages_outside_the_pool_are_not_invalidated(rank, tape, blocks):
+    rank.carry_out(EPOCH, 1, 0, stamped(1))
+    before = tape.table.snapshot()
+    with pytest.raises(InvalidArgument, match=r"^blocks:"):
+        rank.invalidate(EPOCH, blocks)
+    with pytest.raises(StaleEpoch):
+        rank.invalidate(EPOCH - 1, [1])
+    assert tape.table.snapshot() == before
+    rank.carry_out(EPOCH, 2, 0, Orders())
+
+
+def test_one_rank_that_invalidates_is_enough():
+    tables = [table(), table()]
+    group = RankGroup(tables)
+    group.claim(EPOCH)
+    ranks = [Rank(stamps, Tape(stamps)) for stamps in tables]
+    for each in ranks:
+        each.carry_out(EPOCH, 1, 0, stamped(1, 2))
+    ranks[1].invalidate(EPOCH, [1])
+    assert group.agreed_stamps()[:3] == (0, 0, Stamp(0, EPOCH, 12).pack())
+
+
 @pytest.mark.parametrize(
     ("orders", "field"),
     [
@@ -218,3 +269,145 @@ def test_ranks_have_equal_pools():
         RankGroup([])
     with pytest.raises(InvalidArgument):
         RankGroup([table(), StampTable.create(bytearray(table_bytes(4)), 4, incarnation=7)])
+
+
+# -- loads: when a transfer may write the pages of an admission --------------------------------------------------------
+
+
+def group_at(*positions: tuple[int, int, int]) -> tuple[RankGroup, list[StampTable]]:
+    """Ranks of life EPOCH that have carried out (seq, part) and have executed so many steps."""
+    tables = [table() for _ in positions]
+    for one, (seq, part, executed) in zip(tables, positions, strict=True):
+        one.claim(EPOCH)
+        one.begin(seq, part)
+        one.finish()
+        one.set_executed(executed)
+    return RankGroup(tables), tables
+
+
+@pytest.mark.parametrize(
+    ("ranks", "may"),
+    [
+        ([(5, 1, 3), (5, 1, 3)], True),
+        ([(5, 1, 4), (6, 0, 5)], True),  # late: whatever has happened since, it may
+        ([(5, 1, 3), (5, 0, 3)], False),  # a rank lags with its orders: stamps, zeroes or copies may still come
+        ([(5, 1, 3), (4, 7, 3)], False),
+        ([(5, 1, 3), (5, 1, 2)], False),  # a rank lags with its launches: one may still write
+    ],
+)
+def test_a_load_may_start_when_every_rank_is_behind_its_admission_and_launches(ranks, may):
+    group, _ = group_at(*ranks)
+    assert group.may_load(EPOCH, 5, 1, 3) is may
+    assert group.may_load(EPOCH, 5, 1, 3) is may, "asking changes nothing"
+
+
+def test_orders_under_way_are_not_done():
+    group, (one,) = group_at((5, 0, 3))
+    one.begin(5, 1)
+    assert not group.may_load(EPOCH, 5, 1, 3)
+    assert group.may_load(EPOCH, 5, 0, 3), "those of the part before are"
+    one.finish()
+    assert group.may_load(EPOCH, 5, 1, 3)
+
+
+def test_a_load_of_another_engine_life_does_not_start():
+    group, (first, second) = group_at((5, 1, 3), (5, 1, 3))
+    assert not group.may_load(EPOCH + 1, 5, 1, 3), "this life has not claimed the ranks yet"
+    second.claim(EPOCH + 1)
+    with pytest.raises(StaleEpoch):
+        group.may_load(EPOCH, 5, 1, 3)
+    assert not group.may_load(EPOCH + 1, 5, 1, 3), "one rank is claimed, one is not"
+    first.claim(EPOCH + 1)
+    assert not group.may_load(EPOCH + 1, 1, 0, 0), "what the life before did counts no more"
+
+
+def test_a_rank_names_what_a_load_waits_for(rank, tape):
+    for seq in (1, 2):
+        rank.carry_out(EPOCH, seq, 0, Orders())
+    rank.executed(1)
+    before = tape.table.snapshot()
+    rank.check_load(EPOCH, 2, 0, 1)
+    for seq, part, load_after, field in ((3, 0, 0, "seq"), (2, 1, 0, "seq"), (2, 0, 2, "load_after")):
+        with pytest.raises(FailedPrecondition) as caught:
+            rank.check_load(EPOCH, seq, part, load_after)
+        assert caught.value.field == field
+        assert caught.value.remedy
+    with pytest.raises(StaleEpoch):
+        rank.check_load(EPOCH - 1, 2, 0, 1)
+    assert tape.table.snapshot() == before
+
+
+def test_a_life_that_begins_with_a_later_step_has_executed_those_before():
+    """A session that goes on with another service: its numbers go on, and load_after is none of before."""
+    one = table()
+    one.claim(EPOCH, 40)
+    group = RankGroup([one])
+    assert not group.may_load(EPOCH, 40, 0, 0)
+    one.begin(40, 0)
+    one.finish()
+    assert group.may_load(EPOCH, 40, 0, 0)
+    assert not group.may_load(EPOCH, 40, 0, 40)
+
+
+def life_with_a_launch_in_flight() -> tuple[StampTable, Rank, RankGroup]:
+    """Steps 1 and 2 were launched, 1 has executed; then a new engine life claims, which goes on with step 3."""
+    one = table()
+    rank, group = Rank(one, Tape(one)), RankGroup([one])
+    rank.claim(EPOCH)
+    for seq in (1, 2):
+        rank.carry_out(EPOCH, seq, 0, Orders())
+    rank.executed(1)
+    one.begin_life(EPOCH + 1)
+    rank.claim(EPOCH + 1, 3)
+    return one, rank, group
+
+
+def test_a_load_of_a_new_life_waits_for_launches_of_the_life_before():
+    one, rank, group = life_with_a_launch_in_flight()
+    rank.carry_out(EPOCH + 1, 3, 0, Orders())
+    assert not group.may_load(EPOCH + 1, 3, 0, 0)
+    with pytest.raises(FailedPrecondition, match="earlier engine life") as caught:
+        rank.check_load(EPOCH + 1, 3, 0, 0)
+    assert (caught.value.field, "launches_ended" in caught.value.remedy) == ("epoch", True)
+    rank.executed(2)  # the number at which this life began: it says nothing of launches
+    assert not group.may_load(EPOCH + 1, 3, 0, 0)
+    one.claim(EPOCH + 2)
+    rank.carry_out(EPOCH + 2, 1, 0, Orders())
+    assert not group.may_load(EPOCH + 2, 1, 0, 0), "nor does one more life"
+
+
+@pytest.mark.parametrize("word", ["executed", "launches_ended"])
+def test_it_starts_when_they_have_ended(word):
+    _, rank, group = life_with_a_launch_in_flight()
+    for seq in (3, 4):
+        rank.carry_out(EPOCH + 1, seq, 0, Orders())
+    rank.executed(3) if word == "executed" else rank.launches_ended()
+    assert group.may_load(EPOCH + 1, 4, 0, 3) is (word == "executed")
+    assert group.may_load(EPOCH + 1, 4, 0, 0)
+
+
+def test_a_process_that_has_exited_launches_nothing():
+    """The worker says so before the service claims the table for the life to come."""
+    one = table()
+    rank, group = Rank(one, Tape(one)), RankGroup([one])
+    rank.claim(EPOCH)
+    rank.carry_out(EPOCH, 1, 0, Orders())
+    one.launches_ended()
+    assert one.executed == 0, "what they computed is not known"
+    one.begin_life(EPOCH + 1)
+    rank.carry_out(EPOCH + 1, 1, 0, Orders())
+    assert group.may_load(EPOCH + 1, 1, 0, 0)
+    one.begin_life(EPOCH + 2)
+    rank.carry_out(EPOCH + 2, 1, 0, Orders())
+    assert not group.may_load(EPOCH + 2, 1, 0, 0), "orders since then may have a launch behind them"
+
+
+def test_a_life_without_launches_in_flight_is_waited_for_by_no_load():
+    one = table()
+    rank, group = Rank(one, Tape(one)), RankGroup([one])
+    rank.claim(EPOCH)
+    rank.carry_out(EPOCH, 1, 0, Orders())
+    rank.executed(1)
+    rank.claim(EPOCH + 1)
+    rank.carry_out(EPOCH + 1, 1, 0, Orders())
+    assert group.may_load(EPOCH + 1, 1, 0, 0)

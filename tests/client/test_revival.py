@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kvplane.base.session import Opened
-from kvplane.base.step import Cache, Facts, News, Part, PartResult, Step, StepResult
+from kvplane.base.step import Cache, Facts, News, Part, PartResult, Resume, Step, StepResult
 from kvplane.revival import Numbers, Revival
 from tests.client.mini_engine import HYBRID
 
@@ -28,6 +30,8 @@ def test_the_engine_goes_on_counting_and_the_service_begins_anew():
     assert numbers.outward(Step(9, 43, [Part()], executed_through=41)).executed_through == 3
     back = numbers.inward(StepResult(3, 0, [PartResult()], published_through=2))
     assert (back.seq, back.part, back.published_through) == (41, 0, 40)
+    loads = numbers.inward(StepResult(4, 0, [PartResult(admit_load_after=[0, 3])]))
+    assert loads.parts[0].admit_load_after == [0, 41]
     assert numbers.position(opened(seq=2)) == (41, 0)
 
 
@@ -93,3 +97,20 @@ def test_tokens_are_told_in_messages_that_a_service_hashes_quickly():
     steps = Revival(news=news).first_steps(opened(), [])
     assert [step.parts[0].news.num_tokens for step in steps] == [[], [100_000], [200_000], [300_000], [10, 20]]
     assert [len(step.parts[0].news.tokens) for step in steps] == [0, 100_000, 200_000, 300_000, 30]
+
+
+def test_the_blocks_of_loads_that_an_image_goes_on_with():
+    """Those of rows that say so, of slots that ended as held under a load, and of preempted requests told as news."""
+    resume = Resume(
+        slot=[1, 2, 3],
+        loading=[0, 1, 1],
+        num_blocks=[2, 1, 1, 2, 0, 1],
+        blocks=[10, 11, 12, 20, 21, 22, 30],
+        held_slot=[5, 6, 7],
+        held_count=[1, 1, 2],
+        held_blocks=[50, 60, 70, 71],
+        held_loading=[0, 1, 0],
+    )
+    assert Revival(resume=resume, held=(5, 6)).taken_over == {20, 21, 22, 30, 60, 70, 71}
+    assert Revival().taken_over == frozenset()
+    assert Revival(resume=replace(resume, loading=[], held_loading=[]), held=(5, 6, 7)).taken_over == frozenset()

@@ -25,9 +25,9 @@ def test_a_column_is_left_out_when_every_row_has_the_default():
 
 
 def test_a_column_is_whole_when_one_row_differs():
-    part = part_of(RunRow(1), RunRow(2, cap=9), AdmitRow(3, flags=RowFlag.ALIGN), AdmitRow(4))
+    part = part_of(RunRow(1), RunRow(2, cap=9), AdmitRow(3, flags=RowFlag.UNALIGNED), AdmitRow(4))
     assert part.run.cap == [UNLIMITED, 9]
-    assert part.admit.flags == [RowFlag.ALIGN, RowFlag.NONE]
+    assert part.admit.flags == [RowFlag.UNALIGNED, RowFlag.NONE]
 
 
 def test_tokens_are_counted():

@@ -19,7 +19,7 @@ from kvplane.base.errors import (
     Unavailable,
 )
 from kvplane.base.session import OpenRequest
-from kvplane.base.step import Part, PartResult, StepResult
+from kvplane.base.step import Cache, Part, PartResult, StepResult
 from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
@@ -343,6 +343,20 @@ def test_a_session_tells_what_it_stands_on(session, world):
     assert session.free_blocks == world.host.replica.free_blocks
 
 
+def test_a_session_tells_which_blocks_are_busy(world, transport, open_session):
+    """Also when the stream was opened again before the answer came that says which are not."""
+    with open_session(world, transport, busy_blocks=(3, 5, 8)) as session:
+        assert session.busy_blocks == (3, 5, 8)
+        session.apply(Part(cache=Cache(loads_over=[5])))
+        assert session.busy_blocks == (3, 8)
+        transport.breaks = breaking("receive")
+        session.apply(Part(cache=Cache(loads_over=[3])))
+        assert session.busy_blocks == world.host.replica.busy_blocks == (8,)
+        with pytest.raises(InvalidArgument, match="block 3"):
+            session.apply(Part(cache=Cache(loads_over=[8, 3])))
+        assert session.busy_blocks == (8,)
+
+
 def test_a_step_that_cannot_be_sent_is_as_if_it_never_was(world, open_session):
     class Choosy:
         def __init__(self, inner):
@@ -361,3 +375,20 @@ def test_a_step_that_cannot_be_sent_is_as_if_it_never_was(world, open_session):
             session.apply(ASK)
         assert session.in_flight == 0
         assert session.apply(Part()).seq == 1
+
+
+@pytest.mark.parametrize("error", [TypeError, AttributeError, RuntimeError])
+def test_a_step_that_could_not_be_sent_for_whatever_reason_is_not_in_flight(session, transport, monkeypatch, error):
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "send", raising(error))
+        with pytest.raises(error):
+            session.apply(ASK)
+    assert session.in_flight == 0
+    assert session.apply(ASK).parts[0].admit_granted == [20]
+
+
+def raising(error):
+    def send(_step):
+        raise error
+
+    return send

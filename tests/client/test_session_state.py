@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvplane.base.errors import FailedPrecondition, InternalError, InvalidArgument, LimitExceeded, SequenceError
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
-from kvplane.base.session import Opened
-from kvplane.base.step import Part, PartResult, StepResult
+from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.step import Cache, Part, PartResult, StepResult
+from kvplane.revival import Revival
 from kvplane.session_state import SessionState
 
 SPEC = ReplicaSpec((GroupSpec(GroupKind.FULL_ATTENTION, 16),), 10, 1024, 16, 16, 1024)
@@ -115,7 +118,8 @@ def test_a_refusal_frees_the_number_and_those_behind_it(state):
     register(state, 2, last=False, executed_through=0)
     register(state, executed_through=0)
     state.answered(answer(first))
-    assert state.refused() == 1
+    assert state.followers == 1
+    state.refused()
     assert state.in_flight == 0
     assert number(register(state)) == (2, 0)
 
@@ -123,7 +127,8 @@ def test_a_refusal_frees_the_number_and_those_behind_it(state):
 def test_a_refused_part_leaves_the_parts_before_it(state):
     state.answered(answer(register(state, 2, last=False)))
     register(state, last=False)
-    assert state.refused() == 0
+    assert state.followers == 0
+    state.refused()
     assert number(register(state)) == (1, 2)
 
 
@@ -185,3 +190,47 @@ def test_free_blocks_follow_the_service_when_nothing_is_in_flight(state):
     register(state)
     state.resumed(opened(free_blocks=8))
     assert state.free_blocks == 7
+
+
+def over(*blocks: int) -> Part:
+    return Part(cache=Cache(loads_over=list(blocks)))
+
+
+def test_blocks_are_busy_until_an_answer_says_that_their_loads_are_over():
+    state = SessionState(replace(opened(), busy_blocks=(3, 5, 8)))
+    step = state.register([over(5), over(3)], True, None)
+    assert (state.busy_blocks, state.still_busy()) == ((3, 5, 8), (8,))
+    state.answered(answer(step))
+    assert state.busy_blocks == state.still_busy() == (8,)
+
+
+def test_a_step_that_was_refused_ends_no_load():
+    state = SessionState(replace(opened(), busy_blocks=(3, 5)))
+    state.register([over(3, 4)], True, None)
+    state.refused()
+    assert state.busy_blocks == state.still_busy() == (3, 5)
+
+
+def test_the_service_knows_best_when_a_stream_is_opened_again():
+    state = SessionState(replace(opened(), busy_blocks=(3, 5)))
+    step = state.register([over(3)], True, None)
+    state.resumed(replace(opened(seq=1), busy_blocks=(5,)))
+    assert state.busy_blocks == (5,)
+    state.answered(answer(step))
+    assert state.busy_blocks == (5,)
+
+
+def test_a_new_service_is_told_what_is_still_busy_and_says_what_it_holds():
+    state = SessionState(replace(opened(), busy_blocks=(3, 5)))
+    state.register([over(3)], True, None)
+    revival = Revival(busy_blocks=(9, 5))
+    assert revival.open_request(OpenRequest("r", 1), 2, state.still_busy()).busy_blocks == (5, 9)
+    told = [StepResult(1, 0, [PartResult()])]
+    state.restarted(replace(opened(epoch=7), busy_blocks=(3, 5, 9)), revival, told)
+    assert state.busy_blocks == (3, 5, 9)
+    made = state.take_made()
+    assert made is not None
+    state.answered(made)
+    assert state.busy_blocks == (3, 5, 9), "a transfer of a worker was still writing to block 3"
+    state.answered(answer(state.register([over(9)], True, None)))
+    assert list(state.busy_blocks) == [3, 5]

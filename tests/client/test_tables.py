@@ -28,7 +28,7 @@ def test_tables_follow_the_service(spec):
                 assert all(b == 0 or a == b for a, b in zip(mine, theirs, strict=True))
         return answer
 
-    engine = MiniEngine(ask, flags=RowFlag.ALIGN if spec.align.block_size else RowFlag.NONE)
+    engine = MiniEngine(ask)
     engine.run()
     assert engine.num_preempted
     assert engine.num_hit

@@ -12,7 +12,7 @@ from contextlib import closing
 
 import pytest
 
-from kvplane.base.errors import FailedPrecondition, OtherWriter, StaleEpoch, Unavailable
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, OtherWriter, StaleEpoch, Unavailable
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part
 from kvplane.channel import open_channel
@@ -117,7 +117,7 @@ def silent():
 def test_an_open_has_a_deadline(silent):
     with closing(open_channel(silent)) as channel:
         transport = GrpcTransport(channel, open_timeout_s=0.2)
-        with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+        with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
             transport.open(OpenRequest("x", 1))
         transport.close()
 

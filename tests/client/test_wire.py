@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvplane import wire
 from kvplane.base import errors
-from kvplane.base.errors import InvalidArgument, KvplaneError
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError
 from kvplane.base.groups import (
     AlignSpec,
     CommitRule,
@@ -22,6 +23,7 @@ from kvplane.base.groups import (
 )
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import (
+    STEP_VERSION,
     UNLIMITED,
     Admit,
     Blocks,
@@ -47,6 +49,7 @@ from kvplane.base.step import (
 from kvplane.events import EventBatch
 from kvplane.v1 import allocation_pb2, replica_pb2, step_pb2
 from kvplane.wire import columns
+from kvplane.wire.parsing import parse
 
 DIGEST = 32
 
@@ -129,6 +132,7 @@ def resumes(draw):
     return Resume(
         slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
         loading=draw(column(rows, st.integers(0, 1))),
+        held_loading=draw(st.lists(st.integers(0, 1), max_size=3)),
         **{name: draw(column(rows, u32)) for name in names_of_rows},
         **{name: draw(flat()) for name in names_of_lists},
     )
@@ -172,7 +176,9 @@ def admits(draw):
 parts = st.builds(
     Part,
     facts=facts(),
-    cache=st.builds(Cache, failed_steps=flat(u64), evicted=flat(), released=flat(), reset=st.booleans()),
+    cache=st.builds(
+        Cache, failed_steps=flat(u64), evicted=flat(), released=flat(), reset=st.booleans(), loads_over=flat()
+    ),
     news=news(),
     resume=st.none() | resumes(),
     run=runs(),
@@ -245,10 +251,11 @@ def part_results(draw):
     return PartResult(
         granted=draw(flat()),
         preempted=draw(flat()),
-        admit_status=per_row(st.integers(0, 6)),
+        admit_status=per_row(st.integers(0, 7)),
         admit_hit=per_row(),
         admit_granted=per_row(),
         admit_junction=per_row(),
+        admit_load_after=per_row(u64),
         new_blocks=draw(blocks()),
         tables=draw(blocks()),
         peek_hit=draw(flat()),
@@ -343,14 +350,26 @@ def test_a_spec_comes_back_as_it_was(spec):
     assert wire.decode_spec(over_the_wire(wire.encode_spec(spec))) == spec
 
 
-@given(st.builds(OpenRequest, names, u64, u64, st.booleans(), names, flat(u64).map(tuple)))
+@given(st.builds(OpenRequest, names, u64, u64, st.booleans(), names, flat(u64).map(tuple), u64, flat().map(tuple)))
 def test_an_open_request_comes_back_as_it_was(request):
-    assert wire.decode_open(over_the_wire(wire.encode_open(request))) == request
+    decoded = wire.decode_open(over_the_wire(wire.encode_open(request)))
+    assert replace(decoded, stamp_table=tuple(decoded.stamp_table)) == request
 
 
-@given(st.builds(Opened, u64, u64, u32, u32, u32, u32, specs, u32, u32))
+@given(st.builds(Opened, u64, u64, u32, u32, u32, u32, specs, u32, u32, flat().map(tuple)))
 def test_the_answer_to_an_open_comes_back_as_it_was(opened):
     assert wire.decode_opened(over_the_wire(wire.encode_opened(opened))) == opened
+
+
+def test_a_client_that_names_no_version_of_steps_sends_the_services():
+    assert wire.decode_open(allocation_pb2.SessionOpen(replica="r")).step_version == STEP_VERSION
+
+
+@pytest.mark.parametrize(("said", "version"), [(0, 1), (3, 3)])
+def test_a_service_that_takes_steps_of_another_version_is_refused(said, version):
+    with pytest.raises(FailedPrecondition, match=f"takes steps of version {version}") as caught:
+        wire.decode_opened(allocation_pb2.SessionOpened(step_version=said))
+    assert caught.value.field == "step_version"
 
 
 @given(st.builds(EventBatch, u64, u64, st.lists(events, max_size=2).map(tuple), st.booleans()))
@@ -408,7 +427,6 @@ BAD_PARTS = {
     "slot of three bytes": ({"run": {"slot": b"abc"}}, "parts[0].run.slot"),
     "cap for one of two rows": ({"run": {"slot": u32s(1, 2), "cap": u32s(4)}}, "parts[0].run.cap"),
     "cap without rows": ({"run": {"cap": u32s(4)}}, "parts[0].run.cap"),
-    "unknown run flag": ({"run": {"slot": u32s(1), "flags": u32s(4)}}, "parts[0].run.flags"),
     "unknown on_refusal": ({"run": {"slot": u32s(1), "on_refusal": 9}}, "parts[0].run.on_refusal"),
     "admission cannot preempt": ({"admit": {"slot": u32s(1), "on_refusal": 3}}, "parts[0].admit.on_refusal"),
     "unknown watermark": ({"admit": {"slot": u32s(1), "watermark": u32s(3)}}, "parts[0].admit.watermark"),
@@ -484,7 +502,7 @@ BAD_RESULTS = {
         {"orders": {"copy_src": u32s(1), "copy_dst": u32s(1, 2)}},
         "parts[0].orders.copy_dst",
     ),
-    "an unknown status": ({"admit_status": u32s(7)}, "parts[0].admit_status"),
+    "an unknown status": ({"admit_status": u32s(8)}, "parts[0].admit_status"),
     "an event of no kind": ({"events": [{}]}, "parts[0].events[0].kind"),
 }
 
@@ -519,3 +537,37 @@ def test_a_spec_that_cannot_be_is_refused_both_ways():
 def test_half_a_stamp_table_is_refused():
     with pytest.raises(InvalidArgument, match="stamp_table"):
         wire.decode_open(allocation_pb2.SessionOpen(stamp_table=b"1234"))
+
+
+def opening(request):
+    return allocation_pb2.SessionRequest(open=wire.encode_open(request)).SerializeToString()
+
+
+def decoded(raw):
+    """As the service decodes it: without a copy of the stamp table."""
+    rest, stamps = wire.split_stamps(raw)
+    request = wire.decode_open(parse(allocation_pb2.SessionRequest, rest).open, stamps)
+    return replace(request, stamp_table=tuple(request.stamp_table)), bool(stamps)
+
+
+@given(st.builds(OpenRequest, names, u64, u64, st.booleans(), names, flat(u64).map(tuple), u64))
+def test_a_stamp_table_is_split_from_the_message_that_brings_it(request):
+    assert decoded(opening(request)) == (request, bool(request.stamp_table))
+
+
+@given(st.data())
+def test_a_message_of_another_shape_is_parsed_whole(data):
+    """Cut, doubled, with bytes that were changed or put in between: split or not, it says the same."""
+    raw = bytearray(opening(OpenRequest("r", 7, 3, stamp_table=(5, 6, 7), client="c")))
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, len(raw)))
+        raw[at : data.draw(st.integers(at, len(raw)))] = data.draw(
+            st.one_of(st.binary(max_size=4), st.just(bytes(raw)))
+        )
+    try:
+        expected = wire.decode_open(parse(allocation_pb2.SessionRequest, bytes(raw)).open)
+    except InvalidArgument:
+        with pytest.raises(InvalidArgument):
+            decoded(bytes(raw))
+        return
+    assert decoded(bytes(raw))[0] == replace(expected, stamp_table=tuple(expected.stamp_table))

@@ -209,7 +209,7 @@ class Replayer:
         return _one(part, read)
 
     def _admission(self, op: Record, request: Request) -> Admit:
-        flags = RowFlag.DELAY_CACHING * bool(op.get("delay")) | RowFlag.FULL_FIT * bool(op.get("full"))
+        flags = RowFlag.FULL_FIT * bool(op.get("full"))
         known = len(request.tokens)
         return Admit(
             slot=[request.slot],
@@ -221,7 +221,7 @@ class Replayer:
             expected_hit=[op["hit"]],
             reserved=[op.get("reserved", 0)],
             watermark=[Watermark.ALWAYS if op.get("has_sched", True) else Watermark.NEVER],
-            flags=[int(flags)],
+            flags=[_flags(op) | int(flags)],
         )
 
     def _running(self, op: Record, request: Request) -> Part:
@@ -231,7 +231,7 @@ class Replayer:
             extra=[op["comp"] + op["new"] - len(request.tokens)],
             lookahead=[op.get("look", 0)],
             in_flight=[op.get("infl", 0)],
-            flags=[int(RowFlag.DELAY_CACHING * bool(op.get("delay")))],
+            flags=[_flags(op)],
             on_refusal=OnRefusal.STOP,
         )
         if op["comp"] == request.computed:
@@ -294,6 +294,11 @@ Sent = tuple[list[PathPart], Callable[[list[PartResult]], Outcome]]
 
 def _one(part: Part, read: Callable[[PartResult], Outcome]) -> Sent:
     return [PathPart(part)], lambda results: read(results[0])
+
+
+def _flags(op: Record) -> int:
+    """Bits of a row whose amount is recorded, whatever states need."""
+    return int(RowFlag.UNALIGNED | RowFlag.DELAY_CACHING * bool(op.get("delay")))
 
 
 def _hashes(result: PartResult) -> Record:

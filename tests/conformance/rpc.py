@@ -170,6 +170,7 @@ class UnaryReplayer(Replayer):
                 lookahead_tokens=op.get("look", 0),
                 in_flight_tokens=op.get("infl", 0),
                 delay_caching=op.get("delay", False),
+                unaligned=True,
             )
         return Allocate(
             op["id"],
@@ -178,6 +179,7 @@ class UnaryReplayer(Replayer):
             lookahead_tokens=op.get("look", 0),
             external_tokens=op.get("ext", 0),
             delay_caching=op.get("delay", False),
+            unaligned=True,
             full_fit=op.get("full", False),
             encoder_tokens=op.get("enc", 0),
             reserved_blocks=op.get("reserved", 0),
@@ -290,5 +292,3 @@ def _ids(groups: Any) -> list[list[int]]:
 
 def _hashes(num_hashes: int, last: bytes) -> Record:
     return {"nh": num_hashes, "lasth": last[-8:].hex() if last else None}
-
-

@@ -95,7 +95,6 @@ class Scheduler:
 
     def __init__(self, header: Record, send: Callable[[list[Part], bool], list[PartResult]], whole: bool) -> None:
         self._options = header["scheduler"]
-        self._split = header["needs_mamba_split"]
         self._spec = header["spec_decode"]
         self._stop_token = header["stop_token"]
         self._alignment = header["cache_hit_alignment_tokens"]
@@ -392,7 +391,6 @@ class Scheduler:
             cap=[min(self._cap, max(most - one.computed - 1, 0)) for one in rows],
             lookahead=[self._spec["lookahead"] if self._spec else 0] * len(rows),
             in_flight=[one.in_flight for one in rows],
-            flags=[int(RowFlag.ALIGN) if self._split else 0] * len(rows),
             victims=[one.slot for one in self._victims()],
             on_refusal=OnRefusal.PREEMPT,
         )
@@ -405,7 +403,7 @@ class Scheduler:
     def _admit_rows(self, rows: list[Request], padding: int = 0) -> Admit:
         """Rows of waiting requests; `padding` is that of the first."""
         options = self._options
-        flags = RowFlag.ALIGN * self._split | RowFlag.FULL_FIT * options["reserve_full_isl"]
+        flags = RowFlag.FULL_FIT * options["reserve_full_isl"]
         flags |= RowFlag.WHOLE * (not options["enable_chunked_prefill"])
         return Admit(
             slot=[one.slot for one in rows],

@@ -38,10 +38,11 @@ from kvplane_service.core.lookup import Hit
 from kvplane_service.core.managers.base import Query
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
+from kvplane_service.core.setup import states_for_drafts
 
 GRANTED, REFUSED, DEFERRED = AdmitStatus.GRANTED, AdmitStatus.REFUSED, AdmitStatus.DEFERRED
 STALE_HIT, NO_ROOM, NEVER_FITS = AdmitStatus.STALE_HIT, AdmitStatus.NO_ROOM, AdmitStatus.NEVER_FITS
-NOT_REACHED = AdmitStatus.NOT_REACHED
+NOT_REACHED, NOT_WAITING = AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING
 BLOCK = 4
 
 
@@ -109,6 +110,12 @@ def digests(spec: ReplicaSpec, text: str, extra: ExtraKeys | None = None) -> lis
     scheme = HashScheme.of(spec)
     hasher = RequestHasher(scheme, extra or ExtraKeys())
     return split_hashes(hasher.append(pack_tokens(tokens(text))), scheme.digest.size)
+
+
+def most_drafts(spec: ReplicaSpec) -> int:
+    """2, or as many as states are kept for."""
+    states = states_for_drafts(spec) if spec.commit is CommitRule.SAFE else None
+    return 2 if states is None else min(states, 2)
 
 
 def fake_digest(number: int) -> bytes:

@@ -49,6 +49,17 @@ class Oracle:
             block.references = 1
         return taken
 
+    def evict(self, blocks: list[Block]) -> None:
+        """Who counts one of these blocks as computed caches it again."""
+        if not any(block.key for block in blocks):
+            return
+        for request in self.requests.values():
+            for group, table in enumerate(request.tables):
+                first = next((index for index, block in enumerate(table) if block in blocks), len(table))
+                request.cached[group] = min(request.cached[group], first)
+        for block in blocks:
+            self.forget(block)
+
     def forget(self, block: Block) -> None:
         if block.key is not None:
             self.index[block.key].remove(block)
@@ -141,7 +152,7 @@ class Oracle:
         for group, table in enumerate(request.tables):
             for index in range(request.cached[group], full):
                 block = table[index]
-                if block is not None:
+                if block is not None and block.key is None:
                     block.key = (group, request.text[: (index + 1) * self.size])
                     self.index.setdefault(block.key, []).append(block)
             request.cached[group] = max(request.cached[group], full)

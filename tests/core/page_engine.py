@@ -1,483 +1,296 @@
-"""An honest engine that does everything at random, and the page memory behind it.
+"""A random engine on a core in this process, with its page memory and the store behind it.
 
-`RandomScheduler` writes the steps and reads the answers, and knows nothing else of the allocator; `RandomEngine` drives
-a core in this process with it, the simulation (`tests/sim`) a service behind a network.
+After each step every key that others may see is compared with what its page holds, every launch with what it reads
+(`page_memory`), and what a subscriber of its events believes with what is published (`follower`).
 
-It keeps the contract and nothing more: several steps in flight, drafts that are rejected, loads that arrive late or
-never, steps that fail, transfers that read held pages, crashes. After each step every key that others may see is
-compared with what its page holds, and every launch with what it reads (`page_memory`).
+A launch goes in three strides: stamps, as early as the order of steps allows; zeroes and copies, behind every earlier
+launch; the launch. Transfers write between any two of them, and go on when the engine has died.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from random import Random
 
-from kvplane.base.groups import GroupKind, ReplicaSpec
-from kvplane.base.step import (
-    UNCHANGED,
-    UNLIMITED,
-    Admit,
-    AdmitStatus,
-    Budget,
-    Cache,
-    End,
-    Facts,
-    News,
-    OnRefusal,
-    Part,
-    PartResult,
-    RowFlag,
-    Run,
-    Step,
-)
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import News, Orders, Part, PartResult, Step
+from kvplane.rows import ResumeRow, resume_of
 from kvplane.tables import BlockTables
 from kvplane_service.core import inspect
+from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
-from tests.core.builders import digests, tokens
-from tests.core.page_memory import SCRATCH, Launch, Memory, Row, WrongPage, first_seen
+from tests.core.builders import tokens
+from tests.core.follower import Followed
+from tests.core.page_memory import Launch, Memory, Page
+from tests.core.page_requests import Request, Texts, Transfer
+from tests.core.page_scheduler import MOST_IN_FLIGHT, SLOTS, RandomScheduler
+from tests.core.permissions import LOAD, Cells
 
-SLOTS = range(5)
-MOST_IN_FLIGHT = 4
-HEADS = ["", "aaaa", "aaaabbbb", "aaaabbbbaaaabbbb"]
-
-
-@dataclass
-class Request:
-    """What the engine knows of one request.
-
-    Attributes:
-        life: (slot, stay): a preemption ends a stay.
-        known: tokens of the script that the service has been told.
-        computed: tokens that its steps so far compute, as the answers say.
-        running: it holds blocks and may run.
-        drafts: what was computed behind them.
-        states: lengths whose state lies beside the running one, after drafts.
-        load: first and last token that a transfer brings, as long as it runs.
-        tables: where the transfer writes to, or reads from when the request is held.
-    """
-
-    life: tuple[int, int]
-    script: str
-    known: int
-    computed: int = 0
-    running: bool = False
-    drafts: str = ""
-    states: frozenset[int] = frozenset()
-    load: tuple[int, int] | None = None
-    tables: list[list[int]] | None = None
-    checked: int = 0  # held: tokens that its pages hold
-    reached: int = 0  # held: tokens that it had computed, before drafts were rejected; windows ended there
-
-    @property
-    def is_held(self) -> bool:
-        return self.tables is not None and self.load is None
-
-
-@dataclass
-class Texts:
-    """What block hashes stand for: by digest the tokens, and the text that they cover."""
-
-    spec: ReplicaSpec
-    by_digest: dict[bytes, tuple[int, str]] = field(default_factory=dict)
-
-    def learn(self, script: str) -> None:
-        """Every prefix of this text that has a hash."""
-        size, ahead = self.spec.hash_block_size, self.spec.hash_lookahead_tokens
-        for number, digest in enumerate(digests(self.spec, script), 1):
-            self.by_digest[digest] = number * size, script[: number * size + ahead]
-
-    def check_keys(self, replica: Replica, memories: list[Memory]) -> int:
-        """Every key that others may see names a page that holds just that, on every rank; how many were looked at."""
-        pool, seen = replica.coordinator.pool, 0
-        for block in range(pool.num_blocks):
-            primary = pool.key_of(block)
-            if primary is None or pool.key_step[block] > pool.executed_through:
-                continue
-            for key in (primary, *pool.more_keys.get(block, ())):
-                seen += 1
-                num_tokens, text = self.by_digest[key.digest]
-                for memory in memories:
-                    if not memory.holds(key.group, block, num_tokens, text):
-                        raise WrongPage(f"block {block} has the key of {text!r} and holds {memory.pages.get(block)}")
-        return seen
-
-
-class RandomScheduler:
-    """One engine life: writes steps at random, and knows of the allocator what the answers say.
-
-    Attributes:
-        pending: answered steps whose launch has not run.
-        failed: steps that never ran, not told yet.
-        lost: lives that may read garbage since a launch failed.
-        launched: steps up to this one have run.
-        told: what of it was told.
-        hits: admissions that found a prefix.
-    """
-
-    def __init__(self, texts: Texts, memories: list[Memory], rng: Random, most_drafts: int = 0) -> None:
-        self.spec, self.texts, self.memories = texts.spec, texts, memories
-        self.rng, self.most_drafts = rng, most_drafts
-        self.has_states = any(group.kind is GroupKind.MAMBA for group in self.spec.groups)
-        self.hits = self.stays = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """A new life, without requests."""
-        self.seq = self.told = self.launched = 0
-        self.requests: dict[int, Request] = {}
-        self.tables = BlockTables(len(self.spec.groups))
-        self.pending: list[Launch] = []
-        self.failed: list[int] = []
-        self.lost: set[tuple[int, int]] = set()
-
-    def plan(self) -> list[Part]:
-        """The parts of the next step; `told` is what it says to be executed."""
-        self.seq += 1
-        most = min([self.launched, *(seq - 1 for seq in self.failed)])
-        self.told = self.rng.randint(min(most, max(self.told, self.seq - MOST_IN_FLIGHT)), most)
-        return self._parts()
-
-    def plan_end(self) -> list[Part]:
-        """Ends every request; what transfers hold is released."""
-        self.seq += 1
-        self.told = max(self.told, min([self.launched, *(seq - 1 for seq in self.failed)]))
-        facts, released = Facts(), list[int]()
-        for slot, request in list(self.requests.items()):
-            if request.is_held:
-                released.append(slot)
-                del self.requests[slot]
-            else:
-                request.load = request.tables = None
-                self._row(facts, slot, end=End.FREE)
-        return [Part(facts=facts, cache=Cache(failed_steps=self.failed, released=released))]
-
-    def settle(self, parts: list[Part], results: list[PartResult]) -> None:
-        """Take the answer of the step; its launch is pending now."""
-        self._take(parts, results)
-        self.failed = []
-
-    def fail(self, first: int = 0) -> None:
-        """A pending step, not before `first`, will never run; those behind it either fail too, or run without what was
-        lost.
-        """
-        first = self.rng.randrange(first, len(self.pending))
-        last = len(self.pending) if self._chance(50) else first + 1
-        self.failed = [launch.seq for launch in self.pending[first:last]]
-        del self.pending[first:last]
-        for request in self.requests.values():
-            request.checked = 0
-
-    def note_launched(self) -> None:
-        """The oldest pending launch has run."""
-        self.pending.pop(0)
-        self.launched = self.pending[0].seq - 1 if self.pending else self.seq
-
-    # -- writing a step ----------------------------------------------------------------------------------------------
-
-    def _parts(self) -> list[Part]:
-        self.guess: dict[int, str] = {}
-        self.asked: dict[int, tuple[int, bool]] = {}  # admit rows: external tokens, whether they come late
-        held = [slot for slot, request in self.requests.items() if request.is_held]
-        facts = self._facts()
-        cache = self._cache(held)
-        news = self._news()
-        first = Part(facts=facts, cache=cache, news=news, run=self._run(), budget=self._budget())
-        admit = self._admit()
-        if self._chance(70):
-            first.admit = admit
-            return [first]
-        rows = len(first.run.slot) // 2
-        second = Part(run=_tail(first.run, rows), admit=admit, budget=self._budget())
-        return [first, second]
-
-    def _facts(self) -> Facts:
-        facts = Facts()
-        for slot, request in list(self.requests.items()):
-            if request.load is not None and self._is_running(slot):
-                self._load_fact(facts, slot, request)
-            elif request.tables is None and self._is_running(slot) and self._chance(80):
-                self._progress_fact(facts, slot, request)
-            elif request.tables is None and request.load is None and self._chance(10):
-                self._row(facts, slot, end=End.FREE)
-        return facts
-
-    def _load_fact(self, facts: Facts, slot: int, request: Request) -> None:
-        """A transfer comes to its end, or is given up."""
-        if not self._is_launched(request) or not self._chance(40):
-            return
-        if self._chance(75):
-            total = self._end_load(request)
-            self._row(facts, slot, commit=total)
-        else:
-            request.load = request.tables = None
-            self._row(facts, slot, end=self.rng.choice([End.FREE, End.PREEMPTED]))
-
-    def _progress_fact(self, facts: Facts, slot: int, request: Request) -> None:
-        computed, still = request.computed, self._is_launched(request)
-        appended, corrected, commit = 0, UNCHANGED, UNCHANGED
-        if request.drafts and still:
-            right = _common(request.drafts, request.script[request.known :])
-            corrected = request.known + right
-            appended = right + 1
-            request.drafts = ""
-        elif not request.drafts and computed >= request.known and self._chance(80):
-            appended = 1
-        appended = min(appended, len(request.script) - request.known)
-        if still and not request.drafts and not self.has_states and self._chance(6):
-            corrected = self.rng.randint(0, min(computed, request.known))
-        if not request.drafts and self._chance(15):
-            commit = self.rng.randint(0, min(computed, request.known))
-        end = End.NONE
-        if self._chance(18):
-            end = self.rng.choice([End.FREE, End.FREE, End.PREEMPTED, End.HELD])
-        if appended or corrected != UNCHANGED or commit != UNCHANGED or end:
-            text = request.script[request.known : request.known + appended]
-            request.known += appended
-            self._row(facts, slot, end, corrected, text, commit)
-
-    def _row(
-        self,
-        facts: Facts,
-        slot: int,
-        end: End = End.NONE,
-        computed: int = UNCHANGED,
-        text: str = "",
-        commit: int = UNCHANGED,
-    ) -> None:
-        facts.slot.append(slot)
-        facts.computed.append(computed)
-        facts.appended.append(len(text))
-        facts.tokens += tokens(text)
-        facts.commit.append(commit)
-        facts.end.append(int(end))
-        facts.fence.append(self.rng.choice([0, self.seq]) if end in (End.FREE, End.PREEMPTED) else 0)
-        request = self.requests[slot]
-        request.reached = request.computed
-        if computed != UNCHANGED:
-            request.computed = min(request.computed, computed)
-        if end is End.FREE:
-            del self.requests[slot]
-        elif end is End.HELD:
-            right = [request.reached, request.known - len(text), computed]
-            request.checked = 0 if self.failed else min(count for count in right if count != UNCHANGED)
-            request.tables = self._tables(slot)
-            request.running = False
-        elif end is End.PREEMPTED:
-            self._ends_stay(slot)
-
-    def _cache(self, held: list[int]) -> Cache:
-        released = []
-        for slot, request in list(self.requests.items()):
-            if slot in held and self._is_launched(request) and self._chance(40):
-                self._read_held(request)
-                released.append(slot)
-                del self.requests[slot]
-            elif request.load is not None and not self._is_running(slot) and self._chance(40):
-                self._end_load(request)  # it was preempted meanwhile: its pages were kept for the transfer
-                released.append(slot)
-        evicted = [self.rng.randint(1, self.spec.num_blocks - 1)] if self._chance(8) else []
-        return Cache(failed_steps=self.failed, evicted=evicted, released=released, reset=self._chance(3))
-
-    def _news(self) -> News:
-        news = News()
-        for slot in SLOTS:
-            if slot in self.requests or not self._chance(40):
-                continue
-            script = self.rng.choice(HEADS) + "".join(self.rng.choices("ab", k=self.rng.randint(2, 30)))
-            known = self.rng.randint(1, len(script) - 1)
-            self.stays += 1
-            self.requests[slot] = Request((slot, self.stays), script, known)
-            self.texts.learn(script)
-            news.slot.append(slot)
-            news.num_tokens.append(known)
-            news.tokens += tokens(script[:known])
-        return news
-
-    def _run(self) -> Run:
-        can = [slot for slot, one in self.requests.items() if one.tables is None and not one.drafts]
-        slots = self._some([slot for slot in can if self._is_running(slot)])
-        extra = [self.rng.randint(0, self.most_drafts) for _ in slots]
-        for slot, count in zip(slots, extra, strict=True):
-            request = self.requests[slot]
-            true = request.script[request.known : request.known + count].ljust(count, "a")
-            self.guess[slot] = "".join(token if self._chance(70) else "x" for token in true)
-        flags = [int(RowFlag.DELAY_CACHING) * self._chance(10) | self._align() for _ in slots]
-        caps = [self.rng.choice([1, 4, 6, 100]) for _ in slots]
-        rule = self.rng.choice([OnRefusal.PREEMPT, OnRefusal.PREEMPT, OnRefusal.SKIP])
-        victims = self._some([slot for slot in self.requests if self._is_running(slot)])
-        return Run(slots, extra, caps, flags=flags, victims=victims, on_refusal=rule)
-
-    def _admit(self) -> Admit:
-        waiting = [slot for slot, request in self.requests.items() if not request.running and not request.is_held]
-        admit = Admit(self._some(waiting), on_refusal=OnRefusal.SKIP)
-        for slot in admit.slot:
-            external = self.rng.randint(1, 9) if self._chance(15) else 0
-            late = bool(external) and self._chance(60)
-            self.asked[slot] = external, late
-            admit.external.append(external)
-            admit.cap.append(0 if late else self.rng.choice([4, 8, 100, 100]))
-            admit.flags.append(int(RowFlag.DELAY_CACHING) if late else self._align())
-        return admit
-
-    def _budget(self) -> Budget:
-        return Budget(tokens=self.rng.choice([UNLIMITED, UNLIMITED, 5, 12]))
-
-    # -- reading the answer ------------------------------------------------------------------------------------------
-
-    def _take(self, parts: list[Part], results: list[PartResult]) -> None:
-        rows: dict[int, Row] = {}
-        for part, result in zip(parts, results, strict=True):
-            self.tables.update(part, result)
-            for slot in result.preempted:
-                rows.pop(slot, None)
-                self._ends_stay(slot)
-            for slot, granted in zip(part.run.slot, result.granted, strict=True):
-                if granted:
-                    rows[slot] = self._ran(slot, granted)
-            admitted = zip(part.admit.slot, result.admit_status, result.admit_hit, result.admit_granted, strict=True)
-            for slot, status, hit, granted in admitted:
-                if status == AdmitStatus.GRANTED:
-                    rows[slot] = self._admitted(slot, hit, granted)
-        if self.failed:  # who is not there any more may have lost something to the failure, and is heard no more
-            current = {request.life for request in self.requests.values() if not request.is_held}
-            self.lost |= {row.life for launch in self.pending for row in launch.rows} - current
-        self.pending.append(Launch(self.seq, [result.orders for result in results], list(rows.values())))
-
-    def _ran(self, slot: int, granted: int) -> Row:
-        request = self.requests[slot]
-        request.computed = computed = request.computed + granted
-        launched = (request.script[: request.known] + self.guess[slot])[:computed]
-        assert len(launched) == computed
-        start, states = computed - granted, request.states
-        request.drafts = launched[request.known :]
-        request.states = frozenset(range(request.known, computed + 1)) if request.drafts else frozenset()
-        return Row(request.life, request.script, launched, start, start, self._tables(slot), states)
-
-    def _admitted(self, slot: int, hit: int, granted: int) -> Row:
-        request, (external, late) = self.requests[slot], self.asked[slot]
-        start, tables = hit + external, self._tables(slot)
-        self.hits += hit > 0
-        request.running, request.computed = True, start + granted
-        if late:
-            request.load, request.tables = (hit, start), tables
-        loaded = start if late else hit
-        return Row(request.life, request.script, request.script[: start + granted], start, loaded, tables)
-
-    def _ends_stay(self, slot: int) -> None:
-        """The request lost its blocks; a transfer that writes to them goes on."""
-        request = self.requests.get(slot)
-        if request is None:
-            return
-        self.stays += 1
-        request.life, request.drafts, request.states = (slot, self.stays), "", frozenset()
-        request.running, request.computed = False, 0
-
-    def _read_held(self, request: Request) -> None:
-        """A transfer has read a held request's pages: they are still what they were."""
-        assert request.tables is not None
-        for number, group in enumerate(self.spec.groups):
-            if group.kind in SCRATCH:
-                continue
-            first = first_seen(group, request.reached) // group.block_size
-            for index, block in list(enumerate(request.tables[number]))[first:]:
-                end = min((index + 1) * group.block_size, request.checked)
-                if block and end > index * group.block_size:
-                    self._check_held(request, number, block, end)
-
-    def _check_held(self, request: Request, number: int, block: int, end: int) -> None:
-        for memory in self.memories:
-            if not memory.holds(number, block, end, request.script[:end]):
-                raise WrongPage(f"{request.life}: held block {block} holds {memory.pages.get(block)}")
-
-    def _end_load(self, request: Request) -> int:
-        """The transfer has written its pages; tokens that are there now."""
-        assert request.load is not None
-        assert request.tables is not None
-        first, total = request.load
-        for memory in self.memories:
-            memory.load(request.tables, request.script, first, total)
-        request.load = request.tables = None
-        return total
-
-    # -- small words -------------------------------------------------------------------------------------------------
-
-    def _chance(self, percent: int) -> bool:
-        return self.rng.randrange(100) < percent
-
-    def _some(self, slots: list[int]) -> list[int]:
-        return self.rng.sample(slots, self.rng.randint(0, len(slots)))
-
-    def _align(self) -> int:
-        return int(RowFlag.ALIGN) if self.spec.align.block_size and self._chance(80) else 0
-
-    def _tables(self, slot: int) -> list[list[int]]:
-        return [list(table) for table in self.tables[slot]]
-
-    def _is_running(self, slot: int) -> bool:
-        return slot in self.requests and self.requests[slot].running
-
-    def _is_launched(self, request: Request) -> bool:
-        return not any(row.life == request.life for launch in self.pending for row in launch.rows)
+KEPT = 4  # chunks that the store has of each life
 
 
 class RandomEngine(RandomScheduler):
-    """Drives one replica in this process for some steps."""
+    """Drives one replica in this process for some steps.
+
+    Attributes:
+        queue: launches whose orders or rows were not carried out, of failed steps too.
+        stamped, moved: stamps of all steps up to this one are written; zeroes and copies are done.
+        movers: transfers of engine lives that have ended.
+        stored: what a store was told, oldest first.
+        late: pieces that transfers wrote in another engine life than their own.
+    """
+
+    deaths = 0  # percent of steps
+    cells: Cells | None = None  # of a campaign
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
         self.replica = Replica(spec)
         self.memory = Memory(spec)
-        self.epoch = 0
-        self.keys_seen = 0
+        self.followed = Followed(self.replica)
+        self.epoch = self.keys_seen = self.late = 0
+        self.has_failed = False
+        self.movers: list[Transfer] = []
+        self.over: list[int] = []  # blocks whose late loads ended last
+        self.stored: list[Entries] = []
         super().__init__(Texts(spec), [self.memory], rng, most_drafts)
+        self.hashes, self.ends_late = self._chance(30), True
+        self.deaths, self.loads = rng.choice([2, 3, 8]), rng.choice([20, 40, 60])
 
     def begin(self) -> None:
         """The engine before this one died, or there was none."""
         super().begin()
+        self.queue: list[Launch] = []
+        self.stamped = self.moved = 0
+        self.spoilt: list[tuple[int, int, Page]] = []  # (step, block, what it held) of evictions and resets
         self.epoch += 1
         self.replica.begin_epoch(self.epoch, self.memory.stamps)
+        self.followed.begin(self.epoch)
 
     def step(self) -> None:
         """Send a step, then let some launches run."""
-        if self._chance(2):
+        if self._chance(self.deaths * (5 if self.has_failed else 1)):
             self._crash()
-        if self.pending and self._chance(6):
+        self.has_failed = bool(self.pending) and self._chance(6)
+        if self.has_failed:
             self.fail()
-        parts = self.plan()
-        step = Step(self.epoch, self.seq, parts, executed_through=self.told)
-        self.settle(parts, self.replica.apply(step).parts)
+        self._send(self.plan())
         inspect.check(self.replica)
         self.check_keys()
-        while self.pending and (len(self.pending) >= MOST_IN_FLIGHT or self._chance(60)):
-            self._launch()
+        while self.queue and (len(self.queue) >= MOST_IN_FLIGHT or self._chance(60)):
+            self._stride()
         self.check_keys()
+
+    def _send(self, parts: list[Part]) -> None:
+        before, failed = self._blocks(), [launch for launch in self.queue if launch.seq in self.failed]
+        results = self.apply(parts)
+        self.settle(parts, results)
+        self.queue.append(self.pending[-1])
+        if self.cells is not None:
+            rows = [row for launch in failed for row in launch.rows]
+            lost = [block for row in rows for block in before.get(row.life[0], ())]
+            self.cells.answered((self.seq, self.told), parts, results, (before, self._blocks()), lost)
+
+    def _blocks(self) -> dict[int, list[int]]:
+        """What each slot has, by slot: for cells."""
+        if self.cells is None:
+            return {}
+        held, coordinator = self.replica.ledger.held, self.replica.coordinator
+        live = [slot for slot in SLOTS if self.replica.requests.is_live(slot)]
+        return {slot: held.get(slot) or [b for table in coordinator.tables(slot) for b in table] for slot in live}
+
+    def apply(self, parts: list[Part]) -> list[PartResult]:
+        """Let the replica apply a step, and others see what became of it."""
+        step = Step(self.epoch, self.seq, parts, executed_through=self.told)
+        result = self.replica.apply(step)
+        self.followed.step(step, result)
+        for part, answer in zip(parts, result.parts, strict=True):
+            self._spoil(range(self.spec.num_blocks) if answer.reset_done else part.cache.evicted)
+        if self._chance(30):
+            self.stored.append(self.replica.entries())
+            del self.stored[:-KEPT]
+        return result.parts
+
+    def _spoil(self, blocks: Iterable[int]) -> None:
+        """Pages that were evicted or reset hold nothing that may be found: they were damaged, or of other weights.
+
+        Not those that a request or a launch has, which goes on with what it computed. Final when stamps are written.
+        """
+        held = [self.tables[slot] for slot in self.requests if slot in self.tables]
+        held += [row.tables for launch in self.pending for row in launch.rows]
+        used = {block for tables in held for table in tables for block in table}
+        used.update(block for launch in self.queue for orders in launch.orders for block in orders.copy_src)
+        for block in set(blocks) - used:
+            if block in self.memory.pages:
+                self.spoilt.append((self.seq, block, self.memory.pages.pop(block)))
 
     def check_keys(self) -> None:
         """Every key that others may see names a page that holds just that."""
         self.keys_seen += self.texts.check_keys(self.replica, [self.memory])
 
+    # -- launches and transfers --------------------------------------------------------------------------------------
+
+    def _stride(self) -> None:
+        """Something happens: stamps, a launch, or a piece of a transfer."""
+        for load in self._loads():
+            if self._chance(25):
+                self._write(load, 6)
+        for load in self.movers:
+            if self._chance(25):
+                load.at = load.first  # what is late may come twice
+                self._write(load, 9)
+                self.late += 1
+        ahead = [launch for launch in self.queue if launch.seq > self.stamped]
+        if ahead and self._chance(40):
+            self._stamp(ahead[0])
+        elif self.moved < self.queue[0].seq and self._chance(40):
+            self._move()
+        else:
+            self._launch()
+
+    def _write(self, load: Transfer, most: int) -> None:
+        load.write(self.rng.randint(1, most))
+        if self.cells is not None:
+            self.cells.note(LOAD, load.blocks(self.spec))
+
+    def _orders(self, launch: Launch) -> list[Orders]:
+        """Those of a failed step are carried out like any others."""
+        return launch.orders
+
+    def _stamp(self, launch: Launch) -> None:
+        for orders in self._orders(launch):
+            self.memory.stamp(orders)
+        self.stamped = launch.seq
+
+    def _move(self) -> None:
+        head = self.queue[0]
+        if self.stamped < head.seq:
+            self._stamp(head)
+        for orders in self._orders(head):
+            self.memory.move(orders)
+        self.moved = head.seq
+
     def _launch(self) -> None:
-        self.memory.run(self.pending[0], self.lost)
-        self.note_launched()
+        head = self.queue[0]
+        if self.moved < head.seq:
+            self._move()
+        if head in self.pending:
+            self.memory.run(Launch(head.seq, [], head.rows), self.lost)
+        self.queue.pop(0)
+        self.pending = [launch for launch in self.pending if launch in self.queue]
+        self.launched = self.queue[0].seq - 1 if self.queue else self.seq
+
+    def _has_obeyed(self, seq: int) -> bool:
+        """Stamps are done at once, where no zeroes or copies of this step or one before wait for launches."""
+        waiting = [launch for launch in self.queue if self.moved < launch.seq <= seq]
+        moves = any(orders.zero_block or orders.copy_src for launch in waiting for orders in launch.orders)
+        return seq <= self.stamped and not moves
+
+    def _loads(self) -> list[Transfer]:
+        """Transfers that may write now."""
+        own = [one.load for one in self.requests.values() if one.load is not None]
+        return [load for load in own if self._may_start(load)]
+
+    # -- deaths ------------------------------------------------------------------------------------------------------
 
     def _crash(self) -> None:
-        """The engine dies; some of what was in flight ran, and nobody was told."""
-        for _ in range(self.rng.randint(0, len(self.pending))):
+        """The engine dies, or the service with it; some of what was in flight ran, and nobody was told."""
+        for _ in range(self.rng.randint(0, 2 * len(self.queue))):
+            if self.queue:
+                self._stride()
+        kind = self.rng.choice(["engine", "service", "image"])
+        while kind == "image" and self.queue:
             self._launch()
-        self.begin()
+        kept = [slot for slot, one in self.requests.items() if kind == "image" and one.running and self._is_sound(one)]
+        self._leave_movers(kept)
+        for seq, block, page in self.spoilt:
+            if seq > self.stamped:
+                self.memory.pages.setdefault(block, page)
+        if self.cells is not None:
+            self.cells.die(range(1, self.spec.num_blocks))
+        if kind == "engine":
+            self.begin()
+        else:
+            self._recover(kept)
+
+    def _leave_movers(self, kept: list[int]) -> None:
+        """Transfers outlive the engine, those in front of a launch whose orders were carried out too."""
+        begun = [launch for launch in self.pending if launch.seq <= self.moved]
+        rows = [row for launch in begun for row in launch.rows if row.loaded < row.start]
+        waiting = [self._transfer(row.tables, row.script, row.loaded, row.start) for row in rows]
+        own = [self.requests[slot].load for slot in kept]
+        self.movers += [load for load in self._loads() if load not in own] + waiting
+
+    def _busy_blocks(self) -> list[int]:
+        return [*self.replica.busy_blocks, *self.over]
+
+    def _loads_over(self) -> list[int]:
+        self.movers = [load for load in self.movers if not self._chance(15)]
+        busy = set[int]().union(*(load.blocks(self.spec) for load in self.movers))
+        over = [block for block in self.replica.busy_blocks if block not in busy and self._chance(70)]
+        self.over = over or self.over
+        return over
+
+    def _recover(self, kept: list[int]) -> None:
+        """Another service: it knows what the store has, which may have lost its tail, and what the memory shows."""
+        requests, tables = self.requests, self.tables
+        loads = [*self.movers, *(load for slot in kept if (load := requests[slot].load) is not None)]
+        busy = sorted(set[int]().union(*(load.blocks(self.spec) for load in loads)))
+        stored = self.stored[: self.rng.randint(0, len(self.stored))] if self._chance(50) else self.stored
+        self.replica, chunks = Replica(self.spec), self.rng.sample(stored, len(stored))
+        self.epoch += 1
+        self.replica.recover(self.epoch, [self.memory.stamps], chunks, busy)
+        RandomScheduler.begin(self)
+        self.queue, self.spoilt, self.stamped, self.moved = [], [], 0, 0
+        self.replica.take_events()  # a follower begins with what is published now
+        self.followed = Followed(self.replica)
+        if kept:
+            self._resume({slot: requests[slot] for slot in kept}, tables)
+
+    def _is_sound(self, request: Request) -> bool:
+        """Whether its pages hold what it counts, and nothing of it is a guess."""
+        load = request.load
+        there = (load is None or load.end == request.computed) and not request.rows and request.life not in self.lost
+        return there and request.truth is not None and request.truth.end == request.computed > 0
+
+    def _resume(self, kept: dict[int, Request], tables: BlockTables) -> None:
+        """The requests run on with the blocks that they have; transfers go on reading what they hold."""
+        news = News(slot=list(kept), domain=[one.domain for one in kept.values()])
+        for request in kept.values():
+            news.num_tokens.append(request.known)
+            if self.hashes:
+                request.hashed = 0
+                made = self._new_hashes(request, late=0)  # who shares a block must know what it holds
+                news.num_hashes.append(len(made))
+                news.hashes += b"".join(made)
+            else:
+                news.tokens += tokens(request.script[: request.known].lower())
+            self.tables._tables[request.life[0]] = tables[request.life[0]]
+        self.requests = kept
+        rows = [self._resume_row(slot, one) for slot, one in kept.items()]
+        self.seq += 1
+        self._send([Part(news=news)])
+        self.seq += 1
+        try:
+            self._send([Part(resume=resume_of(rows))])
+        except InvalidArgument:  # who counts less than its pages hold can share none: the requests wait
+            self._send([Part()])
+            for slot, request in kept.items():
+                self.movers += [request.load] if request.load is not None else []
+                request.load = request.tables = None
+                self._ends_stay(slot)
+        inspect.check(self.replica)
+        self.check_keys()
+
+    def _resume_row(self, slot: int, request: Request) -> ResumeRow:
+        assert request.truth is not None
+        end = max(request.computed, request.truth.left.planned)
+        load = request.load
+        if load is not None:
+            load.after, load.seq = 0, 0
+        return ResumeRow(
+            slot, request.computed, self._tables(slot), request.known, launch_end=end, loading=load is not None
+        )
 
 
-def _common(one: str, other: str) -> int:
-    """Length of the common prefix."""
-    return next(
-        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
-    )
-
-
-def _tail(run: Run, rows: int) -> Run:
-    """Take the last rows from a section; the rest stays in it."""
-    columns = {name: getattr(run, name) for name in ("slot", "extra", "cap", "flags")}
-    taken = {name: column[rows:] for name, column in columns.items()}
-    for column in columns.values():
-        del column[rows:]
-    return Run(**taken, victims=run.victims, on_refusal=run.on_refusal)
+__all__ = ["MOST_IN_FLIGHT", "RandomEngine", "RandomScheduler", "Request", "Texts"]

@@ -7,7 +7,7 @@ recurrent state is the prefix that it was computed over. Content is compared by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
@@ -29,6 +29,26 @@ class Page:
 
 
 @dataclass(frozen=True)
+class Left:
+    """Where a launch left its states: the last one in the block of its last token, those before it right behind.
+
+    Attributes:
+        tables: as the launch saw them.
+        end: length of its last state.
+        planned: what this was to be by the answer, which says in which block the state lies.
+    """
+
+    tables: list[list[int]]
+    end: int
+    planned: int
+
+    def block(self, number: int, block_size: int, length: int) -> int:
+        """The block of the state of this length in a group."""
+        table, index = self.tables[number], (self.planned - 1) // block_size + self.end - length
+        return table[index] if 0 <= index < len(table) else 0
+
+
+@dataclass
 class Row:
     """What one request computes in one launch: tokens [start, end) of a text that may end in drafts.
 
@@ -36,9 +56,11 @@ class Row:
         life: (slot, stay): who.
         script: all that the request will ever say; what is computed past a wrong draft is garbage.
         launched: the text that is computed, drafts included; as long as `end`.
+        start: first token.
         loaded: tokens from here to `start` are loaded from outside before the launch.
         tables: per group, as the launch sees them.
-        states: lengths at which drafts left a state beside the running one.
+        left: where the state of `start` tokens lies.
+        certain: tokens that are no drafts; behind them each length leaves a state.
     """
 
     life: tuple[int, int]
@@ -47,11 +69,17 @@ class Row:
     start: int
     loaded: int
     tables: list[list[int]]
-    states: frozenset[int] = frozenset()
+    left: Left | None = None
+    certain: int = 1 << 30
+    planned: int = 0  # where it was to end by the answer; 0 = there
+    is_lost: bool = False  # it may read garbage
 
     @property
     def end(self) -> int:
         return len(self.launched)
+
+    def resolve(self, lost: Container[tuple[int, int]]) -> None:
+        """The launch begins, everything before it has run: what it computes is certain now."""
 
 
 @dataclass
@@ -70,6 +98,7 @@ class Memory:
     spec: ReplicaSpec
     pages: dict[int, Page] = field(default_factory=dict)
     stamps: list[int] = field(default_factory=list)
+    read: Callable[[int], None] = lambda block: None  # the oracle compared what this block holds
 
     def __post_init__(self) -> None:
         self.stamps = [0] * self.spec.num_blocks
@@ -83,6 +112,7 @@ class Memory:
         for orders in launch.orders:
             self._obey(orders)
         for row in launch.rows:
+            row.resolve(lost)
             self.load(row.tables, row.script, row.loaded, row.start)
         rows = [row for row in launch.rows if row.end > row.start]
         no_state = {
@@ -118,11 +148,13 @@ class Memory:
             if page is not None:
                 self.pages[target] = Page(page.group, list(page.slots))
 
-    def load(self, tables: list[list[int]], script: str, first: int, end: int) -> None:
+    def load(self, tables: list[list[int]], script: str, first: int, end: int, is_last: bool = True) -> None:
         """What a transfer writes: tokens [first, end) where the tables have blocks, and the state at the end."""
         for number, group in enumerate(self.spec.groups):
             if group.kind is GroupKind.MAMBA and end > first:
-                self._put(number, tables[number][(end - 1) // group.block_size], 0, script[:end])
+                block = tables[number][(end - 1) // group.block_size]
+                if is_last:
+                    self._put(number, block, 0, script[:end])
                 continue
             for at in range(first, end):
                 block = self._block(tables[number], at, group)
@@ -135,6 +167,7 @@ class Memory:
         The text may be longer, when more is known of what a draft layer has seen.
         """
         group, page = self.spec.groups[number], self.pages.get(block)
+        self.read(block)
         if page is None or page.group != number:
             return False
         if group.kind is GroupKind.MAMBA:
@@ -146,24 +179,33 @@ class Memory:
     # -- the parts of a launch ---------------------------------------------------------------------------------------
 
     def _obey(self, orders: Orders) -> None:
+        self.stamp(orders)
+        self.move(orders)
+
+    def stamp(self, orders: Orders) -> None:
+        """Write stamps: as early as the order of steps allows."""
         for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
             self.stamps[block] = stamp
+
+    def move(self, orders: Orders) -> None:
+        """Zeroes, then copies; behind every launch of an earlier step."""
         for block, group in zip(orders.zero_block, orders.zero_group, strict=True):
             self.zero(group, [block])
         self.copy(0, orders.copy_src, orders.copy_dst)
 
     @staticmethod
     def _must_be_lost(row: Row, wrong: str, lost: set[tuple[int, int]]) -> bool:
-        if row.life not in lost:
+        if row.life not in lost and not row.is_lost:
             raise WrongPage(wrong)
         return True
 
     def _wrong_state(self, row: Row) -> str:
-        if row.start == 0 or row.start in row.states:
+        if row.start == 0:
             return ""
+        left = row.left or Left(row.tables, row.start, row.start)
         for number, group in enumerate(self.spec.groups):
             if group.kind is GroupKind.MAMBA:
-                block = row.tables[number][(row.start - 1) // group.block_size]
+                block = left.block(number, group.block_size, row.start)
                 if not self.holds(number, block, row.start, row.script):
                     return f"{row.life}: group {number}, block {block}: {self.pages.get(block)}, not state {row.start}"
         return ""
@@ -175,6 +217,7 @@ class Memory:
             for at in range(first_seen(group, row.start), row.start):
                 block = self._block(row.tables[number], at, group)
                 page = self.pages.get(block)
+                self.read(block)
                 want = row.script[: at + 1 + self._proven_ahead(group, at)]
                 got = page.slots[at % group.block_size] if page and page.group == number else None
                 if block == 0 or got is None or not got.startswith(want):
@@ -183,11 +226,15 @@ class Memory:
 
     def _write(self, row: Row, good: bool) -> None:
         for number, group in enumerate(self.spec.groups):
-            table = row.tables[number]
             if group.kind is GroupKind.MAMBA:
-                self._put(number, table[(row.end - 1) // group.block_size], 0, row.launched if good else None)
+                self._write_states(number, group, row, good)
             elif group.kind is not GroupKind.RING:
                 self._write_attention(number, group, row, good)
+
+    def _write_states(self, number: int, group: GroupSpec, row: Row, good: bool) -> None:
+        left = Left(row.tables, row.end, row.planned or row.end)
+        for length in range(row.end, max(row.start, min(row.certain, row.end) - 1), -1):
+            self._put(number, left.block(number, group.block_size, length), 0, row.launched[:length] if good else None)
 
     def _write_attention(self, number: int, group: GroupSpec, row: Row, good: bool) -> None:
         for at in range(row.start, row.end):
@@ -210,6 +257,8 @@ class Memory:
         return Page(number, [None] * (1 if group.kind is GroupKind.MAMBA else group.block_size))
 
     def _put(self, number: int, block: int, slot: int, text: str | None) -> None:
+        if block == 0 and text is None:
+            return  # a life that lost something may have no block there any more
         if block == 0:
             raise WrongPage(f"group {number} writes the null block")
         page = self.pages.get(block)

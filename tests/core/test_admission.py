@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.step import Budget, OnRefusal, Part, RowFlag, Watermark
+from kvplane.base.step import Budget, End, OnRefusal, Part, RowFlag, Watermark
 from tests.core.builders import (
     GRANTED,
     NEVER_FITS,
     NO_ROOM,
     NOT_REACHED,
+    NOT_WAITING,
     REFUSED,
     Engine,
     admit_row,
@@ -83,7 +84,7 @@ def test_the_section_can_be_skipped_when_a_request_was_preempted():
 def test_a_running_request_is_passed_over():
     engine = waiting("aa", "bb")
     section(engine, 0)
-    assert outcome(section(engine, 0, 1)) == [(NOT_REACHED, 0), (GRANTED, 2)]
+    assert outcome(section(engine, 0, 1)) == [(NOT_WAITING, 0), (GRANTED, 2)]
 
 
 # -- amounts -----------------------------------------------------------------------------------------------------------
@@ -246,3 +247,15 @@ def test_an_admission_succeeds_exactly_when_its_blocks_are_there(groups, before,
     left = engine.num_free
     assert ready().admit(1, cap=cap, lookahead=lookahead, reserved=left).status is GRANTED
     assert ready().admit(1, cap=cap, lookahead=lookahead, reserved=left + 1).status is REFUSED
+
+
+def test_a_row_of_a_request_that_does_not_wait_says_so_and_later_rows_are_reached():
+    engine = Engine(full())
+    engine.admit(0, "aaaab")
+    engine.admit(1, "bbbbc")
+    engine.end(1, how=End.HELD)
+    engine.add(2, "ccccd")
+    before = engine.table(0)
+    result = engine.step(Part(admit=admit_row(0, 1, 2)))[0]
+    assert result.admit_status == [NOT_WAITING, NOT_WAITING, GRANTED]
+    assert engine.table(0) == before

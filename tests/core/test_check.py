@@ -162,6 +162,23 @@ def held_blocks_without_a_flag(engine):
     return "slot 1: what a transfer needs is not kept, or kept too long"
 
 
+def busy_block_that_is_free(engine):
+    engine.pool.busy.add(8)
+    return "block 8: 0 references, 1 holders"
+
+
+def busy_block_with_a_holder(engine):
+    engine.pool.busy.add(3)
+    engine.pool.references[3] += 1
+    return "block 3 is under a load of an earlier engine life and has 2 holders"
+
+
+def busy_block_with_a_key(engine):
+    engine.pool.hold_busy([8])
+    engine.pool.register(8, Key("", 0, fake_digest(1)), 4)
+    return "block 8 is under a load of an earlier engine life and has a key"
+
+
 def negative_in_flight(engine):
     engine.replica.requests.in_flight[0] = -1
     return "slot 0: -1 tokens in flight"
@@ -193,7 +210,8 @@ FAULTS = [
     key_without_map_entry, map_entry_without_key, map_entry_to_another_block, block_twice_under_a_key, empty_map_entry,
     further_key_without_a_primary, tentative_key_that_nobody_accounts_for, two_blocks_with_one_stamp,
     keyed_block_without_a_stamp, wrong_number_running, waiting_request_with_blocks, held_flag_without_blocks,
-    held_blocks_without_a_flag, negative_in_flight, block_outside_the_pool, caching_beyond_the_table,
+    held_blocks_without_a_flag, busy_block_that_is_free, busy_block_with_a_holder, busy_block_with_a_key,
+    negative_in_flight, block_outside_the_pool, caching_beyond_the_table,
     partial_hit_that_moved, wrong_number_evictable,
 ]  # fmt: skip
 
@@ -262,6 +280,8 @@ def change_by_one(engine):
     yield lambda: manager.copies.append((1, 3))
     yield lambda: ledger.adoptions.setdefault(9, []).append((1, (0, 1)))
     yield lambda: ledger.waiting.append((9, []))
+    yield lambda: ledger.filling.setdefault(9, []).append(3)
+    yield lambda: pool.busy.add(9)
     yield lambda: requests.content[0].digests.append(b"x")
 
 
@@ -273,7 +293,7 @@ def test_the_digest_sees_every_difference_that_can_matter():
     for change in change_by_one(engine):
         change()
         seen.append(engine.digest)
-    assert len(set(seen)) == len(seen) == 19
+    assert len(set(seen)) == len(seen) == 21
 
 
 def test_equal_operations_give_equal_digests():
@@ -350,3 +370,49 @@ def test_a_fault_among_keys_that_came_back_is_seen(fault):
     told = fault(replica.coordinator.pool)
     with pytest.raises(AssertionError, match=told):
         inspect.check(replica)
+
+
+def books(engine):
+    """Each a fault in what is noted beside tables and keys."""
+    requests, ledger = engine.replica.requests, engine.replica.ledger
+    state_manager = engine.replica.coordinator.managers[0]
+    yield "tokens in flight", lambda: requests.in_flight.__setitem__(0, 3)
+    yield "a later grant", lambda: requests.granted_step.__setitem__(0, engine.seq + 1)
+    yield "is executed", lambda: ledger.adoptions.__setitem__(1, [])
+    yield "is executed", lambda: ledger.tentative.__setitem__(1, [])
+    yield "fences", lambda: ledger.waiting.append((engine.seq + 1, []))
+    yield "fences", lambda: ledger.waiting.append((1, []))
+    yield "beside its table", lambda: state_manager._stopped_at.__setitem__(0, {9: 4})
+    yield "beside its table", lambda: state_manager._stopped_at.__setitem__(0, {0: 400})
+    yield "beside its table", lambda: state_manager.last_state.__setitem__(0, 40)
+    yield "quiet too long", lambda: requests.quiet_until.__setitem__(0, 400)
+    yield "needs a block", lambda: widen(requests)
+
+
+def widen(requests):
+    requests.quiet_until[0] = requests.blocks_until[0] = 400
+    requests.keys_from[0] = 500
+
+
+@pytest.mark.parametrize("number", range(11))
+def test_a_fault_in_the_books_is_found(number):
+    engine = Engine(state(), full(), num_blocks=30)
+    engine.admit(0, "aaaab")
+    engine.run(0, text="b")
+    name, spoil = list(books(engine))[number]
+    spoil()
+    with pytest.raises(AssertionError, match=name):
+        inspect.check(engine.replica)
+
+
+def test_a_held_block_is_never_handed_out():
+    engine = Engine(full())
+    engine.pool.references[1] = 1
+    with pytest.raises(AssertionError, match="handed out and held"):
+        engine.pool.take(1)
+
+
+def test_no_block_waits_for_a_step_that_was_not_sent():
+    engine = Engine(full())
+    with pytest.raises(AssertionError, match="was not sent"):
+        engine.replica.ledger.release_later([1], 9)

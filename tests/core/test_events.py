@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvplane.base.groups import AlignSpec, CommitRule
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
-from tests.core.builders import Engine, digests, full, stored, window
+from kvplane_service.core.keys import Key
+from tests.core.builders import REFERENCE, SAFE, Engine, digests, full, state, stored, window
 
 STORED, REMOVED, CLEARED = EventKind.STORED, EventKind.REMOVED, EventKind.CLEARED
 PROMPT = "aaaabbbbccccd"
@@ -67,11 +71,13 @@ def test_blocks_without_a_key_are_skipped_in_the_hashes_but_not_in_the_range():
     assert (whole.group, len(whole.hashes)) == (1, 5)
 
 
-def test_a_range_in_which_nothing_is_kept_is_told_too():
-    engine = Engine(window(4), full(), retention_interval=0)
+@pytest.mark.parametrize(("rule", "groups"), [(SAFE, [1]), (REFERENCE, [0, 1])])
+def test_only_the_reference_has_an_event_for_a_range_without_a_key(rule, groups):
+    engine = Engine(window(4), full(), retention_interval=0, commit=rule)
     engine.admit(0, "a" * 21, cap=8)
     events = engine.run(0, cap=4).result.events
-    assert [(event.group, event.hashes == ()) for event in events] == [(0, True), (1, False)]
+    assert [event.group for event in events] == groups
+    assert [event.group for event in events if event.hashes] == [1]
 
 
 def test_groups_have_events_of_their_own_in_group_order():
@@ -101,6 +107,27 @@ def test_one_of_two_equal_blocks_is_removed_by_itself():
     (event,) = engine.cache(evicted=[1]).events
     assert (event.kind, event.blocks, event.group) == (REMOVED, (1,), 0)
     assert engine.would_hit("aaaab").blocks == ([3],)
+
+
+@pytest.mark.parametrize("commit", CommitRule)
+def test_a_state_that_moves_to_a_copy_leaves_one_block_and_is_stored_in_another(commit):
+    """The request goes on in the page that has the name of its prompt's last boundary. The reference tells nothing."""
+    aligned = AlignSpec(8, 4096, stop_at_tail=True)
+    partial = {"partial_hits": True, "hash_block_size": 4, "scheduler_block_size": 8, "align": aligned}
+    engine = Engine(full(8), state(8), **partial, commit=commit)
+    engine.admit(0, "aaaaaaaabbbbcde")
+    while engine.computed(0) < 12:
+        engine.run(0)
+    made = digests(engine.spec, "aaaaaaaabbbbcde")
+    (source,) = engine.pool.blocks_of(Key("", 1, made[2]))
+    events = engine.run(0).result.events
+    (target,) = engine.pool.blocks_of(Key("", 1, made[2]))
+    moved = [
+        CacheEvent(REMOVED, 1, (made[2],), (source,), reason=RemoveReason.MOVED),
+        CacheEvent(STORED, 1, (made[2],), (target,), parent=made[1], block_size=4, start=8, end=12, block_starts=(8,)),
+    ]
+    assert source != target
+    assert [event for event in events if made[2] in event.hashes] == (moved if commit is CommitRule.SAFE else [])
 
 
 def test_a_reset_is_one_event():

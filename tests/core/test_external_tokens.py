@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane.base.step import End, RowFlag
+from kvplane.base.step import UNCHANGED, Cache, End, Facts, Part, RowFlag
 from tests.core.builders import DEFERRED, GRANTED, NO_ROOM, REFUSED, STALE_HIT, Engine, full, state, window
 
 DELAY = RowFlag.DELAY_CACHING
 PROMPT = "aaaabbbbccccd"
+RELEASED = Part(cache=Cache(released=[0]))
 
 
 def test_external_tokens_get_blocks_and_only_the_rest_is_computed():
@@ -97,18 +98,56 @@ def test_keys_of_a_failed_load_that_were_registered_are_dropped():
     assert engine.would_hit(PROMPT).num_tokens == 4
 
 
-def test_blocks_for_external_tokens_are_zeroed_when_handed_out_so_a_failed_load_leaves_zeros():
-    """Orders run before any load of this step begins. A load that fails leaves zeros or its own bytes, never those of
-    the page's last owner, so nothing is zeroed a second time.
+def test_blocks_that_a_load_fills_are_zeroed_only_where_it_fails():
+    """A zero order beside a transfer could wipe what it wrote. What a failed load left unwritten is zeroed when that is
+    known, so that no bytes of the page's last owner are read.
     """
     engine = Engine(full(zero_new_blocks=True))
     admitted = engine.admit(0, PROMPT, external=8, cap=1, flags=DELAY)
-    assert admitted.result.orders.zero_block == admitted.table[0]
-    assert len(admitted.table[0]) == 3
-    assert engine.fact(0, computed=4, commit=4).orders.zero_block == []
+    table = admitted.table[0]
+    assert len(table) == 3
+    assert admitted.result.orders.zero_block == table[2:]
+    assert engine.fact(0, computed=4, commit=4).orders.zero_block == table[1:]
     again = engine.run(0)
     assert again.granted == [9]
     assert again.result.orders.zero_block == again.new[0][0], "only the block that is new now"
+
+
+@pytest.mark.parametrize(
+    ("parts", "zeroed"),
+    [
+        ([Part(facts=Facts([0], computed=[4])), RELEASED], 1),
+        ([Part(facts=Facts([0], computed=[6])), RELEASED], 2),
+        ([RELEASED, Part(facts=Facts([0], computed=[0]))], 0),
+        ([RELEASED, Part(), Part(facts=Facts([0], computed=[4])), Part(facts=Facts([0], commit=[4]))], 1),
+        ([Part(facts=Facts([0, 0], computed=[UNCHANGED, 4], commit=[4, UNCHANGED]))], 1),
+        ([Part(facts=Facts([0], commit=[4])), Part(facts=Facts([0], computed=[4]))], 1),
+    ],
+)
+def test_a_failed_load_is_zeroed_whenever_its_tokens_are_given_up(parts, zeroed):
+    for together in (False, True):
+        engine = Engine(full(zero_new_blocks=True))
+        table = engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY).table[0]
+        results = engine.step(*parts) if together else [engine.step(part)[0] for part in parts]
+        assert [block for result in results for block in result.orders.zero_block] == table[zeroed:]
+        assert engine.run(0).result.orders.zero_block == engine.table(0)[3:], "once only"
+
+
+def test_what_a_load_has_brought_is_not_zeroed_when_drafts_are_rejected():
+    engine = Engine(full(zero_new_blocks=True))
+    engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
+    engine.run(0, extra=6)
+    assert engine.fact(0, computed=13).orders.zero_block == []
+
+
+def test_what_is_preempted_or_ends_leaves_no_zeroes_to_its_slot():
+    for how in (End.PREEMPTED, End.FREE):
+        engine = Engine(full(zero_new_blocks=True))
+        engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
+        engine.cache(released=[0])
+        engine.end(0, how=how)
+        engine.admit(0, None if how is End.PREEMPTED else PROMPT)
+        assert engine.fact(0, computed=0).orders.zero_block == []
 
 
 # -- windows and states ------------------------------------------------------------------------------------------------
@@ -216,9 +255,3 @@ def test_a_load_that_ends_while_its_request_has_its_blocks_changes_nothing():
     engine.cache(released=[0])
     assert engine.table(0) == loading.table[0]
     assert engine.run(0).granted == [1]
-
-
-def test_a_new_life_of_the_engine_ends_all_loads():
-    engine = preempted_while_loading()
-    engine.replica.begin_epoch(1)
-    assert engine.num_free == 8

@@ -12,13 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
-from kvplane.base.groups import GroupKind
-from kvplane.base.step import Admit, Cache, Part, Resume, Run, Step, StepResult
+from kvplane.base.groups import AlignSpec, GroupKind
+from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run, Step, StepResult
+from kvplane.rows import ResumeRow, resume_of
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.image import Image, image_of, replica_of
 from kvplane_service.core.replica import Replica
-from tests.core.builders import admit_row, full, replica_spec
+from kvplane_service.core.setup import states_for_drafts
+from tests.core.builders import admit_row, full, replica_spec, state, tokens
+from tests.core.follower import Followed
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import MIXES, run
 
@@ -27,17 +30,22 @@ BEFORE, AFTER = 25, 15
 
 def settle(engine: RandomEngine) -> None:
     """Nothing is in flight, and no window holds what has left it."""
-    while engine.pending:
+    while engine.queue:
         engine._launch()
     engine.seq += 1
     engine.told = engine.launched
-    engine.replica.apply(Step(engine.epoch, engine.seq, [Part()], executed_through=engine.told))
-    engine.launched = engine.seq
+    engine.apply([Part()])
+    engine.launched = engine.stamped = engine.moved = engine.seq
     requests, coordinator = engine.replica.requests, engine.replica.coordinator
     for slot in (slot for slot in requests.slots() if requests.running[slot]):
         for manager in coordinator.managers:
             manager.release_skipped(slot, requests.computed[slot])
         requests.wake(slot)
+    for request in engine.requests.values():
+        if request.load is not None:
+            request.load.after = request.load.seq = 0  # executed, and of another epoch than what comes
+        for row in request.rows:
+            row.seq = 0
 
 
 def go_on(engine: RandomEngine, forget: Callable[[Image], Image] = lambda image: image) -> None:
@@ -46,7 +54,9 @@ def go_on(engine: RandomEngine, forget: Callable[[Image], Image] = lambda image:
     engine.replica, orders = replica_of(forget(image_of(engine.replica)), engine.epoch, engine.memory.stamps)
     for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
         engine.memory.stamps[block] = stamp
-    engine.seq, engine.told, engine.launched = 1, 0, 1
+    engine.followed = Followed(engine.replica)
+    engine.seq = engine.launched = engine.stamped = engine.moved = 1
+    engine.told = 0
     inspect.check(engine.replica)
     engine.check_keys()
 
@@ -77,7 +87,7 @@ def answers(engine: RandomEngine, steps: int) -> list[object]:
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
 def test_it_decides_as_if_it_had_never_been_away(mix, seed):
-    engine = run(mix, seed, BEFORE)
+    engine = run(mix, seed, BEFORE, deaths=0)
     settle(engine)
     other = deepcopy(engine)
     go_on(other)
@@ -104,7 +114,7 @@ def as_an_engine_tells(image: Image) -> Image:
 @given(seed=st.integers(0, 2**32))
 def test_what_an_engine_knows_is_enough(mix, seed):
     """Decisions are others, and every page holds what keys and launches want of it."""
-    engine = run(mix, seed, BEFORE)
+    engine = run(mix, seed, BEFORE, deaths=0)
     settle(engine)
     running = engine.replica.num_running
     go_on(engine, as_an_engine_tells)
@@ -161,7 +171,7 @@ def use(replica: Replica, epoch: int) -> None:
         slots = replica.requests.slots()
         running = [slot for slot in slots if replica.requests.running[slot]]
         waiting = [slot for slot in slots if not replica.requests.running[slot] and not replica.requests.held[slot]]
-        part = Part(run=Run(running, extra=[1] * len(running)), admit=Admit(waiting))
+        part = Part(run=Run(running, extra=[states_for_drafts(replica.spec) or 0] * len(running)), admit=Admit(waiting))
         replica.apply(Step(epoch, seq, [part], executed_through=seq - 1))
         inspect.check(replica)
     replica.apply(Step(epoch, seq + 1, [Part(cache=Cache(released=sorted(replica.ledger.held)))], executed_through=seq))
@@ -259,3 +269,31 @@ def test_what_is_in_flight_has_no_image():
     replica.apply(Step(2, 3, [Part(admit=admit_row(1))]))
     with pytest.raises(FailedPrecondition, match="in flight"):
         image_of(replica)
+
+
+def test_a_state_that_runs_on_is_not_proven_by_a_name_that_a_store_had_lost():
+    """The next launch overwrites it in place, and a store may find again what it had lost."""
+    sizes = {"hash_block_size": 4, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)}
+    spec = replica_spec(state(8), full(8), num_blocks=9, **sizes)
+    stamps, news = [0] * spec.num_blocks, News([0], [5], tokens("aaaab"))
+
+    def step(replica: Replica, seq: int, **sections) -> PartResult:
+        (result,) = replica.apply(Step(0, seq, [Part(**sections)], executed_through=seq - 1)).parts
+        for block, stamp in zip(result.orders.stamp_block, result.orders.stamp, strict=True):
+            stamps[block] = stamp
+        return result
+
+    first = Replica(spec)
+    first.begin_epoch(1)
+    step(first, 1, news=news, admit=Admit([0], cap=[4]))
+    step(first, 2)
+    stored, tables = first.entries(), first.coordinator.tables(0)
+    assert len(stored) == 2, "the state and the page of four tokens"
+    second = Replica(spec)
+    second.recover(2, [stamps], [])
+    step(second, 1, news=news)
+    step(second, 2, resume=resume_of([ResumeRow(0, 4, tables, 5)]))
+    third = Replica(spec)
+    third.recover(3, [stamps], [stored])
+    assert third.coordinator.pool.key_of(tables[0][0]) is None
+    assert third.coordinator.pool.key_of(tables[1][0]) is not None, "an attention page only grows"

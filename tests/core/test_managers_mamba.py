@@ -25,11 +25,10 @@ from tests.core.builders import (
     admit_row,
     find_in,
     full,
+    run_rows,
     state,
     tokens,
 )
-
-ALIGN = RowFlag.ALIGN
 
 
 def shape(engine, slot=0):
@@ -241,11 +240,11 @@ def test_an_adopted_state_is_where_the_request_goes_on():
 
 
 def chunks_of(engine, prompt, slot=0, **columns):
-    """How a prompt is cut when every row asks for clipping."""
-    admitted = engine.admit(slot, prompt, flags=ALIGN, **columns)
+    """How a prompt is cut."""
+    admitted = engine.admit(slot, prompt, **columns)
     granted = [admitted.granted]
     while engine.computed(slot) < len(prompt):
-        granted += engine.run(slot, flags=ALIGN, **columns).granted
+        granted += engine.run(slot, **columns).granted
     return granted
 
 
@@ -264,8 +263,14 @@ def test_a_short_prompt_is_not_cut():
     assert chunks_of(hybrid(align=AlignSpec(4, 100)), "aaa") == [3]
 
 
-def test_rows_that_do_not_ask_are_not_clipped():
-    assert hybrid(align=AlignSpec(4, 10)).admit(0, "a" * 30, cap=10).granted == 10
+def test_rows_that_opt_out_are_not_clipped():
+    engine = hybrid(align=AlignSpec(4, 10))
+    assert engine.admit(0, "a" * 30, cap=10, flags=RowFlag.UNALIGNED).granted == 10
+    assert engine.run(0, cap=9, flags=RowFlag.UNALIGNED).granted == [9]
+
+
+def test_bit_1_which_asked_for_it_before_means_nothing():
+    assert chunks_of(hybrid(align=AlignSpec(4, 10)), "a" * 30, cap=10, flags=1) == [8, 8, 8, 4, 2]
 
 
 def test_with_partial_hits_a_chunk_also_stops_at_the_last_hash_boundary():
@@ -277,7 +282,7 @@ def test_a_chunk_that_begins_inside_a_block_first_fills_it():
     engine = Engine(state(8), full(8), full(2, lookup_class=1), partial_hits=True, align=AlignSpec(8, 100, True))
     assert chunks_of(engine, "a" * 13) == [8, 4, 1]
     engine.end(0)
-    again = engine.admit(1, "a" * 13 + "b" * 20, flags=ALIGN)
+    again = engine.admit(1, "a" * 13 + "b" * 20)
     assert (again.hit, again.granted) == (12, 4)
 
 
@@ -287,7 +292,7 @@ def test_a_chunk_stops_at_the_junction_with_another_prefix():
     engine.admit(0, "a" * 12 + "b" * 12)
     engine.end(0)
     assert engine.would_hit("a" * 12 + "c" * 12).num_tokens == 0
-    again = engine.admit(1, "a" * 12 + "c" * 12, flags=ALIGN)
+    again = engine.admit(1, "a" * 12 + "c" * 12)
     assert (again.hit, again.junction, again.granted) == (0, 12, 12)
     assert engine.would_hit("a" * 12 + "d" * 12).num_tokens == 12
 
@@ -297,13 +302,18 @@ def test_a_block_larger_than_any_chunk_advances_in_parts():
     assert chunks_of(engine, "a" * 40, cap=8) == [8, 8, 8, 8, 8]
 
 
-def test_a_chunk_that_cannot_reach_a_boundary_waits_for_a_larger_budget():
+def test_a_chunk_that_cannot_reach_a_boundary_waits_for_more_of_the_budget():
+    """What others took of a budget that holds a block is there again in some step."""
     engine = Engine(state(16), full(16), num_blocks=60, align=AlignSpec(16, 16))
-    assert engine.admit(0, "a" * 40, flags=ALIGN, budget=Budget(tokens=8)).status is NO_ROOM
-    assert engine.admit(0, flags=ALIGN, budget=Budget(tokens=20)).granted == 16
+    engine.admit(1, "b" * 8)
+    left = Part(run=run_rows(1, extra=0), facts=Facts([1], appended=[1], tokens=[7]), budget=Budget(tokens=16))
+    left.news, left.admit = engine.news(0, "a" * 40), admit_row(0)
+    assert engine.step(left)[0].admit_status == [NO_ROOM]
+    assert engine.admit(0, budget=Budget(tokens=20)).granted == 16
+    assert engine.replica.counters.unaligned_chunks == 0
 
 
 def test_decoding_is_not_clipped():
-    engine = hybrid(align=AlignSpec(4, 10))
+    engine = Engine(state(speculative_blocks=3), full(), num_blocks=60, align=AlignSpec(4, 10))
     chunks_of(engine, "aaaaa")
-    assert engine.run(0, text="b", extra=3, flags=ALIGN).granted == [4]
+    assert engine.run(0, text="b", extra=3).granted == [4]

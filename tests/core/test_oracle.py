@@ -18,7 +18,19 @@ from kvplane.base.groups import AlignSpec
 from kvplane.base.step import AdmitStatus, Facts, Part, RowFlag, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
-from tests.core.builders import GRANTED, REFERENCE, SAFE, Engine, chunked, full, prompt_and_window, ring, state, window
+from tests.core.builders import (
+    GRANTED,
+    REFERENCE,
+    SAFE,
+    Engine,
+    chunked,
+    full,
+    most_drafts,
+    prompt_and_window,
+    ring,
+    state,
+    window,
+)
 from tests.core.oracle import Oracle, Request
 
 SLOTS = st.integers(0, 3)
@@ -147,8 +159,7 @@ class AgainstOracle(Operations):
         del self.oracle.requests[slot]
 
     def evicted(self, blocks):
-        for number in blocks:
-            self.oracle.forget(self.oracle.blocks[number])
+        self.oracle.evict([self.oracle.blocks[number] for number in blocks])
 
     def was_reset(self, done):
         assert done == self.oracle.reset()
@@ -194,7 +205,7 @@ class AnyKinds(Operations):
         self.engine = Recording(*(KINDS[name] for name in names), num_blocks=num_blocks, **changes)
         self.engine.executed = 0
 
-    @rule(slot=SLOTS, text=TEXTS, cap=CAPS, flags=st.sampled_from([0, RowFlag.ALIGN, RowFlag.FULL_FIT]))
+    @rule(slot=SLOTS, text=TEXTS, cap=CAPS, flags=st.sampled_from([0, RowFlag.UNALIGNED, RowFlag.FULL_FIT]))
     def admit(self, slot, text, cap, flags):
         known = self.live(slot)
         if not known or not self.runs(slot):
@@ -210,8 +221,8 @@ class AnyKinds(Operations):
     def run_all(self, slots, letters, extra):
         running = [slot for slot in slots if self.live(slot) and self.runs(slot)]
         if running:
-            before = self.engine.num_free
-            done = self.engine.run(*running, text=letters[: len(running)], extra=extra, on_refusal=2 + 1)
+            before, most = self.engine.num_free, most_drafts(self.engine.spec)
+            done = self.engine.run(*running, text=letters[: len(running)], extra=min(extra, most), on_refusal=2 + 1)
             assert all(not done.granted[running.index(slot)] for slot in done.preempted if slot in running)
             assert done.preempted or self.engine.num_free <= before + 20
 

@@ -16,12 +16,16 @@ from hypothesis import strategies as st
 from kvplane.base.groups import AlignSpec, GroupSpec
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_engine import RandomEngine
+from tests.core.permissions import Cells
 
 STEPS = 30
 MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
     "window and full": ([window(6), full()], {"retention_interval": 0}),
     "chunks and full": ([chunked(8), full(lookup_class=5)], {}),
-    "states and full": ([state(), full()], {"align": AlignSpec(4, 4096)}),
+    "states and full": (
+        [state(zero_new_blocks=True), full(zero_new_blocks=True)],
+        {"align": AlignSpec(4, 4096)},
+    ),
     "states, hits inside blocks": (
         [state(8), full(8)],
         {"hash_block_size": 4, "partial_hits": True, "align": AlignSpec(8, 4096, stop_at_tail=True)},
@@ -39,17 +43,25 @@ MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
         [full(), window(6, is_draft=True, drops_last_block=True)],
         {"hash_lookahead_tokens": 1},
     ),
+    "states, drafts and windows": (
+        [state(speculative_blocks=2, zero_new_blocks=True), full(), window(6, zero_new_blocks=True)],
+        {"align": AlignSpec(4, 4096)},
+    ),
     "states and drafts": ([state(speculative_blocks=2), full(is_draft=True, drops_last_block=True)], {}),
 }
 
 
-def run(mix: str, seed: int, steps: int = STEPS) -> RandomEngine:
+def run(mix: str, seed: int, steps: int = STEPS, deaths: int | None = None, cells: Cells | None = None) -> RandomEngine:
     """One engine life (or a few): raises WrongPage, or what `inspect.check` finds."""
     rng = Random(seed)
     groups, changes = MIXES[mix]
     blocks = {"num_blocks": rng.choice([10, 16, 24, 40]), **changes}
     spec = replica_spec(*groups, max_model_len=64, max_in_flight_tokens=256, **blocks)
     engine = RandomEngine(spec, rng, most_drafts=2 if "drafts" in mix else 0)
+    engine.deaths = engine.deaths if deaths is None else deaths
+    if cells is not None:
+        cells.begin()
+        engine.cells, engine.memory.read = cells, cells.read
     for _ in range(steps):
         engine.step()
     return engine
@@ -65,6 +77,6 @@ def test_a_page_holds_what_its_key_says(mix, seed):
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_random_engine_gets_hits(mix):
     """Were there none, the test above would say nothing."""
-    engines = [run(mix, seed) for seed in range(6)]
+    engines = [run(mix, seed) for seed in range(12)]
     assert sum(engine.hits for engine in engines) > 5
     assert sum(engine.keys_seen for engine in engines) > 1000

@@ -93,9 +93,8 @@ def test_a_commit_below_the_computed_tokens_names_no_state_that_moved_on():
         partial_hits=True,
         align=AlignSpec(8, 1000, True),
     )
-    flags = [int(RowFlag.ALIGN)]
-    assert apply(made, 1, news=news(0, TOKENS[:7]), admit=Admit(slot=[0], flags=flags)).admit_granted == [6]
-    moved = apply(made, 2, run=Run(slot=[0], flags=flags))
+    assert apply(made, 1, news=news(0, TOKENS[:7]), admit=Admit(slot=[0])).admit_granted == [6]
+    moved = apply(made, 2, run=Run(slot=[0]))
     (copy,) = moved.orders.copy_dst
     apply(made, 3, facts=Facts(slot=[0], commit=[6]))
     assert states(made, 1) == [(copy, 6)], "the request's own block holds the state of 7 tokens by now"
@@ -109,9 +108,7 @@ def test_a_state_cannot_go_back():
 
 
 def test_a_window_that_was_given_back_does_not_come_back():
-    made = replica(
-        GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=6), hash_block_size=4, scheduler_block_size=4
-    )
+    made = replica(GroupSpec(GroupKind.SLIDING_WINDOW, 4, window=6), hash_block_size=4, scheduler_block_size=4)
     apply(made, 1, news=news(0, TOKENS[:20]), admit=Admit(slot=[0]))
     apply(made, 2, facts=Facts(slot=[0], appended=[1], tokens=[7]), run=Run(slot=[0]))
     assert apply(made, 3, facts=Facts(slot=[0], computed=[20])).preempted == [], "rejected drafts are within reach"
@@ -187,3 +184,27 @@ def test_a_held_request_keeps_its_pages_though_it_could_not_go_back():
     free = made.free_blocks
     ended = apply(made, 3, facts=Facts(slot=[0], computed=[9], end=[int(End.HELD)]))
     assert (ended.preempted, made.free_blocks) == ([], free)
+
+
+def with_drafts(executed: int) -> tuple[Replica, list[tuple[int, int]]]:
+    """Step 2 computes a draft, step 3 is planned behind it, and the draft is rejected; what is named of "abcD" then.
+
+    Step 4 says that steps up to `executed` have run.
+    """
+    state = GroupSpec(STATE, 4, mamba_mode=MambaMode.ALIGN, lookup_class=1, speculative_blocks=2)
+    made = replica(GroupSpec(FULL, 4), state, hash_block_size=4, scheduler_block_size=4, retention_interval=-1)
+    apply(made, 1, news=news(0, TOKENS[:2]), admit=Admit(slot=[0]))
+    grown = Facts(slot=[0], appended=[1], tokens=TOKENS[2:3])
+    assert apply(made, 2, facts=grown, run=Run(slot=[0], extra=[1])).granted == [2]
+    assert apply(made, 3, executed=1, run=Run(slot=[0], extra=[3])).granted == [2], "planned at 4, where a draft ends"
+    rejected = Facts(slot=[0], computed=[5], appended=[1], tokens=TOKENS[3:4], commit=[4])
+    apply(made, 4, executed=executed, facts=rejected, run=Run(slot=[0], extra=[2]))
+    return made, states(made, 1)
+
+
+def test_a_state_behind_a_rejected_draft_is_not_named():
+    assert with_drafts(executed=2)[1] == []
+
+
+def test_nor_when_the_step_behind_it_has_run_by_then():
+    assert with_drafts(executed=3)[1] == []

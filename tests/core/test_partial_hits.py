@@ -12,7 +12,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import AlignSpec
-from kvplane.base.step import EventKind, RemoveReason, RowFlag
+from kvplane.base.step import EventKind, RemoveReason
 from kvplane_service.core.replica import Replica
 from tests.core.builders import (
     GRANTED,
@@ -26,8 +26,6 @@ from tests.core.builders import (
     state,
     window,
 )
-
-ALIGN = RowFlag.ALIGN
 
 
 def two_sizes(**changes):
@@ -43,9 +41,9 @@ def with_state(*more):
 
 def prefill(engine, slot, prompt):
     """Admit a prompt and compute it to its end, in clipped chunks."""
-    done = engine.admit(slot, prompt, flags=ALIGN)
+    done = engine.admit(slot, prompt)
     while engine.computed(slot) < len(prompt):
-        engine.run(slot, flags=ALIGN)
+        engine.run(slot)
     return done
 
 
@@ -156,11 +154,11 @@ def test_a_running_state_at_the_prompts_boundary_is_cached_and_moves_before_it_i
     moves to the copy.
     """
     engine = with_state()
-    engine.admit(0, "a" * 13, flags=ALIGN)
-    engine.run(0, flags=ALIGN)
+    engine.admit(0, "a" * 13)
+    engine.run(0)
     running = engine.table(0)[1]
     assert (engine.computed(0), engine.pool.key_tokens[running]) == (12, 12)
-    moved = engine.run(0, flags=ALIGN)
+    moved = engine.run(0)
     ((group, source, target),) = copies(moved.result)
     assert (group, source) == (0, running)
     assert engine.table(0)[1] == running
@@ -183,7 +181,7 @@ def test_new_requests_copy_a_state_and_leave_the_cached_one():
     engine.end(0)
     sources = set()
     for slot in (1, 2):
-        again = engine.admit(slot, "a" * 12 + "bcd"[slot] * 9, flags=ALIGN)
+        again = engine.admit(slot, "a" * 12 + "bcd"[slot] * 9)
         sources |= {source for group, source, _ in copies(again.result) if group == 0}
         assert engine.pool.references[engine.table(slot)[1]] >= 1
     assert len(sources) == 1

@@ -90,6 +90,45 @@ def test_a_full_block_wakes_nobody_before_its_hash_is_known():
     assert len(engine.keyed()) == 2
 
 
+def grown(engine):
+    """The slots whose tables are looked at for blocks from now on, one entry per call."""
+    seen, coordinator = [], engine.replica.coordinator
+    grow = coordinator._grow_tables
+
+    def noting(slot, *rest):
+        seen.append(slot)
+        return grow(slot, *rest)
+
+    coordinator._grow_tables = noting
+    return seen
+
+
+def test_with_steps_in_flight_a_window_is_looked_at_only_when_a_block_leaves_it():
+    engine = Engine(window(6), enable_caching=False)
+    engine.admit(0, "a" * 6)
+    looked_at, seen = [], grown(engine)
+    for _ in range(14):
+        engine.executed = max(0, engine.seq - 3)
+        engine.run(0, text="b")
+        if seen:
+            looked_at.append(engine.computed(0))
+            seen.clear()
+    assert looked_at == [7, 9, 13, 17], "blocks start with 9, 13, 17; one leaves with 9 processed, 12 computed before"
+
+
+def test_a_new_hash_asks_no_manager_for_blocks():
+    """Rows in phase: all fill their blocks in one step."""
+    engine = Engine(full(), window(6))
+    engine.admit(0, "aaaabb")
+    engine.run(0, text="b")
+    looked = grown(engine)
+    seen, keyed = asked(engine), len(engine.keyed())
+    engine.run(0, text="b")
+    assert (seen, looked, len(engine.keyed())) == ([0], [], keyed + 2), "the block is full and named in both groups"
+    engine.run(0, text="b")
+    assert (seen, looked) == ([0, 0], [0]), "the next token needs a block"
+
+
 def test_a_prefill_has_no_quiet_zone():
     """Its boundaries matter to retention; chunks are few."""
     engine = Engine(state(), full(), num_blocks=30)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.groups import DENSE_RETENTION, AlignSpec
-from kvplane.base.step import RowFlag
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.requests import Requests
 from tests.core.builders import Engine, full, replica_spec, state, window
@@ -170,8 +169,8 @@ def test_a_state_is_made_only_where_a_chunk_ends():
 
 def test_a_state_at_the_junction_is_kept_and_hit():
     engine = Engine(state(), full(), retention_interval=0, align=ALIGNED)
-    engine.serve(0, "aaaabbbb" + "c" * 12, flags=RowFlag.ALIGN)
-    second = engine.admit(1, "aaaabbbb" + "d" * 12, flags=RowFlag.ALIGN)
+    engine.serve(0, "aaaabbbb" + "c" * 12)
+    second = engine.admit(1, "aaaabbbb" + "d" * 12)
     assert (second.hit, second.junction, second.granted) == (0, 8, 8)
     assert kept(engine, 1) == "0x"
     assert engine.would_hit("aaaabbbb" + "e" * 12).num_tokens == 8

@@ -11,7 +11,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane.base.step import Cache, End, EventKind, Facts, OnRefusal, Part, Peek, RemoveReason, RowFlag, Run, Step
+from kvplane.base.step import (
+    AdmitStatus,
+    Cache,
+    End,
+    EventKind,
+    Facts,
+    OnRefusal,
+    Part,
+    Peek,
+    RemoveReason,
+    RowFlag,
+    Run,
+    Step,
+)
 from tests.core.builders import (
     DEFERRED,
     GRANTED,
@@ -380,7 +393,7 @@ def test_a_held_request_takes_no_part():
     engine.admit(0, PROMPT)
     engine.end(0, how=End.HELD)
     (result,) = engine.step(Part(run=run_rows(0), admit=admit_row(0), peek=Peek([0])))
-    assert (result.granted, result.admit_status, result.peek_hit) == ([0], [0], [8])
+    assert (result.granted, result.admit_status, result.peek_hit) == ([0], [AdmitStatus.NOT_WAITING], [8])
 
 
 @pytest.mark.parametrize("rule", [SAFE, REFERENCE])

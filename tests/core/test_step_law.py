@@ -34,7 +34,7 @@ from kvplane.base.step import (
 )
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
-from tests.core.builders import REFERENCE, SAFE, chunked, full, replica_spec, state, tokens, window
+from tests.core.builders import REFERENCE, SAFE, chunked, full, most_drafts, replica_spec, state, tokens, window
 
 MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
     "full": ([full()], {}),
@@ -166,7 +166,7 @@ def closing_rows(part):
 # -- steps at random ---------------------------------------------------------------------------------------------------
 
 CAPS = st.sampled_from([1, 4, 6, 100])
-FLAGS = st.sampled_from([0, int(RowFlag.ALIGN)])
+FLAGS = st.sampled_from([0, int(RowFlag.UNALIGNED)])
 HEADS = st.sampled_from(["", "aaaa", "aaaaaaaa", "aaaaaaaabbbb"])
 
 
@@ -221,7 +221,7 @@ class Writer:
         draw, count = self.draw, len(slots)
         return Run(
             slots,
-            extra=[draw(st.integers(0, 2)) for _ in slots],
+            extra=[draw(st.integers(0, most_drafts(self.replica.spec))) for _ in slots],
             cap=[draw(CAPS) for _ in slots],
             flags=[draw(FLAGS)] * count,
             victims=self.subset(live),
@@ -271,10 +271,9 @@ def test_copies_are_ordered_row_by_row_however_the_step_is_sent():
     groups, changes = MIXES["hits inside blocks"]
     for by_rows in (False, True):
         sender = Sender(replica_spec(*groups, **changes), by_rows)
-        aligned = [int(RowFlag.ALIGN)]
-        sender.send(Part(news=News([0], [5], tokens("aaaaa")), admit=Admit([0], cap=[100], flags=aligned)), 0)
+        sender.send(Part(news=News([0], [5], tokens("aaaaa")), admit=Admit([0], cap=[100], flags=[0])), 0)
         both = News([1, 2], [5, 5], tokens("aaaaa" * 2))
-        outcome = sender.send(Part(news=both, admit=Admit([1, 2], cap=[100] * 2, flags=aligned * 2)), 1)
+        outcome = sender.send(Part(news=both, admit=Admit([1, 2], cap=[100] * 2, flags=[0, 0])), 1)
         assert [hit for _, hit, _, _ in outcome.admitted.values()] == [4, 4]
         assert [group for group, _, _ in outcome.copies] == [0, 1, 0, 1]
 

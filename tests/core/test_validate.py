@@ -11,6 +11,7 @@ from kvplane.base.groups import MAX_BLOCKS, MAX_TOKENS, HashAlgorithm, MambaMode
 from kvplane.base.step import (
     UNLIMITED,
     Admit,
+    AdmitStatus,
     Budget,
     Cache,
     End,
@@ -195,7 +196,7 @@ ROWS = {  # field -> parts that are refused for it
         Part(run=Run([TOKENS], lookahead=[MAX_LOOKAHEAD + 1])),
     ],
     "run.in_flight": [Part(run=Run([TOKENS], in_flight=[1, 1])), Part(run=Run([TOKENS], in_flight=[-2]))],
-    "run.flags": [Part(run=Run([TOKENS], flags=[1, 1])), Part(run=Run([TOKENS], flags=[4]))],
+    "run.flags": [Part(run=Run([TOKENS], flags=flags)) for flags in ([2, 2], [4], [8], [32], [64], [-1])],
     "run.slot": [Part(run=Run([TOKENS, HASHES, TOKENS]))],
     "run.slot[1]": [Part(run=Run([TOKENS, FREE_SLOT])), Part(run=Run([TOKENS, -1]))],
     "run.victims[0]": [Part(run=Run([TOKENS], victims=[FREE_SLOT]))],
@@ -211,7 +212,7 @@ ROWS = {  # field -> parts that are refused for it
     "admit.encoder_tokens": [Part(admit=Admit([WAITING], encoder_tokens=[-1]))],
     "admit.reserved": [Part(admit=Admit([WAITING], reserved=[22]))],
     "admit.watermark": [Part(admit=Admit([WAITING], watermark=[3]))],
-    "admit.flags": [Part(admit=Admit([WAITING], flags=[16]))],
+    "admit.flags": [Part(admit=Admit([WAITING], flags=[bit])) for bit in (32, 64, -1)],
     "admit.max_running": [Part(admit=Admit([WAITING], max_running=-1))],
     "admit.on_refusal": [Part(admit=Admit([WAITING], on_refusal=OnRefusal.PREEMPT))],
     "admit.slot": [Part(admit=Admit([WAITING, WAITING]))],
@@ -228,6 +229,13 @@ CASES = [(field, part) for field, parts in ROWS.items() for part in parts]
 @pytest.mark.parametrize(("field", "part"), CASES, ids=[f"{field}-{n}" for n, (field, _) in enumerate(CASES)])
 def test_a_part_that_cannot_be_is_refused_by_field(engine, field, part):
     assert refusal(engine, part).field == f"parts[0].{field}"
+
+
+def test_bits_of_flags_that_are_reserved(engine):
+    """Bit 1 was asked for alignment once and means nothing; 32 is refused by its name."""
+    named = refusal(engine, Part(admit=Admit([WAITING], flags=[1 | 32])))
+    assert named.message == "bit 32 is LOAD, which is reserved"
+    engine.step(Part(run=Run([TOKENS], flags=[1]), admit=Admit([WAITING], flags=[1])))
 
 
 def test_the_part_at_fault_is_named_and_the_good_ones_before_it_are_not_applied(engine):
@@ -272,7 +280,7 @@ def test_what_depends_on_outcomes_is_no_error(engine):
             admit=admit_row(TOKENS, HELD),
         )
     )
-    assert (result.granted, result.admit_status, result.preempted) == ([0, 0], [0, 0], [])
+    assert (result.granted, result.admit_status, result.preempted) == ([0, 0], [AdmitStatus.NOT_WAITING] * 2, [])
 
 
 def test_content_asked_about_from_outside_is_checked_alike(engine):

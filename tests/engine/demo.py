@@ -123,9 +123,19 @@ def running_workers(address: str, folder: Path) -> Iterator[list[str]]:
     finally:
         for process in processes:
             process.terminate()
-            process.terminate()  # the second one does not wait for the engine, which is this process
         for process in processes:
-            process.wait(START_S)
+            leave(process)
+
+
+def leave(worker: subprocess.Popen[str]) -> None:
+    """A second signal does not wait for the engine, which is this process; two at once may arrive as one."""
+    for _ in range(int(START_S)):
+        try:
+            worker.wait(1)
+            return
+        except subprocess.TimeoutExpired:
+            worker.terminate()
+    raise TimeoutError(f"worker {worker.pid} does not leave")
 
 
 def address_of(worker: subprocess.Popen[str]) -> str:

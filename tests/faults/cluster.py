@@ -237,7 +237,7 @@ class Cluster:
 
     def start_worker(self, rank: int) -> None:
         run_dir = self.folder / f"rank-{rank}"
-        options = WorkerOptions(self.to_service.address, REPLICA, rank, "cpu", run_dir, 1 << 16, grace_s=5)
+        options = WorkerOptions(self.to_service.address, REPLICA, rank, "cpu", run_dir, 1 << 16)
         process = self._start(children.worker, options)
         address = process.hear()
         assert isinstance(address, str), address

@@ -8,12 +8,19 @@ from tests.faults.campaign import run_campaign
 from tests.store.servers import require_redis
 
 FAULTS = 12
+SEEDS = (20, 21, 22)  # a campaign whose restarts all came at idle moments shows no hit behind one: the next is run
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_token_differs_and_everything_comes_back():
     require_redis()
-    report = run_campaign(FAULTS, seed=20, say=print)
-    assert not report.finding, report.finding
-    assert report.is_good, report.line
-    assert report.faults.total() >= FAULTS
+    hits = 0
+    for seed in SEEDS:
+        report = run_campaign(FAULTS, seed, say=print)
+        assert not report.finding, report.finding
+        assert (report.differing, report.leaks) == (0, 0), report.line
+        assert report.faults.total() >= FAULTS
+        hits += report.hits_after_restart
+        if hits:
+            return
+    raise AssertionError(f"no request hit anything behind a restart: {report.line}")

@@ -17,8 +17,9 @@ def one_thread_of_torch():
         yield
 
 
-def test_there_is_a_scenario_for_every_twin():
-    assert sorted(scenario.twin for scenario in SCENARIOS) == sorted(TWINS)
+def test_the_scenarios_are_of_twins_that_there_are():
+    assert len(SCENARIOS) >= 10
+    assert {scenario.twin for scenario in SCENARIOS} <= set(TWINS)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.twin)

@@ -36,11 +36,12 @@ from kvplane_service.auth.identity import Identities, Proof
 from kvplane_service.auth.scopes import METHODS as RULES
 from kvplane_service.auth.scopes import Scope
 from kvplane_service.core.inspect import check, digest
+from kvplane_service.executors import Executor
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.rpc.server import Outside, RpcServer
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
-from kvplane_service.store.writer import Surroundings, offload_to_thread
+from kvplane_service.store.writer import Surroundings
 from tests.service.guarded import Guard
 from tests.service.rig import SPEC
 from tests.service.test_fuzz import PROMPT, STATES
@@ -110,7 +111,7 @@ class Grounds:
         self.identities = Identities(config)
         self.clock = _Clock()
         self.registry = Registry(config, self.clock)
-        around = Surroundings(self.clock, asyncio.sleep, offload_to_thread, random.Random(1).random)
+        around = Surroundings(self.clock, asyncio.sleep, Executor("replicas that come back"), random.Random(1).random)
         keeper = Keeper(self.registry, config, around, Chance(lambda: 0, lambda: 1))
         durable = Durable(keeper, Ownership(self.registry, config, keeper, around, is_gone))
         outside = Outside(Gate(self.identities, None, self.clock))

@@ -13,13 +13,14 @@ import kvplane
 from kvplane import Allocate, Client, Content
 from kvplane.base.errors import Unavailable
 from kvplane.sources import LayerSource
-from kvplane_worker.attach import attach
 from tests.core.planner_layers import full, named, window
 from tests.helm.charts import Helm4, values_of
 from tests.helm.pods import Machine, Pod, machine, secret
 from tests.service.certificates import Authority
 from tests.service.guarded import Guard
 from tests.store.servers import require_redis, wait_until
+from tests.worker.children import attach_once
+from tests.worker.rig import FORKS
 
 TOKENS = list(range(500, 540))
 MODEL = kvplane.ModelSource(model="llama-3.1-8b", num_blocks=64, max_model_len=1008)
@@ -227,7 +228,10 @@ def use_pages(service: Pod, workers: Pod, replica: str) -> None:
         workers.wait_ready()
         assert [one.rank for one in client.describe_replica(replica).workers] == list(ranks)
         for rank in ranks:
-            attach(workers.place(f"/run/kvplane/rank-{rank}")).close()
+            engine = FORKS.Process(target=attach_once, args=(workers.place(f"/run/kvplane/rank-{rank}"),))
+            engine.start()
+            engine.join()
+            assert engine.exitcode == 0
         assert hit_after_a_round(client, replica) == 32
 
 

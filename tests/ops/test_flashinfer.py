@@ -17,7 +17,7 @@ from kvplane_worker.ops.flashinfer_ops import backend, calls, entry
 from kvplane_worker.ops.flashinfer_ops.backend import FlashInferOps
 from kvplane_worker.ops.flashinfer_ops.indices import PagedRows, paged_rows
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
-from kvplane_worker.ops.proof import prove
+from kvplane_worker.ops.proof import load, prove
 from kvplane_worker.ops.torch_ops import TorchOps
 from tests.ops import cases
 from tests.ops.contract import CHECKS, Subject, run
@@ -204,7 +204,7 @@ def test_auto_goes_on_and_by_name_it_is_an_error(monkeypatch):
     monkeypatch.setattr(entry.FlashInferEntry, "unfit", staticmethod(lambda device: ""))
     monkeypatch.setattr(entry.FlashInferEntry, "__new__", lambda cls: made(Faults(window=1)))
     with pytest.raises(FailedPrecondition, match="flashinfer: failed its start check: decode_attention"):
-        select.choose(CPU, "flashinfer")
+        select.choose(CPU, "flashinfer", prove=lambda path, device, _: prove(load(path)(), device))
 
 
 # ---- the real package

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import re
 import sys
+import threading
 from types import ModuleType
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 
 from kvplane.base.errors import FailedPrecondition
 from kvplane_worker.ops import proof, select
+from kvplane_worker.ops.interface import PAGE_OPERATIONS
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.trials import FORMS, Trial, attention_trials, page_trials, trials, write_trials
 from kvplane_worker.ops.triton_ops.backend import TritonOps
@@ -18,6 +22,12 @@ from tests.ops.contract import CHECKS
 from tests.ops.faults import FAULTS
 
 CPU = torch.device("cpu")
+PLANTED = "tests.ops.planted"
+
+
+def here(path, device, operations=()):
+    """Prove in this process, where a test has planted the backend."""
+    return proof.prove(proof.load(path)(), device, operations)
 
 
 @pytest.fixture
@@ -57,7 +67,7 @@ def test_a_sound_backend_is_chosen_anew_and_says_what_proved_it(planted):
         return made[-1]
 
     planted(make)
-    choice = select.choose(CPU)
+    choice = select.choose(CPU, prove=here)
     assert choice.ops is made[-1]
     assert len(made) == 2
     assert choice.reasons[0].startswith(f"planted: chosen; {len(trials(CPU))} trials as torch's in ")
@@ -66,7 +76,7 @@ def test_a_sound_backend_is_chosen_anew_and_says_what_proved_it(planted):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.operation}: {fault.name}")
 def test_a_backend_with_a_mistake_is_not_used(planted, fault):
     planted(lambda: fault.planted(TorchOps()))
-    choice = select.choose(CPU)
+    choice = select.choose(CPU, prove=here)
     assert isinstance(choice.ops, TorchOps)
     assert choice.reasons[0].startswith(f"planted: failed its start check: {fault.operation} (")
     assert choice.reasons[1] == "torch: chosen"
@@ -81,9 +91,43 @@ def test_one_that_breaks_is_not_used_and_asked_for_by_name_it_is_an_error(plante
     planted(Broken)
     why = r"planted: failed its start check: mla_decode \(.*\): OSError: Command failed with exit status 255"
     with pytest.raises(FailedPrecondition, match=why) as refusal:
-        select.choose(CPU, "planted")
+        select.choose(CPU, "planted", prove=here)
     assert refusal.value.remedy
-    assert isinstance(select.choose(CPU).ops, TorchOps)
+    assert isinstance(select.choose(CPU, prove=here).ops, TorchOps)
+
+
+def test_only_the_operations_named_are_tried():
+    assert here(f"{__name__}:Broken", CPU, PAGE_OPERATIONS).failure == ""
+    assert here(f"{__name__}:Broken", CPU, ("mla_decode",)).failure.startswith("mla_decode (")
+    assert {trial.operation for trial in page_trials(CPU)} == set(PAGE_OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "failure"),
+    [
+        ("Sound", ""),
+        ("Wrong", r"copy_pages \(chains\): \d+ bytes of memory differ"),
+        ("Aborts", "its process ended with SIGABRT: "),
+        ("Exits", "its process ended with exit code 3: the device is lost"),
+    ],
+)
+def test_a_backend_is_proved_in_a_process_of_its_own(name, failure):
+    found = proof.prove_apart(f"{PLANTED}:{name}", CPU, PAGE_OPERATIONS)
+    assert re.fullmatch(failure + ".*", found.failure)
+    assert found.trials == (len(page_trials(CPU)) if name == "Sound" else 1 if name == "Wrong" else 0)
+
+
+def test_a_backend_that_never_returns_ends_with_the_worker_that_tries_it():
+    stop = threading.Event()
+    timer = threading.Timer(0.5, stop.set)
+    timer.start()
+    assert proof.prove_apart(f"{PLANTED}:Hangs", CPU, PAGE_OPERATIONS, stop).failure == "it was stopped"
+    assert multiprocessing.active_children() == []
+
+
+def test_a_backend_that_never_returns_has_a_time_limit(monkeypatch):
+    monkeypatch.setattr(proof, "LIMIT_S", 0.5)
+    assert proof.prove_apart(f"{PLANTED}:Hangs", CPU, PAGE_OPERATIONS).failure == "no end within 0 s"
 
 
 def test_the_check_leaves_torchs_modes_as_they_were():

@@ -6,16 +6,19 @@ import asyncio
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import yaml
 
+from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, Run
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.telemetry.collector import ServiceCollector
+from kvplane_service.telemetry.holds import Holds
 from tests.service.hosts import Engine, spec_of
 from tests.service.monitoring import (
     FILES,
@@ -98,12 +101,15 @@ def test_prometheus_scrapes_a_service_until_it_is_gone(tmp_path):
 class Scenario:
     """A replica "r" of six blocks, its engine, and what its metrics show."""
 
-    def __init__(self) -> None:
+    def __init__(self, *groups: GroupSpec) -> None:
         self.now_ns = 0
         self.tick_ns = 0
         self._registry = Registry(Config(), self._clock)
-        self.host = self._registry.register("r", Registration(spec_of(num_blocks=6))).host
-        self.pages = Pages(ServiceCollector(self._registry))
+        spec = spec_of(num_blocks=6)
+        spec = replace(spec, groups=groups or spec.groups)
+        self.host = self._registry.register("r", Registration(spec)).host
+        self.holds = Holds()
+        self.pages = Pages(ServiceCollector(self._registry, holds=self.holds))
         self.engine = Engine(self.host)
 
     def _clock(self) -> int:
@@ -201,10 +207,28 @@ def failed_steps() -> Series:
     return scenario.repeat(fail)
 
 
+def rejected_drafts() -> Series:
+    scenario = Scenario(GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=16))
+
+    def reject(number: int) -> None:
+        """More than was drafted: the window before it is gone."""
+        scenario.serve(0, 60, number)
+        scenario.engine.step(Part(facts=Facts(slot=[0], appended=[1], tokens=[1]), run=Run(slot=[0])))
+        scenario.engine.step(Part(facts=Facts(slot=[0], computed=[3])))
+        scenario.free(0)
+
+    return scenario.repeat(reject)
+
+
 def slow_steps() -> Series:
     scenario = Scenario()
     scenario.tick_ns = 8_000_000
     return scenario.repeat(lambda _: scenario.engine.step())
+
+
+def held_loop() -> Series:
+    scenario = Scenario()
+    return scenario.repeat(lambda _: scenario.holds.add(0.3))
 
 
 def restarts() -> Series:
@@ -235,9 +259,11 @@ SCENARIOS: dict[str, Callable[[], Series]] = {
     "KvplaneRequestNeverFits": too_long,
     "KvplaneEvictsYoungKeys": young_evictions,
     "KvplaneStepsTakenBack": failed_steps,
+    "KvplaneRequestsWentBack": rejected_drafts,
     "KvplaneSlowSteps": slow_steps,
     "KvplaneEngineRestarts": restarts,
     "KvplaneStoreBehind": store_away,
+    "KvplaneLoopHeld": held_loop,
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.keys import Key
 from kvplane_service.events import Batch, EventLog, PublicationHold
+from tests.core.follower import Follower, Shown
 
 
 def stored(*blocks: int, domain: str = "") -> CacheEvent:
@@ -59,13 +62,38 @@ class TestPublicationHold:
         assert hold.release(1) == []
         assert hold.release(2) == [stored(1)]
 
-    def test_a_removal_reaches_every_held_copy_and_no_shown_one(self):
+    def test_a_shown_key_is_removed_while_its_content_is_held_under_another_block(self):
+        hold = PublicationHold()
+        shown, held = copy_of(b"x", 1), copy_of(b"x", 2)
+        hold.add(1, [shown])
+        hold.release(1)
+        hold.add(2, [held])
+        (gone,) = hold.add(3, [gone_from(b"x", 1)])
+        assert gone.blocks == (1,)
+        assert hold.release(3) == [held]
+
+    def test_of_a_run_of_removals_those_of_shown_keys_are_told(self):
+        hold = PublicationHold()
+        hold.add(1, [stored(1, 2)])
+        hold.release(1)
+        hold.add(2, [stored(3), copy_of(b"longer", 2)])
+        run = CacheEvents()
+        for block in (1, 3, 2):
+            run.removed(block, [Key("", 0, str(block).encode())], RemoveReason.EVICTED)
+        (told,) = hold.add(3, run.runs)
+        assert list(told.blocks) == [1, 2]
+        assert hold.release(2) == [copy_of(b"longer", 2)]
+
+    def test_a_new_life_shows_what_it_kept_of_what_was_held(self):
         hold = PublicationHold()
         hold.add(1, [stored(1)])
-        hold.add(2, [stored(1)])
-        assert hold.release(1) == [stored(1)]
-        assert hold.add(3, [removed(1)]) == []
-        assert hold.release(3) == []
+        hold.release(1)
+        hold.add(2, [stored(2, 3)])
+        assert hold.begin_life([removed(1), removed(2)]) == [
+            removed(1),
+            CacheEvent(EventKind.STORED, 0, (b"3",), (3,), block_starts=(1,)),
+        ]
+        assert hold.release(9) == []
 
     def test_clearing_forgets_what_is_held(self):
         hold = PublicationHold()
@@ -78,39 +106,126 @@ class TestPublicationHold:
         hold.add(1, [stored()])
         assert hold.release(1) == [stored()]
 
-    @given(st.lists(st.tuples(st.lists(st.integers(-6, 6), max_size=6), st.integers(0, 3)), max_size=12))
-    def test_a_mirror_of_what_is_shown_is_what_is_cached_and_executed(self, steps):
-        """Each step stores (positive) and removes (negative) blocks, and lags in being executed."""
-        hold, done = PublicationHold(), 0
-        mirror: set[int] = set()
-        cached: dict[int, int] = {}
-        for number, (changes, lag) in enumerate(steps, 1):
-            done = max(done, number - lag - 1)
-            apply(hold.release(done), mirror)
-            apply(hold.add(number, list(events_of(changes, cached, number))), mirror)
-            assert mirror == {block for block, since in cached.items() if since <= done}
+
+def copy_of(digest: bytes, block: int) -> CacheEvent:
+    return CacheEvent(EventKind.STORED, 0, (digest,), (block,))
 
 
-def events_of(changes, cached, number):
-    for change in changes:
-        if change == 0:
-            cached.clear()
-            yield CLEARED
-        elif change > 0 and change not in cached:
-            cached[change] = number
-            yield stored(change)
-        elif change < 0 and cached.pop(-change, None):
-            yield removed(-change)
+def gone_from(digest: bytes, block: int) -> CacheEvent:
+    return CacheEvent(EventKind.REMOVED, 0, (digest,), (block,), reason=RemoveReason.EVICTED)
 
 
-def apply(events, mirror):
-    for event in events:
-        if event.kind is EventKind.STORED:
-            mirror.update(event.blocks)
-        elif event.kind is EventKind.REMOVED:
-            mirror.remove(event.blocks[0])
+class Cache:
+    """A prefix cache without any cleverness: which step stored each key of each block. Its changes are events."""
+
+    def __init__(self) -> None:
+        self.since: dict[Shown, int] = {}
+        self.events = CacheEvents()
+
+    def store(self, seq: int, blocks: list[int], name: int) -> None:
+        """One content in each block: group, domain and digest follow from `name`."""
+        domain, group, digest = ("", "blue")[name % 2], name // 2 % 2, bytes([name // 4])
+        new = [block for block in dict.fromkeys(blocks) if Shown(block, domain, group, digest) not in self.since]
+        self.events.append(CacheEvent(EventKind.STORED, group, (digest,) * len(new), tuple(new), domain))
+        self.since |= {Shown(block, domain, group, digest): seq for block in new}
+
+    def drop(self, block: int, reason: RemoveReason) -> list[Shown]:
+        """A block loses all its keys."""
+        gone = [one for one in self.since if one.block == block]
+        for one in gone:
+            del self.since[one]
+        self.events.removed(block, [Key(one.domain, one.group, one.digest) for one in gone], reason)
+        return gone
+
+    def move(self, seq: int, source: int, target: int) -> None:
+        """The content of one block lives in another from this step on."""
+        self.drop(target, RemoveReason.EVICTED)
+        for one in self.drop(source, RemoveReason.MOVED):
+            self.events.append(CacheEvent(EventKind.STORED, one.group, (one.digest,), (target,), one.domain))
+            self.since[one._replace(block=target)] = seq
+
+    def fail(self, since: int) -> None:
+        """Steps from this one on never ran."""
+        for block in dict.fromkeys(one.block for one, seq in self.since.items() if seq >= since):
+            self.drop(block, RemoveReason.WITHDRAWN)
+
+    def clear(self) -> None:
+        self.since.clear()
+        self.events.append(CLEARED)
+
+    def take(self) -> CacheEvents:
+        events, self.events = self.events, CacheEvents()
+        return events
+
+
+class Watched:
+    """A cache that is published, and two followers of its log: one reads at once, the other now and then."""
+
+    def __init__(self) -> None:
+        self.cache, self.hold = Cache(), PublicationHold()
+        self.log = EventLog(capacity=1 << 20, max_bytes=1 << 40, max_subscribers=2)
+        self.followers = [(Follower(), self.log.subscribe(0, nothing)) for _ in range(2)]
+        self.epoch, self.seq, self.done = 1, 0, 0
+
+    def act(self, kind: str, one: int, other: int) -> None:
+        """A step, or what else can happen; numbers choose blocks, contents and how far execution is behind."""
+        if kind in ("withdraw", "restore"):
+            getattr(self.log, kind)()
+        elif kind == "life":
+            self.begin_life(one % 4)
         else:
-            mirror.clear()
+            self.step(kind, one, other)
+        self.read(0)
+
+    def step(self, kind: str, one: int, other: int) -> None:
+        self.seq += 1
+        self.done = max(self.done, self.seq - 1 - one % 4)
+        cache, block = self.cache, one % 5
+        match kind:
+            case "store":
+                cache.store(self.seq, [block, other % 5], other % 16)
+            case "evict":
+                cache.drop(block, RemoveReason.EVICTED)
+                cache.store(self.seq, [block], other % 16)
+            case "move" if block != other % 5:
+                cache.move(self.seq, block, other % 5)
+            case "fail":
+                cache.fail(max(self.done + 1, self.seq - other % 4))
+            case "clear":
+                cache.clear()
+        self.log.publish(self.epoch, self.hold.step(self.seq, self.done, cache.take().runs))
+
+    def begin_life(self, keeps: int) -> None:
+        """Keys of blocks from `keeps` on are not proven, nor what was not executed."""
+        self.cache.fail(self.done + 1)
+        if not keeps:
+            self.cache.clear()
+        for block in {one.block for one in self.cache.since if one.block > keeps}:
+            self.cache.drop(block, RemoveReason.UNVERIFIED)
+        self.cache.since = dict.fromkeys(self.cache.since, 0)
+        self.epoch, self.seq, self.done = self.epoch + 1, 0, 0
+        self.log.publish(self.epoch, self.hold.begin_life(self.cache.take().runs))
+
+    def read(self, number: int) -> None:
+        """A follower reads all that there is: it knows every key whose step was executed, and no other."""
+        follower, subscription = self.followers[number]
+        follower.read(subscription.take())
+        assert follower.view == {one for one, since in self.cache.since.items() if since <= self.done}
+
+
+KINDS = ("store", "store", "store", "evict", "evict", "move", "fail", "clear", "life", "withdraw", "restore", "")
+ACTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 15), st.integers(0, 15)), max_size=40)
+
+
+@settings(max_examples=300)
+@given(ACTS)
+def test_a_follower_knows_what_is_cached_and_executed(acts):
+    watched = Watched()
+    for number, act in enumerate(acts):
+        watched.act(*act)
+        if number % 7 == 6:
+            watched.read(1)
+    watched.read(1)
 
 
 def nothing() -> None:

@@ -28,6 +28,7 @@ from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1.allocation_pb2 import RequestContent
 from kvplane_service.config import Config
 from kvplane_service.contents import hash_tokens
+from kvplane_service.executors import Executor
 from kvplane_service.explain import Cause
 from kvplane_service.explaining import Explanation, Prompt, explain_prompt, explain_request
 from tests.core.builders import chunked, full, replica_spec, state, window
@@ -86,7 +87,7 @@ class Desk:
 
     def explain(self, text: str, domain: str, keys: ExtraKeys) -> Explanation:
         prompt = Prompt(self.digests(text, keys), len(text), domain, keys, partial(self.digests, text))
-        return asyncio.run(explain_prompt(self.world.host, prompt))
+        return asyncio.run(explain_prompt(self.world.host, prompt, Executor("explanations")))
 
     def digests(self, text: str, keys: ExtraKeys) -> list[bytes]:
         """Of the full blocks."""
@@ -94,7 +95,7 @@ class Desk:
         return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
 
     def why_request(self, name: str) -> Explanation:
-        told = asyncio.run(explain_request(self.world.host, name))
+        told = asyncio.run(explain_request(self.world.host, name, Executor("explanations")))
         SEEN.add(told.why.cause)
         return told
 
@@ -164,13 +165,47 @@ def test_what_was_evicted_before_a_reset_was_evicted():
     assert told(desk.why("aaaabbbbccccd")) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
 
 
-def test_unverified_after_a_restart_without_its_memory():
+def test_a_life_without_stamps_keeps_nothing():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.engine = desk.world.open()
     explanation = desk.why("aaaabbbbc")
+    assert told(explanation) == (Cause.WITHOUT_STAMPS, 0, (0,), (0, 4), "", 0)
+    assert explanation.why.epoch == desk.engine.opened.epoch
+
+
+def test_unverified_where_the_memory_shows_other_stamps():
+    desk = Desk()
+    desk.serve("a", "aaaabbbbc")
+    desk.engine = desk.world.open(stamp_table=(0,) * 9)
+    explanation = desk.why("aaaabbbbc")
     assert told(explanation) == (Cause.UNVERIFIED, 0, (0,), (0, 4), "", 0)
-    assert explanation.why.epoch == 3
+    assert explanation.why.epoch == desk.engine.opened.epoch
+
+
+def test_what_was_evicted_before_a_life_without_stamps_is_missing_because_of_that_life():
+    """In step 1 of life 2 an eviction "in step 3" would read as if it lay ahead; and that life dropped all keys."""
+    desk = Desk()
+    desk.serve("old", "aaaabbbbcccc")
+    desk.serve("big", "1111222233334444555566667777")
+    evicted = desk.why("aaaabbbbccccd")
+    assert (evicted.why.cause, evicted.why.epoch, evicted.why.seq) == (Cause.EVICTED, desk.engine.opened.epoch, 3)
+    desk.engine = desk.world.open()
+    desk.admit("late", "aaaabbbbccccd")
+    explanation, life = desk.why_request("late"), desk.engine.opened.epoch
+    assert (explanation.why.cause, explanation.why.epoch, explanation.why.seq) == (Cause.WITHOUT_STAMPS, life, 0)
+    assert (explanation.epoch, explanation.seq) == (life, 1)
+
+
+def test_an_eviction_of_an_earlier_life_whose_keys_were_kept_names_its_life():
+    desk = Desk()
+    desk.serve("old", "aaaabbbbcccc")
+    desk.serve("big", "1111222233334444555566667777")
+    desk.step()
+    life = desk.engine.opened.epoch
+    desk.engine = desk.world.open(stamp_table=tuple(desk.world.host.replica.coordinator.pool.stamp))
+    explanation = desk.why("aaaabbbbccccd")
+    assert (explanation.why.cause, explanation.why.epoch, explanation.why.seq) == (Cause.EVICTED, life, 3)
 
 
 def test_an_inner_boundary_outlives_the_block_s_longer_key():

@@ -17,6 +17,7 @@ import pytest
 
 from kvplane.base.groups import GroupKind
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, Cache, End, ExtraKeys, Facts, Part, Run
+from kvplane_service.executors import Executor
 from kvplane_service.explain import Cause, Why
 from kvplane_service.explaining import Explanation, explain_request
 from tests.core.builders import chunked, full, replica_spec, state, window
@@ -179,7 +180,7 @@ class Story:
         assert slot == self._count
 
     def _explain_request(self, before: Model, name: str, place: Place, text: str) -> None:
-        told = asyncio.run(explain_request(self.desk.world.host, name))
+        told = asyncio.run(explain_request(self.desk.world.host, name, Executor("explanations")))
         if told.why.cause is Cause.NOT_RECORDED:
             self.num_unknown += 1
         else:
@@ -227,11 +228,14 @@ class Story:
             self._end(name)
 
     def restart(self) -> None:
+        """Without stamps: what went before would have gone now, if there is anything to go."""
         self.desk.engine = self.desk.world.open()
+        if self.model.present:
+            self.model.gone = dict.fromkeys(self.model.gone, ({Cause.WITHOUT_STAMPS}, "", 0))
         self.live.clear()
         self.desk._slots.clear()
         self._count += 1000  # new slots
-        self.model.look({Cause.UNVERIFIED})
+        self.model.look({Cause.WITHOUT_STAMPS})
 
     def ask(self) -> Cause:
         place, text = self.place(), self.text()

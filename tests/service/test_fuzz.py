@@ -24,9 +24,7 @@ from tests.service.rig import SPEC, Stream, column, running
 EXAMPLES = 300
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 PROMPT = list(range(40))
-KEYS = ExtraKeys(
-    lora_name="l", lora_path="p", salt="s", multimodal=[{"identifier": "i", "offset": 1, "length": 20}]
-)
+KEYS = ExtraKeys(lora_name="l", lora_path="p", salt="s", multimodal=[{"identifier": "i", "offset": 1, "length": 20}])
 
 HEADER = pb.MutationHeader(replica="r", epoch=1, op_id="op", executed_through=1)
 FORMAT = {
@@ -117,7 +115,7 @@ VALID: dict[str, list[Message]] = {
             lookahead_tokens=2,
             in_flight_tokens=0,
             victims=["b"],
-            align=True,
+            unaligned=True,
         ),
         pb.AllocateSlotsRequest(header=HEADER, request_id="hashed", content={"hashes": [b"h" * 32], "num_tokens": 20}),
     ],
@@ -142,7 +140,6 @@ VALID_ON_STATES: dict[str, list[Message]] = {
             content={"token_ids": [*PROMPT[:30], *range(500, 540)]},
             external_tokens=16,
             delay_caching=True,
-            align=True,
         ),
         pb.AllocateSlotsRequest(
             header=HEADER,
@@ -151,7 +148,6 @@ VALID_ON_STATES: dict[str, list[Message]] = {
             extra_tokens=1,
             lookahead_tokens=1,
             in_flight_tokens=0,
-            align=True,
         ),
     ],
     "CommitBlocks": VALID["CommitBlocks"],
@@ -162,7 +158,9 @@ CASES = [(method, SPEC, requests) for method, requests in VALID.items()]
 CASES += [(method, STATES, requests) for method, requests in VALID_ON_STATES.items()]
 NAMES = [f"{method}{' on states' if spec is STATES else ''}" for method, spec, _ in CASES]
 
-OPEN = pb.SessionRequest(open={"replica": "r", "nonce": 7, "client": "c", "with_events": True})
+OPEN = pb.SessionRequest(
+    open={"replica": "r", "nonce": 7, "client": "c", "with_events": True, "busy_blocks": column(30)}
+)
 STEP_ONE = pb.SessionRequest(
     step={
         "epoch": 2,
@@ -190,7 +188,7 @@ STEP = pb.SessionRequest(
                     "end": column(0, 1),
                     "fence": column(0, 1, size=8),
                 },
-                "cache": {"evicted": column(3), "failed_steps": column(1, size=8)},
+                "cache": {"evicted": column(3), "failed_steps": column(1, size=8), "loads_over": column(30)},
                 "news": {
                     "slot": column(1, 2),
                     "num_tokens": column(20, 30),

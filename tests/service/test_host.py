@@ -18,13 +18,15 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
-from kvplane.base.step import AdmitStatus, Cache, End, EventKind, Part, RemoveReason, Step
+from kvplane.base.step import AdmitStatus, Cache, End, EventKind, Part, RemoveReason, RowFlag, Step
 from kvplane.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
 from kvplane_service.config import Config
-from kvplane_service.host import ReplicaState, UnaryStep
+from kvplane_service.host import ReplicaHost, ReplicaState, UnaryStep, new_replica
+from kvplane_service.recovering import Recovering
 from tests.service.hosts import HostWorld, spec_of
 
 PROMPT = list(range(40))  # two full blocks and a half
+LOAD = AdmitRow(0, cap=0, external=32, flags=RowFlag.DELAY_CACHING)
 
 
 @pytest.fixture
@@ -105,6 +107,11 @@ class TestOpening:
             world.host.open(OpenRequest("r", engine.nonce))
         engine.step()
 
+    @pytest.mark.parametrize("version", [1, 3])
+    def test_steps_of_another_version_are_refused_at_the_open(self, world, version):
+        with world.refuses(InvalidArgument, f"steps of version {version}", "step_version"):
+            world.open(step_version=version)
+
     def test_a_client_s_name_has_a_limit(self, world):
         with world.refuses(InvalidArgument, field="client"):
             world.open(client="x" * 129)
@@ -116,10 +123,70 @@ class TestOpening:
         with world.refuses(InvalidArgument, field="stamp_table"):
             world.open(stamp_table=(0,) * size)
 
+    @pytest.mark.parametrize("named", [(0,), (21,), (3, 99)])
+    def test_busy_blocks_are_of_this_pool(self, world, named):
+        with world.refuses(InvalidArgument, "blocks", field="busy_blocks"):
+            world.open(busy_blocks=named)
+
     def test_epochs_have_an_end(self, world):
         world.host.epoch = MAX_EPOCH
         with world.refuses(LimitExceeded, "engine lives"):
             world.open()
+
+
+class TestLoads:
+    """Blocks that loads of an earlier engine life may still write."""
+
+    @pytest.fixture
+    def engine(self, world):
+        engine = world.open(incarnation=5)
+        engine.step(part_of(NewsRow(0, PROMPT), LOAD))
+        return engine
+
+    def test_a_new_life_is_told_which_are_held(self, world, engine):
+        opened = world.open(incarnation=5).opened
+        assert (opened.busy_blocks, opened.free_blocks) == ((1, 2), 18)
+
+    def test_who_resumes_is_told_too(self, world, engine):
+        following = world.open(incarnation=5)
+        assert world.open(following.opened.epoch).opened.busy_blocks == (1, 2)
+        again = world.open(following.opened.epoch)
+        again.step(Part(cache=Cache(loads_over=[1])))
+        assert world.open(following.opened.epoch).opened.busy_blocks == (2,)
+
+    def test_what_the_engine_names_is_held_as_well(self, world, engine):
+        assert world.open(busy_blocks=(2, 7)).opened.busy_blocks == (1, 2, 7)
+
+    def test_new_memory_has_none_of_the_old_loads(self, world, engine):
+        assert world.open(incarnation=6).opened.busy_blocks == ()
+
+    def test_memory_without_a_name_may_be_the_same(self, world, engine):
+        assert world.open().opened.busy_blocks == (1, 2)
+
+    def test_with_several_ranks_another_name_may_be_of_one_rank_s_memory_alone(self):
+        world = HostWorld()
+        world.host = ReplicaHost("r", new_replica(spec_of()), world.config, lambda: 0, num_ranks=2)
+        world.open(incarnation=5).step(part_of(NewsRow(0, PROMPT), LOAD))
+        assert world.open(incarnation=6).opened.busy_blocks == (1, 2)
+
+    def test_an_engine_that_leaves_does_not_end_its_loads(self, world, engine):
+        engine.step(part_of(NewsRow(1, PROMPT), AdmitRow(1)))
+        engine.step(part_of(NewsRow(2, PROMPT), AdmitRow(2), FactRow(1, end=End.HELD)))
+        world.host.close(engine.nonce)
+        assert world.host.replica.free_blocks == 18
+        assert world.open(incarnation=5).opened.busy_blocks == (1, 2)
+
+    def test_a_reset_is_done_beside_them_and_a_session_of_unary_calls_too(self, world, engine):
+        world.host.close(engine.nonce)
+        world.host.revive()
+        (told,) = world.host.apply_unary(UnaryStep(), [Part(cache=Cache(reset=True))]).parts
+        assert told.reset_done
+        assert world.host.replica.busy_blocks == (1, 2)
+
+    def test_after_a_restart_only_what_is_named_is_held(self):
+        world = HostWorld()
+        world.host.recover(Recovering(1, 5, loading=False))
+        assert world.open(incarnation=5, busy_blocks=(4,)).opened.busy_blocks == (4,)
 
 
 class TestSteps:

@@ -115,6 +115,14 @@ def test_blocks_by_state_are_the_pool():
     assert [world.value("kvplane_blocks", state=state) for state in ("held", "cached", "empty")] == [3, 0, 17]
     engine.step(Part(facts=Facts(slot=[0], end=[End.FREE])))
     assert [world.value("kvplane_blocks", state=state) for state in ("held", "cached", "empty")] == [0, 2, 18]
+    Engine(world.host, busy_blocks=(3, 4))
+    assert [world.value("kvplane_blocks", state=state) for state in ("held", "busy", "empty")] == [0, 2, 18]
+
+
+def test_keys_and_blocks_by_group_kind():
+    world = Watched(num_blocks=21)
+    engine = Engine(world.host)
+    engine.step(Part(news=prompt(0, 40), admit=Admit(slot=[0])))
     assert world.value("kvplane_keys", group_kind="full_attention") == 2
     assert world.value("kvplane_allocated_blocks_total", group_kind="full_attention") == 3
 
@@ -171,6 +179,7 @@ def test_preemptions_by_reason():
     engine.step(Part(cache=Cache(failed_steps=[4])), executed_through=3)
     assert world.value("kvplane_preemptions_total", reason="taken_back") == 1
     assert world.value("kvplane_removed_keys_total", reason="withdrawn") == 2
+    assert world.value("kvplane_preemptions_total", reason="went_back") == 0
 
 
 def test_leases_and_lapses():

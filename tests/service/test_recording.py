@@ -11,7 +11,21 @@ import pytest
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
-from kvplane.base.step import Admit, Facts, News, Part, Run
+from kvplane.base.step import (
+    Admit,
+    Cache,
+    CacheEvent,
+    EventKind,
+    Facts,
+    News,
+    Part,
+    PartResult,
+    RemoveReason,
+    RowFlag,
+    Run,
+    StepResult,
+)
+from kvplane.rows import AdmitRow, NewsRow, part_of
 from kvplane.session import Session
 from kvplane.v1.admin_pb2 import RecordResponse
 from kvplane_service.config import Config
@@ -21,7 +35,7 @@ from kvplane_service.history import NOW, read_history
 from kvplane_service.host import ReplicaHost
 from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.readable import operation_lines
-from kvplane_service.recording import MAGIC, Frames, header_of, message_of, write_frame
+from kvplane_service.recording import MAGIC, Frames, header_of, message_of, result_digest, write_frame
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replay import Engine, EngineConfig, Fleet
 from kvplane_service.replay.from_log import Outcome, replay_log
@@ -32,6 +46,7 @@ from tests.service.replaying import BUDGET, COST, SPECS
 
 SHAPE = ChatShape(max_model_len=1024, num_sessions=12, sessions_per_s=5.0)
 FULL = replica_spec(full(), max_in_flight_tokens=64)
+FIRST_VERSION = Path(__file__).parent / "recordings" / "version-1-states.log"
 POOLS = {"full": 50, "sliding": 80, "seven groups": 260, "mamba": 40}
 
 
@@ -116,6 +131,25 @@ def test_requests_that_run_on_in_a_new_engine_life_are_decided_again_and_ask_ane
     assert "resumed slot 0: 9 tokens computed" in list(operation_lines(resumed.step, resumed.result))
 
 
+def test_blocks_under_loads_of_earlier_lives_are_decided_again(tmp_path):
+    """Those that the core knows of, those that were named, and that new memory has none."""
+    world = HostWorld(Config(), replace(FULL, num_blocks=40))
+    late = part_of(NewsRow(0, range(9)), AdmitRow(0, cap=0, external=8, flags=RowFlag.DELAY_CACHING))
+    world.open(incarnation=5).step(late)
+    engine = world.open(incarnation=5, busy_blocks=(9, 17))
+    assert engine.opened.busy_blocks == (1, 2, 9, 17)
+    engine.step(late)
+    engine.step(Part(cache=Cache(loads_over=[2, 9])))
+    engine = world.open(incarnation=6, busy_blocks=(20,))
+    assert engine.opened.busy_blocks == (20,)
+    engine.step(late)
+    engine.step(Part(cache=Cache(loads_over=[20])))
+    path = record(world.host, tmp_path / "file")
+    again, larger = replay_log(path), replay_log(path, 80)
+    assert (again.decisions, again.identical) == (5, 5)
+    assert (larger.not_applied, larger.counts["admitted"]) == (0, 3)
+
+
 def test_a_request_that_no_pool_of_that_size_holds_is_told_once(tmp_path):
     path = record(drive(replace(SPECS["full"], num_blocks=60)), tmp_path / "file")
     was, tiny = replay_log(path), replay_log(path, 2)
@@ -172,7 +206,7 @@ def test_a_damaged_file_is_refused(path):
 @pytest.mark.parametrize(
     ("raw", "match", "remedy"),
     [
-        (b"kvplane decisions 9\n", "a recording of version 9", "this kvplane reads version 1"),
+        (b"kvplane decisions 9\n", "a recording of version 9", "this kvplane reads versions up to 2"),
         (b'{"a": "trace"}', "is no recording", "kvplane record"),
         (b"", "is no recording", "kvplane record"),
         (MAGIC, "does not begin with a header", "record anew"),
@@ -183,6 +217,27 @@ def test_a_file_of_another_kind_is_refused(tmp_path, raw, match, remedy):
     with pytest.raises(InvalidArgument, match=match) as caught:
         replay_log(tmp_path / "file")
     assert remedy in caught.value.remedy
+
+
+def test_a_recording_of_the_first_version_decides_the_same_again():
+    """Its rows are aligned by bit 1 of their flags alone, which was drawn at random by an engine of that time."""
+    outcome = replay_log(FIRST_VERSION)
+    assert (outcome.decisions, outcome.identical) == (53, 53)
+
+
+def test_a_recording_of_the_first_version_read_as_the_second_does_not(monkeypatch):
+    monkeypatch.setattr("kvplane_service.recording._ALIGNED_BY_DEFAULT", 0)
+    assert replay_log(FIRST_VERSION).identical < 53
+
+
+def test_moves_are_no_part_of_a_digest():
+    """Recordings from before they were told decide the same."""
+    stored = CacheEvent(EventKind.STORED, 0, (b"a" * 16,), (1,))
+    gone = CacheEvent(EventKind.REMOVED, 0, (b"a" * 16,), (1,), reason=RemoveReason.MOVED)
+    moved = [gone, replace(stored, blocks=(2,))]
+    result = StepResult(1, 0, [PartResult()])
+    assert result_digest(result, ([stored, *moved, stored],)) == result_digest(result, ([stored, stored],))
+    assert result_digest(result, ([stored, *moved],)) != result_digest(result, ([moved[1], *moved],))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):

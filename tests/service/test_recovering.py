@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from kvplane.base.errors import LimitExceeded
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
+from kvplane_service.host import new_replica
+from kvplane_service.recovering import Recovering
+from tests.service.hosts import spec_of
 from tests.service.rig import SPEC, WAIT_S, column, running, until
 
 
@@ -35,3 +43,69 @@ def test_other_replicas_are_answered_while_a_memory_is_compared(tmp_path, monkey
         may_end.set()
         assert opening.result(WAIT_S).opened.epoch > 1
         assert service.state("a") == "LIVE"
+
+
+class Beside:
+    """Runs calls when it is told to."""
+
+    def __init__(self):
+        self.calls = 0
+        self.may_run = asyncio.Event()
+
+    async def __call__(self, call):
+        self.calls += 1
+        await self.may_run.wait()
+        return call()
+
+
+def prove(recovering, replica, stamps, beside):
+    return asyncio.ensure_future(recovering.prove_ahead(replica, stamps, beside))
+
+
+async def test_a_caller_who_comes_again_does_not_have_the_memory_compared_again():
+    recovering, replica, beside = Recovering(1, 1, loading=False), new_replica(spec_of()), Beside()
+    first = prove(recovering, replica, (7,) * 21, beside)
+    await asyncio.sleep(0)
+    first.cancel()
+    again = [prove(recovering, replica, array("Q", [7] * 21), beside) for _ in range(3)]
+    await asyncio.sleep(0)
+    beside.may_run.set()
+    await asyncio.gather(*again)
+    assert beside.calls == 1
+    await prove(recovering, replica, (7,) * 21, beside)
+    assert beside.calls == 1, "what was found out is kept"
+    await prove(recovering, replica, (8,) * 21, beside)
+    assert beside.calls == 2, "another memory is another question"
+
+
+async def test_what_went_wrong_beside_is_told_to_who_waits_and_tried_again_for_the_next():
+    recovering, replica, beside = Recovering(1, 1, loading=False), new_replica(spec_of()), Beside()
+    beside.may_run.set()
+
+    async def full(call):
+        raise LimitExceeded("too many calls wait")
+
+    with pytest.raises(LimitExceeded):
+        await prove(recovering, replica, (7,) * 21, full)
+    await prove(recovering, replica, (7,) * 21, beside)
+    assert beside.calls == 1
+
+
+def test_memories_of_several_replicas_are_compared_at_the_same_time(tmp_path, monkeypatch):
+    config = Config(listen="127.0.0.1:0", store=f"sqlite:{tmp_path / 'entries.db'}")
+    with running(config) as service:
+        for name in ("a", "b"):
+            service.register(name)
+            service.open(name).step()
+    both, real = threading.Barrier(2, timeout=WAIT_S), Replica.regain
+
+    def regain(self, *given):
+        both.wait()
+        return real(self, *given)
+
+    monkeypatch.setattr(Replica, "regain", regain)
+    with running(config) as service, ThreadPoolExecutor() as pool:
+        until(lambda: not any(service.describe(name).store.loading for name in ("a", "b")))
+        stamps = column(*[0] * SPEC.num_blocks, size=8)
+        openings = [pool.submit(service.open, name, stamp_table=stamps) for name in ("a", "b")]
+        assert [one.result(WAIT_S).opened.epoch > 1 for one in openings] == [True, True]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
 
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound, StaleEpoch
+from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest
 from kvplane_service.config import Config
+from kvplane_service.host import ReplicaHost
 from kvplane_service.registry import Registration, Registry
 from tests.service.hosts import FULL, spec_of
+from tests.service.rig import running, until
 
 PLAIN = Registration(spec_of())
 
@@ -117,3 +122,20 @@ def test_pages_go_on_behind_a_name():
         registry.register(name, PLAIN)
     pages = [registry.page("", 3), registry.page("c", 3), registry.page("d", 3)]
     assert [[entry.host.name for entry in page] for page in pages] == [["a", "b", "c"], ["d"], []]
+
+
+def test_a_replica_that_was_deregistered_is_not_kept_in_memory(monkeypatch):
+    """Also when it was the last one: nothing that looks at all replicas remembers it meanwhile."""
+    looks, real = list[str](), ReplicaHost.expire
+
+    def expire(self):
+        looks.append(self.name)
+        real(self)
+
+    monkeypatch.setattr(ReplicaHost, "expire", expire)
+    with running(Config(listen="127.0.0.1:0", lease_ms=100)) as service:
+        service.register("gone")
+        host = weakref.ref(service.app.registry.get("gone").host)
+        until(lambda: "gone" in looks)
+        service.allocation.DeregisterReplica(DeregisterReplicaRequest(replica="gone"))
+        until(lambda: gc.collect() >= 0 and host() is None)

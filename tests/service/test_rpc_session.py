@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound, OtherWriter, SequenceError, StaleEpoch
+from kvplane.base.errors import (
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    OtherWriter,
+    ReplicaLapsed,
+    SequenceError,
+    StaleEpoch,
+)
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.config import Config
-from tests.service.rig import Stream, column, running, until
+from kvplane_service.lives import EngineLives
+from tests.service.rig import NONCES, Stream, column, refusal, running, until
 
 ADMIT = {
     "news": {"slot": column(0), "num_tokens": column(40), "tokens": column(*range(40))},
@@ -233,3 +244,55 @@ def test_a_service_on_a_unix_socket(tmp_path):
     with running(Config(listen=f"unix:{tmp_path}/s")) as service:
         service.register()
         assert service.open().step(ADMIT).result.seq == 1
+
+
+class TestSlowOpening:
+    """A pool that takes until `may_begin` to be gone through."""
+
+    @pytest.fixture
+    def may_begin(self, monkeypatch):
+        may_begin, real = threading.Event(), EngineLives.begin
+
+        def begin(self, *given):
+            while not may_begin.is_set():
+                yield
+            yield from real(self, *given)
+
+        monkeypatch.setattr(EngineLives, "begin", begin)
+        return may_begin
+
+    def ask(self, service):
+        stream = Stream(service.channel)
+        stream.send(open={"replica": "r", "nonce": next(NONCES)})
+        until(lambda: service.state() == "OPENING")
+        return stream
+
+    def test_other_replicas_go_on_and_nobody_reads_this_one(self, service, may_begin):
+        stream = self.ask(service)
+        service.register("other")
+        with refusal(ReplicaLapsed) as refused:
+            content = pb.RequestContent(token_ids=[1, 2, 3])
+            service.allocation.FindCacheHit(pb.FindCacheHitRequest(replica="r", content=content))
+        assert "begins a new life" in str(refused[0])
+        may_begin.set()
+        assert stream.receive().opened.epoch > 1
+        assert service.open("other").step().WhichOneof("kind") == "result"
+
+    def test_a_caller_who_is_gone_ends_the_work(self, service, may_begin):
+        self.ask(service).vanish()
+        until(lambda: service.state() == "IDLE")
+        may_begin.set()
+        assert service.open().opened.epoch == 2, "no life was begun for it"
+
+    def test_the_older_of_two_is_refused_by_name(self, service, may_begin):
+        older = self.ask(service)
+        newer = self.ask(service)
+        assert isinstance(older.end(), OtherWriter)
+        may_begin.set()
+        assert newer.receive().opened.epoch == 2
+
+    def test_a_removed_replica_says_so(self, service, may_begin):
+        stream = self.ask(service)
+        service.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="r"))
+        assert isinstance(stream.end(), NotFound)
+        service.register()

@@ -268,6 +268,20 @@ class TestEnding:
         assert (answer.granted, answer.hashes.count) == (20, 1)
         assert world.decode("a", [1] * 12).hashes.count == 2
 
+    def test_content_does_not_end_the_load_of_a_preempted_request(self):
+        world, loads, again = World(num_blocks=9), list(range(100, 150)), list(range(300, 340))
+        pages = world.allocate("a", loads, external=32, cap=0, flags=RowFlag.DELAY_CACHING).table[0]
+        world.allocate("b", list(range(200, 260)))
+        assert world.decode("b", range(100), victims=["a"]).preempted == ["a"]
+        for content in (None, loads, again):
+            answer = world.allocate("a", content)
+            assert (answer.status, answer.table, answer.hashes.count) == (AllocationStatus.DEFERRED, [[]], 3)
+            assert not set(pages) & set(world.host.replica.coordinator.pool.free)
+        world.calls.free(NOW, "a", EndKind.RELEASED, 0)
+        answer = world.allocate("a", again)
+        assert (answer.status, answer.granted, answer.hashes.count) == (AllocationStatus.GRANTED, 40, 2)
+        assert world.decode("a", [1] * 8).hashes.count == 3
+
     def test_slots_are_used_again(self, world):
         for name in "abc":
             world.allocate(name, [1])

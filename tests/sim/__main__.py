@@ -1,6 +1,6 @@
-"""`python -m tests.sim --seeds N --base M`: run so many seeds; exit 1 when any breaks a rule.
+"""`python -m tests.sim --seeds N --base M`: run N seeds from M on, on `--jobs` cores; exit 1 when one breaks a rule.
 
-`--twins` writes the table of the twins into the README beside this file.
+`--record` appends what came out to the table of campaigns beside this file, `--twins` writes the table of the twins.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from tests.sim.campaign import campaign, seeds_until_caught
+from tests.sim import records
+from tests.sim.campaign import FIRST_SEED, campaign, default_jobs, seeds_until_caught
 from tests.sim.world import Outcome
-from tests.twins import TWINS
 
 README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- twins: written by `python -m tests.sim --twins` -->\n", "<!-- end of twins -->\n"
@@ -30,7 +30,7 @@ def show(outcome: Outcome) -> None:
 def table(most: int) -> str:
     """The twins and how many seeds each survives."""
     lines = ["| twin | seeds until caught | by the rule |\n", "|---|---|---|\n"]
-    for name in TWINS:
+    for name in FIRST_SEED:
         number, rule = seeds_until_caught(name, range(1, most + 1))
         lines.append(f"| {name} | {number or f'not within {most}'} | {rule} |\n")
     return "".join(lines)
@@ -41,6 +41,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--base", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=default_jobs())
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--twins", action="store_true")
     given = parser.parse_args()
     if given.twins:
@@ -48,7 +50,11 @@ def main() -> int:
         before, after = text.partition(BEGIN)[0], text.partition(END)[2]
         README.write_text(before + BEGIN + table(given.seeds) + END + after)
         return 0
-    totals = campaign(range(given.base, given.base + given.seeds), show)
+    seeds = range(given.base, given.base + given.seeds)
+    totals = campaign(seeds, show, given.jobs)
+    if given.record:
+        records.append(seeds, totals)
+    print(f"seeds {seeds[0]}..{seeds[-1]}: ", end="")
     print(", ".join(f"{kind} {count}" for kind, count in totals.faults.most_common()))
     print(totals)
     return 0 if totals.is_good else 1

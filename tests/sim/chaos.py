@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests.sim import history
 from tests.sim.loop import Process
 from tests.sim.network import Weather
-from tests.sim.service import ADDRESS
+from tests.sim.service import ADDRESSES, OWNER_LEASE_MS, Service
 
 if TYPE_CHECKING:
     from tests.sim.world import Site, World
@@ -47,10 +47,15 @@ class Chaos:
             self._running.add(task)
             task.add_done_callback(self._ended)
 
+    def go_on(self, step: int) -> None:
+        """One more death of a service, a little later."""
+        self._plan.append((step + 40, "service dies"))
+
     def heal(self) -> None:
         """Nothing goes wrong from now on."""
         self._world.network.weather = Weather()
         store = self._world.store
+        store.cut_off.clear()
         store.away, store.loses_answers, store.tears, store.delay_s = False, 0.0, 0.0, 0.005
         for process in self._world.processes:
             process.resume()
@@ -80,23 +85,34 @@ class Chaos:
     def _site(self) -> Site:
         return self._rng.choice(list(self._world.sites.values()))
 
+    def _service(self) -> Service:
+        """That has the session of some engine, if any does."""
+        behind = self._world.service_behind(self._site().life.server)
+        return behind or self._rng.choice(list(self._world.services.values()))
+
     def service_dies(self) -> Iterator[float]:
-        self._crash(self._world.service.process)
+        self._crash(self._service().process)
         yield 0.1
+
+    def service_drains(self) -> Iterator[float]:
+        """SIGTERM; what comes in its place is started when it has gone."""
+        self._service().drain()
+        yield self._rng.uniform(0.5, 3.0)
 
     def service_stands_still(self) -> Iterator[float]:
         """Long enough to lose its lease of everything; sometimes another one takes its place meanwhile."""
-        process = self._world.service.process
+        service = self._service()
+        process = service.process
         process.pause()
         yield self._rng.uniform(0.1, 3.0)
         if self._rng.random() < 0.4:
             for stream in [one for one in self._world.network.streams if one.server.process is process]:
                 stream.cut(client_s=self._rng.random(), server_s=self._rng.random() * 3)
-            self._world.start_service()
+            self._world.start_service(service.address)
             yield self._rng.uniform(0.5, 3.0)
         process.resume()
         yield 1.0
-        if process is not self._world.service.process:
+        if not service.is_current:
             process.kill()
 
     def engine_dies(self) -> Iterator[float]:
@@ -153,7 +169,9 @@ class Chaos:
 
     def partition(self) -> Iterator[float]:
         weather = self._world.network.weather
-        cut = frozenset((ADDRESS, self._rng.choice(["a", "b", "host"])))
+        address = self._rng.choice(ADDRESSES)
+        others = [other for other in ADDRESSES if other != address]
+        cut = frozenset((address, self._rng.choice(["a", "b", "host", *others])))
         weather.cut_off.add(cut)
         yield self._rng.uniform(0.1, 4.0)
         if self._rng.random() < 0.5:
@@ -166,6 +184,36 @@ class Chaos:
         weather.lose, weather.repeat, weather.jitter_s = 0.2, 0.3, 0.1
         yield self._rng.uniform(0.3, 2.0)
         weather.lose, weather.repeat, weather.jitter_s = 0.0, 0.0, Weather.jitter_s
+
+    # -- ownership ---------------------------------------------------------------------------------------------------
+
+    def service_is_cut_off_from_the_store(self) -> Iterator[float]:
+        """Often longer than its lease: then others may think that it is gone."""
+        address = self._service().address
+        self._world.store.cut_off.add(address)
+        yield self._rng.uniform(0.5, 6 * OWNER_LEASE_MS / 1000)
+        self._world.store.cut_off.discard(address)
+
+    def leases_are_forgotten(self) -> Iterator[float]:
+        """And engines look elsewhere at that moment."""
+        self._world.store.forget_leases()
+        yield from self._look_elsewhere()
+
+    def record_names_another_owner(self) -> Iterator[float]:
+        """As an old write does that arrives late."""
+        for site in self._world.sites.values():
+            self._world.store.lie_about_owner(site.name, self._rng.choice(ADDRESSES))
+        yield from self._look_elsewhere()
+
+    def _look_elsewhere(self) -> Iterator[float]:
+        """Streams break, and for a while nobody reaches the service where they ended."""
+        address = self._service().address
+        cuts = [frozenset((address, place)) for place in ("a", "b", "host")]
+        self._world.network.weather.cut_off.update(cuts)
+        for stream in [one for one in self._world.network.streams if address in one.ends]:
+            stream.cut(server_s=self._rng.random() * 3)
+        yield self._rng.uniform(0.1, 2.0)
+        self._world.network.weather.cut_off.difference_update(cuts)
 
     # -- store -------------------------------------------------------------------------------------------------------
 
@@ -221,19 +269,23 @@ class Chaos:
             if site.life is not before and site.life.steps >= steps:
                 break
         self._world.store.restore()
-        self._crash(self._world.service.process)
+        self._crash_services()
+
+    def _crash_services(self) -> None:
+        for service in self._world.services.values():
+            self._crash(service.process)
 
     def _empty_store(self) -> None:
         store = self._world.store
         store.back_up()
-        store.logs, store.records_by_name = {}, {}
-        self._crash(self._world.service.process)
+        store.empty()
+        self._crash_services()
 
     def _damage(self, act: Callable[[], None]) -> Iterator[float]:
         """Which shows only to a service that starts."""
         act()
         if self._rng.random() < 0.7:
-            self._crash(self._world.service.process)
+            self._crash(self._service().process)
         yield 0.1
 
 
@@ -242,6 +294,7 @@ KINDS: dict[str, Callable[[Chaos], Iterator[float]]] = {
     for act in (
         Chaos.service_dies,
         Chaos.service_stands_still,
+        Chaos.service_drains,
         Chaos.engine_dies,
         Chaos.engine_stands_still,
         Chaos.rank_dies,
@@ -251,6 +304,9 @@ KINDS: dict[str, Callable[[Chaos], Iterator[float]]] = {
         Chaos.streams_break,
         Chaos.partition,
         Chaos.bad_weather,
+        Chaos.service_is_cut_off_from_the_store,
+        Chaos.leases_are_forgotten,
+        Chaos.record_names_another_owner,
         Chaos.store_is_away,
         Chaos.store_answers_late,
         Chaos.store_tears,

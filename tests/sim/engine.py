@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvplane.aio.session import Session
@@ -18,19 +19,24 @@ from kvplane.rank import RankGroup
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
 from kvplane.rows import ResumeRow, resume_of
+from kvplane_service.host import ReplicaHost
 from tests.core.builders import tokens
-from tests.core.page_engine import MOST_IN_FLIGHT, RandomScheduler, Request
 from tests.core.page_memory import Launch, Row, WrongPage
+from tests.core.page_requests import PlannedRow, Request, Transfer
+from tests.core.page_scheduler import MOST_IN_FLIGHT, RandomScheduler
 from tests.sim import history
-from tests.sim.ranks import Claim, RankProcess, Work
-from tests.sim.service import ADDRESS
+from tests.sim.network import Server
+from tests.sim.ranks import Claim, RankProcess, Unanswered, Work
 from tests.sim.transport import SimTransport
+from tests.sim.unanswered import blocks_of, rows_of
 
 if TYPE_CHECKING:
     from tests.sim.world import Site, World
 
 _THINK_S = 0.04
+_PIECE_S = 0.05  # between the pieces of a transfer
 _ATTEMPTS = 40
+_PATIENCE_S = (None, None, 0.2, 1.0)  # with a step that is not answered
 # Ways for a life to end that faults explain: the service or a rank is gone, a newer life has the replica.
 EXPLAINED = (Unavailable, StaleEpoch, OtherWriter, NotFound, FailedPrecondition)
 
@@ -48,22 +54,36 @@ class SentTransport(SimTransport):
 class EngineLife(RandomScheduler):
     """From its start to its end, whoever ends it. `steps` are those that were answered."""
 
+    loads = 40  # so that some run when an engine dies
+
     def __init__(self, world: World, site: Site) -> None:
         self.world, self.site = world, site
         self.process = world.processes.start(f"{site.name} scheduler")
         self.ranks = [RankProcess(world, site, rank) for rank in range(history.RANKS)]
         self.process.on_death.append(self._end_ranks)
+        self.process.on_death.append(self._leave_movers)
         self.epoch = self.steps = 0
         self.queue: list[Launch] = []  # answered steps whose ranks have not finished, in order
         self._busy = False  # the first of them is with the ranks
         self._lane, self._work = asyncio.Event(), asyncio.Event()  # some of the queue is done; there may be more to do
+        self._claimed_for: Server | None = None  # the service whose life ranks were claimed for
         self._brackets: dict[int, dict[int, int]] = {}
         self._has_lost = False
-        self._corrected = set[int]()  # slots whose pages may hold less than the requests have computed
+        self._last_part: dict[int, int] = {}  # of the answers to steps
+        self._corrected = set[int]()  # slots that went back in the last step: windows may have left those pages
+        self._unloaded = set[tuple[int, int]]()  # stays whose load was given up
         super().__init__(site.texts, [rank.memory.pages for rank in self.ranks], world.rng, site.most_drafts)
         self._group = RankGroup([rank.memory.table for rank in self.ranks])
         self.incarnation = self._group.incarnation
+        self._patience_s = world.rng.choice(_PATIENCE_S)
+        self._transport = SentTransport(world.network, world.draw_owners(), site.name)
+        self._transport.heeds_notices = world.rng.random() < 0.75
         self.process.spawn(self._main())
+
+    @property
+    def server(self) -> Server | None:
+        """At the other end of its session, or of the last one."""
+        return self._transport.server
 
     # -- from start to end -------------------------------------------------------------------------------------------
 
@@ -77,13 +97,13 @@ class EngineLife(RandomScheduler):
     async def _live(self) -> None:
         for rank in self.ranks:
             await rank.has_attached()
-        self._transport = SentTransport(self.world.network, ADDRESS, self.site.name)
         rng = self.rng
         request = OpenRequest(
             self.site.name,
             rng.getrandbits(64),
             stamp_table=self._group.agreed_stamps(),
             incarnation=self._group.incarnation,
+            busy_blocks=self.site.busy_blocks(),
         )
         retry = RetryPolicy(_ATTEMPTS, jitter=rng.random)
         nonces = lambda: rng.getrandbits(64)  # noqa: E731
@@ -91,6 +111,7 @@ class EngineLife(RandomScheduler):
         await self.session.open()
         await self._claim(self.session.next_seq, 0)
         self.process.spawn(self._launch_all())
+        self.process.spawn(self._load_all())
         while not self.world.is_finishing:
             if not self.failed and len(self.pending) > self._busy and self._chance(4):
                 self._fail()
@@ -99,8 +120,13 @@ class EngineLife(RandomScheduler):
         await self._end_all()
 
     async def _step(self, parts: list[Part]) -> StepResult:
-        answer = await self.session.apply(*parts, executed_through=self.told)
-        made = self.session.epoch != self.epoch
+        try:
+            async with asyncio.timeout(self._patience_s):
+                answer = await self.session.apply(*parts, executed_through=self.told)
+        except TimeoutError:
+            await self._run_alone()
+            raise Unavailable("a step was not answered") from None
+        made = (self.session.epoch, self.server) != (self.epoch, self._claimed_for)
         if made:
             self._has_lost = False
             await self._claim(answer.seq, answer.seq - self._transport.sent_seq)
@@ -108,6 +134,7 @@ class EngineLife(RandomScheduler):
             seq = self._transport.sent_seq
             fingerprint = history.fingerprint(answer.parts)
             self.world.tell(history.Answered(self.site.name, self.epoch, seq, answer.part, fingerprint))
+        self._last_part[answer.seq] = answer.part + len(answer.parts) - 1
         self.settle(parts, answer.parts)
         self._check_tables()
         self.queue.append(self.pending[-1])
@@ -122,20 +149,20 @@ class EngineLife(RandomScheduler):
 
     async def _end_all(self) -> None:
         """End every request, and let everything run: then all blocks must be free."""
+        while self.site.busy_blocks():  # noqa: ASYNC110 - all time is virtual
+            await asyncio.sleep(_THINK_S)
         answer = await self._step(self.plan_end())
         for _ in range(2):
             while self.queue:
                 self._lane.clear()
                 await self._lane.wait()
             answer = await self._step(self.plan_end())
-        pool = self.world.service.registry.get(self.site.name).host.replica.coordinator.pool
-        usable = self.spec.num_blocks - 1 - len(pool.reserved)
-        self.world.tell(history.Emptied(self.site.name, answer.parts[-1].free_blocks, usable))
+        self.world.tell(history.Emptied(self.site.name, answer.parts[-1].free_blocks, self.site.usable))
         await self.session.close()
         self.site.is_finished = True
 
     async def _claim(self, next_seq: int, ahead: int) -> None:
-        self.epoch = self.session.epoch
+        self.epoch, self._claimed_for = self.session.epoch, self.server
         for rank in self.ranks:
             await rank.ask(Claim(self.epoch, next_seq, ahead))
 
@@ -168,7 +195,26 @@ class EngineLife(RandomScheduler):
         runs = launch in self.pending
         orders = tuple(launch.orders)
         rows = Launch(launch.seq, [], launch.rows if runs else [])
-        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost))
+        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost), partial(self._is_ready, rows))
+
+    def _is_ready(self, launch: Launch) -> bool:
+        """A launch that computes behind a load waits for it, and the load for the orders of every rank."""
+        rows = [row for row in launch.rows if isinstance(row, PlannedRow) and row.count and not row.is_resolved]
+        return all(row.load is None or row.load.given_up or self._may_start(row.load) for row in rows)
+
+    async def _run_alone(self) -> None:
+        """Launch without an answer, when everything before has run; this life ends with it."""
+        while self.queue and not (self.failed or self.lost):
+            self._lane.clear()
+            await self._lane.wait()
+        can = {slot: one for slot, one in self.requests.items() if one.running and self._is_sound(one)}
+        rows = rows_of(self.spec.groups, list(can.values()), [self._tables(slot) for slot in can], self.rng)
+        if self.queue or not rows:
+            return
+        self.world.tell(history.Fault("launch without an answer"))
+        blocks = tuple(blocks_of(self.spec.groups, rows))
+        work = Unanswered(self.epoch, blocks, Launch(self.seq, [], rows))
+        await asyncio.gather(*(rank.ask(work) for rank in self.ranks))
 
     def _fail(self) -> None:
         self.fail(int(self._busy))
@@ -181,6 +227,11 @@ class EngineLife(RandomScheduler):
         super()._row(facts, slot, *given, **named)
         if facts.computed[-1] != UNCHANGED:
             self._corrected.add(slot)
+
+    def plan_end(self) -> list[Part]:
+        (part,) = super().plan_end()
+        part.cache.loads_over = list(self.session.busy_blocks)
+        return [part]
 
     def _note_progress(self) -> None:
         self.launched = self.queue[0].seq - 1 if self.queue else self.seq
@@ -202,33 +253,80 @@ class EngineLife(RandomScheduler):
             raise Unavailable("a launch is running")
         self.failed, self.lost = [], set()
         for slot, request in self.requests.items():
+            self._give_up(request, keeps_tables=request.is_held)
             if request.is_held:
                 self._bracket(slot, request)
-            elif request.load is not None:
-                request.load = request.tables = None
-                self._corrected.add(slot)  # its pages hold less than it counts
         told = {slot: one for slot, one in self.requests.items() if not one.is_held}
         news = News(
             slot=list(told),
             num_tokens=[one.known for one in told.values()],
-            tokens=[token for one in told.values() for token in tokens(one.script[: one.known])],
+            tokens=[token for one in told.values() for token in tokens(one.script[: one.known].lower())],
+            domain=[one.domain for one in told.values()],
         )
         running = tuple(slot for slot, one in told.items() if one.running)
         held = tuple(slot for slot, one in self.requests.items() if one.is_held)
         resume = None if self._has_lost or self._chance(20) else self._resume(running)
-        return Revival(self._group.agreed_stamps(), self._group.incarnation, news, running, held, resume)
+        self._offered = resume is not None
+        stamps, busy = self._group.agreed_stamps(), self.site.busy_blocks()
+        return Revival(stamps, self._group.incarnation, news, running, held, resume, busy)
 
     def _resume(self, running: tuple[int, ...]) -> Resume:
         """Who runs on with its blocks: all whose pages hold what they have computed, and nothing that is a guess."""
-        kept = [slot for slot in running if not (self.requests[slot].drafts or slot in self._corrected)]
-        rows = [(slot, self.requests[slot]) for slot in kept]
-        return resume_of([ResumeRow(slot, one.computed, self._tables(slot), one.known) for slot, one in rows])
+        kept = [(slot, self.requests[slot]) for slot in running if self._is_sound(self.requests[slot])]
+        return resume_of([self._resume_row(slot, one) for slot, one in kept])
+
+    def _resume_row(self, slot: int, request: Request) -> ResumeRow:
+        assert request.truth is not None
+        end = max(request.computed, request.truth.left.planned)
+        return ResumeRow(slot, request.computed, self._tables(slot), request.known, end)
+
+    def _is_sound(self, request: Request) -> bool:
+        """Whether the pages hold what the request counts, and nothing of it is a guess, when all launches have run."""
+        there = request.load is None and not request.is_held and not request.rows and request.life not in self.lost
+        there = there and request.life[0] not in self._corrected and request.life not in self._unloaded
+        return there and request.truth is not None and request.truth.end == request.computed > 0
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
-    def _end_load(self, request: Request) -> int:
+    async def _load_all(self) -> None:
+        """Transfers write piece by piece, as early as they may."""
+        while True:
+            await asyncio.sleep(self.rng.random() * _PIECE_S)
+            for request in list(self.requests.values()):
+                load = request.load
+                if load is not None and not load.is_done and self._may_start(load):
+                    load.write(self.rng.randint(1, 6))
+
+    def _may_start(self, load: Transfer) -> bool:
+        """Workers look, and the engine asks its ranks."""
+        try:
+            part = self._last_part.get(load.seq, 0)
+            return load.seq in self._last_part and self._group.may_load(self.epoch, load.seq, part, load.after)
+        except StaleEpoch:
+            return False
+
+    def _finish_load(self, request: Request) -> None:
         self._check_owner()
-        return super()._end_load(request)
+        super()._finish_load(request)
+
+    def _give_up(self, request: Request, keeps_tables: bool = False) -> None:
+        tables = request.tables
+        if request.load is not None:
+            self._unloaded.add(request.life)  # its pages hold less than it counts
+        super()._give_up(request)
+        if keeps_tables:
+            request.tables = tables
+
+    def _leave_movers(self) -> None:
+        """What has begun to write goes on without its engine."""
+        loads = [request.load for request in self.requests.values() if request.load is not None]
+        for load in loads:
+            if load.at > load.first and not load.is_done:
+                self.site.leave_mover(load, self.world)
+
+    def _loads_over(self) -> list[int]:
+        busy = set(self.site.busy_blocks())
+        return [block for block in self.session.busy_blocks if block not in busy and self._chance(70)]
 
     def _check_owner(self) -> None:
         """Transfers go through the workers, which look."""
@@ -276,9 +374,15 @@ class EngineLife(RandomScheduler):
         epochs = {Stamp.unpack(table.read(block)).epoch for block in adopted}
         return any(begun_by.get(epoch) != begun_by[self.epoch] for epoch in epochs if epoch)
 
+    def _host(self) -> ReplicaHost | None:
+        """In the service that has the session, if that lives."""
+        service = self.world.service_behind(self._transport.server)
+        known = service is not None and self.site.name in service.registry
+        return service.registry.get(self.site.name).host if service is not None and known else None
+
     def _check_tables(self) -> None:
         """The engine's tables are the service's, but for what left a window."""
-        host = self.world.service.registry.get(self.site.name).host if self.world.service.process.alive else None
+        host = self._host()
         if host is None or host.epoch != self.epoch or host.seq != self._transport.sent_seq:
             return
         for slot, request in self.requests.items():

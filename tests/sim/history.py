@@ -29,8 +29,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Began:
-    """A service began an engine life. `kept` are the keyed blocks with their stamps, `due` those that must be kept;
-    `shown` what the ranks' tables said at that moment.
+    """A service began an engine life. `kept` are the keyed blocks with their stamps, `due` those that it must keep by
+    what it knew, `flushed` by what another service had written when it let go; `shown` what the ranks' tables said at
+    that moment.
     """
 
     service: int
@@ -38,6 +39,7 @@ class Began:
     epoch: int
     kept: tuple[tuple[int, int], ...]
     due: tuple[tuple[int, int], ...]
+    flushed: tuple[tuple[int, int], ...]
     shown: tuple[tuple[int, ...], ...]
 
 
@@ -120,6 +122,15 @@ class Executed:
 
 
 @dataclass(frozen=True)
+class Invalidated:
+    """A rank forgot what pages held, before a launch without an answer."""
+
+    place: Place
+    epoch: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Lapsed:
     """A lease was looked at; what requests held before and after."""
 
@@ -135,6 +146,23 @@ class Hit:
     replica: str
     num_tokens: int
     across: bool
+
+
+@dataclass(frozen=True)
+class Wrote:
+    """A service wrote of a replica into the store; `is_owned`: it decided for it when it began to."""
+
+    service: int
+    replica: str
+    is_owned: bool
+
+
+@dataclass(frozen=True)
+class Owned:
+    """Addresses of the services that have a replica, long after the last fault."""
+
+    replica: str
+    services: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -170,6 +198,13 @@ class Wrong:
 
 
 @dataclass(frozen=True)
+class Misled:
+    """A follower of every batch of events believes something else than what is published."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Broken:
     """A state, or an end of a process, that cannot be."""
 
@@ -195,12 +230,16 @@ Record: TypeAlias = (
     | Claimed
     | CarriedOut
     | Executed
+    | Invalidated
     | Lapsed
     | Hit
+    | Wrote
+    | Owned
     | Moved
     | Lost
     | Waited
     | Wrong
+    | Misled
     | Broken
     | Emptied
 )
@@ -293,6 +332,11 @@ def executed(history: History) -> Iterator[str]:
                     yield f"{replica}, block {block}: a key of step {steps} is shown, ranks stand at {dict(ranks)}"
 
 
+def what_is_shown_is_what_is_published(history: History) -> Iterator[str]:
+    """A follower knows every published key whenever nothing is in flight, and at no time one that has gone."""
+    yield from (record.what for record in history.of(Misled))
+
+
 def stamps_version_content(history: History) -> Iterator[str]:
     """No stamp is given twice in an incarnation, to two blocks or to one block at two times."""
     given: dict[tuple[Place, int], int] = {}
@@ -317,6 +361,14 @@ def an_engine_restart_keeps_its_cache(history: History) -> Iterator[str]:
     """A new life of an engine on the same service and memory keeps every published key that every rank proves."""
     for record in history.of(Began):
         lost = set(record.due) - set(record.kept)
+        if lost:
+            yield f"{record.replica}, epoch {record.epoch}: {len(lost)} keys are lost, such as block {min(lost)[0]}"
+
+
+def a_drain_loses_nothing(history: History) -> Iterator[str]:
+    """What a service had written when it let go of a replica is there for the service that adopts it."""
+    for record in history.of(Began):
+        lost = set(record.flushed) - set(record.kept)
         if lost:
             yield f"{record.replica}, epoch {record.epoch}: {len(lost)} keys are lost, such as block {min(lost)[0]}"
 
@@ -350,11 +402,36 @@ def orders_run_once(history: History) -> Iterator[str]:
                     yield f"{place}, epoch {epoch}: step {seq} is launched before its orders"
 
 
+def a_launch_without_an_answer_ends_its_engine_life(history: History) -> Iterator[str]:
+    """Behind it a rank obeys no orders of this life, and the pages that it may have overwritten show no stamp."""
+    ended = set[tuple[Place, int]]()
+    for _, record in history.records:
+        match record:
+            case Invalidated(place, epoch):
+                ended.add((place, epoch))
+            case CarriedOut(place, epoch, _, seq, part) if (place, epoch) in ended:
+                yield f"{place}, epoch {epoch}: step {seq}, part {part} is obeyed behind a launch without an answer"
+
+
 def a_lease_that_lapses_takes_nothing(history: History) -> Iterator[str]:
     """A lease that ends takes no block from anybody."""
     for record in history.of(Lapsed):
         if record.before != record.after:
             yield f"{record.replica}: {record.before} became {record.after}"
+
+
+def who_gave_up_writes_nothing_more(history: History) -> Iterator[str]:
+    """A service begins no write of a replica that it has let go, or given up."""
+    for record in history.of(Wrote):
+        if not record.is_owned:
+            yield f"service {record.service} writes of {record.replica}"
+
+
+def ownership_settles(history: History) -> Iterator[str]:
+    """Of services that believe the same replica their own, soon one does."""
+    for record in history.of(Owned):
+        if len(record.services) > 1:
+            yield f"{record.replica} is owned by {' and '.join(record.services)}"
 
 
 def resume(history: History) -> Iterator[str]:
@@ -408,12 +485,17 @@ RULES: dict[str, Callable[[History], Iterator[str]]] = {
         sound,
         no_block_is_leaked,
         executed,
+        what_is_shown_is_what_is_published,
         stamps_version_content,
         the_stamp_table_belongs_to_the_memory,
         an_engine_restart_keeps_its_cache,
+        a_drain_loses_nothing,
         the_epoch_lives_where_the_pages_live,
         orders_run_once,
+        a_launch_without_an_answer_ends_its_engine_life,
         a_lease_that_lapses_takes_nothing,
+        who_gave_up_writes_nothing_more,
+        ownership_settles,
         resume,
         copies_out_of_a_page_are_bracketed,
         a_repeat_gets_the_same_answer,

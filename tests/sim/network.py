@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 
 from kvplane.base.errors import Unavailable
+from kvplane.v1.allocation_pb2 import SessionResponse
 from tests.sim.loop import Process, VirtualLoop, this_process
 
 EOF = object()
@@ -58,6 +59,7 @@ class Pipe:
 
     def __init__(self, network: Network, ends: frozenset[str]) -> None:
         self._network, self._ends = network, ends
+        self._sent: deque[Any] = deque()
         self._on_the_way: deque[Any] = deque()
         self._arrived: deque[Any] = deque()
         self._waiting: asyncio.Future[None] | None = None
@@ -67,7 +69,8 @@ class Pipe:
     def send(self, item: Any) -> None:
         loop = self._network.loop
         self._last_s = max(self._last_s, loop.time() + self._network.draw_delay())
-        loop.call_at(self._last_s, self._arrive, item)
+        self._sent.append(item)
+        loop.call_at(self._last_s, self._arrive)
 
     async def receive(self) -> Any:
         """The next item; raises Ended when none will come."""
@@ -83,8 +86,8 @@ class Pipe:
         self.broken = True
         self._wake()
 
-    def _arrive(self, item: Any) -> None:
-        self._on_the_way.append(item)
+    def _arrive(self) -> None:
+        self._on_the_way.append(self._sent.popleft())  # timers of one moment run in any order
         self._deliver()
 
     def _deliver(self) -> None:
@@ -133,7 +136,6 @@ class Context:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._reads = 0
         self._heard_s = 0.0
 
     async def read(self) -> Any:
@@ -141,13 +143,12 @@ class Context:
             item = await self._stream.outward.receive()
         except Ended:
             return EOF
-        self._reads += 1
         self._heard_s = self._stream.network.loop.time()
         return item
 
     async def write(self, raw: bytes) -> None:
         network = self._stream.network
-        if self._reads > 1:  # the first message opens the session, and waits for the workers' claims
+        if SessionResponse.FromString(raw).WhichOneof("kind") in ("result", "error"):
             network.longest_answer_s = max(network.longest_answer_s, network.loop.time() - self._heard_s)
         self._stream.inward.send(raw)
 
@@ -169,6 +170,15 @@ class Server:
     def listen(self) -> None:
         """Answer from now on, in place of who did before."""
         self.network.servers[self.address] = self
+
+    async def stop(self, grace_s: float) -> None:
+        """Answer no further calls, and end those that take longer than this."""
+        if self.network.servers.get(self.address) is self:
+            del self.network.servers[self.address]
+        await asyncio.sleep(grace_s)
+        for stream in [one for one in self.network.streams if one.server is self]:
+            stream.cut()
+        await asyncio.sleep(0)
 
     def serve(self, stream: Stream, method: str, request: bytes | None) -> None:
         """Begin to answer a call."""
@@ -209,6 +219,13 @@ class Network:
     def draw_delay(self) -> float:
         weather = self.weather
         return weather.delay_s + self.rng.random() ** 3 * weather.jitter_s
+
+    async def probe(self, address: str, place: str) -> bool:
+        """Whether nobody listens there; a silence is no proof."""
+        await asyncio.sleep(self.draw_delay())
+        server = self.servers.get(address)
+        is_gone = server is None or not server.process.alive
+        return is_gone and frozenset((place, address)) not in self.weather.cut_off
 
     async def call(self, address: str, place: str, method: str, request: bytes | None) -> Stream:
         """Begin a call from a place; raises Unavailable when nobody answers there."""

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvplane.base.errors import FailedPrecondition, KvplaneError, OtherWriter, SequenceError, Unavailable
 from kvplane.base.step import Orders
@@ -34,15 +34,26 @@ class Claim:
 
 @dataclass(frozen=True)
 class Work:
-    """Obey the orders of a step, part by part, then run its launch."""
+    """Obey the orders of a step, part by part, then run its launch when that is ready."""
 
     epoch: int
     seq: int
     orders: tuple[Orders, ...]
     launch: Launch
     lost: frozenset[tuple[int, int]]
+    is_ready: Callable[[], bool]
 
 
+@dataclass(frozen=True)
+class Unanswered:
+    """A launch without an answer; `blocks` are all that it may write to. The last message of an engine life."""
+
+    epoch: int
+    blocks: tuple[int, ...]
+    launch: Launch
+
+
+Message: TypeAlias = "Claim | Work | Unanswered"
 Reply = Callable[[KvplaneError | None], None]
 
 
@@ -57,7 +68,7 @@ class RankProcess:
         self.mover = FragileMover(self.memory.pages, self.process)
         self.attached = False
         self._done = set[tuple[int, int]]()
-        self._mail: deque[tuple[Claim | Work, Reply]] = deque()
+        self._mail: deque[tuple[Message, Reply]] = deque()
         self._woken = asyncio.Event()
         self.process.spawn(self._main())
 
@@ -68,7 +79,7 @@ class RankProcess:
                 raise Unavailable("a rank's process died")
             await asyncio.sleep(0.02)
 
-    async def ask(self, message: Claim | Work) -> None:
+    async def ask(self, message: Message) -> None:
         """Have it done; raises what the rank refused it for, Unavailable when the rank is dead."""
         done: asyncio.Future[KvplaneError | None] = asyncio.get_running_loop().create_future()
 
@@ -84,7 +95,7 @@ class RankProcess:
         if refusal is not None:
             raise refusal
 
-    def _take(self, message: Claim | Work, reply: Reply) -> None:
+    def _take(self, message: Message, reply: Reply) -> None:
         self._mail.append((message, reply))
         self._woken.set()
 
@@ -110,11 +121,17 @@ class RankProcess:
             else:
                 reply(None)
 
-    async def _do(self, rank: Rank, message: Claim | Work) -> None:
+    async def _do(self, rank: Rank, message: Message) -> None:
         if isinstance(message, Claim):
             rank.claim(message.epoch, message.next_seq)
+            rank.launches_ended()  # this process runs one after the other
             self._world.tell(history.Claimed(self.place, message.epoch, message.ahead))
-            return
+        elif isinstance(message, Unanswered):
+            await self._run_alone(rank, message)
+        else:
+            await self._work(rank, message)
+
+    async def _work(self, rank: Rank, message: Work) -> None:
         try:
             for part, orders in enumerate(message.orders):
                 self._carry_out(rank, message, part, orders)
@@ -122,14 +139,27 @@ class RankProcess:
             if (message.epoch, message.seq) in self._done:
                 return  # a message that was repeated, or overtaken by its repetition
             raise FailedPrecondition("the launch of this step was cut short") from None
-        await asyncio.sleep(self._world.rng.random() * _LAUNCH_S)
-        try:
-            self.memory.pages.run(message.launch, set(message.lost))
-        except WrongPage as error:
-            self._world.tell(history.Wrong(f"{self.place}, launch of step {message.seq}: {error}"))
+        while not message.is_ready():  # noqa: ASYNC110 - all time is virtual
+            await asyncio.sleep(_LAUNCH_S)
+        await self._launch(message.launch, set(message.lost))
         rank.executed(message.seq)
         self._done.add((message.epoch, message.seq))
         self._world.tell(history.Executed(self.place, message.epoch, message.seq))
+
+    async def _run_alone(self, rank: Rank, message: Unanswered) -> None:
+        if (message.epoch, 0) in self._done:
+            return  # repeated
+        rank.invalidate(message.epoch, message.blocks)
+        self._done.add((message.epoch, 0))
+        self._world.tell(history.Invalidated(self.place, message.epoch, message.blocks))
+        await self._launch(message.launch, set())
+
+    async def _launch(self, launch: Launch, lost: set[tuple[int, int]]) -> None:
+        await asyncio.sleep(self._world.rng.random() * _LAUNCH_S)
+        try:
+            self.memory.pages.run(launch, lost)
+        except WrongPage as error:
+            self._world.tell(history.Wrong(f"{self.place}, launch of step {launch.seq}: {error}"))
 
     def _carry_out(self, rank: Rank, message: Work, part: int, orders: Orders) -> None:
         rank.carry_out(message.epoch, message.seq, part, orders)

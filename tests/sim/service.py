@@ -3,114 +3,162 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import KvplaneError, Unavailable
-from kvplane.base.stamp_table import StampReading, agreed_stamps
+from kvplane.base.stamp_table import agreed_stamps
 from kvplane.base.step import EventKind
 from kvplane.base.worker import WorkerInfo
 from kvplane.v1 import allocation_pb2, plan_pb2
 from kvplane_service import decisions
 from kvplane_service.auth.visible import VisibleReplicas
+from kvplane_service.claims import ClaimedPages
 from kvplane_service.config import Config
 from kvplane_service.contents import ContentHasher
 from kvplane_service.core import inspect
+from kvplane_service.events import Batch, Subscription
 from kvplane_service.host import ReplicaHost, new_replica
-from kvplane_service.registry import Entry, Registration, Registry
+from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.methods import Around, service_handler
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.keeper import Chance, Keeper
-from kvplane_service.store.ownership import Durable, Ownership
+from kvplane_service.store.offloaded import OffloadedShared
+from kvplane_service.store.ownership import Durable, Ownership, OwnerUnknown
+from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Surroundings
+from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
 from tests.sim import history
 from tests.sim.network import Server
+from tests.sim.store import Access
 
 if TYPE_CHECKING:
-    from tests.sim.world import World
+    from tests.sim.world import Site, World
 
-ADDRESS = "service"
+ADDRESSES = ("one", "two")
 LEASE_MS = 1500
+_ANNOUNCING = 1 << 62  # a new life shows what it kept in pieces
+OWNER_LEASE_MS = 900
+GRACE_MS = 1500
+_LAST_CALLS_S = 0.2
 _EPOCH_MS = 1_700_000_000_000
 CONFIG = Config(
-    store="memory", lease_ms=LEASE_MS, worker_lease_ms=LEASE_MS, store_flush_ms=40, store_lag_ms=1000,
-    store_lag_entries=200, decision_log_steps=8,
+    store="redis://everybody", lease_ms=LEASE_MS, worker_lease_ms=LEASE_MS, store_flush_ms=40, store_lag_ms=1000,
+    store_lag_entries=200, decision_log_steps=8, owner_lease_ms=OWNER_LEASE_MS, drain_grace_ms=GRACE_MS,
 )  # fmt: skip
 
 
 class Service:
     """Started by `main` in a process of its own; nothing survives it but the store."""
 
-    def __init__(self, world: World, number: int) -> None:
-        self.world, self.number = world, number
-        self.process = world.processes.start(f"service {number}")
-        self.registry = Registry(CONFIG, world.loop.clock_ns)
+    def __init__(self, world: World, number: int, address: str) -> None:
+        self.world, self.number, self.address = world, number, address
+        self.process = world.processes.start(f"service {number} at {address}")
+        config = CONFIG.model_copy(update={"listen": address})
+        self.registry = Registry(config, world.loop.clock_ns)
         rng = world.rng
-        around = Surroundings(world.loop.clock_ns, asyncio.sleep, world.store.offload, rng.random)
+        self._access = Access(world.store, address, self._owned, self._wrote)
+        around = Surroundings(world.loop.clock_ns, asyncio.sleep, asyncio.to_thread, rng.random)
         chance = Chance(lambda: _EPOCH_MS + world.loop.clock_ns() // 1_000_000, lambda: rng.getrandbits(64) | 1)
-        self.keeper = Keeper(self.registry, CONFIG, around, chance)
-        self.ownership = Ownership(self.registry, CONFIG, self.keeper, around, _nobody_is_known_to_be_gone)
-        self._published: dict[str, frozenset[tuple[int, int]]] = {}
+        self.keeper = Keeper(self.registry, config, around, chance)
+        probe = partial(world.network.probe, place=address)
+        self.ownership = Ownership(self.registry, config, self.keeper, around, probe)
+        self.server = Server(world.network, address, self.process)
+        self._is_draining = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self._seen: dict[str, Seen] = {}
 
     async def main(self) -> None:
         """From start to the end of the process."""
         self.registry.watch(self._entered)
         try:
-            await self.keeper.start(self.world.store)
+            await self.keeper.start(OffloadedShared(lambda: self.world.store, self._access.offload))
         except KvplaneError:
             self.process.kill()  # the store is away: whoever started it starts it again
             return
         await self.ownership.beat()
         self._serve()
-        self.process.spawn(self._sweep())
-        self.process.spawn(self.ownership.keep())
+        self._tasks = [self.process.spawn(work) for work in (self._sweep(), self.ownership.keep())]
         await self._register_all()
         await self.keeper.load()
-        await self.keeper.write()
+        if not self._is_draining:
+            self._tasks.append(self.process.spawn(self.keeper.write()))
 
     def _serve(self) -> None:
-        server = Server(self.world.network, ADDRESS, self.process)
         visible = VisibleReplicas(self.registry, self.ownership.bring)
-        streams = SessionStreams(visible, self.ownership, self._claim)
+        self.streams = SessionStreams(visible, self.ownership, self._claim)
         durable = Durable(self.keeper, self.ownership)
+        self.allocation = AllocationServicer(visible, self.streams, ContentHasher(CONFIG), durable)
         services = (
-            (
-                allocation_pb2.DESCRIPTOR.services_by_name["Allocation"],
-                AllocationServicer(visible, streams, ContentHasher(CONFIG), durable),
-            ),
+            (allocation_pb2.DESCRIPTOR.services_by_name["Allocation"], self.allocation),
             (plan_pb2.DESCRIPTOR.services_by_name["Workers"], WorkersServicer(visible)),
         )
         for descriptor, servicer in services:
-            server.add_generic_rpc_handlers((service_handler(descriptor, servicer, Around(visible.bring)),))
-        server.listen()
+            self.server.add_generic_rpc_handlers((service_handler(descriptor, servicer, Around(visible.bring)),))
+        self.server.listen()
 
-    async def _claim(self, worker: WorkerInfo, epoch: int) -> StampReading:
+    def drain(self) -> None:
+        """SIGTERM."""
+        if not self._tasks:
+            self.process.kill()  # it has not begun to serve
+        elif self.is_current and self.process.alive and not self._is_draining:
+            self._is_draining = True
+            self.process.spawn(self._drain())
+
+    async def _drain(self) -> None:
+        """As RpcServer.drain and the end of App."""
+        self.streams.refuse_new()
+        self.allocation.refuse_new()
+        leaving = asyncio.create_task(self.ownership.leave(self.streams.replicas()))
+        await self.streams.drain(GRACE_MS)
+        await leaving
+        await self.ownership.leave(())
+        await self.server.stop(_LAST_CALLS_S)
+        for task in self._tasks:
+            task.cancel()
+        await self.keeper.stop()
+        self.process.kill()
+
+    async def _claim(self, worker: WorkerInfo, epoch: int) -> ClaimedPages:
         """Reach a worker of this host: it may be dead, and the answer may get lost."""
         network, site = self.world.network, self.world.sites[worker.address.split("/")[0].removeprefix("unix:")]
         await asyncio.sleep(network.draw_delay())
         here = site.workers[worker.rank]
+        if self.address in site.remote:
+            raise Unavailable("the worker is of another host")
         if here.process.pid != worker.pid or not here.process.alive or here.process.paused:
             raise Unavailable("the worker does not answer")
         table = here.memory.table
         if epoch > table.owner_epoch:
             self.world.tell(history.Claimed((site.name, worker.rank, table.incarnation), epoch, 0))
-        table.claim(epoch)
-        reading = table.reading()
+        table.begin_life(epoch)
+        pages = ClaimedPages(table.reading())
         await asyncio.sleep(network.draw_delay())
         if self.world.rng.random() < network.weather.lose:
             raise Unavailable("the answer was lost")
-        return reading
+        return pages
 
     async def _register_all(self) -> None:
         """What an operator does: every replica is registered, whatever the store knew."""
         for site in self.world.sites.values():
-            registration = Registration(site.spec, history.RANKS, b"", (site.plan,))
-            if self.registry.find_equal(site.name, registration) is None:
-                self.registry.add(site.name, registration, new_replica(site.spec))
+            try:
+                if site.name not in self.registry:
+                    await self.ownership.bring(site.name)
+            except (UnknownReplica, OwnerUnknown):
+                self._register(site)
                 await self.keeper.settle(site.name)
+            except KvplaneError:
+                continue  # another service has it
+
+    def _register(self, site: Site) -> None:
+        registration = Registration(site.spec, history.RANKS, b"", (site.plan,))
+        if self.registry.find_equal(site.name, registration) is None:
+            self.registry.add(site.name, registration, new_replica(site.spec))
 
     async def _sweep(self) -> None:
         """Look at leases; nobody's blocks may change by it."""
@@ -126,12 +174,24 @@ class Service:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the service that engines reach, not one that should have died."""
-        return self.world.service is self
+        """Whether this is the service that is reached at its address, not one that should have died."""
+        return self.world.services[self.address] is self
+
+    def _owned(self) -> set[str]:
+        """Replicas that this service writes of: its own, and those that it is about to let go."""
+        return set(self.keeper._journals)
+
+    def _wrote(self, replica: str, is_owned: bool, record: bytes) -> None:
+        self.world.tell(history.Wrote(self.number, replica, is_owned))
+        seen = self._seen.get(replica)
+        if record and seen is not None and seen.host.is_retired and unpack_record(record).released:
+            self.world.sites[replica].note_flushed(seen.shown(), self.world)
 
     def _entered(self, entry: Entry) -> None:
-        entry.host.decisions.follow(partial(self._follow, entry.host))
-        subscription = entry.host.events.subscribe(None, lambda: self._show(entry.host, subscription.take()))
+        host = entry.host
+        seen = self._seen[host.name] = Seen(host, self.world.loop.clock_ns())
+        host.decisions.follow(partial(self._follow, host))
+        seen.subscription = host.events.subscribe(None, lambda: None)
 
     def _follow(self, host: ReplicaHost, entry: decisions.Entry) -> None:
         if isinstance(entry, decisions.Life):
@@ -142,52 +202,98 @@ class Service:
             inspect.check(host.replica)
         except AssertionError as error:
             self.world.tell(history.Broken(f"{host.name}: {error}"))
-        if self.is_current:
-            self._look_at_pages(host)
+        self._look_at_pages(host)
+        asyncio.get_running_loop().call_soon(self._read_events, self._seen[host.name])
         pool = host.replica.coordinator.pool
         keyed = (block for block, key in enumerate(pool.key) if key is not None)
         published = (block for block in keyed if pool.key_step[block] <= pool.executed_through)
-        self._published[host.name] = frozenset((block, pool.stamp[block]) for block in published)
+        self._seen[host.name].published = frozenset((block, pool.stamp[block]) for block in published)
 
     def _began(self, host: ReplicaHost, life: decisions.Life) -> None:
-        site, pool = self.world.sites[host.name], host.replica.coordinator.pool
+        site, seen, pool = self.world.sites[host.name], self._seen[host.name], host.replica.coordinator.pool
         readings = site.readings_of(life.incarnation)
-        shown, due = agreed_stamps(readings), self._published.get(host.name, frozenset())
-        if life.incarnation != site.known_incarnation or not life.stamp_table:
-            due = frozenset()
-        site.known_incarnation = life.incarnation
+        shown = agreed_stamps(readings)
+
+        def proven(blocks: frozenset[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+            return tuple(sorted((block, stamp) for block, stamp in blocks if shown[block] == stamp))
+
+        knows_memory = life.incarnation == seen.incarnation and bool(life.stamp_table)
+        due = proven(seen.published) if knows_memory else ()
+        is_adopted = host.recovered is not None and bool(life.stamp_table)
+        flushed = proven(site.flushed(life.incarnation, seen.entered_ns, self.world)) if is_adopted else ()
+        seen.incarnation, seen.last_stored = life.incarnation, _ANNOUNCING
         kept = tuple((block, pool.stamp[block]) for block, key in enumerate(pool.key) if key)
-        due = frozenset((block, stamp) for block, stamp in due if shown[block] == stamp)
-        tables = tuple(reading.stamps for reading in readings)
-        self.world.tell(history.Began(self.number, host.name, life.epoch, kept, tuple(sorted(due)), tables))
+        tables = tuple(tuple(reading.stamps) for reading in readings)
+        self.world.tell(history.Began(self.number, host.name, life.epoch, kept, due, flushed, tables))
 
     def _applied(self, host: ReplicaHost, decision: decisions.Decision) -> None:
         step, result = decision.step, decision.result
         answer = history.fingerprint(result.parts)
         self.world.tell(history.Applied(self.number, host.name, step.epoch, step.seq, step.part, answer))
-        for event in (event for events in decision.events for event in events if event.kind is EventKind.STORED):
+        stored = [event for events in decision.events for event in events if event.kind is EventKind.STORED]
+        seen = self._seen[host.name]
+        if stored or seen.last_stored == _ANNOUNCING:
+            seen.last_stored = step.seq
+        for event in stored:
             for digest, block in zip(event.hashes, event.blocks, strict=True):
                 self.world.tell(
                     history.Stored(self.number, host.name, step.epoch, step.seq, event.group, block, digest)
                 )
 
-    def _show(self, host: ReplicaHost, batches) -> None:
+    def _read_events(self, seen: Seen) -> None:
+        """A follower reads what was published; between two messages its view is what the replica shows."""
+        host, subscription = seen.host, seen.subscription
+        if host.is_retired or subscription is None or not self.process.alive:
+            return
+        batches = subscription.take()
+        self._show(host, batches)
+        try:
+            seen.follower.read(batches)
+            seen.follower.check(host.replica, seen.last_stored)
+        except WrongView as error:
+            self.world.tell(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
+
+    def _show(self, host: ReplicaHost, batches: Iterable[Batch]) -> None:
         for event in (event for batch in batches for event in batch.events if event.kind is EventKind.STORED):
             for digest, block in zip(event.hashes, event.blocks, strict=True):
                 self.world.tell(history.Published(self.number, host.name, host.epoch, event.group, block, digest))
 
     def _look_at_pages(self, host: ReplicaHost) -> None:
+        """Unless the engine finds out that this service believes what is no longer so: its worker died, or another
+        service has its session; until then nobody is given what this one still believes.
+        """
         site = self.world.sites[host.name]
-        if site.incarnation != site.known_incarnation:
-            return  # a worker died: the engine will find out, and nobody is given what this service still believes
+        owner = max(memory.table.owner_epoch for memory in site.memories)
+        if not self.is_current or site.incarnation != self._seen[host.name].incarnation or owner > host.epoch:
+            return
         try:
-            site.texts.check_keys(host.replica, [memory.pages for memory in site.memories])
+            site.texts.check_keys(host.replica, [memory.pages for memory in site.memories], site.invalid_blocks())
         except WrongPage as error:
             self.world.tell(history.Wrong(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
 
-async def _nobody_is_known_to_be_gone(_: str) -> bool:
-    return False
+@dataclass
+class Seen:
+    """What was seen of a replica in one service.
+
+    Attributes:
+        entered_ns: when it was registered there, or adopted.
+        incarnation: of the memory that the newest engine life named.
+        published: blocks with keys that others may see, and their stamps.
+    """
+
+    host: ReplicaHost
+    entered_ns: int
+    incarnation: int = 0
+    published: frozenset[tuple[int, int]] = frozenset()
+    last_stored: int = 0  # newest step that registered a key
+    follower: Follower = field(default_factory=Follower)
+    subscription: Subscription | None = None
+
+    def shown(self) -> frozenset[tuple[int, int]]:
+        """Blocks with keys that others were shown, and their stamps."""
+        stamps = self.host.replica.coordinator.pool.stamp
+        return frozenset((one.block, stamps[one.block]) for one in self.follower.view)
 
 
 def _held(host: ReplicaHost) -> str:

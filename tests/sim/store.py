@@ -3,14 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from kvplane_service.store.errors import StoreUnavailable
+from kvplane_service.store.errors import RecordRefused, StoreUnavailable
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.registration import pack_record, unpack_record
+
+
+@dataclass
+class Access:
+    """How one service calls the store; the service behind it.
+
+    Attributes:
+        owned: names of the replicas that it decides for now.
+        wrote: told of each write that was done: replica, whether it was the service's when the call was made, and the
+            record (b"": a chunk).
+    """
+
+    store: WildStore
+    address: str
+    owned: Callable[[], Collection[str]]
+    wrote: Callable[[str, bool, bytes], None]
+
+    async def offload(self, call: Callable[[], Any]) -> Any:
+        """Runs a call of the store beside the loop: it takes a while before, and after."""
+        store, owned = self.store, self.owned()
+        await asyncio.sleep(store.draw_delay())
+        if store.is_away(self.address):
+            await asyncio.sleep(2.0)  # the driver's patience
+        outcome = store.do(call, self.address, lambda replica, raw: self.wrote(replica, replica in owned, raw))
+        await asyncio.sleep(store.draw_delay())
+        return outcome
 
 
 class WildStore(MemoryStore):
@@ -18,35 +46,46 @@ class WildStore(MemoryStore):
 
     Attributes:
         away: it does not answer.
+        cut_off: addresses of services that it does not answer.
+        damages: how often its content was damaged.
         loses_answers: chance that a call is done and fails all the same.
         tears: chance that a chunk is stored in part.
         delay_s: a call takes up to so long.
     """
 
-    def __init__(self, rng: Random) -> None:
-        super().__init__()
+    def __init__(self, rng: Random, clock: Callable[[], int]) -> None:
+        super().__init__(clock)
         self._rng = rng
         self.away = False
+        self.cut_off = set[str]()
+        self.damages = 0
+        self._caller = ""
+        self._wrote: Callable[[str, bytes], None] = lambda replica, raw: None
         self.loses_answers = self.tears = 0.0
         self.delay_s = 0.005
         self._backup: tuple[dict[LogName, dict[int, bytes]], dict[str, bytes]] = ({}, {})
 
-    async def offload(self, call: Callable[[], Any]) -> Any:
-        """Runs a call of the store beside the loop: it takes a while before, and after."""
-        await asyncio.sleep(self._rng.random() * self.delay_s)
-        if self.away:
-            await asyncio.sleep(2.0)  # the driver's patience
-        outcome = call()
-        await asyncio.sleep(self._rng.random() * self.delay_s)
-        return outcome
+    def draw_delay(self) -> float:
+        return self._rng.random() * self.delay_s
+
+    def is_away(self, address: str) -> bool:
+        """For the service at this address."""
+        return self.away or address in self.cut_off
+
+    def do(self, call: Callable[[], Any], address: str, wrote: Callable[[str, bytes], None]) -> Any:
+        """A call of the service at this address."""
+        self._caller, self._wrote = address, wrote
+        return call()
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         self._answer()
         if self._rng.random() < self.tears:
+            self.damages += 1
             chunk = StoredChunk(chunk.seq, chunk.raw[: self._rng.randrange(len(chunk.raw))])
         count = super().append(log, chunk, trim_below)
+        self._wrote(log.replica, b"")
         self._lose_answer()
         return count
 
@@ -61,6 +100,7 @@ class WildStore(MemoryStore):
     def put_record(self, replica: str, record: bytes) -> None:
         self._answer()
         super().put_record(replica, record)
+        self._wrote(replica, record)
         self._lose_answer()
 
     def get_record(self, replica: str) -> bytes | None:
@@ -71,8 +111,16 @@ class WildStore(MemoryStore):
         self._answer()
         yield from super().records()
 
+    def announce(self, service: str, lease_ms: int) -> None:
+        self._answer()
+        super().announce(service, lease_ms)
+
+    def is_announced(self, service: str) -> bool:
+        self._answer()
+        return super().is_announced(service)
+
     def _answer(self) -> None:
-        if self.away:
+        if self.is_away(self._caller):
             raise StoreUnavailable("the store does not answer")
 
     def _lose_answer(self) -> None:
@@ -87,16 +135,39 @@ class WildStore(MemoryStore):
 
     def restore(self) -> None:
         """It is what it was when it was backed up; empty when it never was."""
+        self.damages += 1
         self.logs, self.records_by_name = deepcopy(self._backup)
+
+    def empty(self) -> None:
+        """Another server answers in its place, with nothing."""
+        self.damages += 1
+        self.logs, self.records_by_name = {}, {}
+        self.forget_leases()
+
+    def forget_leases(self) -> None:
+        """No service has said that it lives."""
+        self._leases.clear()
+
+    def lie_about_owner(self, replica: str, address: str) -> None:
+        """The record names another owner."""
+        raw = self.records_by_name.get(replica)
+        try:
+            record = unpack_record(raw) if raw else None
+        except RecordRefused:
+            return
+        if record is not None:
+            self.records_by_name[replica] = pack_record(replace(record, owner=address, released=False))
 
     def lose_tail(self) -> None:
         """The last chunks of each log are gone: they were never synced."""
+        self.damages += 1
         for chunks in self.logs.values():
             for seq in sorted(chunks)[len(chunks) - self._rng.randint(0, len(chunks)) :]:
                 del chunks[seq]
 
     def flip_bits(self) -> None:
         """Turn a bit over in some chunks and records."""
+        self.damages += 1
         for chunks in self.logs.values():
             for seq in self._rng.sample(sorted(chunks), min(2, len(chunks))):
                 chunks[seq] = self._flipped(chunks[seq])
@@ -105,6 +176,7 @@ class WildStore(MemoryStore):
 
     def reorder(self) -> None:
         """Two chunks of each log lie under each other's numbers."""
+        self.damages += 1
         for chunks in self.logs.values():
             if len(chunks) > 1:
                 one, other = self._rng.sample(sorted(chunks), 2)

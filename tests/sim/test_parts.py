@@ -162,7 +162,7 @@ def test_nobody_answers_where_nobody_listens():
 
 
 def filled() -> WildStore:
-    store = WildStore(Random(5))
+    store = WildStore(Random(5), lambda: 0)
     for seq in range(1, 9):
         store.append(LOG, StoredChunk(seq, bytes([seq]) * 20), 0)
     store.put_record("a", b"record")

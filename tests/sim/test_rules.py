@@ -22,8 +22,8 @@ def key(kind: type, *numbers: int) -> Record:
     return kind(1, "a", 5, *numbers, 0, 9, b"digest")
 
 
-def began(epoch: int = 5, kept=(), due=(), shown=((0, 8), (0, 8))) -> h.Began:
-    return h.Began(1, "a", epoch, kept, due, shown)
+def began(epoch: int = 5, kept=(), due=(), flushed=()) -> h.Began:
+    return h.Began(1, "a", epoch, kept, due, flushed, ((0, 8), (0, 8 if epoch == 5 else 7)))
 
 
 STORED: list[Record] = [*CLAIMED, key(h.Stored, 3), h.Executed(HERE, 5, 3)]
@@ -33,15 +33,23 @@ BROKEN: dict[str, tuple[list[Record], Record]] = {
     "sound": ([], h.Broken("a block")),
     "no block is leaked": ([h.Emptied("a", 9, 9)], h.Emptied("a", 8, 9)),
     "executed": (STORED, key(h.Published)),
+    "what is shown is what is published": ([], h.Misled("a key")),
     "stamps version content": (
         [carried(1, stamped=((4, 100),)), carried(1, place=BESIDE, stamped=((4, 100),))],
         carried(2, stamped=((5, 100),)),
     ),
-    "the stamp table belongs to the memory": ([began(kept=((1, 8),))], began(6, ((1, 8),), (), ((0, 8), (0, 7)))),
+    "the stamp table belongs to the memory": ([began(kept=((1, 8),))], began(6, kept=((1, 8),))),
     "an engine restart keeps its cache": ([began(kept=((1, 8),), due=((1, 8),))], began(6, due=((1, 8),))),
+    "a drain loses nothing": ([began(kept=((1, 8),), flushed=((1, 8),))], began(5, flushed=((1, 8),))),
     "the epoch lives where the pages live": ([*CLAIMED, carried(1)], carried(2, epoch=4)),
     "orders run once": ([carried(1), carried(1, 1), carried(2)], carried(2)),
+    "a launch without an answer ends its engine life": (
+        [*CLAIMED, carried(1), h.Invalidated(HERE, 5, (3,)), carried(2, place=BESIDE), carried(1, epoch=6)],
+        carried(2),
+    ),
     "a lease that lapses takes nothing": ([h.Lapsed("a", "x", "x")], h.Lapsed("a", "x", "y")),
+    "who gave up writes nothing more": ([h.Wrote(1, "a", True)], h.Wrote(1, "a", False)),
+    "ownership settles": ([h.Owned("a", ("one",)), h.Owned("b", ())], h.Owned("a", ("one", "two"))),
     "resume": ([], h.Lost("a", 3)),
     "copies out of a page are bracketed": ([h.Moved("a", True)], h.Moved("a", False)),
     "a repeat gets the same answer": ([APPLIED, h.Answered("a", 5, 1, 0, "answer")], h.Answered("a", 5, 1, 0, "other")),

@@ -36,3 +36,7 @@ def test_a_run_is_as_large_as_it_promises():
 
 def test_the_same_seed_is_the_same_run():
     assert run(7).digest == run(7).digest != run(8).digest
+
+
+def test_a_campaign_on_two_cores_is_the_same_campaign():
+    assert campaign(range(1, 4), jobs=2).digest == campaign(range(1, 4)).digest

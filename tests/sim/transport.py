@@ -8,16 +8,17 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvplane.base.errors import KvplaneError, Unavailable
+from kvplane.base.errors import KvplaneError, Moved, Unavailable
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane.channel import MAX_MESSAGE_BYTES
+from kvplane.owners import Owners
 from kvplane.status import error_of_rpc
 from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S
 from kvplane.v1 import allocation_pb2, plan_pb2
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.wire import stream as messages
-from tests.sim.network import Ended, Network, Stream
+from tests.sim.network import Ended, Network, Server, Stream
 
 PACKAGE = "kvplane.v1."
 _SESSION = f"/{PACKAGE}Allocation/Session"
@@ -51,8 +52,28 @@ def error_of(ended: Ended) -> KvplaneError:
     return error_of_rpc(_Outcome(ended.status))
 
 
-async def call(network: Network, address: str, place: str, name: str, request: Message) -> Any:
-    """One unary call ("Workers/RenewWorker"); raises as the service refused it, Unavailable when it is lost."""
+def owners_at(first: str, *others: str) -> Owners[str]:
+    """The services of a list, each under its address; where they send a caller on to, it goes."""
+    return Owners(first, str, others)
+
+
+async def call(network: Network, owners: Owners[str], place: str, name: str, request: Message) -> Any:
+    """One unary call ("Workers/RenewWorker"), at whoever has the replica; raises as that service refused it,
+    Unavailable when it is lost.
+    """
+    address, hops = owners.present, 0
+    while True:
+        try:
+            return await _call_at(network, address, place, name, request)
+        except Moved as moved:
+            hops += 1
+            address = owners.after(moved, hops)
+        except Unavailable:
+            owners.instead_of(address)
+            raise
+
+
+async def _call_at(network: Network, address: str, place: str, name: str, request: Message) -> Any:
     service, _, method = name.partition("/")
     answer_type = GetMessageClass(_SERVICES[PACKAGE + service].methods_by_name[method].output_type)
     stream = await network.call(address, place, f"/{PACKAGE}{name}", request.SerializeToString())
@@ -69,19 +90,44 @@ async def call(network: Network, address: str, place: str, name: str, request: M
 
 
 class SimTransport:
-    """Carries one session. Implements AsyncSessionTransport."""
+    """Carries one session. Implements AsyncSessionTransport.
 
-    def __init__(self, network: Network, address: str, place: str) -> None:
-        self._network, self._address, self._place = network, address, place
+    Attributes:
+        heeds_notices: it tells its session when a service is about to go.
+        server: at the other end of the stream, or of the last one.
+    """
+
+    def __init__(self, network: Network, owners: Owners[str], place: str) -> None:
+        self._network, self._owners, self._place = network, owners, place
+        self._address = owners.present  # of the stream
         self._stream: Stream | None = None
+        self.server: Server | None = None
         self.draining = False
         self.can_move = False
+        self.heeds_notices = True
 
     async def open(self, request: OpenRequest) -> Opened:
+        address, hops = self._owners.present, 0
+        while True:
+            try:
+                opened = await self._open_at(address, request)
+            except Moved as moved:
+                hops += 1
+                address = self._owners.after(moved, hops)
+            except Unavailable:
+                self._owners.instead_of(address)
+                raise
+            else:
+                self._address, self.can_move = address, self._owners.has_other_than(address)
+                return opened
+
+    async def _open_at(self, address: str, request: OpenRequest) -> Opened:
         self._cut()
+        self.draining = False
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                self._stream = await self._network.call(self._address, self._place, _SESSION, None)
+                self._stream = await self._network.call(address, self._place, _SESSION, None)
+                self.server = self._stream.server
                 self._write(messages.open_message(request))
                 return messages.opened_of(await self._read())
         except TimeoutError:
@@ -96,17 +142,19 @@ class SimTransport:
 
     async def receive(self) -> StepResult | KvplaneError:
         while True:
-            answer = messages.answer_of(await self._read())
+            answer = messages.answer_of(await self._read_further())
             if answer is not None:
                 return answer
-            self.draining = True
+            self.draining = self.heeds_notices
 
     async def heartbeat(self) -> None:
         if self._stream is None or self._stream.inward.broken:
-            await self._read()
+            await self._read_further()
         self._write(messages.heartbeat_message())
 
     async def close(self) -> None:
+        if self.draining:
+            self._owners.instead_of(self._address)
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 self._write(messages.close_message())
@@ -117,9 +165,19 @@ class SimTransport:
         finally:
             self._cut()
 
+    def abort(self) -> None:
+        self._cut()
+
     def _write(self, message: SessionRequest) -> None:
         if self._stream is not None:
             self._stream.outward.send(message.SerializeToString())
+
+    async def _read_further(self) -> SessionResponse:
+        """A stream whose replica another service took is broken; who opens it again is sent there."""
+        try:
+            return await self._read()
+        except Moved as moved:
+            raise Unavailable(moved.message) from moved
 
     async def _read(self) -> SessionResponse:
         if self._stream is None:

@@ -16,6 +16,7 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.rank_plan import GroupLayers, RankPlan
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.owners import Owners
 from kvplane.v1 import plan_pb2 as pb
 from kvplane_worker.writer import ProcessName, Writer
 from tests.core.page_memory import Memory
@@ -97,23 +98,23 @@ class Worker:
     plan_digest: str
     rng: Random
 
-    async def run(self, network, address: str) -> None:
+    async def run(self, network, owners: Owners[str]) -> None:
         """Keep the service knowing who owns the memory."""
         while True:
             info = self._info()
             request = pb.RenewWorkerRequest(replica=self.replica, worker=wire.encode_worker(info))
             try:
-                await call(network, address, "host", "Workers/RenewWorker", request)
+                await call(network, owners, "host", "Workers/RenewWorker", request)
             except NotFound:
-                await self._register(network, address, info)
+                await self._register(network, owners, info)
             except KvplaneError:
                 pass  # the pages wait for the service
             await asyncio.sleep(RENEW_S * (0.5 + self.rng.random()))
 
-    async def _register(self, network, address: str, info: WorkerInfo) -> None:
+    async def _register(self, network, owners: Owners[str], info: WorkerInfo) -> None:
         request = pb.RegisterWorkerRequest(replica=self.replica, worker=wire.encode_worker(info))
         try:
-            await call(network, address, "host", "Workers/RegisterWorker", request)
+            await call(network, owners, "host", "Workers/RegisterWorker", request)
         except KvplaneError:
             return  # it is not registered yet, or the service is away: at the next turn
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from contextvars import Context
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -11,19 +12,23 @@ from typing import Any
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import AlignSpec, GroupSpec, ReplicaSpec
 from kvplane.base.stamp_table import StampReading
+from kvplane.owners import Owners
 from kvplane.rank import RankGroup
+from kvplane_service.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
-from tests.core.page_engine import Texts
+from tests.core.page_requests import Texts, Transfer
 from tests.sim import history
 from tests.sim.chaos import Chaos
 from tests.sim.engine import EngineLife
 from tests.sim.loop import Process, VirtualLoop
-from tests.sim.network import Network
-from tests.sim.service import ADDRESS, Service
+from tests.sim.network import Network, Server
+from tests.sim.service import ADDRESSES, Service
 from tests.sim.store import WildStore
+from tests.sim.transport import owners_at
 from tests.sim.workers import Processes, RankMemory, Worker, plan_of
 
-STEPS = 300
+STEPS, MOST_STEPS = 300, 900  # a run without a hit across services goes on until there is one
+_SETTLED_S = 10.0  # behind the last fault
 LONGEST_S = 600.0  # of virtual time: a run that takes longer is stuck
 
 MIXES: tuple[tuple[tuple[GroupSpec, ...], dict[str, Any]], ...] = (
@@ -42,8 +47,8 @@ class Site:
     """One replica: its registration, and the memory of its ranks.
 
     Attributes:
+        remote: addresses of services that cannot reach its workers.
         begun_by: which service began an epoch.
-        known_incarnation: that the newest life of an engine has named.
     """
 
     def __init__(self, name: str, rng: Random) -> None:
@@ -53,6 +58,7 @@ class Site:
         self.spec: ReplicaSpec = replica_spec(
             *groups, num_blocks=blocks, max_model_len=64, max_in_flight_tokens=256, **changes
         )
+        self.usable = new_replica(self.spec).free_blocks
         self.most_drafts = 2 if any(group.is_draft for group in groups) else 0
         self.plan = plan_of(self.spec)
         self.texts = Texts(self.spec)
@@ -60,12 +66,46 @@ class Site:
         self.workers: list[Worker] = []
         self.lives: list[EngineLife] = []
         self.begun_by: dict[int, int] = {}
-        self.known_incarnation = 0
+        self.remote = {address for address in ADDRESSES if rng.random() < 0.2}
         self.is_finished = False
+        self._flushed: Flushed | None = None
+        self._movers: list[Transfer] = []
 
     @property
     def incarnation(self) -> int:
         return RankGroup([memory.table for memory in self.memories]).incarnation
+
+    def note_flushed(self, shown: frozenset[tuple[int, int]], world: World) -> None:
+        """A service has let go of the replica: these blocks with their stamps are in the store."""
+        self._flushed = Flushed(shown, self.incarnation, world.loop.clock_ns())
+
+    def flushed(self, incarnation: int, entered_ns: int, world: World) -> frozenset[tuple[int, int]]:
+        """What a service that adopted the replica then finds in the store, asked once, by the next engine life."""
+        flushed, self._flushed = self._flushed, None
+        if flushed is None or flushed.at_ns > entered_ns or world.store.damages:
+            return frozenset()
+        return flushed.blocks if flushed.incarnation == incarnation else frozenset()
+
+    def leave_mover(self, load: Transfer, world: World) -> None:
+        """A transfer that has begun outlives its engine, and writes on."""
+        if any(memory.pages in load.memories for memory in self.memories):
+            self._movers.append(load)
+            asyncio.get_running_loop().create_task(self._move(load, world.rng), context=Context())
+
+    async def _move(self, load: Transfer, rng: Random) -> None:
+        while not load.is_done:
+            await asyncio.sleep(rng.random() * 0.3)
+            load.write(rng.randint(1, 3))
+        self._movers.remove(load)
+
+    def busy_blocks(self) -> tuple[int, ...]:
+        """Blocks that transfers of engines that are gone may still write."""
+        return tuple(sorted(set[int]().union(*(load.blocks(self.spec) for load in self._movers))))
+
+    def invalid_blocks(self) -> set[int]:
+        """Blocks of which some rank shows no stamp."""
+        tables = [memory.table.read_all() for memory in self.memories]
+        return {block for table in tables for block, stamp in enumerate(table) if not stamp}
 
     def readings_of(self, incarnation: int) -> list[StampReading]:
         """What the memory says that engines call so, by rank; it may have gone since."""
@@ -77,6 +117,15 @@ class Site:
     def life(self) -> EngineLife:
         """The newest one."""
         return self.lives[-1]
+
+
+@dataclass(frozen=True)
+class Flushed:
+    """What a service had written when it let go of a replica: blocks with their stamps."""
+
+    blocks: frozenset[tuple[int, int]]
+    incarnation: int
+    at_ns: int
 
 
 @dataclass(frozen=True)
@@ -106,15 +155,15 @@ class World:
         self.seed, self.rng = seed, Random(seed)
         self.loop = VirtualLoop(self.rng)
         self.network = Network(self.loop, self.rng)
-        self.store = WildStore(self.rng)
+        self.store = WildStore(self.rng, self.loop.clock_ns)
         self.processes = Processes()
         self.history = history.History()
         self.sites = {name: Site(name, self.rng) for name in ("a", "b")}
         self.chaos = Chaos(self)
-        self.steps = self.services = 0
-        self.is_finishing = False
+        self.steps = self.num_services = 0
+        self.is_finishing = self._has_hit_across = False
         self.ends: Counter[str] = Counter()
-        self.service: Service
+        self.services: dict[str, Service] = {}  # who is reached at an address
 
     # -- one run -----------------------------------------------------------------------------------------------------
 
@@ -129,7 +178,8 @@ class World:
         return self._outcome()
 
     async def _main(self) -> None:
-        self.start_service()
+        for address in ADDRESSES:
+            self.start_service(address)
         for site in self.sites.values():
             for rank in range(history.RANKS):
                 self.start_worker(site, rank)
@@ -137,6 +187,7 @@ class World:
         watch = asyncio.get_running_loop().create_task(self._supervise())
         while not self._is_over():  # noqa: ASYNC110 - all time is virtual
             await asyncio.sleep(0.05)
+        await self._settle()
         watch.cancel()
         self.chaos.stop()
         self.tell(history.Waited(self.network.longest_answer_s))
@@ -144,6 +195,14 @@ class World:
             for bug in process.bugs:
                 self.tell(history.Broken(f"{process.name}: {type(bug).__name__}: {bug}"))
             process.kill()
+
+    async def _settle(self) -> None:
+        """Services have time to find out who owns what."""
+        if all(site.is_finished for site in self.sites.values()):
+            await asyncio.sleep(_SETTLED_S)
+            for site in self.sites.values():
+                owners = [one.address for one in self.services.values() if site.name in one.registry]
+                self.tell(history.Owned(site.name, tuple(owners)))
 
     def _is_over(self) -> bool:
         if self.loop.time() > LONGEST_S:
@@ -156,11 +215,15 @@ class World:
         """Start again what has died."""
         while True:
             await asyncio.sleep(0.1 + self.rng.random() * 0.4)
-            if self.steps >= STEPS and self.chaos.is_done:
+            enough = STEPS if self._has_hit_across else MOST_STEPS
+            if self.steps >= enough and self.chaos.is_done:
                 self.chaos.heal()
                 self.is_finishing = True
-            if not self.service.process.alive:
-                self.start_service()
+            elif self.steps >= STEPS and self.chaos.is_done:
+                self.chaos.go_on(self.steps)
+            for address, service in self.services.items():
+                if not service.process.alive:
+                    self.start_service(address)
             for site in self.sites.values():
                 for rank, worker in enumerate(site.workers):
                     if not worker.process.alive:
@@ -168,12 +231,16 @@ class World:
                 if not site.life.process.alive and not site.is_finished:
                     self.start_life(site)
 
-    def start_service(self) -> None:
-        """The next life of the service, at the same address, whatever became of the one before."""
-        self.services += 1
-        service = self.service = Service(self, self.services)
+    def start_service(self, address: str) -> None:
+        """The next life of the service at an address, whatever became of the one before."""
+        self.num_services += 1
+        service = self.services[address] = Service(self, self.num_services, address)
         service.process.on_death.append(lambda: self.network.note_death(service.process))
         service.process.spawn(service.main())
+
+    def draw_owners(self) -> Owners[str]:
+        """The services, in some order."""
+        return owners_at(*self.rng.sample(ADDRESSES, len(ADDRESSES)))
 
     def start_life(self, site: Site) -> None:
         """The next life of a replica's engine."""
@@ -188,15 +255,22 @@ class World:
         worker = Worker(site.name, rank, process, memory, site.plan.digest(), self.rng)
         site.memories[rank : rank + 1] = [memory]
         site.workers[rank : rank + 1] = [worker]
-        process.spawn(worker.run(self.network, ADDRESS))
+        process.spawn(worker.run(self.network, self.draw_owners()))
 
     # -- what others tell --------------------------------------------------------------------------------------------
+
+    def service_behind(self, server: Server | None) -> Service | None:
+        """The service that answers there, if it lives."""
+        services = (one for one in self.services.values() if one.server is server and one.process.alive)
+        return next(services, None)
 
     def tell(self, record: history.Record) -> None:
         """Into history."""
         self.history.add(self.loop.clock_ns(), record)
         if isinstance(record, history.Began):
             self.sites[record.replica].begun_by[record.epoch] = record.service
+        elif isinstance(record, history.Hit):
+            self._has_hit_across |= record.across
 
     def note_step(self) -> None:
         """An engine got an answer."""
@@ -223,7 +297,7 @@ class World:
             faults,
             len(hits),
             sum(hit.across for hit in hits),
-            self.services,
+            self.num_services,
             sum(len(site.lives) for site in self.sites.values()),
             self.history.findings(),
             self.history.digest(),

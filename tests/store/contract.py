@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
 from kvplane_service.config import Config
-from kvplane_service.store.interface import IndexStore, LogName, SharedStore, StoredChunk
-from kvplane_service.store.opening import open_store
+from kvplane_service.store.interface import BlockingStore, IndexStore, LogName, StoredChunk
+from kvplane_service.store.loading import LoadedLog
+from kvplane_service.store.opening import make_store
 from tests.store.servers import wait_until
 
 LOG = LogName("replica/0", b"n" * 16, 0xABCDEF)
@@ -19,10 +24,43 @@ def chunk(seq: int, size: int = 100) -> StoredChunk:
     return StoredChunk(seq, bytes([seq % 251]) * size)
 
 
-def opened(config: Config) -> IndexStore:
-    store = open_store(config)
+T = TypeVar("T")
+_LOOP = asyncio.new_event_loop()  # connections stay on the loop that they were made on
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return _LOOP.run_until_complete(work)
+
+
+class Blocking:
+    """Implements BlockingSharedStore over a store whose calls are awaited, on an event loop that runs meanwhile."""
+
+    def __init__(self, store: IndexStore) -> None:
+        self.store = store
+        run(store.open())
+
+    def load(self, log: LogName) -> list[StoredChunk]:
+        async def load() -> list[StoredChunk]:
+            return [chunk async for page in self.store.load(log) for chunk in page]
+
+        return run(load())
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self.store, name)
+        return lambda *given: run(call(*given))
+
+
+def opened(config: Config) -> Any:
+    store = make_store(config)
     assert store is not None
-    return store
+    return Blocking(store)
+
+
+def load_log(store: BlockingStore, log: LogName) -> LoadedLog:
+    """Everything that is stored under this name."""
+    loaded = LoadedLog()
+    loaded.add_all(log, store.load(log))
+    return loaded
 
 
 class StoreContract:
@@ -108,7 +146,6 @@ class SharedContract:
     """Beside it, of a store that several services can have."""
 
     def test_a_service_is_announced_until_its_lease_ends(self, store):
-        assert isinstance(store, SharedStore)
         assert not store.is_announced("a:1")
         store.announce("a:1", 3_600_000)
         store.announce("unix:/b", 1)

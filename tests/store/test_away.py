@@ -5,8 +5,6 @@ The server, its driver and the writer are the real ones; the clock is passed, an
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from kvplane_service.config import Config
@@ -14,7 +12,7 @@ from kvplane_service.store.journal import Lag
 from kvplane_service.store.writer import Limits, StoreReport, StoreState, StoreWriter, Surroundings, Watch
 from tests.core.builders import full
 from tests.store import servers
-from tests.store.contract import opened
+from tests.store.contract import opened, run
 from tests.store.test_journal import Journaled
 
 HOUR_NS = 3600 * 10**9
@@ -37,10 +35,10 @@ class Hours:
     def __init__(self, server: servers.Server) -> None:
         config = Config(store=f"redis://{server.address}")
         self.engine = Journaled(full(), num_blocks=BLOCKS, max_model_len=1024, max_entries=config.store_lag_entries)
-        self.engine.store = opened(config)
+        self.engine.store = self.store = opened(config)
         limits = Limits(config.store_flush_ms, config.store_lag_entries, config.store_lag_ms, config.store_ttl_ms)
         around = Surroundings(lambda: self.engine.now_ns, self.pause, self.offload, lambda: 0.0)
-        self.writer = StoreWriter(self.engine.store, limits, around)
+        self.writer = StoreWriter(self.store.store, limits, around)
         self.writer.watch("r", Watch(self.engine.journal, lambda: b"record"))
         self.reports: list[StoreReport] = []
         self.lags: list[Lag] = []
@@ -68,7 +66,7 @@ class Hours:
         self.until_ns = self.engine.now_ns + duration_ns
         self.reports, self.lags = [], []
         with pytest.raises(Over):
-            asyncio.run(self.writer.run())
+            run(self.writer.run())
 
 
 def test_an_hour_without_redis(tmp_path):

@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvplane.base.groups import AlignSpec
 from kvplane.base.step import Part, RowFlag, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, Life
-from kvplane_service.store.interface import IndexStore, LogName
+from kvplane_service.store import journal
+from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import Past, ReplicaJournal
-from kvplane_service.store.loading import load_log
 from kvplane_service.store.memory import MemoryStore
 from tests.core.builders import GRANTED, Engine, full, state, window
+from tests.store.contract import load_log
 
 LOG = LogName("r", b"n" * 16, 1)
 PROMPT = "aaaabbbbccccd"
@@ -29,7 +31,7 @@ class Journaled(Engine):
         super().__init__(*groups, **changes)
         self.now_ns = 0
         self.checks = self.spec.num_blocks < 1000
-        self.store: IndexStore = MemoryStore()
+        self.store: BlockingStore = MemoryStore()
         self.max_entries = max_entries
         self.journal = self.new_journal()
 
@@ -134,16 +136,21 @@ def test_many_changes_of_one_block_are_told_once():
 
 
 def test_the_last_word_of_a_state_that_moved_to_another_page():
-    engine = Journaled(full(), state(), partial_hits=True, hash_block_size=2, scheduler_block_size=4)
-    engine.admit(0, "aaaabbc")
-    engine.run(0, text="d")
-    engine.run(0, text="e")
-    engine.end(0)
+    aligned = AlignSpec(8, 4096, stop_at_tail=True)
+    engine = Journaled(full(8), state(8), partial_hits=True, hash_block_size=4, scheduler_block_size=8, align=aligned)
+    engine.admit(0, "aaaaaaaabbbbcde")
+    while engine.computed(0) < 12:
+        engine.run(0)
     engine.idle()
-    keyed, hit = engine.keyed(), engine.outside("aaaabbx")
+    engine.flush()
+    before = engine.keyed()
+    engine.run(0)
+    engine.idle()
+    moved = engine.keyed()
+    assert (before, moved) == ([1, 2, 3, 4], [1, 2, 3, 5]), "the state of 12 tokens moves to a copy"
     engine.flush()
     engine.restart()
-    assert (engine.keyed(), engine.outside("aaaabbx")) == (keyed, hit)
+    assert (engine.keyed(), engine.outside("aaaaaaaabbbbx")) == (moved, 12)
 
 
 def test_a_batch_is_given_again_until_it_is_written():
@@ -238,15 +245,29 @@ def test_memory_anew_voids_what_was_told():
     assert engine.journal.take().log == new
 
 
-def test_a_life_that_kept_nothing_takes_back_what_was_told():
+@pytest.mark.parametrize("most", [2, 3], ids=["by a resync", "one by one"])
+def test_a_life_that_kept_nothing_takes_back_what_was_told(most, monkeypatch):
+    monkeypatch.setattr(journal, "_MAX_LOST", most)
     engine = Journaled(full())
     engine.serve(0, PROMPT)
     engine.idle()
     engine.flush()
     engine.replica.begin_epoch(1)
     engine.journal.note_life(Life(1, (), engine.replica.take_events(), 0))
+    assert engine.journal.written.resyncs == (most == 2)
     engine.flush()
     assert sorted(load_log(engine.store, LOG).entries()[0].bare_block) == [1, 2, 3]
+
+
+def test_a_resync_of_a_large_pool_pauses_where_nothing_is_to_be_told(monkeypatch):
+    monkeypatch.setattr(journal, "_MAX_LOOKS", 2)
+    engine = Journaled(full(), num_blocks=5 * journal.CHUNK_ROWS)
+    engine.journal.resync()
+    looks = 0
+    while engine.journal.has_work:
+        assert engine.journal.take() is None
+        looks += 1
+    assert looks == 3
 
 
 def test_the_log_stays_short_however_long_it_is_written():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import signal
 import sqlite3
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -14,11 +14,11 @@ from pydantic import SecretStr
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane_service.config import Config
 from kvplane_service.store import errors
-from kvplane_service.store.opening import open_store
+from kvplane_service.store.opening import make_store
 from kvplane_service.store.redis_store import RedisStore
 from kvplane_service.store.sqlite import SqliteStore
 from tests.store import servers
-from tests.store.contract import LOG, chunk, opened
+from tests.store.contract import LOG, chunk, opened, run
 
 
 def fingerprint(folder):
@@ -28,7 +28,7 @@ def fingerprint(folder):
 def refused(kind, folder, store=None):
     before = fingerprint(folder)
     with pytest.raises(kind) as caught:
-        open_store(Config(store=store or f"sqlite:{folder / 'entries.db'}"))
+        opened(Config(store=store or f"sqlite:{folder / 'entries.db'}"))
     assert caught.value.remedy
     assert caught.value.field == "store"
     assert fingerprint(folder) == before
@@ -105,13 +105,13 @@ def config_of(server, prefix="kvplane", **fields) -> Config:
 def test_a_newer_format_and_a_foreign_key(server):
     server.client().set("newer:format", 99)
     with pytest.raises(errors.StoreNewer, match="version 99"):
-        open_store(config_of(server, "newer"))
+        opened(config_of(server, "newer"))
     server.client().set("foreign:format", "session data")
     with pytest.raises(errors.StoreForeign, match="session data"):
-        open_store(config_of(server, "foreign"))
+        opened(config_of(server, "foreign"))
     server.client().lpush("list:format", "x")
     with pytest.raises(errors.StoreForeign, match="WRONGTYPE"):
-        open_store(config_of(server, "list"))
+        opened(config_of(server, "list"))
     assert [server.client().dbsize(), server.client().get("newer:format")] == [3, b"99"]
 
 
@@ -123,7 +123,7 @@ def test_a_wrong_password_and_no_password(guarded):
     )
     for config in (wrong, Config(store=address, store_tls_ca=str(authority))):
         with pytest.raises(errors.StoreDenied, match=r"WRONGPASS|invalid|uthentication") as caught:
-            open_store(config)
+            opened(config)
         assert "ACL" in caught.value.remedy
 
 
@@ -137,14 +137,14 @@ def test_what_the_user_may_not_touch(guarded):
         store_tls_ca=str(authority),
     )
     with pytest.raises(errors.StoreDenied, match="permissions"):
-        open_store(config)
+        opened(config)
 
 
 def test_a_certificate_of_an_unknown_authority(guarded, tmp_path):
     one, _ = guarded
     stranger = servers.make_certificates(tmp_path)
     with pytest.raises(errors.StoreUnavailable, match="certificate"):
-        open_store(Config(store=f"rediss://{one.address}", store_tls_ca=str(stranger)))
+        opened(Config(store=f"rediss://{one.address}", store_tls_ca=str(stranger)))
 
 
 def test_a_server_at_its_memory_limit_and_what_it_holds_meanwhile(tmp_path):
@@ -162,18 +162,18 @@ def test_a_server_at_its_memory_limit_and_what_it_holds_meanwhile(tmp_path):
 
 def test_a_replica_that_takes_no_writes(tmp_path):
     with servers.watched(tmp_path) as one, pytest.raises(errors.StoreReadOnly) as caught:
-        open_store(config_of(one.replica))
+        opened(config_of(one.replica))
     assert "Sentinel" in caught.value.remedy
 
 
 def test_a_server_that_is_not_there():
-    with pytest.raises(errors.StoreUnavailable, match="refused"):
-        open_store(Config(store=f"redis://127.0.0.1:{servers.free_port()}"))
+    with pytest.raises(errors.StoreUnavailable, match="Connect call failed"):
+        opened(Config(store=f"redis://127.0.0.1:{servers.free_port()}"))
 
 
 def test_everything_ends_by_itself_and_every_key_says_whose_it_is(server):
     store = opened(config_of(server, "ttl", store_ttl_ms=3_600_000))
-    assert isinstance(store, RedisStore)
+    assert isinstance(store.store, RedisStore)
     store.append(LOG, chunk(1), 0)
     store.put_record(LOG.replica, b"record")
     client = server.client()
@@ -210,30 +210,43 @@ def test_names_whose_records_have_ended_are_not_listed(server):
 )
 def test_an_address_that_cannot_be(store, word):
     with pytest.raises(InvalidArgument, match=word) as caught:
-        open_store(Config(store=store))
+        opened(Config(store=store))
     assert "secret" not in str(caught.value)
 
 
 def test_a_certificate_file_that_is_not_there(tmp_path):
     with pytest.raises(NotFound) as caught:
-        open_store(Config(store="rediss://127.0.0.1:1", store_tls_ca=str(tmp_path / "ca.pem")))
+        opened(Config(store="rediss://127.0.0.1:1", store_tls_ca=str(tmp_path / "ca.pem")))
     assert caught.value.field == "store_tls_ca"
 
 
 def test_no_store_and_the_twin():
-    assert open_store(Config()) is None
-    assert open_store(Config(store="memory")) is not None
+    assert make_store(Config()) is None
+    assert make_store(Config(store="memory")) is not None
 
 
-def test_threads_that_call_a_server_that_stalls_are_refused_one_by_one(tmp_path):
-    """Who asks for owners and who writes do so from threads of their own; one gives up what the other one waits on."""
+def test_who_calls_a_server_that_stalls_is_refused_in_time(tmp_path):
+    """Who asks for owners and who writes do so at a time; one gives up what the other one waits on."""
     with servers.serving(tmp_path) as server:
         store = opened(config_of(server, store_timeout_ms=50))
         assert server.process is not None
         server.process.send_signal(signal.SIGSTOP)
-        with ThreadPoolExecutor(4) as threads:
-            refusals = [threads.submit(store.get_record, "r").exception for _ in range(32)]
-            assert {type(refusal()) for refusal in refusals} == {errors.StoreUnavailable}
+
+        async def ask() -> list[BaseException | bytes | None]:
+            calls = [store.store.get_record("r") for _ in range(32)]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+        assert {type(answer) for answer in run(ask())} == {errors.StoreUnavailable}
         server.process.send_signal(signal.SIGCONT)
         assert store.get_record("r") is None
         store.close()
+
+
+async def test_a_closed_store_answers_by_name(tmp_path):
+    """A service that ends closes its store while callers may still ask."""
+    store = make_store(Config(store=f"sqlite:{tmp_path / 'kv.db'}"))
+    assert store is not None
+    await store.open()
+    await store.close()
+    with pytest.raises(errors.StoreUnavailable, match="the store is closed"):
+        await store.size_bytes(LOG)

@@ -10,13 +10,16 @@ import pytest
 
 from kvplane.base.errors import LimitExceeded, Moved, NotFound, Unavailable
 from kvplane.base.session import OpenRequest
+from kvplane.base.step import End, Step
+from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.host import ReplicaState
 from kvplane_service.registry import Registration, Registry, UnknownReplica
 from kvplane_service.store.errors import StoreUnavailable
-from kvplane_service.store.interface import SharedStore
+from kvplane_service.store.interface import BlockingSharedStore
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.offloaded import Offloaded, OffloadedShared
 from kvplane_service.store.ownership import Ownership, OwnerUnknown, is_gone
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.sqlite import SqliteStore
@@ -40,6 +43,8 @@ class Net:
     def __init__(self, store=None) -> None:
         self.clock = Clock()
         self.store = store or MemoryStore(self.clock)
+        kind = OffloadedShared if isinstance(self.store, BlockingSharedStore) else Offloaded
+        self.awaited = kind(lambda: self.store, inline)
         self.dead: set[str] = set()
 
     async def is_gone(self, address: str) -> bool:
@@ -47,7 +52,7 @@ class Net:
 
     async def service(self, address: str, **config) -> Service:
         service = Service(self, Config(listen=address, store="redis://unused", owner_lease_ms=LEASE_MS, **config))
-        await service.keeper.start(self.store)
+        await service.keeper.start(self.awaited)
         await service.keeper.load()
         await service.ownership.beat()
         return service
@@ -151,6 +156,45 @@ async def test_who_lets_go_says_so_and_forgets(net):
         await first.bring()
 
 
+async def test_who_reads_that_a_replica_was_let_go_finds_all_that_was_published(net):
+    first, _ = await pair(net)
+    first.open()
+    host = first.registry.get("r").host
+    assert host._session is not None
+    nonce, epoch = host._session.nonce, host.epoch
+    parts = ([part_of(NewsRow(0, tokens=range(40)), AdmitRow(0))], [part_of(FactRow(0, end=End.FREE))])
+    for seq, some in enumerate(parts, 1):
+        host.step(nonce, Step(epoch, seq, some, executed_through=seq - 1), bytes([seq]))
+    put, found = net.store.put_record, dict[bool, int]()
+
+    def put_record(replica, record):
+        put(replica, record)
+        found[unpack_record(record).released] = sum(map(len, net.store.logs.values()))
+
+    net.store.put_record = put_record
+    host.lost(nonce)
+    await first.ownership.release("r")
+    assert found[True] > 0
+    assert found[True] == sum(map(len, net.store.logs.values())), "a chunk was written behind the record"
+
+
+async def test_an_adoption_goes_on_when_the_caller_is_cancelled(net):
+    first, second = await pair(net)
+    await first.ownership.leave(())
+    put = net.store.put_record
+
+    def put_record(replica, record):
+        net.store.put_record = put
+        raise asyncio.CancelledError
+
+    net.store.put_record = put_record
+    with pytest.raises(asyncio.CancelledError):
+        await second.ownership.bring("r")
+    await second.settled()
+    second.open()
+    assert (second.state(), net.owner()) == (ReplicaState.LIVE, ("b:1", False))
+
+
 async def test_a_service_that_let_go_and_comes_back_has_it_again_unless_somebody_took_it(net):
     first, second = await pair(net)
     await first.ownership.leave(())
@@ -249,10 +293,25 @@ async def test_no_room_for_it(net):
 class Away(MemoryStore):
     away = False
 
+    asked = 0
+
     def get_record(self, replica):
+        self.asked += 1
+        self._answer()
+        return super().get_record(replica)
+
+    def put_record(self, replica, record):
+        self.asked += 1
+        self._answer()
+        super().put_record(replica, record)
+
+    def records(self):
+        self._answer()
+        return super().records()
+
+    def _answer(self):
         if self.away:
             raise StoreUnavailable("away")
-        return super().get_record(replica)
 
 
 async def test_a_store_that_is_away_names_nobody_and_takes_nothing(net):
@@ -265,9 +324,55 @@ async def test_a_store_that_is_away_names_nobody_and_takes_nothing(net):
     assert first.state() is ReplicaState.IDLE
 
 
+async def test_a_store_that_is_away_is_asked_again_by_its_writer_alone(net):
+    net = Net(Away(net.clock))
+    service = await net.service("a:1")
+    net.store.away = True
+    with pytest.raises(OwnerUnknown):
+        await service.bring()
+    asked = net.store.asked
+    net.clock.now_ms += 7000
+    with pytest.raises(OwnerUnknown, match="the store has not answered for 7 s"):
+        await service.bring()
+    await service.register("new")
+    await service.ownership.leave(())
+    assert service.state("new") is None, "who goes is not kept by it"
+    assert net.store.asked == asked
+    net.store.away = False
+    await service.settled()
+    with pytest.raises(UnknownReplica):
+        await service.bring()
+
+
+async def test_a_service_whose_store_is_away_when_it_starts_knows_nobody_until_it_is_read(net):
+    net = Net(Away(net.clock))
+    first = await net.service("a:1")
+    for name in ("r", "used", "unused"):
+        await first.register(name)
+    net.store.away = True
+    again = Service(net, Config(listen="a:1", store="redis://unused", owner_lease_ms=LEASE_MS))
+    await again.keeper.start(net.awaited)
+    assert not again.keeper.is_there
+    with pytest.raises(OwnerUnknown):
+        await again.bring()
+    for name in ("used", "unused"):
+        await again.register(name)
+    again.open("used")
+    used = again.registry.get("used").host
+    net.store.away = False
+    await again.keeper.load()
+    assert again.keeper.is_there
+    assert [again.state(name) for name in ("r", "used", "unused")] == [
+        ReplicaState.RECOVERING, ReplicaState.LIVE, ReplicaState.RECOVERING
+    ]  # fmt: skip
+    assert again.registry.get("used").host is used, "an engine that was served meanwhile goes on"
+    await again.settled()
+    assert unpack_record(net.store.records_by_name["used"]).epoch == used.epoch
+
+
 async def test_a_file_has_one_service(net, tmp_path):
     store = SqliteStore(tmp_path / "entries.db")
-    assert not isinstance(store, SharedStore)
+    assert not isinstance(store, BlockingSharedStore)
     service = await Net(store).service("a:1")
     await service.register()
     await service.ownership.leave(())

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.store.errors import RecordRefused, Refusal
 from kvplane_service.store.interface import LogName, StoredChunk
-from kvplane_service.store.loading import load_log
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.record import CHUNK, HEADER_BYTES, REGISTRATION, pack_chunk, seal, unpack_chunk, unseal
+from tests.store.contract import load_log
 
 LOG = LogName("r", b"n" * 16, 7)
 ENTRIES = Entries(

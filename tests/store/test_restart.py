@@ -25,6 +25,7 @@ from kvplane_service.registry import Registration, Registry
 from kvplane_service.store.errors import ClockBehindStore, StoreUnavailable
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.offloaded import Offloaded
 from kvplane_service.store.writer import StoreState, Surroundings
 from tests.client.lasting import HYBRID, STATE, LastingEngine, PageMemory
 
@@ -50,7 +51,7 @@ class Life:
         around = Surroundings(lambda: 0, no_pause, inline, lambda: 0.0)
         counter = itertools.count(7)
         self.keeper = Keeper(self.registry, self.config, around, Chance(lambda: now_ms, lambda: next(counter)))
-        asyncio.run(self.keeper.start(store))
+        asyncio.run(self.keeper.start(Offloaded(lambda: store, inline)))
         if loads:
             asyncio.run(self.keeper.load())
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from kvplane_service.config import Config
 from kvplane_service.store.errors import StoreFull, StoreUnavailable
 from kvplane_service.store.interface import LogName
-from kvplane_service.store.loading import load_log
 from kvplane_service.store.memory import MemoryStore
+from kvplane_service.store.offloaded import Offloaded
 from kvplane_service.store.writer import Limits, StoreState, StoreWriter, Surroundings, Watch
 from tests.core.builders import full
 from tests.store import servers
-from tests.store.contract import opened
+from tests.store.contract import Blocking, load_log, opened, run
 from tests.store.test_journal import LOG, Journaled
 
 
@@ -25,6 +26,7 @@ class Away(MemoryStore):
         super().__init__()
         self.error: Exception | None = None
         self.asked = 0
+        self.on_put: Callable[[], object] = lambda: None
 
     def append(self, log, chunk, trim_below):
         self.asked += 1
@@ -37,6 +39,7 @@ class Away(MemoryStore):
         if self.error:
             raise self.error
         super().put_record(replica, record)
+        self.on_put()
 
 
 class Bench:
@@ -47,7 +50,10 @@ class Bench:
         self.pauses: list[float] = []
         self.journal = self.engine.journal
         around = Surroundings(lambda: self.engine.now_ns, self._sleep, self._offload, lambda: 0.0)
-        self.writer = StoreWriter(store, Limits(100, 100, 5000, 4000), around)
+        self.store = store
+        awaited = store.store if isinstance(store, Blocking) else Offloaded(lambda: store, self._offload)
+        run(awaited.open())
+        self.writer = StoreWriter(awaited, Limits(100, 100, 5000, 4000), around)
         self.watch = Watch(self.journal, lambda: b"record")
         self.writer.watch("r", self.watch)
 
@@ -60,7 +66,7 @@ class Bench:
         return call()
 
     def write(self) -> bool:
-        return asyncio.run(self.writer.write_all())
+        return run(self.writer.write_all())
 
     def serve(self, text):
         self.engine.serve(0, text)
@@ -77,7 +83,7 @@ def test_what_waits_is_written_and_reported():
     assert (bench.report.state, bench.report.lag_entries) == (StoreState.OK, 2), "an entry and the record"
     assert bench.write()
     assert bench.report.lag_entries == 0
-    assert bench.writer.store.get_record("r") == b"record"
+    assert bench.store.get_record("r") == b"record"
     assert bench.writer.report() == bench.report
 
 
@@ -133,15 +139,40 @@ def test_shed_changes_are_told_by_a_resync():
     assert bench.engine.keyed() == keyed
 
 
+def test_a_record_whose_caller_is_cancelled_is_written_later():
+    store = Away()
+    bench = Bench(store)
+
+    def cancel():
+        store.on_put = lambda: None
+        raise asyncio.CancelledError
+
+    store.on_put = cancel
+    with pytest.raises(asyncio.CancelledError):
+        run(bench.writer.write_record("r"))
+    store.records_by_name.clear()
+    assert bench.write()
+    assert "r" in store.records_by_name
+
+
+def test_a_replica_that_is_given_up_while_its_record_is_written_gets_no_chunk():
+    store = Away()
+    bench = Bench(store)
+    bench.serve("aaaabbbbc")
+    store.on_put = lambda: bench.writer.leave("r")
+    assert bench.write()
+    assert not any(store.logs.values())
+
+
 def test_records_are_renewed_before_the_store_forgets():
     bench = Bench(MemoryStore())
     bench.write()
-    bench.writer.store.drop_record("r")
+    bench.store.drop_record("r")
     bench.write()
-    assert bench.writer.store.get_record("r") is None, "not at every turn"
+    assert bench.store.get_record("r") is None, "not at every turn"
     bench.engine.now_ns = 1_100_000_000
     bench.write()
-    assert bench.writer.store.get_record("r") == b"record"
+    assert bench.store.get_record("r") == b"record"
 
 
 def test_what_is_forgotten_is_dropped_even_when_the_store_was_away():

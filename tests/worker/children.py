@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,22 @@ def worker(connection: Connection, options: WorkerOptions) -> None:
         connection.send(told(error))
 
 
+def gated_worker(connection: Connection, options: WorkerOptions, gate: Path) -> None:
+    """A worker whose transfers to pages stop before the last one while the file `gate` exists; `.reached` says so."""
+    scatter = TorchOps.scatter
+
+    def stop_on_the_way(self: TorchOps, group: Any, blocks: Any, staging: Any) -> None:
+        scatter(self, group, blocks[:-1], staging[:-1])
+        if gate.exists():
+            gate.with_suffix(".reached").touch()
+        while gate.exists():
+            time.sleep(0.005)
+        scatter(self, group, blocks[-1:], staging[-1:])
+
+    TorchOps.scatter = stop_on_the_way  # type: ignore[method-assign]
+    worker(connection, options)
+
+
 def engine(connection: Connection, user: int = 0) -> None:
     """Does what it is told until the test has gone."""
     torch.set_num_threads(1)
@@ -44,6 +62,11 @@ def engine(connection: Connection, user: int = 0) -> None:
                 connection.send(act(*arguments))
             except KvplaneError as error:
                 connection.send(told(error))
+
+
+def attach_once(where: Path) -> None:
+    """An engine that takes the pages and exits."""
+    attach(where).close()
 
 
 def told(error: KvplaneError) -> KvplaneError:
@@ -84,6 +107,16 @@ class Hands:
         table = answer.tables.by_row()[0][0]
         self.step(kvplane.part_of(kvplane.FactRow(slot, end=kvplane.End.FREE)))
         return answer.admit_hit[0], table
+
+    def load(self, slot: int, tokens: list[int], external: int, carry_out: bool = True) -> tuple[int, list[int]]:
+        """Admit a request whose tokens are loaded; the step, and the block table of group 0."""
+        late = kvplane.AdmitRow(slot, cap=0, external=external, flags=kvplane.RowFlag.DELAY_CACHING)
+        part = kvplane.part_of(kvplane.NewsRow(slot, tokens=tokens), late)
+        if carry_out:
+            answer = self.step(part)
+            return self.session.next_seq - 1, answer.tables.by_row()[0][0]
+        result = self.session.apply(part)
+        return result.seq, result.parts[0].tables.by_row()[0][0]
 
     def step(self, part: Any) -> Any:
         """One step, executed on every rank."""

@@ -90,7 +90,7 @@ class World:
 
     def options(self, rank: int = 0, replica: str = "r", folder: str = "") -> WorkerOptions:
         run_dir = self.folder / (folder or f"{replica}-{rank}")
-        return WorkerOptions(self.service.address, replica, rank, self.device, run_dir, 1 << 16, grace_s=5)
+        return WorkerOptions(self.service.address, replica, rank, self.device, run_dir, 1 << 16)
 
     def start(self, target: Any, *arguments: object) -> Child:
         ours, theirs = FORKS.Pipe()
@@ -104,9 +104,17 @@ class World:
     def worker(self, rank: int = 0, replica: str = "r", folder: str = "") -> tuple[Child, str]:
         """A worker that is ready, and its address."""
         child = self.start(children.worker, self.options(rank, replica, folder))
+        return child, self._address_of(child)
+
+    def gated_worker(self, gate: Path) -> tuple[Child, str]:
+        """A worker of rank 0 that is ready and stops in the middle of a scatter while the gate exists."""
+        child = self.start(children.gated_worker, self.options(), gate)
+        return child, self._address_of(child)
+
+    def _address_of(self, child: Child) -> str:
         address = child.hear()
         assert isinstance(address, str), address
-        return child, address
+        return address
 
     def refused_worker(self, **where: Any) -> KvplaneError:
         """The refusal of a worker that does not start."""

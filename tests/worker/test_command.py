@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 from typer.testing import CliRunner
@@ -16,10 +17,14 @@ from tests.worker.rig import World
 def test_a_worker_by_command(here: World):
     run_dir = here.folder / "by hand"
     where = ("--service", here.service.address, "--replica", "r", "--run-dir", run_dir)
-    with running("worker", *where, "--grace-s", "0") as process:
+    with running("worker", *where) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == f"kvplane: pages at unix:{run_dir}/worker.sock\n"
         attach(run_dir).close()
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        while f"waiting for engine {os.getpid()}" not in process.stderr.readline():
+            assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT_S) == 0
     assert here.shared_files() == set()
@@ -48,7 +53,7 @@ def test_a_worker_that_waits_takes_the_replica_that_comes(here: World):
     run_dir = here.folder / "early"
     where = ("--service", here.service.address, "--replica", "late", "--run-dir", run_dir)
     assert run_kvplane("worker", *where).returncode == WRONG_USE
-    with running("worker", *where, "--grace-s", "0", "--wait") as process:
+    with running("worker", *where, "--wait") as process:
         assert process.stdout is not None
         assert process.stderr is not None
         while "waiting" not in process.stderr.readline():

@@ -36,17 +36,18 @@ BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 TOKEN, REPLICA = "a", "r"
 INFO = WorkerInfo(0, 1, "x" * 128, 3, "c", WorkerState.READY, 5, 2, "b")
 
+WRITE: dict[str, Any] = {"token": TOKEN, "epoch": 3, "seq": 2, "part": 1}
 VALID: dict[str, list[Message]] = {
     "Describe": [pb.DescribeRequest()],
     "Attach": [pb.AttachRequest(token=TOKEN, pid=1, start_ticks=1, plan_digest="b")],
     "Transfer": [
-        pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_COPY", group=1, blocks=[1, 2], dst_blocks=[2, 3]),
-        pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_ZERO", blocks=[5], expected_stamps=[15]),
+        pb.TransferRequest(**WRITE, kind="TRANSFER_KIND_COPY", group=1, blocks=[1, 2], dst_blocks=[2, 3]),
+        pb.TransferRequest(**WRITE, kind="TRANSFER_KIND_ZERO", blocks=[5], expected_stamps=[15], load_after=1),
         pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_GATHER", blocks=[5, 16], first_row=2),
-        pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_SCATTER", blocks=[5, 17], first_row=3),
+        pb.TransferRequest(**WRITE, kind="TRANSFER_KIND_SCATTER", blocks=[5, 17], first_row=3),
     ],
     "Checksum": [pb.ChecksumRequest(group=1, blocks=[0, 1, 17])],
-    "Claim": [pb.ClaimRequest(token=TOKEN, epoch=3)],
+    "Claim": [pb.ClaimRequest(token=TOKEN, epoch=4)],
 }
 WORKERS: dict[str, list[Message]] = {
     "RegisterWorker": [plan_pb2.RegisterWorkerRequest(replica=REPLICA, worker=wire.encode_worker(INFO))],
@@ -64,6 +65,9 @@ class Served:
         self.holdings = Holdings.allocate(rank, "cpu", self.place, 1 << 12)
         self.holdings.stamps.claim(3)
         self.holdings.stamps.write(range(1, 40), range(11, 50))
+        self.holdings.stamps.begin(2, 1)
+        self.holdings.stamps.finish()
+        self.holdings.stamps.set_executed(1)
         info = replace(INFO, device="cpu", plan_digest="b")
         post = Post(REPLICA, info, TOKEN, self.holdings, choose("cpu"))
         self.servicer = WorkerServicer(post)
@@ -124,7 +128,7 @@ def test_a_mutated_call_of_a_worker_is_answered_or_refused(served: Served, metho
 def test_a_block_id_that_a_parser_would_cut_is_no_block(served: Served):
     """2^32 + 5 is not block 5."""
     before = served.kept()
-    zero = pb.TransferRequest(token=TOKEN, epoch=3, kind="TRANSFER_KIND_ZERO").SerializeToString()
+    zero = pb.TransferRequest(**WRITE, kind="TRANSFER_KIND_ZERO").SerializeToString()
     big = bytes([pb.TransferRequest.BLOCKS_FIELD_NUMBER << 3, 0x85, 0x80, 0x80, 0x80, 0x10])
     assert pb.TransferRequest.FromString(zero + big).blocks == [5]
     assert outcome(served.channel, "Worker/Transfer", zero + big) is grpc.StatusCode.INVALID_ARGUMENT

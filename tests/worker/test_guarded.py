@@ -33,7 +33,7 @@ def start(here: World, token: str) -> object:
     """What a worker says that shows this token."""
     options = here.options()
     access = Access(None, token)
-    given = type(options)(options.service, "r", 0, "cpu", options.run_dir, 1 << 16, 5, access=access)
+    given = type(options)(options.service, "r", 0, "cpu", options.run_dir, 1 << 16, access=access)
     return here.start(children.worker, given).hear()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvplane.base.errors import (
     NotFound,
     OutOfMemory,
     PermissionDenied,
+    Unavailable,
     WorkerExists,
     WrongPlan,
 )
@@ -24,8 +26,12 @@ from kvplane.v1 import plan_pb2
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.v1.allocation_pb2 import ListReplicasRequest
 from kvplane_service.config import Config
+from kvplane_worker import process as process_module
 from kvplane_worker.attach import WorkerClient, attach, run_dir_of
-from kvplane_worker.process import WorkerProcess
+from kvplane_worker.holdings import Holdings
+from kvplane_worker.ops import select
+from kvplane_worker.ops.proof import Proof
+from kvplane_worker.process import Stop, WorkerProcess
 from tests.core.planner_layers import full, named
 from tests.service.rig import SPEC, running, until
 from tests.worker.rig import BLOCKS, World, refusal, world
@@ -77,14 +83,53 @@ def test_a_leaving_worker_waits_for_the_engine(here: World):
     assert child.wait() == 0
 
 
-def test_a_second_signal_does_not_wait(here: World):
+def test_a_second_signal_does_not_wait_and_the_engine_keeps_its_pages(here: World):
     child, address = here.worker()
     engine = here.engine()
     engine.do("attach", address)
+    engine.do("fill", 0, 1, 1, 7)
     child.terminate()
     until(lambda: [worker.state for worker in here.shown()] == [plan_pb2.WORKER_STATE_LEAVING])
     child.terminate()
     assert child.wait() == 0
+    assert engine.do("look", 0, 1, 1) == {7}
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_pages_are_freed_only_when_the_engine_has_exited(here: World, monkeypatch, alive):
+    freed: list[bool] = []
+    close = Holdings.close
+
+    def noted(holdings: Holdings, lent: bool = False) -> None:
+        freed.append(not lent)
+        close(holdings, lent)
+
+    monkeypatch.setattr(Holdings, "close", noted)
+    process = WorkerProcess(here.options())
+    engine = here.engine()
+    engine.do("attach", process.start())
+    if not alive:
+        engine.kill()
+    process.leave()
+    process.leave()
+    process.serve()
+    process.close()
+    assert freed == [not alive]
+
+
+def test_a_signal_counts_while_a_backend_is_tried(here: World, monkeypatch):
+    stop = Stop()
+
+    def tried(*_: object, **given: threading.Event) -> Proof:
+        stop.ask()
+        assert given["stop"].is_set()
+        return Proof("it was stopped", 0, 0.0)
+
+    monkeypatch.setattr(process_module, "prove_apart", tried)
+    monkeypatch.setattr(select, "BACKENDS", {"slow": "torch_ops:TorchOps", **select.BACKENDS})
+    error = refusal(WorkerProcess, here.options(), stop)
+    assert (type(error), error.message) == (Unavailable, "asked to stop while backends were tried")
+    assert not (here.folder / "r-0").exists()
 
 
 def test_a_rank_has_one_worker_whatever_its_directory(here: World):

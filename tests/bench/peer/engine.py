@@ -9,7 +9,7 @@ from time import perf_counter_ns
 
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
-from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Run
+from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, Run
 from kvplane.session import Session
 from kvplane.tables import BlockTables
 from tests.bench.peer.work import SETUP_BATCH, Shape, prompt, sampled
@@ -57,9 +57,7 @@ class Engine:
         """Prefill so many requests."""
         scheme = HashScheme.named(self.shape.unit)
         lengths = self.shape.decode_prompts(num_requests)
-        waiting = [
-            Request(index, prompt(index, length), RequestHasher(scheme)) for index, length in enumerate(lengths)
-        ]
+        waiting = [Request(index, prompt(index, length), RequestHasher(scheme)) for index, length in enumerate(lengths)]
         for first in range(0, num_requests, SETUP_BATCH):
             batch = waiting[first : first + SETUP_BATCH]
             self._admission(batch)
@@ -154,8 +152,7 @@ class Engine:
             num_hashes=[length // self.shape.unit for length in lengths],
             hashes=b"".join(hashes),
         )
-        flags = [int(RowFlag.ALIGN)] * len(slots) if self.shape.has_states else []
-        result = self._apply(Part(news=news, admit=Admit(slot=slots, flags=flags)))
+        result = self._apply(Part(news=news, admit=Admit(slot=slots)))
         assert set(result.admit_status) == {AdmitStatus.GRANTED}
         for request, hit, granted in zip(requests, result.admit_hit, result.admit_granted, strict=True):
             request.computed = hit + granted

@@ -1,0 +1,234 @@
+"""How long a step holds the event loop of a real `kvplane serve`, in the steady state: full pool, events on, followed.
+
+    python -m tests.bench.held                  prints the table and writes tests/bench/results/held.{md,json}
+    python -m tests.bench.held --models llama-3.1-8b --no-write
+
+A ticker in the service's loop wakes every two milliseconds and notes the CPU time that the loop's thread used since it
+woke last: what else the machine does is not in it. A *step* is the handling of its message, bytes to bytes, in the same
+time. One engine computes prompts in chunks of 8192 tokens with three steps in flight, a second one sends small steps,
+and a subscriber reads every event of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import kvplane
+from kvplane import ModelSource, Part
+from kvplane.base.step import Admit, Budget, End, Facts, News, Run
+from tests.bench.machine import machine, machine_line
+
+RESULTS = Path(__file__).parent / "results"
+TICK_S, CHUNK, LONG, WARM, PROMPTS = 0.002, 8192, 32_768, 4, 24
+MODELS = ("llama-3.1-8b", "gpt-oss-20b", "gemma-3-27b", "jamba-v0.1")
+SERVE = "import sys; from tests.bench.held import serve; serve(sys.argv.pop(1))"
+
+
+# -- in the service ----------------------------------------------------------------------------------------------------
+
+
+def serve(path: str) -> None:
+    """`kvplane serve`, which writes at its end what its loop was held by."""
+    from kvplane_service.cli import main
+    from kvplane_service.cli import serve as command
+    from kvplane_service.rpc import session
+
+    steps, ticks = list[int](), list[int]()
+    handle, tell = session._Stream._step, command._tell_addresses
+
+    def timed(self: Any, message: Any, raw: bytes) -> bytes:
+        started = time.thread_time_ns()
+        answer = handle(self, message, raw)
+        steps.append(time.thread_time_ns() - started)
+        return answer
+
+    async def tick() -> None:
+        while True:
+            before = time.thread_time_ns()
+            await asyncio.sleep(TICK_S)
+            ticks.append(time.thread_time_ns() - before)
+
+    def tell_and_tick(app: Any) -> None:
+        ticking.append(asyncio.get_running_loop().create_task(tick()))
+        tell(app)
+
+    def note(*_: object) -> None:
+        Path(path).write_text(json.dumps({"steps": steps, "ticks": ticks}))
+        steps.clear()
+        ticks.clear()
+
+    ticking = list[asyncio.Task[None]]()
+    session._Stream._step = timed  # type: ignore[method-assign]
+    command._tell_addresses = tell_and_tick
+    signal.signal(signal.SIGUSR1, note)
+    main()
+
+
+@contextmanager
+def service() -> Iterator[tuple[str, subprocess.Popen[str], Path]]:
+    """Where it listens, its process, and the file of what held it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "held.json"
+        command = [sys.executable, "-c", SERVE, str(path), "serve", "--listen", "127.0.0.1:0"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[-1], process, path
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+# -- beside it ---------------------------------------------------------------------------------------------------------
+
+
+class Prefills:
+    """An engine that computes prompts, one after the other, ahead of their execution."""
+
+    def __init__(self, session: kvplane.Session, in_flight: int) -> None:
+        self._session, self._in_flight, self._done = session, in_flight, 0
+        self._size = session.spec.hash_block_size
+        self._chunk = CHUNK // self._size * self._size
+        self._long = LONG // self._chunk * self._chunk
+
+    def prompt(self) -> None:
+        """All chunks of a new prompt, and its end."""
+        count, budget = self._long // self._size, Budget(tokens=self._chunk)
+        news = News([0], [self._long], num_hashes=[count], hashes=os.urandom(32 * count))
+        self._send(Part(news=news, admit=Admit([0], cap=[self._chunk]), budget=budget))
+        for _ in range(self._long // self._chunk - 1):
+            self._send(Part(run=Run([0], cap=[self._chunk]), budget=budget))
+        self._send(Part(facts=Facts([0], end=[int(End.FREE)])))
+
+    def _send(self, part: Part) -> None:
+        self._done = max(self._done, self._session.next_seq - 1 - self._in_flight)
+        self._session.submit(part, executed_through=self._done)
+        self._session.receive()
+
+
+def follow(address: str, replica: str, ended: threading.Event) -> None:
+    """Read every event of a replica."""
+    with kvplane.connect(address) as client:
+        for _ in client.subscribe(replica):
+            if ended.is_set():
+                return
+
+
+def step_beside(address: str, ended: threading.Event) -> None:
+    """An engine that does nothing, every few milliseconds."""
+    with kvplane.connect(address) as client:
+        client.register_replica("beside", ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=4096))
+        with client.session("beside") as session:
+            while not ended.wait(0.005):
+                session.apply(Part())
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of one model, in ms: steps of 8192 tokens, and the ticker's intervals."""
+
+    model: str
+    groups: int
+    steps: int
+    step_median: float
+    step_longest: float
+    tick_p99: float
+    tick_longest: float
+
+
+def measure(model: str, in_flight: int) -> Held:
+    """Fill the pool, then note some prompts."""
+    with service() as (address, process, path), kvplane.connect(address) as client:
+        client.register_replica("probe", ModelSource(model=model, num_blocks=1 << 16, max_model_len=40_000))
+        with client.session("probe") as session:
+            spec = session.spec
+        groups = len(spec.groups)
+        blocks = groups * (3 * LONG // spec.hash_block_size + 64)
+        client.register_replica("r", ModelSource(model=model, num_blocks=blocks, max_model_len=40_000))
+        ended = threading.Event()
+        beside = [
+            threading.Thread(target=follow, args=(address, "r", ended), daemon=True),
+            threading.Thread(target=step_beside, args=(address, ended), daemon=True),
+        ]
+        for thread in beside:
+            thread.start()
+        with client.session("r") as session:
+            engine = Prefills(session, in_flight)
+            for _ in range(WARM):
+                engine.prompt()
+            noted(process, path)
+            for _ in range(PROMPTS):
+                engine.prompt()
+            found = noted(process, path)
+            ended.set()
+        steps, ticks = ([ns / 1e6 for ns in found[name]] for name in ("steps", "ticks"))
+        busy = sorted(steps)[-PROMPTS * (LONG // CHUNK) :]
+        return Held(model, groups, len(busy), statistics.median(busy), max(steps),
+                    sorted(ticks)[int(len(ticks) * 0.99)], max(ticks))  # fmt: skip
+
+
+def noted(process: subprocess.Popen[str], path: Path) -> dict[str, list[int]]:
+    """What held the loop since the last call."""
+    path.unlink(missing_ok=True)
+    process.send_signal(signal.SIGUSR1)
+    while not path.exists() or not path.read_text().endswith("}"):
+        time.sleep(0.01)
+    found: dict[str, list[int]] = json.loads(path.read_text())
+    return found
+
+
+def report(rows: list[Held], command: str) -> str:
+    """As Markdown."""
+    lines = [
+        "# How long a step holds the loop",
+        "",
+        machine_line(),
+        "",
+        f"`{command}`; CPU time of its thread, ms.",
+        "A tick may hold it for the longest step and 2 ms.",
+    ]
+    lines += ["", "| model | groups | steps | a step, median | longest step | tick, p99 | longest tick | allowed |"]
+    lines.append("|---" * 8 + "|")
+    for row in rows:
+        most = row.step_longest + TICK_S * 1000
+        told = f"{row.tick_longest:.1f}" if row.tick_longest <= most else f"**{row.tick_longest:.1f}**"
+        lines.append(
+            f"| {row.model} | {row.groups} | {row.steps} | {row.step_median:.1f} | {row.step_longest:.1f} "
+            f"| {row.tick_p99:.1f} | {told} | {most:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What holds the loop of a service.")
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--in-flight", type=int, default=3)
+    parser.add_argument("--no-write", action="store_true")
+    given = parser.parse_args()
+    rows = [measure(model, given.in_flight) for model in given.models]
+    command = f"python -m tests.bench.held --in-flight {given.in_flight}"
+    text = report(rows, command)
+    sys.stdout.write(text)
+    if not given.no_write:
+        data = {"machine": machine(), "command": command, "rows": [asdict(row) for row in rows]}
+        (RESULTS / "held.md").write_text(text, encoding="utf-8")
+        (RESULTS / "held.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

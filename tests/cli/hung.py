@@ -1,0 +1,205 @@
+"""A real service beside something that hangs, and what everybody else is answered meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import kvplane
+from kvplane import Content, ModelSource, Part, RetryPolicy
+from kvplane.base.errors import KvplaneError, Unavailable
+from tests.cli.processes import KVPLANE
+from tests.client.proxy import CuttingProxy
+from tests.store import servers
+
+REPLICAS = 12
+CALLERS = 24
+BOUND_S = (
+    12.0  # for what should take some milliseconds on a machine with nothing else to do; the faults took 40 to 120 s
+)
+GRACE_MS = 4000
+MODEL = ModelSource(model="llama-3.1-8b", num_blocks=2000, max_model_len=16384)
+
+
+class TooLate(Exception):
+    """Something was not answered in time."""
+
+
+@dataclass
+class Hangable:
+    """A store, and what makes it hang and go on."""
+
+    setting: str
+    hang: Callable[[], object]
+    go_on: Callable[[], object]
+
+
+@contextmanager
+def stopped_redis(folder: Path) -> Iterator[Hangable]:
+    with servers.serving(folder) as server:
+        assert server.process is not None
+        send = server.process.send_signal
+        yield Hangable(f"redis://{server.address}", lambda: send(signal.SIGSTOP), lambda: send(signal.SIGCONT))
+        send(signal.SIGCONT)
+
+
+@contextmanager
+def black_hole(folder: Path) -> Iterator[Hangable]:
+    """Between the service and Redis: connections stay, and nothing passes."""
+    with servers.serving(folder) as server:
+        proxy = CuttingProxy(server.address)
+        yield Hangable(f"redis://{proxy.address}", lambda: proxy.hold(True), lambda: proxy.hold(False))
+        proxy.hold(False)
+        proxy.close()
+
+
+@contextmanager
+def locked_file(folder: Path) -> Iterator[Hangable]:
+    """A disk on which a write does not end: another process has the file locked."""
+    folder.mkdir()
+    path = folder / "entries.db"
+
+    def hang() -> None:
+        locks.append(sqlite3.connect(path, isolation_level=None, check_same_thread=False))
+        locks[0].execute("BEGIN IMMEDIATE")
+
+    locks: list[sqlite3.Connection] = []
+    yield Hangable(f"sqlite:{path}", hang, lambda: locks[0].execute("ROLLBACK"))
+    for lock in locks:
+        lock.close()
+
+
+STORES = {"redis stopped": stopped_redis, "black hole": black_hole, "file locked": locked_file}
+
+
+@dataclass
+class Service:
+    """A process of `kvplane serve`, weakened where a twin is named, with replicas and two sessions."""
+
+    process: subprocess.Popen[str]
+    address: str
+    metrics: str
+    log: Path
+    sessions: list[kvplane.Session] = field(default_factory=list)
+
+    @property
+    def client(self) -> kvplane.Client:
+        return kvplane.connect(self.address, timeout_s=BOUND_S, retry=RetryPolicy(attempts=1))
+
+    def register_all(self) -> None:
+        with self.client as client:
+            for number in range(REPLICAS):
+                client.register_replica(f"r{number}", MODEL)
+        for number in range(2):
+            self.sessions.append(self.client.session(f"r{number}"))
+            self.sessions[-1].apply(Part())
+
+    def scrape(self) -> str:
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=BOUND_S) as answer:
+            return answer.read().decode()
+
+    # -- what is measured
+
+    def answers(self) -> dict[str, Callable[[], object]]:
+        """What needs no store."""
+        client, other = self.client, self.client
+        return {
+            "metrics": self.scrape,
+            "unary call": lambda: client.find_cache_hit("r5", Content(tokens=list(range(9000)))),
+            "registration": lambda: client.register_replica(f"new-{time.monotonic_ns()}", MODEL),
+            "step": lambda: self.sessions[0].apply(Part()),
+            "new session": lambda: other.session("r2").close(),
+        }
+
+    def check_answers(self, *without: str) -> None:
+        for what, ask in self.answers().items():
+            if what in without:
+                continue
+            asked_s = time.monotonic()
+            try:
+                ask()
+            except (KvplaneError, OSError) as error:
+                raise TooLate(f"{what}: {error!r}") from error
+            took_s = time.monotonic() - asked_s
+            if took_s > BOUND_S:
+                raise TooLate(f"{what}: {took_s:.1f} s")
+
+    @contextmanager
+    def strangers(self) -> Iterator[list[KvplaneError]]:
+        """Callers that ask again and again for what another service may have, or register; their refusals."""
+        over, refusals = threading.Event(), list[KvplaneError]()
+
+        def ask(number: int) -> None:
+            client = kvplane.connect(self.address, timeout_s=60.0, retry=RetryPolicy(attempts=1))
+            while not over.is_set():
+                try:
+                    if number % 2:
+                        client.register_replica(f"stranger-{number}-{time.monotonic_ns()}", MODEL)
+                    client.describe_replica(f"unknown-{number}")
+                except KvplaneError as error:
+                    refusals.append(error)
+                over.wait(0.05)
+
+        threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(CALLERS)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield refusals
+        finally:
+            over.set()
+
+    def check_drain(self) -> None:
+        """Engines are told before anything else is done, and the process ends soon after the grace."""
+        session = self.sessions[0]
+        asked_s = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        while not session.draining:
+            if time.monotonic() - asked_s > GRACE_MS / 1000:
+                raise TooLate("an engine was told of the drain when the grace was over")
+            try:
+                session.apply(Part())
+            except Unavailable as error:
+                raise TooLate(f"an engine was not told of the drain: {error}") from error
+            time.sleep(0.05)
+        for one in self.sessions:
+            with contextlib.suppress(KvplaneError):
+                one.close()
+        try:
+            self.process.wait(GRACE_MS / 1000 + BOUND_S)
+        except subprocess.TimeoutExpired:
+            raise TooLate("the process did not end") from None
+        if self.process.returncode:
+            raise TooLate(f"it ended with {self.process.returncode}: {self.log.read_text()}")
+
+
+@contextmanager
+def serving(folder: Path, store: str, twin: str = "") -> Iterator[Service]:
+    """A service process."""
+    program = [sys.executable, "-m", "tests.twins", twin, "kvplane"] if twin else KVPLANE
+    settings = {"store": store, "drain_grace_ms": GRACE_MS, "store_flush_ms": 20}
+    chosen = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    log = folder / "service.log"
+    with ExitStack() as stack:
+        errors = stack.enter_context(log.open("w"))
+        process = subprocess.Popen(
+            [*program, "serve", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0", *chosen],
+            stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        stack.enter_context(process.stdout)
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert all(lines), log.read_text()
+        yield Service(process, lines[0].split()[-1], lines[1].split("//")[1].split("/")[0], log)

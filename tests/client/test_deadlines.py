@@ -1,0 +1,224 @@
+"""Peers that keep a stream and do not serve it: one that answers pings and no steps, one that is shy of pings."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+import kvplane
+from kvplane import AdmitRow, NewsRow, Part, aio, channel, part_of, wire
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
+from kvplane.base.session import Opened
+from kvplane.requests import Allocate, Content
+from kvplane.retry import RetryPolicy
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane.watchdog import NEVER, TICK_S, Watchdog
+from tests.client.loop_thread import LIMIT_S, Blocking, shared_loop
+from tests.client.mini_engine import HYBRID
+from tests.client.worlds import GrpcWorld
+from tests.twins import weakened
+
+QUICK: Any = {"step_timeout_s": 0.2, "open_timeout_s": 5.0, "retry": RetryPolicy(attempts=1)}
+
+
+@contextmanager
+def server(handler):
+    """The address of a gRPC server with gRPC's own settings."""
+    place = grpc.server(ThreadPoolExecutor(30))
+    place.add_generic_rpc_handlers((handler,))
+    port = place.add_insecure_port("127.0.0.1:0")
+    place.start()
+    yield f"127.0.0.1:{port}"
+    place.stop(None)
+
+
+@pytest.fixture(params=["blocking", "asyncio"])
+def session_at(request):
+    """Opens a session of either kind at an address."""
+    clients: list[Any] = []
+    if request.param == "blocking":
+
+        def open_one(address, name):
+            clients.append(kvplane.connect(address))
+            return clients[-1].session(name, **QUICK)
+
+        yield open_one
+        for client in clients:
+            client.close()
+        return
+
+    def open_another(address, name):
+        clients.append(shared_loop().make(aio.connect, address))
+        return Blocking(shared_loop().do(clients[-1].session, name, **QUICK))
+
+    yield open_another
+    for client in clients:
+        shared_loop().do(client.close)
+
+
+class Silent(grpc.GenericRpcHandler):
+    """Opens sessions and answers no step; gRPC's own threads answer pings."""
+
+    def __init__(self):
+        self.done = threading.Event()
+        self.num_steps = 0
+
+    def service(self, details):
+        def serve(requests, context):
+            epoch = pb.SessionRequest.FromString(next(requests)).open.epoch or 1
+            opened = Opened(epoch, 0, 0, 4, 100, 60_000, HYBRID, 39, 0)
+            yield pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString()
+            context.add_callback(self.done.set)
+            for raw in requests:
+                self.num_steps += pb.SessionRequest.FromString(raw).HasField("step")
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+
+def test_a_service_that_answers_pings_and_no_steps(session_at):
+    silent = Silent()
+    with server(silent) as address:
+        session = session_at(address, "r")
+        for call in (lambda: session.apply(Part()), session.receive, session.receive):
+            with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
+                call()
+            assert (session.in_flight, session.ended) == (1, None)
+        session.close()
+        assert silent.num_steps == 3, "each try sends the step again, on a stream of its own"
+        assert silent.done.wait(LIMIT_S)
+
+
+def test_without_a_deadline_a_call_ends_by_an_abort_alone():
+    with server(Silent()) as address, weakened("no deadline of a step"), kvplane.connect(address) as client:
+        session, ended = client.session("r", **QUICK), threading.Event()
+
+        def engine():
+            with pytest.raises(FailedPrecondition, match="aborted"):
+                session.apply(Part())
+            ended.set()
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        assert not ended.wait(10 * QUICK["step_timeout_s"])
+        session.abort()
+        assert ended.wait(LIMIT_S)
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def world():
+    with closing(GrpcWorld("127.0.0.1:0")) as world:
+        yield world
+
+
+class Hop(grpc.GenericRpcHandler):
+    """A proxy with gRPC's default limit of pings: two within five minutes without data, then GOAWAY.
+
+    Attributes:
+        began: when each stream did.
+    """
+
+    def __init__(self, target):
+        self._channel = grpc.insecure_channel(target)
+        self.began = []
+
+    def service(self, details):
+        def carry(request, context):
+            self.began.append(time.monotonic())
+            answers: Any = self._channel.unary_stream(details.method)(request)
+            context.add_callback(answers.cancel)
+            try:
+                yield from answers
+            except grpc.RpcError:
+                return
+
+        return grpc.unary_stream_rpc_method_handler(carry)
+
+
+def test_a_proxy_that_is_shy_of_pings_is_pinged_ever_less_often(world, monkeypatch):
+    """It answers ENHANCE_YOUR_CALM and cuts the connection; gRPC doubles the interval each time, on each channel."""
+    options = tuple((key, 1000 if key == "grpc.keepalive_time_ms" else value) for key, value in channel._OPTIONS)
+    monkeypatch.setattr(channel, "_OPTIONS", options)
+    hop = Hop(world.service.address)
+    with server(hop) as address, kvplane.connect(address, retry=RetryPolicy(attempts=1000)) as client:
+        batches, seen, done = client.subscribe(world.replica, 0), [], threading.Event()
+
+        def listen():
+            seen.append(next(batches))
+            done.set()
+
+        threading.Thread(target=listen, daemon=True).start()
+        while len(hop.began) < 2 or time.monotonic() - hop.began[-1] < 1.5 * (hop.began[1] - hop.began[0]):
+            assert len(hop.began) < 3, "the interval does not grow"
+            assert not done.wait(0.05)
+        world.client.allocate_slots(world.replica, Allocate("a", Content(tokens=range(40))))
+        world.client.commit_blocks(world.replica, kvplane.Commit())
+        assert done.wait(LIMIT_S)
+        assert seen[0].events
+
+
+def test_a_time_to_wait_is_above_zero(world):
+    for name in ("step_timeout_s", "open_timeout_s"):
+        with pytest.raises(InvalidArgument, match=name):
+            world.client.session(world.replica, **{name: 0.0})
+
+
+def test_a_revive_excludes_what_it_gives(world):
+    for name, value in (("stamp_table", [1] * HYBRID.num_blocks), ("epoch", 3)):
+        with pytest.raises(InvalidArgument, match=name):
+            world.client.session(world.replica, kvplane.Revival, **{name: value})
+
+
+def test_a_session_that_remembers_nothing_cannot_begin_a_new_life(world):
+    with world.client.session(world.replica, remember=False) as session:
+        with pytest.raises(FailedPrecondition, match="no revive"):
+            session.begin_new_life()
+        assert session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0))).seq == 1
+
+
+def test_an_option_that_there_is_not(world):
+    options: Any = {"patience": 3}
+    with pytest.raises(InvalidArgument, match="no such option"):
+        world.client.session(world.replica, **options)
+
+
+# ---- the watchdog
+
+
+class Waiting:
+    def __init__(self, deadline_s):
+        self.deadline_s = deadline_s
+        self.late = threading.Event()
+
+    def is_late(self):
+        self.late.set()
+
+
+def test_the_watchdog_ends_what_is_late_and_nothing_else():
+    dog, late, early, gone = Watchdog(), Waiting(time.monotonic()), Waiting(NEVER), Waiting(time.monotonic())
+    for one in (late, early):
+        dog.watch(one)
+    dog.watch(gone)
+    dog.forget(gone)
+    assert late.late.wait(LIMIT_S)
+    assert not early.late.is_set()
+    assert not gone.late.is_set()
+
+
+def test_its_thread_ends_with_the_last_stream_and_begins_again_with_the_next():
+    dog = Watchdog()
+    for _ in range(2):
+        before = set(threading.enumerate())
+        one = Waiting(NEVER)
+        dog.watch(one)
+        (thread,) = {each for each in threading.enumerate() if each.name == "kvplane-deadlines"} - before
+        del one  # dropped, not forgotten
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert TICK_S < 1.0

@@ -1,0 +1,174 @@
+"""A session without a `revive` tells a new service what it has seen of the engine's requests itself."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvplane.base.errors import ServiceRestarted
+from kvplane.base.session import OpenRequest
+from kvplane.base.stamps import Stamp
+from kvplane.base.step import Cache, End, ExtraKeys, News, Part, PartResult, Resume, RowFlag, Step, StepResult
+from kvplane.known import KnownRequests
+from kvplane.retry import RetryPolicy
+from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane.session import Session
+from tests.client.lasting import HYBRID, STATE
+from tests.client.mini_engine import MiniEngine
+from tests.store.test_restart import NAME, NONCES, Wire, World
+
+
+def open_session(world: World) -> Session:
+    retry = RetryPolicy(3, sleep=lambda _: None)
+    request, nonces = OpenRequest(NAME, next(NONCES)), NONCES.__next__
+    return Session(Wire(world), request, retry=retry, nonces=nonces, heartbeats=False, revive=KnownRequests())
+
+
+def requests_of(world: World) -> dict[int, tuple[object, ...]]:
+    """What the service knows of each."""
+    known = world.life.host.replica.requests
+    columns = (known.request_id, known.domain, known.num_tokens, known.limit, known.skip_reading)
+    return {slot: (*(column[slot] for column in columns), tuple(known.content[slot].digests)) for slot in known.slots()}
+
+
+@pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
+@pytest.mark.parametrize("every", [7, 12, 25])
+def test_an_engine_that_gives_nothing_outlives_its_service(spec, every):
+    """Killed again and again: a new service knows every request as the old one did, and each comes to its end."""
+    world, seqs = World(spec), []
+    with open_session(world) as session:
+        engine = MiniEngine(lambda part: session.apply(part).parts[0], seed=every)
+        for turn in itertools.count(1):
+            if not (engine._waiting or engine.running or engine._facts):
+                break
+            seqs.append(session.next_seq)
+            engine.step()
+            if turn % every == 0:
+                before = requests_of(world)
+                world.life.flush()
+                world.restart()
+                session.apply(Part(), executed_through=session.next_seq - 1)
+                seqs.append(session.next_seq - 1)
+                assert requests_of(world) == before
+                take_back(engine)
+        assert world.deaths > 3
+        assert seqs == list(range(1, len(seqs) + 1)), "the numbers go on"
+        assert not requests_of(world)
+
+
+def take_back(engine):
+    """All have been preempted by the answer to the empty step."""
+    for slot, request in reversed(list(engine.running.items())):
+        request.computed = 0
+        engine._waiting.appendleft((slot, request))
+    engine.running.clear()
+
+
+def test_what_was_in_flight_is_known_too_and_preempts_those_that_ran():
+    world = World(HYBRID)
+    with open_session(world) as session:
+        session.apply(part_of(NewsRow(0, range(40)), NewsRow(1, range(50)), AdmitRow(0), AdmitRow(1)))
+        session.submit(part_of(FactRow(0, tokens=[7]), FactRow(1, end=End.FREE), RunRow(0)), executed_through=1)
+        session.submit(part_of(NewsRow(2, range(10), domain="d")), executed_through=1)
+        world.life.flush()
+        world.restart()
+        first, second = session.receive().parts[0], session.receive().parts[0]
+        assert (first.granted, first.preempted, second.preempted) == ([0], [0], [])
+        known = world.life.host.replica.requests
+        assert {slot: known.num_tokens[slot] for slot in known.slots()} == {0: 41, 2: 10}
+        assert known.domain[2] == "d"
+        world.restart()
+        assert session.apply(part_of(AdmitRow(0), AdmitRow(2))).parts[0].admit_status == [0, 0]
+        assert session.apply(part_of(AdmitRow(0), AdmitRow(2))).parts[0].admit_status == [1, 1]
+
+
+def test_a_new_service_that_dies_while_it_is_told_is_told_the_same(monkeypatch):
+    world = World(HYBRID)
+    with open_session(world) as session:
+        session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0)))
+        before = requests_of(world)
+        world.life.flush()
+        world.restart()
+        deaths, real = iter([True, False]), Wire.send
+
+        def send(self, step):
+            if next(deaths, False):
+                world.restart()
+            real(self, step)
+
+        monkeypatch.setattr(Wire, "send", send)
+        session.apply(part_of(FactRow(0, tokens=[7])))
+        assert world.deaths == 2
+        before[0] = (*before[0][:2], 41, *before[0][3:])
+        assert requests_of(world) == before
+
+
+def step(*parts, seq=1):
+    return Step(1, seq, list(parts))
+
+
+def noted(*parts: Part) -> KnownRequests:
+    known = KnownRequests()
+    for seq, part in enumerate(parts, 1):
+        done = PartResult(admit_status=[1] * len(part.admit.slot), granted=[1] * len(part.run.slot))
+        known.note(step(part), StepResult(seq, 0, [done]))
+    return known
+
+
+def test_hashes_and_every_fact_of_a_request_are_told():
+    keys = ExtraKeys(salt="s")
+    first = News([4, 5], [20, 33], [], [1, 2], b"aabbcc", ["x", "y"], ["", "d"], [keys, keys], [0, 1], [0, 99])
+    known = noted(Part(news=first), part_of(FactRow(4, num_tokens=12, hashes=[b"dd"])), Part())
+    news = known.revival(7, 40).news
+    assert news == News([4, 5], [32, 33], [], [2, 2], b"aaddbbcc", *[getattr(first, name) for name in OTHERS])
+
+
+OTHERS = ("request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
+
+
+def test_the_new_life_is_numbered_above_the_one_that_ended_and_nothing_is_proven():
+    stamps = noted(Part()).revival(7, 40).stamp_table
+    assert len(stamps) == 40
+    assert Stamp.unpack(stamps[0]).epoch == 7, "of the null block, which no key is of"
+    assert not any(stamps[1:])
+
+
+NEWS = part_of(NewsRow(0, range(40)), AdmitRow(0))
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([NEWS, part_of(FactRow(0, end=End.HELD))], "transfer may read"),
+        ([part_of(NewsRow(0, range(40)), AdmitRow(0, external=16))], "load from outside"),
+        ([part_of(NewsRow(0, range(40)), AdmitRow(0, flags=RowFlag.DELAY_CACHING))], "load from outside"),
+        ([NEWS, Part(resume=Resume(slot=[0], computed=[3]))], "resumed with their blocks"),
+        ([NEWS, part_of(NewsRow(1, num_tokens=16, hashes=[b"a" * 32]))], "others hashes"),
+    ],
+    ids=["held", "external", "delayed", "image", "mixed"],
+)
+def test_what_only_the_engine_can_know_ends_the_session(parts, why):
+    with pytest.raises(ServiceRestarted, match=why) as caught:
+        noted(*parts).revival(7, 40)
+    assert "revive" in caught.value.remedy
+
+
+def test_a_session_with_loads_under_way_ends_with_its_service():
+    world = World(HYBRID)
+    session = open_session(world)
+    session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0, external=16)))
+    world.life.flush()
+    world.restart()
+    for _ in range(2):
+        with pytest.raises(ServiceRestarted, match="load from outside"):
+            session.apply(Part(), executed_through=0)
+    assert isinstance(session.ended, ServiceRestarted)
+
+
+def test_steps_in_flight_that_cannot_be_read_end_it_too():
+    lost = step(part_of(NewsRow(1, [2**40]), cache=Cache(released=[3])))
+    with pytest.raises(ServiceRestarted, match="cannot be read"):
+        noted(NEWS).after([lost]).revival(7, 40)
+    assert noted(NEWS).after([]).revival(7, 40).running == (0,)
+    assert noted(NEWS, part_of(FactRow(0, tokens=[1]), RunRow(0))).revival(7, 40).news.num_tokens == [41]

@@ -1,0 +1,101 @@
+"""`python -m tests.core.page_campaign --runs N --base S`: random engines on every mix, and the cells that they reached.
+
+Exit 1 when a run breaks a rule, or when a cell that can be reached was reached fewer than 100 times (in proportion less
+for fewer than 20,000 runs). `--twins` says within how many seeds each planted fault is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+from collections import Counter
+
+from tests.core.permissions import LEAST, Cell, Cells, cells
+from tests.core.test_page_contents import MIXES, run
+from tests.twins import weakened
+
+FULL = 20_000  # runs of a whole campaign
+MOST_SEEDS = 300
+PLANTED = (
+    "state of rejected drafts",
+    "load before launches",
+    "load behind writers only",
+    "load before stamps",
+    "zero after load",
+    "new life during a load",
+    "failed orders forgotten",
+)
+
+
+def run_seeds(seeds: range) -> tuple[Counter[Cell], list[str]]:
+    """All mixes with each seed: cells reached, and what was broken."""
+    counted, broken = Cells(), list[str]()
+    for seed in seeds:
+        for mix in MIXES:
+            try:
+                run(mix, seed, cells=counted)
+            except Exception as error:
+                broken.append(f"run({mix!r}, {seed}): {type(error).__name__}: {str(error)[:200]}")
+    return counted.counts, broken
+
+
+def seeds_until_found(twin: str, most: int = MOST_SEEDS) -> int:
+    """Seeds, from 1 on, until some mix breaks a rule; 0 = none did."""
+    with weakened(twin):
+        for seed in range(1, most + 1):
+            for mix in MIXES:
+                try:
+                    run(mix, seed)
+                except AssertionError:
+                    return seed
+    return 0
+
+
+def report(counts: Counter[Cell], runs: int) -> bool:
+    """Print the table; whether every cell was reached often enough."""
+    table, least = cells(), max(1, LEAST * min(runs, FULL) // FULL)
+    low = [cell for cell, reason in table.items() if not reason and counts[cell] < least]
+    surprises = [cell for cell, reason in table.items() if reason and counts[cell]]
+    for cell, reason in table.items():
+        print(f"{counts[cell]:>9}  {' > '.join(cell)}{f'   ({reason})' if reason else ''}")
+    reachable = sum(not reason for reason in table.values())
+    print(f"{len(table)} cells, {reachable} to reach, {reachable - len(low)} reached {least} times or more")
+    for cell in low:
+        print(f"too seldom: {' > '.join(cell)}: {counts[cell]}")
+    for cell in surprises:
+        print(f"reached, and said to be impossible: {' > '.join(cell)}")
+    return not low and not surprises
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=FULL)
+    parser.add_argument("--base", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--twins", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.twins:
+        found = {twin: seeds_until_found(twin) for twin in PLANTED}
+        for twin, seed in found.items():
+            print(f"{twin}: {f'seed {seed}' if seed else f'not within {MOST_SEEDS}'}", flush=True)
+        sys.exit(not all(found.values()))
+    seeds = -(-chosen.runs // len(MIXES))
+    pieces = [
+        range(start, min(start + 50, chosen.base + seeds)) for start in range(chosen.base, chosen.base + seeds, 50)
+    ]
+    counts, broken = Counter[Cell](), list[str]()
+    with multiprocessing.Pool(chosen.jobs) as pool:
+        for reached, found_broken in pool.imap_unordered(run_seeds, pieces):
+            counts += reached
+            broken += found_broken
+            for line in found_broken:
+                print(line, flush=True)
+    is_whole = report(counts, seeds * len(MIXES))
+    print(f"{seeds * len(MIXES)} runs, {len(broken)} broken")
+    sys.exit(bool(broken) or not is_whole)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Rows are aligned where the replica has states, at no cost for a decoding row and wherever its quiet zone ends."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvplane.base.groups import AlignSpec
+from kvplane.base.step import UNLIMITED, Budget, Facts, Part, RowFlag, Run
+from kvplane_service.core import program
+from tests.core.builders import Engine, admit_row, full, run_rows, state, tokens
+
+ALIGNED = AlignSpec(8, 4096)
+
+
+def hybrid(**changes) -> Engine:
+    return Engine(state(8, speculative_blocks=2), full(8), **{"align": ALIGNED, **changes})
+
+
+def test_rows_are_aligned_without_a_flag():
+    engine = hybrid()
+    assert engine.admit(0, "a" * 40, cap=20).granted == 16
+    assert engine.run(0, budget=Budget(tokens=20)).granted == [16]
+
+
+def test_a_row_without_columns_is_aligned_too():
+    engine = hybrid()
+    engine.admit(0, "a" * 40, cap=8)
+    assert engine.run(0, budget=Budget(tokens=12)).granted == [8]
+
+
+@pytest.mark.parametrize(("columns", "granted"), [({}, 0), ({"cap": 5}, 5)])
+def test_the_cap_says_that_a_part_has_a_small_budget_of_its_own(columns, granted):
+    """Its budget alone could be the rest of a large one, of which an earlier part had its tokens."""
+    engine = hybrid()
+    engine.admit(0, "d" * 7)
+    engine.add(1, "p" * 40)
+    decodes = Part(
+        facts=Facts([0], appended=[4], tokens=tokens("dddd")),
+        run=run_rows(0, flags=RowFlag.UNALIGNED),
+        budget=Budget(tokens=100),
+    )
+    prefills = Part(admit=admit_row(1, **columns), budget=Budget(tokens=5))
+    assert engine.step(decodes, prefills)[1].admit_granted == [granted]
+
+
+def test_a_row_that_opts_out_ends_anywhere():
+    engine = hybrid()
+    assert engine.admit(0, "a" * 40, cap=20, flags=RowFlag.UNALIGNED).granted == 20
+    assert engine.run(0, cap=3, flags=RowFlag.UNALIGNED).granted == [3]
+
+
+def test_without_states_nothing_is_aligned():
+    engine = Engine(full(8))
+    assert engine.admit(0, "a" * 40, cap=20).granted == 20
+
+
+@pytest.mark.parametrize("columns", [{}, {"cap": 7}, {"flags": RowFlag.DELAY_CACHING}, {"extra": 2}])
+def test_a_decoding_row_is_not_looked_at(monkeypatch, columns):
+    engine = hybrid()
+    engine.admit(0, "a" * 8)
+
+    def look(*_: object) -> int:
+        raise AssertionError("a decoding row was looked at")
+
+    monkeypatch.setattr(program, "align_chunk", look)
+    for _ in range(30):
+        computed = engine.computed(0)
+        facts = Facts([0], computed=[computed], appended=[1], tokens=tokens("b"))
+        (answer,) = engine.step(Part(facts=facts, run=run_rows(0, **columns)))
+        assert answer.granted[0] >= 1
+        engine.fact(0, computed=computed + 1)  # drafts are rejected
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_quiet_zone_decides_nothing(seed):
+    """A chunk may lie in a quiet zone. It is clipped as where every manager is asked about every row."""
+    rng = Random(seed)
+    quiet, asked = hybrid(), hybrid()
+    text = "".join(rng.choice("ab") for _ in range(90))
+    for engine in (quiet, asked):
+        engine.admit(0, text[:20], cap=20)
+    for _ in range(50):
+        known = quiet.replica.requests.num_tokens[0]
+        grown = min(rng.choice([0, 1, 1, 2, 5]), len(text) - known)
+        facts = Facts([0], appended=[grown], tokens=tokens(text[known : known + grown])) if grown else Facts()
+        run = Run([0], cap=rng.choice([[], [1], [2], [3], [100]]), extra=rng.choice([[], [], [0], [2]]))
+        part = Part(facts=facts, run=run, budget=Budget(tokens=rng.choice([UNLIMITED, 1, 2, 3])))
+        asked.replica.requests.wake(0)
+        assert quiet.step(part) == asked.step(part)

@@ -1,0 +1,275 @@
+"""A transfer into a request's blocks starts behind every launch that may still read or write them.
+
+An admission with delayed caching is answered with that step, `admit_load_after`; until it is executed nothing of the
+load is registered, and the blocks do not return.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.stamp_table import StampTable, table_bytes
+from kvplane.base.step import Admit, Cache, End, Facts, News, OnRefusal, Part, Peek, RowFlag, Step
+from kvplane.rank import Rank, RankGroup
+from kvplane_service.core.replica import Replica
+from tests.core.builders import GRANTED, Engine, admit_row, digests, full, replica_spec, run_rows, tokens, window
+from tests.core.page_memory import Launch, Memory, Row
+
+DELAY = RowFlag.DELAY_CACHING
+LOADED = "zzzzyyyyx"  # 8 tokens come from outside
+
+
+def load(engine, slot=9, text=LOADED, external=8, **columns):
+    """Admit a request whose first tokens a transfer brings; the step after which that may start."""
+    admitted = engine.admit(slot, text, external=external, cap=0, flags=DELAY, **columns)
+    assert admitted.status is GRANTED
+    return next(iter(admitted.result.admit_load_after), 0)
+
+
+def in_flight(*groups, ends: End = End.FREE, **changes):
+    """An engine whose request 0 ended in step 2 while step 1, which computed it, is in flight."""
+    engine = Engine(*groups or (full(),), num_blocks=3, **changes)
+    engine.executed = 0
+    engine.admit(0, "aaaabbbb")
+    engine.end(0, how=ends)
+    return engine
+
+
+def test_a_load_into_untouched_blocks_may_start_at_once():
+    engine = Engine(full())
+    engine.executed = 0
+    engine.admit(0, "aaaabbbbc")
+    assert load(engine) == 0
+
+
+@pytest.mark.parametrize("ends", [End.FREE, End.PREEMPTED])
+def test_a_load_waits_for_the_launches_of_the_last_owner(ends):
+    engine = in_flight(ends=ends)
+    assert load(engine) == 1
+
+
+def test_a_load_waits_for_no_step_that_is_executed():
+    engine = in_flight()
+    engine.executed = 1
+    assert load(engine) == 0
+
+
+def test_the_last_of_several_steps_counts():
+    engine = Engine(full(), num_blocks=4)
+    engine.executed = 0
+    engine.admit(0, "aaaabbb")
+    engine.run(0, text="b")
+    engine.run(0, text="c")
+    engine.end(0)
+    assert load(engine) == 3
+
+
+def test_an_owner_that_this_very_step_preempts_ran_before_it():
+    """Only the core preempts here, so the engine has no fence to give."""
+    engine = Engine(full(), num_blocks=7)
+    engine.executed = 0
+    engine.admit(0, "aaaabbb")
+    engine.executed = 1
+    engine.run(0, text="b")
+    engine.admit(1, "ccccdddde")
+    facts = Facts([0, 1], appended=[1, 4], tokens=tokens("bxxxx"))
+    run = run_rows(1, 0, on_refusal=OnRefusal.PREEMPT)
+    admit = admit_row(2, external=8, cap=0, flags=DELAY, watermark=2)
+    result = engine.step(Part(facts=facts, run=run, news=engine.news(2, LOADED), admit=admit))[0]
+    assert (result.preempted, result.admit_status) == ([0], [GRANTED])
+    assert result.admit_load_after == [2]
+
+
+def test_readers_count_as_writers_do():
+    """The window moved on and gave back a block that the launch in flight reads: step 2 attends to tokens 2 to 4."""
+    engine = Engine(window(3), num_blocks=5)
+    engine.executed = 0
+    engine.admit(0, "aaaab")
+    engine.run(0, text="b")
+    freed = engine.table(0)[0]
+    engine.extend(0, "bbb", in_flight=0)
+    assert freed in engine.free_order
+    engine.end(0)
+    assert load(engine) == 3
+
+
+def test_a_block_that_another_request_shares_counts_for_all_its_owners():
+    engine = Engine(full(), num_blocks=4)
+    engine.admit(0, "aaaab")
+    engine.executed = 1
+    engine.admit(1, "aaaac")
+    engine.end(1)
+    engine.executed = 2
+    engine.end(0)
+    assert load(engine, text="zzzzyyyyxxxxw", external=12) == 0
+    engine = Engine(full(), num_blocks=4)
+    engine.admit(0, "aaaab")
+    engine.executed = 1
+    engine.admit(1, "aaaac")
+    engine.end(0)
+    engine.end(1)
+    assert load(engine, text="zzzzyyyyxxxxw", external=12) == 2
+
+
+def test_blocks_of_the_hit_are_written_by_no_load():
+    engine = Engine(full(), num_blocks=9)
+    engine.admit(0, "aaaab")
+    engine.executed = 1
+    engine.run(0, text="b")
+    assert load(engine, text="aaaaccccd", external=4) == 0
+
+
+def test_a_fence_that_comes_too_early_hides_no_launch():
+    engine = Engine(full(), num_blocks=4)
+    engine.executed = 0
+    engine.admit(0, "aaaabbbb")
+    engine.run(0, text="c")
+    engine.end(0, fence=1)
+    engine.executed = 1
+    assert load(engine) == 2
+
+
+# -- what is refused, what is always allowed ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (Part(facts=Facts([9], commit=[8])), "parts[0].facts.commit[0]"),
+        (Part(run=run_rows(9)), "parts[0].run.slot[0]"),
+    ],
+)
+def test_what_would_end_a_load_that_cannot_have_started_is_refused(part, field):
+    engine = in_flight()
+    load(engine)
+    before = engine.digest
+    with pytest.raises(InvalidArgument) as refused:
+        engine.step(part)
+    assert refused.value.field == field
+    assert "step 1 is not executed" in refused.value.message
+    assert "executed_through" in refused.value.remedy
+    engine.seq -= 1
+    assert engine.digest == before
+    engine.executed = 1
+    engine.step(part)
+
+
+def test_the_step_that_commits_may_say_that_it_is_executed():
+    engine = in_flight()
+    load(engine)
+    engine.executed = 1
+    engine.fact(9, commit=8)
+    assert engine.would_hit(LOADED).num_tokens == 8
+
+
+def test_no_commit_in_the_message_that_asks_for_the_load():
+    engine = in_flight()
+    admit = admit_row(9, external=8, cap=0, flags=DELAY)
+    parts = [Part(news=engine.news(9, LOADED), admit=admit), Part(facts=Facts([9], commit=[8]))]
+    with pytest.raises(InvalidArgument, match="when the answer is there"):
+        engine.step(*parts)
+
+
+def test_a_run_row_of_the_step_that_asks_for_the_load_gets_nothing():
+    engine = in_flight()
+    admit = admit_row(9, external=8, cap=0, flags=DELAY)
+    first, second = engine.step(Part(news=engine.news(9, LOADED), admit=admit), Part(run=run_rows(9)))
+    assert (first.admit_load_after, second.granted) == ([1], [0])
+
+
+@pytest.mark.parametrize("how", [End.FREE, End.PREEMPTED])
+def test_an_end_is_always_allowed_and_its_blocks_wait_for_the_launches(how):
+    engine = in_flight()
+    load(engine)
+    engine.end(9, how=how)
+    assert engine.num_free == 0
+    assert engine.keyed() == []
+    engine.executed = 1
+    engine.idle()
+    assert engine.num_free == 2
+
+
+def test_a_release_before_the_start_says_that_the_load_failed():
+    engine = in_flight()
+    load(engine)
+    result = engine.cache(released=[9])
+    assert result.preempted == [9]
+    assert (engine.num_free, engine.keyed()) == (0, [])
+    engine.executed = 1
+    assert engine.admit(9, cap=8).status is GRANTED, "nothing is loading any more, and the blocks are back"
+
+
+def test_a_held_request_returns_after_its_release_and_the_launches():
+    engine = in_flight()
+    load(engine)
+    engine.end(9, how=End.HELD)
+    engine.cache(released=[9])
+    assert engine.num_free == 0
+    engine.executed = 1
+    engine.idle()
+    assert engine.num_free == 2
+
+
+def test_what_is_preempted_under_its_load_waits_for_both():
+    engine = in_flight()
+    load(engine)
+    failed = engine.seq
+    assert engine.cache(failed_steps=[failed]).preempted == [9]
+    engine.cache(released=[9])
+    assert engine.num_free == 0, "the load is over, the launch in front of it is not"
+    engine.executed = 1
+    engine.idle()
+    assert engine.num_free == 2
+
+
+def test_a_new_engine_life_counts_no_step_of_the_life_before():
+    """Its ranks wait for the launches of that life (StampTable.check_load)."""
+    engine = in_flight()
+    engine.replica.begin_epoch(1)
+    engine.seq = 0
+    assert load(engine) == 0
+
+
+def test_a_peek_says_nothing_of_loads():
+    engine = in_flight()
+    engine.add(3, LOADED)
+    assert engine.step(Part(peek=Peek([3])))[0].admit_load_after == []
+
+
+def test_a_release_that_is_no_load_is_refused():
+    engine = Engine(full())
+    engine.admit(0, "aaaab")
+    with pytest.raises(InvalidArgument, match="no load into it runs"):
+        engine.step(Part(cache=Cache(released=[0])))
+
+
+def test_a_launch_of_the_life_before_writes_no_page_that_a_load_has_filled():
+    """The engine's service was restarted: its old launch is on the device while the new life admits a load."""
+    spec = replica_spec(full(), num_blocks=3)
+    replica, memory = Replica(spec), Memory(spec)
+    table = StampTable.create(bytearray(table_bytes(3)), 3, incarnation=7)
+    rank, group = Rank(table, memory), RankGroup([table])
+    replica.begin_epoch(1)
+    rank.claim(1)
+    news = News([0], [8], tokens("aaaabbbb"))
+    first = replica.apply(Step(1, 1, [Part(news=news, admit=Admit([0]))])).parts[0]
+    rank.carry_out(1, 1, 0, first.orders)
+    launch = Launch(1, [], [Row((0, 0), "aaaabbbb", "aaaabbbb", 0, 0, [first.tables.by_row()[0][0]])])
+
+    replica.begin_epoch(2, group.agreed_stamps())
+    rank.claim(2, 2)
+    news = News([1], [9], tokens("zzzzyyyyx"))
+    late = Admit([1], external=[8], cap=[0], flags=[int(RowFlag.DELAY_CACHING)])
+    second = replica.apply(Step(2, 1, [Part(news=news, admit=late)])).parts[0]
+    blocks = second.tables.by_row()[0][0]
+    assert set(blocks) == set(first.tables.by_row()[0][0])
+    rank.carry_out(2, 2, 0, second.orders)
+    assert not group.may_load(2, 2, 0, 0)
+    memory.run(launch, {(0, 0)})  # ends behind the claim
+    rank.launches_ended()
+    assert group.may_load(2, 2, 0, 0)
+    memory.load([blocks], "zzzzyyyyx", 0, 8)
+    replica.apply(Step(2, 2, [Part(facts=Facts([1], commit=[8]))], executed_through=1))
+    assert memory.holds(0, blocks[0], 4, "zzzz")
+    assert replica.lookup(digests(spec, "zzzzyyyyx"), "", 9).num_tokens == 8

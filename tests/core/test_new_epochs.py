@@ -1,0 +1,234 @@
+"""What a new engine life does to the pool, beside a specification that goes through it block by block.
+
+Random lives: requests run, wait, are held, have ended behind a fence; steps are in flight; keys were dropped from free
+blocks; one content lies in several blocks, and a block has several keys; some keys came back from a store.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplane.base.stamps import MAX_COUNTER
+from kvplane.base.step import CacheEvent, End, EventKind, RemoveReason
+from kvplane_service.core import dropping, freelist, inspect, ledger
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.core.keys import NULL_BLOCK
+from kvplane_service.core.replica import Replica
+from tests.core.builders import GRANTED, REFERENCE, SAFE, Engine, full, replica_spec, state, window
+
+KINDS = {
+    "full": (full(),),
+    "window": (full(), window(8)),
+    "state": (full(), state()),
+    "several keys": (full(4), full(2, lookup_class=1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch):
+    """Small pools have many slices, too."""
+    for module in (dropping, freelist, ledger):
+        monkeypatch.setattr(module, "SLICE_BLOCKS", 3)
+    monkeypatch.setattr(ledger, "_SLICE_REQUESTS", 1)
+
+
+def begin_block_by_block(replica, epoch, table):
+    """The specification."""
+    pool = replica.coordinator.pool
+    for _ in replica.ledger.abandon():
+        pass
+    replica.ledger.close()
+    for block in [block for block, key in enumerate(pool.key) if key is not None]:
+        proven = block < len(table) and table[block] == pool.stamp[block] != 0
+        if not table:
+            pool.unregister(block)
+            pool.restamp(block)
+            pool.events = CacheEvents([CacheEvent(EventKind.CLEARED)])
+        elif not proven or pool.key_step[block] > pool.executed_through:
+            pool.drop_keys(block, RemoveReason.UNVERIFIED)
+        pool.key_step[block] = 0
+    order = list(pool.free)
+    pool.free.rebuild([block for block in order if pool.key[block] is None])
+    pool.free.append([block for block in order if pool.key[block] is not None])
+    pool._born, pool._used, pool._age_base, pool.step = [0] * pool.num_blocks, [0] * pool.num_blocks, 0, 0
+    return replica.enter_epoch(epoch, table)
+
+
+class Life:
+    """Does what an engine may do, at random."""
+
+    def __init__(self, kind, chance, commit):
+        self.chance = chance
+        partial = kind == "several keys"
+        self.engine = Engine(*KINDS[kind], num_blocks=30, partial_hits=partial, commit=commit)
+        self.slots: dict[int, bool] = {}  # live, and whether running
+        self.next_slot = 0
+
+    def go_on(self, steps):
+        for _ in range(steps):
+            self.chance.choice((self.admit, self.admit, self.end, self.run, self.drop, self.wait))()
+
+    def admit(self):
+        slot, self.next_slot = self.next_slot, self.next_slot + 1
+        text = "".join(self.chance.choice("ab") for _ in range(self.chance.randint(1, 18)))
+        news = {"skip_reading": self.chance.randrange(2), "domain": self.chance.choice(("", "", "tenant"))}
+        self.slots[slot] = self.engine.admit(slot, text, news=news).status is GRANTED
+
+    def end(self):
+        if self.slots:
+            slot = self.chance.choice(list(self.slots))
+            how = self.chance.choice((End.FREE, End.FREE, End.HELD)) if self.slots[slot] else End.FREE
+            fence = self.chance.choice((0, self.engine.seq)) if how is End.FREE else 0
+            self.engine.end(slot, how=how, fence=fence)
+            del self.slots[slot]
+
+    def run(self):
+        running = [slot for slot, runs in self.slots.items() if runs]
+        if running:
+            self.engine.run(self.chance.choice(running), text=self.chance.choice("ab"))
+
+    def drop(self):
+        blocks = self.chance.sample(range(1, 30), 2)
+        self.engine.cache(evicted=[block for block in blocks if block not in self.engine.pool.reserved])
+
+    def wait(self):
+        """Steps stay in flight, or are executed again at once."""
+        self.engine.executed = self.engine.seq if self.engine.executed is None else None
+        self.engine.idle()
+
+    def come_back(self):
+        """As a new object, with what was stored."""
+        engine = self.engine
+        stored, table = engine.replica.entries(), list(engine.pool.stamp)
+        engine.replica = Replica(engine.spec)
+        engine.replica.recover(1, [table], [stored])
+        self.begin_anew()
+
+    def begin_anew(self):
+        self.engine.seq, self.engine.executed = 0, None
+        self.slots.clear()
+
+
+def shown_by(pool, chance):
+    """What the memory says, which may have lost anything; or nothing."""
+    sound = chance.choice((0.0, 0.5, 1.0))
+    table = [stamp if chance.random() < sound else chance.choice((0, stamp + 1)) for stamp in pool.stamp]
+    return chance.choice((table, table, table[:9], ()))
+
+
+def lost(events):
+    """What they say, key by key."""
+    return sorted(
+        (event.kind, event.group, event.domain, digest, block, event.reason)
+        for event in events
+        for digest, block in zip(event.hashes or (b"",), event.blocks or (NULL_BLOCK,), strict=True)
+    )
+
+
+lives = st.tuples(
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from((SAFE, REFERENCE)),
+    st.integers(0, 25),
+    st.booleans(),
+    st.integers(0),
+)
+
+
+def lived(kind, commit, steps, restarts, seed):
+    """A life, and what its memory shows; the same again for the same arguments."""
+    life = Life(kind, Random(seed), commit)
+    life.go_on(steps)
+    if restarts:
+        life.come_back()
+        life.go_on(steps // 3)
+    life.engine.replica.take_events()
+    return life, shown_by(life.engine.pool, life.chance)
+
+
+@given(lives)
+@settings(max_examples=60)
+def test_a_new_life_is_what_going_through_the_pool_block_by_block_makes_of_it(drawn):
+    (life, table), (mirror, _) = lived(*drawn), lived(*drawn)
+    kept = begin_block_by_block(mirror.engine.replica, 2, table)
+    assert life.engine.replica.begin_epoch(2, table) == kept
+    told, expected = lost(life.engine.replica.take_events()), lost(mirror.engine.replica.take_events())
+    assert told == expected
+    assert (life.engine.digest, life.engine.free_order) == (mirror.engine.digest, mirror.engine.free_order)
+    for one in (life, mirror):
+        one.begin_anew()
+        one.go_on(12)
+    assert life.engine.digest == mirror.engine.digest
+    assert life.engine.pool.residency == mirror.engine.pool.residency, "ages are of this life alone"
+
+
+@given(lives, st.integers(0, 30))
+@settings(max_examples=60)
+def test_an_end_that_is_given_up_is_gone_on_with_and_every_loss_is_told_once(drawn, turns):
+    (life, table), (whole, _) = lived(*drawn), lived(*drawn)
+    whole.engine.replica.begin_epoch(2, table)
+    ending = life.engine.replica.end_epoch(table)
+    for _, _ in zip(range(turns), ending, strict=False):
+        inspect.check(life.engine.replica)
+    ending.close()
+    inspect.check(life.engine.replica)
+    life.engine.replica.begin_epoch(2, table)
+    inspect.check(life.engine.replica)
+    assert lost(life.engine.replica.take_events()) == lost(whole.engine.replica.take_events())
+    keyed = set(life.engine.keyed())
+    assert keyed == set(whole.engine.keyed())
+    orders = [[block for block in one.engine.free_order if block in keyed] for one in (life, whole)]
+    assert orders[0] == orders[1], "keys are lost in the order of their last use"
+
+
+def test_a_life_without_stamps_that_is_given_up_leaves_no_key_to_the_next():
+    """It began: what it dropped was not told one by one, so the others must go too."""
+    engine = Engine(full(), num_blocks=30)
+    for slot, text in enumerate(("a" * 12, "b" * 12, "c" * 12)):
+        engine.serve(slot, text)
+    ending, stamps = engine.replica.end_epoch(), list(engine.pool.stamp)
+    next(ending)
+    ending.close()
+    assert 0 < len(engine.keyed()) < 9
+    assert engine.replica.begin_epoch(1, stamps) == 0
+    assert [event.kind for event in engine.replica.take_events()] == [EventKind.CLEARED]
+    engine.seq = 0
+    engine.serve(0, "a" * 12)
+    assert engine.replica.begin_epoch(2, list(engine.pool.stamp)) == 3, "the life behind that is as any other"
+
+
+def test_an_untouched_pool_is_not_looked_at():
+    """No pass over the blocks, however many: the first life of an engine begins at once."""
+    replica = Replica(replica_spec(full(), num_blocks=100))
+    pool = replica.coordinator.pool
+    for column in ("key", "key_tokens", "key_step", "references", "_born", "_used"):
+        setattr(pool, column, None)
+    for links, ends in (("_next", {100: 1, 99: 100}), ("_previous", {100: 99, 1: 100})):
+        setattr(pool.free, links, ends)
+    assert list(replica.end_epoch()) == []
+    assert replica.enter_epoch(1, ()) == 0
+
+
+def test_stamps_that_run_out_on_the_way_go_on_in_the_next_generation():
+    engine = Engine(full(), num_blocks=30)
+    engine.serve(0, "a" * 40)
+    engine.pool._counter = MAX_COUNTER - 1
+    before = engine.pool.generation
+    engine.replica.begin_epoch(1, [0] * 30)
+    assert engine.pool.generation == before + 1
+    inspect.check(engine.replica)
+
+
+def test_a_removal_of_many_keys_is_one_run_of_each_group(monkeypatch):
+    monkeypatch.setattr(dropping, "SLICE_BLOCKS", 4096)
+    engine = Engine(full(), window(8), num_blocks=30)
+    engine.serve(0, "a" * 12)
+    engine.replica.begin_epoch(1, [0] * 30)
+    runs = engine.replica.take_events().runs
+    assert sorted((run.group, len(run.hashes), run.reason) for run in runs) == [
+        (0, 3, RemoveReason.UNVERIFIED),
+        (1, 3, RemoveReason.UNVERIFIED),
+    ]

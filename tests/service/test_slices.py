@@ -1,0 +1,133 @@
+"""What takes long on the event loop leaves it to others in between, and for how long it is held is measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+
+import pytest
+from prometheus_client.exposition import choose_encoder
+
+from kvplane.base.step import Admit, News, Part
+from kvplane_service import slices
+from kvplane_service.config import Config
+from kvplane_service.executors import Busy, Executor
+from kvplane_service.explaining import explain_request
+from kvplane_service.registry import Registration, Registry
+from kvplane_service.slices import Turns, in_slices
+from kvplane_service.telemetry.collector import ServiceCollector
+from kvplane_service.telemetry.holds import Holds
+from kvplane_service.telemetry.http import MetricsServer
+from tests.service.hosts import Engine, spec_of
+from tests.service.rig import running, until
+from tests.service.test_metrics import OPENMETRICS, get
+
+REPLICAS = 40
+
+
+@pytest.fixture(autouse=True)
+def _small_slices(monkeypatch):
+    """Every item takes longer than a slice."""
+    monkeypatch.setattr(slices, "SLICE_S", 0.0)
+
+
+async def turns_during(work: Awaitable[object]) -> int:
+    """How often others have their turn meanwhile."""
+    num_turns, task = 0, asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    await task
+    return num_turns
+
+
+def registered() -> Registry:
+    registry = Registry(Config(), lambda: 5)
+    for number in range(REPLICAS):
+        Engine(registry.register(f"r{number}", Registration(spec_of())).host).step()
+    return registry
+
+
+@pytest.mark.parametrize("accept", ["", OPENMETRICS])
+async def test_a_scrape_leaves_turns_to_others_and_is_the_page_as_it_would_be_in_one_go(accept):
+    collector = ServiceCollector(registered())
+    server, pages = MetricsServer(collector), list[list[bytes]]()
+
+    async def scrape() -> None:
+        pages.append(await server._response(["GET /metrics HTTP/1.1", f"Accept: {accept}"]))
+
+    assert await turns_during(scrape()) >= REPLICAS
+    head, *pieces = pages[0]
+    body = b"".join(pieces)
+    assert b"".join([f"Content-Length: {len(body)}\r\n".encode()]) in head
+
+    class Whole:
+        collect = staticmethod(collector.collect)
+
+    assert body == choose_encoder(accept)[0](Whole)
+
+
+async def test_too_many_scrapes_at_a_time_are_refused(monkeypatch):
+    server = MetricsServer(ServiceCollector(registered()))
+    ask: Callable[[], Awaitable[list[bytes]]] = lambda: server._response(["GET /metrics HTTP/1.1"])  # noqa: E731
+    answers = [(await one)[0] for one in [asyncio.ensure_future(ask()) for _ in range(20)]]
+    served = sum(answer.startswith(f"HTTP/1.1 {HTTPStatus.OK}".encode()) for answer in answers)
+    assert (served, len(answers) - served) == (17, 3), "one at a time, and sixteen wait"
+
+
+async def test_the_log_is_read_for_an_explanation_while_others_have_their_turns():
+    registry = Registry(Config(), lambda: 5)
+    host = registry.register("r", Registration(spec_of())).host
+    engine = Engine(host)
+    news = News(slot=[0], num_tokens=[40], tokens=[7] * 40, request_id=["a"])
+    engine.step(Part(news=news, admit=Admit(slot=[0])))
+    for _ in range(100):
+        engine.step()
+    assert await turns_during(explain_request(host, "a", Executor("explanations"))) >= 200
+
+
+async def test_turns_are_one_at_a_time_and_a_bounded_number_waits():
+    turns, inside = Turns("explanations", 2), 0
+
+    async def work() -> None:
+        nonlocal inside
+        async with turns.take():
+            assert inside == 0
+            inside += 1
+            await asyncio.sleep(0)
+            inside -= 1
+
+    outcomes = await asyncio.gather(*(work() for _ in range(5)), return_exceptions=True)
+    assert [type(one) for one in outcomes] == [type(None)] * 3 + [Busy] * 2
+    assert "2 calls wait for explanations" in str(outcomes[-1])
+    await work()
+
+
+async def test_nothing_is_lost_between_slices():
+    assert [item async for item in in_slices(range(1000))] == list(range(1000))
+
+
+def test_how_long_the_loop_was_held_is_a_metric(caplog):
+    def held(service, over: str) -> float:
+        text, _ = get(f"http://{service.app.metrics_address}/metrics")
+        bounds = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("kvplane_loop_held_seconds"))
+        return float(bounds["kvplane_loop_held_seconds_count"]) - float(
+            bounds[f'kvplane_loop_held_seconds_bucket{{le="{over}"}}']
+        )
+
+    with running(Config(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0")) as service:
+        until(lambda: held(service, "0.005") >= 0)
+        before = held(service, "1.0")
+        service.in_loop(lambda: time.sleep(1.2))
+        until(lambda: held(service, "1.0") == before + 1)
+    assert "the event loop was held for 1." in caplog.text
+
+
+def test_a_hold_counts_in_its_bucket():
+    holds = Holds()
+    for late_s in (-0.001, 0.004, 0.005, 0.03, 11.0):
+        holds.add(late_s)
+    assert holds.counts == [3, 0, 0, 1, 0, 0, 0, 0, 0, 1]
+    assert holds.sum_s == pytest.approx(11.039)

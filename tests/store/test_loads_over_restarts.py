@@ -1,0 +1,159 @@
+"""Pages under loads are not allocated, however often the service, the engine or both are restarted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.step import Cache, End, Part, RowFlag
+from kvplane.revival import Revival
+from kvplane.rows import AdmitRow, FactRow, NewsRow, ResumeRow, RunRow, part_of, resume_of
+from kvplane.session import Session
+from kvplane_service.core.inspect import check
+from tests.client.lasting import HYBRID, PageMemory
+from tests.store.test_restart import NAME, NONCES, Wire, World
+
+PROMPT = list(range(70))
+LOAD = AdmitRow(0, cap=0, external=64, flags=RowFlag.DELAY_CACHING)
+ALL = HYBRID.num_blocks - 1
+
+
+class Loading:
+    """An engine whose request waits for a load, and what it shows a restarted service."""
+
+    def __init__(self) -> None:
+        self.world, self.memory = World(), PageMemory(HYBRID.num_blocks)
+        self.revival = Revival(tuple(self.memory.stamps), self.memory.incarnation)
+        self.session = self.open()
+        self.tables = [list[int]()]
+        self.blocks = list[int]()
+
+    def open(self) -> Session:
+        """The next engine life, by an engine that knows of no load."""
+        return self.world.session(self.revive)
+
+    def revive(self) -> Revival:
+        return replace(self.revival, stamp_table=tuple(self.memory.stamps))
+
+    def apply(self, *parts: Part):
+        (result,) = self.session.apply(*parts).parts
+        self.memory.carry_out(result)
+        check(self.world.life.host.replica)
+        return result
+
+    def load(self) -> None:
+        result = self.apply(part_of(NewsRow(0, PROMPT), LOAD))
+        self.tables = [result.tables.by_row()[0].get(group, []) for group in range(2)]
+        self.blocks = sorted({block for table in self.tables for block in table if block})
+        assert self.blocks
+
+    def restart(self) -> None:
+        self.world.life.flush()
+        self.world.restart()
+
+    def row(self, **changes) -> ResumeRow:
+        return ResumeRow(0, 64, self.tables, len(PROMPT), **changes)
+
+    def fill(self) -> set[int]:
+        """Blocks that others get when they want all that there is."""
+        rows = [(slot, [1000 * slot + at for at in range(96)]) for slot in range(1, 9)]
+        part = part_of(*(NewsRow(*row) for row in rows), *(AdmitRow(slot) for slot, _ in rows))
+        return set(self.apply(part).tables.ids) - {0}
+
+
+@pytest.fixture
+def engine() -> Loading:
+    return Loading()
+
+
+def test_a_load_of_a_dead_engine_stays_held_when_the_service_dies_too(engine: Loading):
+    """The session of the next engine life knows of it, and says so to the next service."""
+    engine.load()
+    engine.session = engine.open()
+    assert list(engine.session.busy_blocks) == engine.blocks
+    engine.restart()
+    assert engine.apply(Part()).free_blocks == ALL - len(engine.blocks)
+    assert list(engine.session.busy_blocks) == engine.blocks
+    assert not engine.fill() & set(engine.blocks)
+    free = engine.apply(Part()).free_blocks
+    assert engine.apply(Part(cache=Cache(loads_over=engine.blocks))).free_blocks == free + len(engine.blocks)
+    assert engine.session.busy_blocks == ()
+
+
+def test_a_load_that_was_over_in_a_lost_step_is_over_for_the_next_service(engine: Loading):
+    engine.load()
+    engine.session = engine.open()
+    first, *others = engine.blocks
+    engine.restart()
+    answer = engine.apply(Part(cache=Cache(loads_over=[first])))
+    assert answer.free_blocks == ALL - len(others)
+    assert list(engine.session.busy_blocks) == others
+
+
+def test_a_load_goes_on_for_its_request_in_the_next_service(engine: Loading):
+    """Its pages are no longer busy then: the request has them, and its commit makes them known."""
+    engine.load()
+    row = engine.row(loading=True)
+    news = part_of(NewsRow(0, PROMPT)).news
+    engine.revival = Revival((), engine.memory.incarnation, news, (0,), (), resume_of([row]), tuple(engine.blocks))
+    engine.restart()
+    assert engine.apply(Part()).preempted == []
+    replica = engine.world.life.host.replica
+    assert (engine.session.resume_refused, engine.session.busy_blocks, replica.busy_blocks) == (None, (), ())
+    assert replica.requests.loading == {0}
+    assert not engine.fill() & set(engine.blocks)
+    engine.apply(part_of(FactRow(0, commit=64), RunRow(0)))
+    engine.apply(part_of(FactRow(0, end=End.FREE)))
+    hit = engine.apply(part_of(NewsRow(0, PROMPT), AdmitRow(0))).admit_hit
+    assert hit == [64]
+
+
+@pytest.mark.parametrize("why", ["no image", "an image that is refused", "an image that forgets the load"])
+def test_a_load_whose_request_is_preempted_by_a_restart_keeps_its_pages(engine: Loading, why):
+    engine.load()
+    rows = {
+        "no image": None,
+        "an image that is refused": resume_of([replace(engine.row(loading=True), computed=0)]),
+        "an image that forgets the load": resume_of([engine.row()]),
+    }
+    news = part_of(NewsRow(0, PROMPT)).news
+    busy = tuple(engine.blocks)
+    engine.revival = Revival((), engine.memory.incarnation, news, (0,), (), rows[why], busy)
+    engine.restart()
+    assert engine.apply(Part()).preempted == [0]
+    assert bool(engine.session.resume_refused) == (why != "no image")
+    assert engine.session.busy_blocks == busy
+    assert not engine.fill() & set(busy)
+
+
+def test_an_engine_that_opens_at_a_new_service_names_what_only_it_knows(engine: Loading):
+    engine.load()
+    engine.restart()
+    engine.revival = replace(engine.revival, busy_blocks=tuple(engine.blocks))
+    request = engine.revive().first_request(NAME, next(NONCES), False, "")
+    engine.session = Session(Wire(engine.world), request, nonces=NONCES.__next__, heartbeats=False)
+    assert list(engine.session.busy_blocks) == engine.blocks
+    assert not engine.fill() & set(engine.blocks)
+
+
+def test_a_stream_that_is_opened_again_names_nothing(engine: Loading, monkeypatch):
+    """The service knows what is busy; the list of the first open may be out of date."""
+    engine.load()
+    engine.session = engine.open()
+    engine.apply(Part(cache=Cache(loads_over=engine.blocks[:1])))
+    opened: list[OpenRequest] = []
+    host = engine.world.life.host
+    real = host.open
+
+    def watched(request: OpenRequest, *rest: Any) -> Opened:
+        opened.append(request)
+        return real(request, *rest)
+
+    monkeypatch.setattr(host, "open", watched)
+    engine.session._transport.abort()  # the stream breaks
+    engine.apply(Part())
+    assert [request.busy_blocks for request in opened] == [()]
+    assert list(engine.session.busy_blocks) == engine.blocks[1:]

@@ -1,0 +1,122 @@
+"""Devices other than cuda:0, on a driver that records what it is asked: the device is set wherever work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kvplane_worker.memory import cuda, use_device
+from kvplane_worker.ops.triton_ops import launch as launches
+from kvplane_worker.ops.triton_ops.launch import Launch
+
+
+class Driver:
+    """CUDA's runtime as far as memory needs it; `calls` names each call and the device that was current."""
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.calls: list[tuple[str, int]] = []
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def __getattr__(self, name: str):
+        def call(*_: object) -> int | bytes:
+            self.calls.append((name, self.current))
+            return b"handle" if name == "ipcGetMemHandle" else 4096
+
+        return call
+
+
+@pytest.fixture
+def driver(monkeypatch) -> Driver:
+    made = Driver()
+    runtime = SimpleNamespace(
+        malloc=made.malloc,
+        memset=made.memset,
+        free=made.free,
+        ipcGetMemHandle=made.ipcGetMemHandle,
+        ipcOpenMemHandle=made.ipcOpenMemHandle,
+        ipcCloseMemHandle=made.ipcCloseMemHandle,
+        CUDARuntimeError=RuntimeError,
+    )
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=made.device, runtime=runtime))
+    monkeypatch.setattr(cuda, "_cupy", lambda: cupy)
+    monkeypatch.setattr(cuda, "_allocation_base", made.cuMemGetAddressRange)
+    monkeypatch.setattr(cuda, "_uuid", lambda index: f"gpu-{index}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    return made
+
+
+@pytest.mark.parametrize("index", [0, 1, 3])
+def test_memory_is_allocated_lent_mapped_and_freed_on_its_device(driver, index):
+    owned = cuda.CudaMemory.create(f"cuda:{index}", 100)
+    mapped = cuda.CudaMemory.open(owned.handle)
+    mapped.close()
+    owned.close()
+    calls = "malloc memset ipcGetMemHandle cuMemGetAddressRange ipcOpenMemHandle ipcCloseMemHandle free".split()
+    assert driver.calls == [(name, index) for name in calls]
+
+
+def test_memory_that_is_lent_is_not_freed(driver):
+    owned = cuda.CudaMemory.create("cuda:2", 100)
+    owned.close(lent=True)
+    assert "free" not in dict(driver.calls)
+    owned.close()
+    assert driver.calls[-1] == ("free", 2)
+
+
+def test_each_thread_of_a_worker_uses_its_device(monkeypatch):
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    with ThreadPoolExecutor(1, "worker", use_device, ("cuda:3",)) as threads:
+        threads.submit(lambda: None).result()
+    use_device("cpu")
+    assert chosen == [torch.device("cuda:3")]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it lies on cuda:2."""
+
+    device = torch.device("cuda:2")
+
+
+class Pages(NamedTuple):
+    """A tuple of arguments, as kernels take them."""
+
+    rows: int
+    memory: torch.Tensor
+
+
+@pytest.mark.parametrize("now", [0, 2])
+def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch, now):
+    driver = Driver()
+    driver.current = now
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.current)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: driver.device(device.index))
+    started: list[int] = []
+    kernel = {(1,): lambda *_, num_warps: started.append(driver.current)}
+    pinned, there = torch.zeros(1), torch.zeros(1).as_subclass(OnDevice)
+    Launch(kernel, (1,), (3, pinned, Pages(1, there))).run()
+    assert (started, driver.current) == ([2], now)
+
+
+def test_on_the_host_no_device_is_asked_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("there is no device"))
+    started: list[int] = []
+    Launch(
+        {(1,): lambda *_, num_warps: started.append(num_warps)}, (1,), (torch.zeros(1), Pages(1, torch.ones(1)))
+    ).run()
+    assert started == [4]
+    assert launches.device_of(()) == torch.device("cpu")
