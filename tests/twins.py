@@ -172,9 +172,9 @@ def lend_while_lent(real: Real) -> Real:
     return lend
 
 
-def belong_to_any_memory(_: Real) -> Real:
-    """Whatever memory an engine names, it is taken for the one that is known."""
-    return lambda self, incarnation: True
+def answer(value: Any) -> Callable[[Real], Real]:
+    """A question has one answer."""
+    return lambda _: lambda *arguments: value
 
 
 def free_when_silent(real: Real) -> Real:
@@ -523,7 +523,10 @@ TWINS: dict[str, Twin] = {
     ),
     "incarnation ignored": Twin(
         "entries are of one life of the page memory",
-        (Patch(f"{SERVICE}.recovering:Recovering.belongs_to", belong_to_any_memory),),
+        (
+            Patch(f"{SERVICE}.recovering:Recovering.belongs_to", answer(True)),
+            Patch(f"{SERVICE}.lives:EngineLives._is_other", answer(False)),
+        ),
     ),
     "one rank unchecked": Twin(
         "a hit after a restart needs a match on every rank",

@@ -161,7 +161,7 @@ class EngineLives:
         `began` is called once nothing of it is missing but that others are told what was lost.
         """
         stored = self.recovering
-        is_other = 0 != request.incarnation != self._incarnation != 0
+        is_other = self._is_other(request.incarnation)
         # Of other memory, what its stamps say is of no page that is known here.
         stamp_table: Sequence[int] = () if is_other else request.stamp_table
         if stored is None:
@@ -183,6 +183,10 @@ class EngineLives:
             loss.shown.clear()  # the announcement was of what is left
         yield from self._show(loss)
         self._enter(stamp_table, is_other, began)
+
+    def _is_other(self, incarnation: int) -> bool:
+        """Whether this page memory is not the one that the last life named; who names none has the same one."""
+        return 0 != incarnation != self._incarnation != 0
 
     def forget_some(self) -> bool:
         """Let go of some of what was lost; whether nothing is left."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 NUM_FAULTS = 9  # beside the deaths of the service
 FIRST_STEP, LAST_STEP = 30, 280
 MOST_AWAITS = 40
-LATEST = {"everything is new for a while": 70}  # while stamps of the first memory and the second one are alike
 
 
 class Chaos:
@@ -29,7 +28,7 @@ class Chaos:
         self._running: set[asyncio.Task[None]] = set()
         kinds = self._rng.sample(sorted(KINDS), 4)
         kinds += self._rng.choices(sorted(KINDS), k=NUM_FAULTS - len(kinds))
-        plan = [(self._rng.randint(FIRST_STEP, LATEST.get(kind, LAST_STEP)), kind) for kind in kinds]
+        plan = [(self._rng.randint(FIRST_STEP, LAST_STEP), kind) for kind in kinds]
         plan += [(self._rng.randint(*when), "service dies") for when in ((80, 140), (170, 230))]
         self._plan = sorted(plan, reverse=True)
 
@@ -256,9 +255,7 @@ class Chaos:
         yield from self._damage(self._world.store.restore)
 
     def everything_is_new_for_a_while(self) -> Iterator[float]:
-        """The host of a replica's workers is another one too. The first store is back when that has just begun: its
-        stamps are like those of the first memory then.
-        """
+        """The host of a replica's workers is another one too. The first store is back when that has just begun."""
         site = self._site()
         before, steps = site.life, self._rng.randint(1, 10)
         for process in (*(worker.process for worker in site.workers), *(rank.process for rank in before.ranks)):

@@ -32,11 +32,12 @@ def plan_of(spec: ReplicaSpec) -> RankPlan:
 
 
 class RankMemory:
-    """What one worker holds."""
+    """What one worker holds. Where the stamps of other memory are given, these pages show the same by chance."""
 
-    def __init__(self, spec: ReplicaSpec, incarnation: int, find: Processes) -> None:
+    def __init__(self, spec: ReplicaSpec, incarnation: int, find: Processes, stamps: Sequence[int] = ()) -> None:
         self.pages = Memory(spec)
         self.table = StampTable.create(bytearray(table_bytes(spec.num_blocks)), spec.num_blocks, incarnation)
+        self.table.write(range(len(stamps)), stamps)
         self.writer = Writer(find.watch)
 
 

@@ -48,6 +48,7 @@ class Site:
 
     Attributes:
         remote: addresses of services that cannot reach its workers.
+        is_alike: new memory shows the stamps of the last one.
         begun_by: which service began an epoch.
     """
 
@@ -67,6 +68,7 @@ class Site:
         self.lives: list[EngineLife] = []
         self.begun_by: dict[int, int] = {}
         self.remote = {address for address in ADDRESSES if rng.random() < 0.2}
+        self.is_alike = rng.random() < 0.7
         self.is_finished = False
         self._flushed: Flushed | None = None
         self._movers: list[Transfer] = []
@@ -249,8 +251,11 @@ class World:
         site.lives.append(life)
 
     def start_worker(self, site: Site, rank: int) -> None:
-        """The next worker of a rank: new memory."""
-        memory = RankMemory(site.spec, self.rng.getrandbits(64) | 1, self.processes)
+        """The next worker of a rank: new memory, sometimes with the stamps that the last one showed."""
+        incarnation = self.rng.getrandbits(64) | 1
+        is_alike = site.is_alike and rank < len(site.memories)
+        stamps = site.memories[rank].table.read_all() if is_alike else ()
+        memory = RankMemory(site.spec, incarnation, self.processes, stamps)
         process = self.processes.start(f"{site.name} worker {rank}")
         worker = Worker(site.name, rank, process, memory, site.plan.digest(), self.rng)
         site.memories[rank : rank + 1] = [memory]
