@@ -15,7 +15,7 @@ from tests.sim.service import ADDRESSES, OWNER_LEASE_MS, Service
 if TYPE_CHECKING:
     from tests.sim.world import Site, World
 
-NUM_FAULTS = 9  # beside the deaths of the service
+NUM_FAULTS = 9  # beside two deaths of a service and a drain
 FIRST_STEP, LAST_STEP = 30, 280
 MOST_AWAITS = 40
 
@@ -30,6 +30,7 @@ class Chaos:
         kinds += self._rng.choices(sorted(KINDS), k=NUM_FAULTS - len(kinds))
         plan = [(self._rng.randint(FIRST_STEP, LAST_STEP), kind) for kind in kinds]
         plan += [(self._rng.randint(*when), "service dies") for when in ((80, 140), (170, 230))]
+        plan.append((self._rng.randint(FIRST_STEP, LAST_STEP), "service drains"))
         self._plan = sorted(plan, reverse=True)
 
     @property

@@ -14,7 +14,7 @@ from kvplane.aio.session import Session
 from kvplane.base.errors import FailedPrecondition, NotFound, OtherWriter, StaleEpoch, Unavailable
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import Stamp
-from kvplane.base.step import UNCHANGED, Facts, News, Part, Resume, StepResult
+from kvplane.base.step import UNCHANGED, Facts, News, Part, PartResult, Resume, StepResult
 from kvplane.rank import RankGroup
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
@@ -72,6 +72,7 @@ class EngineLife(RandomScheduler):
         self._last_part: dict[int, int] = {}  # of the answers to steps
         self._corrected = set[int]()  # slots that went back in the last step: windows may have left those pages
         self._unloaded = set[tuple[int, int]]()  # stays whose load was given up
+        self._emptied: dict[int, set[int]] = {}  # blocks that were evicted or reset, by step
         super().__init__(site.texts, [rank.memory.pages for rank in self.ranks], world.rng, site.most_drafts)
         self._group = RankGroup([rank.memory.table for rank in self.ranks])
         self.incarnation = self._group.incarnation
@@ -138,6 +139,7 @@ class EngineLife(RandomScheduler):
         self.settle(parts, answer.parts)
         self._check_tables()
         self.queue.append(self.pending[-1])
+        self._emptied[answer.seq] = self._evicted_by(parts, answer.parts)
         self._work.set()
         self._note_progress()
         self.steps += 1
@@ -185,11 +187,34 @@ class EngineLife(RandomScheduler):
                 work = self._work_of(launch)
                 await asyncio.gather(*(rank.ask(work) for rank in self.ranks))
                 self._busy = False
+                self._spoil(self._emptied.pop(launch.seq, set()))
                 self.queue.pop(0)
                 self._note_progress()
         except EXPLAINED as error:
             self.world.note_end(self, error)
             self.process.kill()
+
+    def _evicted_by(self, parts: list[Part], answers: list[PartResult]) -> set[int]:
+        given = zip(parts, answers, strict=True)
+        return {b for part, of in given for b in (range(self.spec.num_blocks) if of.reset_done else part.cache.evicted)}
+
+    def _spoil(self, blocks: set[int]) -> None:
+        """Pages that were evicted or reset hold nothing that may be found, now that every rank has their stamps.
+
+        Not those that a request, a launch or a transfer has, which goes on with what is there.
+        """
+        if blocks:
+            blocks = blocks - self._used()
+            for rank in self.ranks:
+                for block in blocks:
+                    rank.memory.pages.pages.pop(block, None)
+
+    def _used(self) -> set[int]:
+        tables = [self.tables[slot] for slot in self.requests if slot in self.tables]
+        tables += [one.tables for one in self.requests.values() if one.tables is not None]
+        tables += [row.tables for launch in self.queue for row in launch.rows]
+        copied = {block for launch in self.queue for orders in launch.orders for block in orders.copy_src}
+        return copied.union(self.site.busy_blocks(), *(table for of in tables for table in of))
 
     def _work_of(self, launch: Launch) -> Work:
         runs = launch in self.pending
