@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,26 +161,38 @@ class Service:
 
     def check_drain(self) -> None:
         """Engines are told before anything else is done, and the process ends soon after the grace."""
-        session = self.sessions[0]
-        asked_s = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        while not session.draining:
-            if time.monotonic() - asked_s > GRACE_MS / 1000:
-                raise TooLate("an engine was told of the drain when the grace was over")
-            try:
-                session.apply(Part())
-            except Unavailable as error:
-                raise TooLate(f"an engine was not told of the drain: {error}") from error
-            time.sleep(0.05)
-        for one in self.sessions:
-            with contextlib.suppress(KvplaneError):
-                one.close()
-        try:
-            self.process.wait(GRACE_MS / 1000 + BOUND_S)
-        except subprocess.TimeoutExpired:
-            raise TooLate("the process did not end") from None
+        drain(self.process, self.sessions, GRACE_MS / 1000, BOUND_S)
         if self.process.returncode:
             raise TooLate(f"it ended with {self.process.returncode}: {self.log.read_text()}")
+
+
+def drain(
+    process: subprocess.Popen[str], sessions: Sequence[kvplane.Session], grace_s: float, late_s: float
+) -> tuple[float, float]:
+    """SIGTERM for a service: after how many seconds the first session was told, and the process had ended.
+
+    Raises:
+        TooLate: the session was told when the grace was over, or the process lives `late_s` longer than that.
+    """
+    asked_s = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    while not sessions[0].draining:
+        if time.monotonic() - asked_s > grace_s:
+            raise TooLate("an engine was told of the drain when the grace was over")
+        try:
+            sessions[0].apply(Part())
+        except Unavailable as error:
+            raise TooLate(f"an engine was not told of the drain: {error}") from error
+        time.sleep(0.05)
+    told_s = time.monotonic() - asked_s
+    for one in sessions:
+        with contextlib.suppress(KvplaneError):
+            one.close()
+    try:
+        process.wait(grace_s + late_s)
+    except subprocess.TimeoutExpired:
+        raise TooLate("the process did not end") from None
+    return told_s, time.monotonic() - asked_s
 
 
 @contextmanager

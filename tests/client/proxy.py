@@ -24,8 +24,9 @@ class CuttingProxy:
         self._open: set[socket.socket] = set()
         self._refusing = False
         self._delay_s = 0.0
-        self._carries = threading.Event()
+        self._carries, self._answers = threading.Event(), threading.Event()
         self._carries.set()
+        self._answers.set()
         self.num_connections = 0
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -48,16 +49,18 @@ class CuttingProxy:
 
     def hold(self, holding: bool) -> None:
         """A black hole: take what is sent and carry nothing of it, or carry it all. Nothing is lost, unless `cut`."""
-        if holding:
-            self._carries.clear()
-        else:
-            self._carries.set()
+        _let(self._carries, not holding)
+
+    def mute(self, muted: bool) -> None:
+        """Carry what clients send, and hold what they are answered, or carry that too."""
+        _let(self._answers, not muted)
 
     def close(self) -> None:
         """Cut, and listen no more."""
         self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would wait for ever
         self._listener.close()
-        self._carries.set()
+        self.hold(False)
+        self.mute(False)
         self.cut()
 
     def _accept(self) -> None:
@@ -79,14 +82,15 @@ class CuttingProxy:
                 continue
             with self._lock:
                 self._open |= {client, server}
-            for source, sink in ((client, server), (server, client)):
-                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+            for source, sink, passes in ((client, server, self._carries), (server, client, self._answers)):
+                threading.Thread(target=self._carry, args=(source, sink, passes), daemon=True).start()
 
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+    def _carry(self, source: socket.socket, sink: socket.socket, passes: threading.Event) -> None:
         try:
             while data := source.recv(65536):
                 time.sleep(self._delay_s)
                 self._carries.wait()
+                passes.wait()
                 sink.sendall(data)
         except OSError:
             pass
@@ -97,3 +101,10 @@ class CuttingProxy:
                     with suppress(OSError):  # its other end has gone already
                         one.shutdown(socket.SHUT_RDWR)  # or it would stay open until the thread that reads it returns
                     one.close()
+
+
+def _let(pass_: threading.Event, passes: bool) -> None:
+    if passes:
+        pass_.set()
+    else:
+        pass_.clear()

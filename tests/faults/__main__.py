@@ -27,6 +27,7 @@ def main() -> int:
     report = run_campaign(given.faults, given.seed, lambda line: print(line, flush=True))
     if report.finding:
         print(f"{report.finding}\nagain: make faults FAULTS={report.faults.total()} SEED={given.seed}")
+    print(*report.answers.table(), sep="\n")
     print(report.line)
     return 0 if report.is_good else 1
 

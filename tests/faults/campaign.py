@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -19,10 +19,12 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.weights import draw_weights
+from tests.cli.hung import TooLate
 from tests.engine.twin import Twin
 from tests.engine.workload import Requests
+from tests.faults.bystanders import Answers, Bystanders
 from tests.faults.child import LONG  # asked for again and again
-from tests.faults.cluster import LEASE_S, LIMIT_S, Cluster, Ended, Plan, descriptors, is_stored, running
+from tests.faults.cluster import GRACE_S, LEASE_S, LIMIT_S, Cluster, Ended, Plan, descriptors, is_stored, running
 from tests.faults.kinds import KINDS, Kind
 from tests.store.servers import wait_until
 
@@ -33,8 +35,7 @@ SHARE_OF_PAIRS = 0.25
 SPARE_DESCRIPTORS = 12  # that a process may have open beside those of its first idle moment
 LONG_HIT = 96
 FILES_PER_WORKER = 3
-# After these faults the service may have forgotten the replica: the engine is told so, and begun anew.
-FORGETFUL = ("redis killed", "redis forgets", "redis damaged", "file truncated", "file damaged", "file of yesterday")
+SHARE_OF_DRAINS = 0.2
 TOLD = (NotFound, StaleEpoch, FailedPrecondition)
 
 
@@ -50,6 +51,7 @@ class Report:
         faults: done, by kind.
         hits_after_restart: tokens that were hit in rounds in which a process was started anew.
         slowest_s: that the requests of a round took once everything had been mended.
+        answers: what others were answered while something was broken.
         finding: what must never happen and did; "" = nothing.
     """
 
@@ -61,19 +63,22 @@ class Report:
     hits_after_restart: int = 0
     leaks: int = 0
     slowest_s: float = 0.0
+    answers: Answers = field(default_factory=Answers)
     finding: str = ""
 
     @property
     def is_good(self) -> bool:
         """Whether nothing was found, in a campaign that could have found something."""
-        return not self.finding and not self.differing and not self.leaks and self.hits_after_restart > 0
+        could_find = self.hits_after_restart > 0 and self.answers.slowest_s
+        return not self.finding and not self.differing and not self.leaks and bool(could_find)
 
     @property
     def line(self) -> str:
         return (
             f"faults={self.faults.total()} kinds={len(self.faults)} restarts={self.restarts} requests={self.requests} "
             f"tokens={self.tokens} slowest_s={self.slowest_s:.1f} differing={self.differing} "
-            f"hits_after_restart={self.hits_after_restart} leaks={self.leaks}"
+            f"hits_after_restart={self.hits_after_restart} leaks={self.leaks} "
+            f"bystanders_s={self.answers.worst_s:.1f} drains={self.answers.num_drains}"
         )
 
 
@@ -95,16 +100,36 @@ class Round:
         self._ask([Request("", LONG, 4), *(self._requests.next() for _ in range(REQUESTS))], kinds)
         for _ in range(rng.randrange(6)):
             self._cluster.engines.listen(LEASE_S)
-        for kind in kinds:
-            kind.strike(cluster, rng)
-            self._report.faults[kind.name] += 1
-        time.sleep(rng.uniform(0, 1.5 * LEASE_S))  # what is broken stays so for a while
-        cluster.mend()
-        hits = self._finish(forgetful=any(kind.name in FORGETFUL for kind in kinds))
+        self._strike(kinds)
+        hits = self._finish(forgetful=any(kind.forgetful for kind in kinds))
         if cluster.restarts > restarts or cluster.engines.lives > lives:
             self._report.hits_after_restart += hits
         self._check_warm()
         self._check_idle()
+
+    def _strike(self, kinds: list[Kind]) -> None:
+        """Break and mend; meanwhile others are answered."""
+        cluster, rng, service = self._cluster, self._rng, self._cluster.service
+        is_served = all(kind.is_served for kind in kinds)
+        bystanders = Bystanders(service.address, service.metrics, is_served)
+        with closing(bystanders):
+            bystanders.connect()
+            lives = service.lives
+            for kind in kinds:
+                kind.strike(cluster, rng)
+                self._report.faults[kind.name] += 1
+            if is_served and service.lives != lives:
+                bystanders.connect()
+            names = " and ".join(kind.name for kind in kinds)
+            self._report.answers.note(names, bystanders.ask())
+            time.sleep(rng.uniform(0, 1.5 * LEASE_S))  # what is broken stays so for a while
+            self._report.answers.note(names, bystanders.ask())
+            if is_served and rng.random() < SHARE_OF_DRAINS and not any(kind.hung_disk for kind in kinds):
+                assert service.process is not None
+                self._report.answers.note_drain(names, *bystanders.drain(service.process, GRACE_S))
+            cluster.mend()
+            if is_served:
+                bystanders.forget_guest()
 
     # -- requests and answers ----------------------------------------------------------------------------------------
 
@@ -250,7 +275,7 @@ def run_cluster(plan: Plan, num_faults: int, rng: Random, report: Report, say: C
             names, began_s = " and ".join(kind.name for kind in chosen), time.monotonic()
             try:
                 Round(cluster, requests, rng, report).run(chosen)
-            except (AssertionError, KvplaneError, grpc.RpcError) as error:
+            except (AssertionError, KvplaneError, TooLate, grpc.RpcError) as error:
                 raise Finding(f"fault {report.faults.total()}, {plan.store}, {names}: {error}") from error
             say(f"{report.faults.total():>4} {plan.store:<6} {time.monotonic() - began_s:5.1f} s  {names}")
             if plan.store == "sqlite" and rng.random() < 0.3:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import kvplane
-from kvplane.base.errors import FailedPrecondition, KvplaneError
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.step import Cache, End, Part, PartResult, StepResult
 from kvplane.rank import PageMover, Rank
 from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane.session import Session
 from kvplane_worker.attach import attach
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.config import ModelConfig
@@ -41,6 +46,7 @@ HALF_ACKNOWLEDGE = "between the acknowledgements of two ranks"
 END = "behind the step"
 POINTS = (ASK, ORDERS, ZEROES, RANKS, LAUNCH, HALF_LAUNCH, ACKNOWLEDGE, HALF_ACKNOWLEDGE, END)
 _HALFWAY = 3  # layer
+GIVE_UP_S = 120.0
 _HELD_SLOT = 40
 LONG = [token % 251 for token in range(100)]
 
@@ -119,6 +125,31 @@ class TrappedModel:
         return self.sound.feed(number, x)
 
 
+class PatientSession:
+    """A session whose service may answer nothing: every second time-out of a step begins a new engine life."""
+
+    def __init__(self, sound: Session) -> None:
+        self._sound = sound
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sound, name)
+
+    def apply(self, part: Part, executed_through: int) -> StepResult:
+        """See Session. Raises DeadlineExceeded or Unavailable when there is no answer within GIVE_UP_S."""
+        until_s = time.monotonic() + GIVE_UP_S
+        call: Callable[[], StepResult] = partial(self._sound.apply, part, executed_through=executed_through)
+        for number in itertools.count(1):
+            try:
+                return call()
+            except (DeadlineExceeded, Unavailable):
+                if not self._sound.in_flight or time.monotonic() > until_s:
+                    raise
+                if number % 2 == 0:
+                    self._sound.begin_new_life()
+                call = self._sound.receive
+        raise AssertionError("it counts for ever")
+
+
 class TrappedEngine(Engine):
     """Passes the points of each step one by one."""
 
@@ -128,6 +159,7 @@ class TrappedEngine(Engine):
         self.trap: Trap | None = None
         self._memory = memory
         super().__init__(open_session, memory, model, config)
+        self._session = cast(Session, PatientSession(self._session))
         self._ranks = [TrappedRank(one, self.reach) for one in memory]
         model._ranks[-1] = TrappedModel(model._ranks[-1], self.reach)  # type: ignore[call-overload]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +46,9 @@ SETTINGS = {
     "worker_lease_ms": int(LEASE_S * 1000),
     "store_flush_ms": 20,
     "store_timeout_ms": 500,
+    "drain_grace_ms": 2000,
 }
+GRACE_S = SETTINGS["drain_grace_ms"] / 1000
 FORKS.set_forkserver_preload(["tests.faults.child", "tests.worker.children"])
 
 Ended = tuple[int, list[int], list[int]]  # number, hits, output
@@ -74,14 +78,14 @@ class Service:
     """`kvplane serve`, one life after another at one address."""
 
     def __init__(self, folder: Path, plan: Plan, store: str) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address, self.metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self.folder = folder
         self.process: subprocess.Popen[str] | None = None
         self.lives = 0
         settings = {**SETTINGS, **dict(plan.settings), "store": store}
         program = [sys.executable, "-m", "tests.twins", plan.twin, "kvplane"] if plan.twin else KVPLANE
         flags = [text for key, value in settings.items() for text in ("--set", f"{key}={value}")]
-        self._command = [*program, "serve", "--listen", self.address, *flags]
+        self._command = [*program, "serve", "--listen", self.address, "--metrics", self.metrics, *flags]
 
     @property
     def is_alive(self) -> bool:
@@ -97,7 +101,7 @@ class Service:
             )
         assert self.process.stdout is not None
         with self.process.stdout as said:
-            if not said.readline():
+            if not all(said.readline() for _ in range(2)):  # where it serves, and where its metrics are
                 self.process.wait(LIMIT_S)
                 raise ServiceRefused(own_log.read_text())
 
@@ -183,7 +187,7 @@ class Cluster:
     """All processes of one replica, and how to break and mend them.
 
     Attributes:
-        to_service, to_redis: links that can be cut.
+        to_service, from_workers, to_redis: links that can be cut: of the engine, of workers, of the service.
         copies: of the SQLite file, oldest first, made by `copy_store`.
         logs: folder of what the processes say on standard error.
         first_descriptors: of a process at its first idle moment, by its number.
@@ -200,12 +204,13 @@ class Cluster:
         self.logs = folder / "logs"
         self.logs.mkdir()
         self.service = Service(self.logs, plan, store)
-        self.to_service = CuttingProxy(self.service.address)
+        self.to_service, self.from_workers = CuttingProxy(self.service.address), CuttingProxy(self.service.address)
         self.client = kvplane.connect(self.service.address, retry=RetryPolicy(attempts=40))
         self.workers: list[Child | None] = [None] * MIXED.num_ranks
         self.addresses = [""] * MIXED.num_ranks
         self.engines = Engines(self.start_engine)
         self.copies: list[Path] = []
+        self._lock: sqlite3.Connection | None = None  # has the store's file to itself
         self.first_descriptors: dict[int, int] = {}
         self.restarts = 0
 
@@ -223,10 +228,10 @@ class Cluster:
         self.client.register_replica(REPLICA, self.plan.pool.source, num_ranks=MIXED.num_ranks)
 
     def end(self) -> None:
+        self._let_store_go_on()
         self.client.close()
-        for link in (self.to_service, self.to_redis):
-            if link is not None:
-                link.close()
+        for link in self.links:
+            link.close()
         for process in (self.engines.process, *self.workers):
             if process is not None:
                 process.kill()
@@ -237,7 +242,7 @@ class Cluster:
 
     def start_worker(self, rank: int) -> None:
         run_dir = self.folder / f"rank-{rank}"
-        options = WorkerOptions(self.to_service.address, REPLICA, rank, "cpu", run_dir, 1 << 16)
+        options = WorkerOptions(self.from_workers.address, REPLICA, rank, "cpu", run_dir, 1 << 16)
         process = self._start(children.worker, options)
         address = process.hear()
         assert isinstance(address, str), address
@@ -263,15 +268,15 @@ class Cluster:
 
     def mend(self) -> None:
         """Let go of every process and link, and start again what is dead. What was damaged stays damaged."""
-        for link in (self.to_service, self.to_redis):
-            if link is not None:
-                link.hold(False)
-                link.delay(0)
+        self._let_store_go_on()
+        for link in self.links:
+            link.hold(False)
+            link.mute(False)
+            link.delay(0)
         self._mend_store()
         resume(self.pids())
         if not self.service.is_alive:
-            self._start_service()
-            self.register()
+            self.start_service()
         for rank, worker in enumerate(self.workers):
             if worker is None:
                 self.restarts += 1
@@ -292,7 +297,7 @@ class Cluster:
         with self.redis.client() as client:
             client.config_set("maxmemory", 0)
 
-    def _start_service(self) -> None:
+    def start_service(self) -> None:
         """As whoever reads what it says would: a store that cannot be used is put aside."""
         self.restarts += 1
         try:
@@ -300,10 +305,10 @@ class Cluster:
         except ServiceRefused as refused:
             said = str(refused).strip().splitlines()
             assert [line[:16] for line in said] == ["kvplane: store: "], said
-            if self.redis is not None:
-                raise
+            assert self.redis is None, said
             self.put_store_aside()
             self.service.start()
+        self.register()
 
     def begin_engine(self) -> None:
         """A new engine life; a service that knows nothing any more is told of the replica first."""
@@ -321,7 +326,24 @@ class Cluster:
             found["service"] = self.service.process.pid
         return found
 
+    @property
+    def links(self) -> list[CuttingProxy]:
+        """All of them."""
+        links = (self.to_service, self.from_workers, self.to_redis)
+        return [link for link in links if link is not None]
+
     # -- the store ---------------------------------------------------------------------------------------------------
+
+    def lock_store(self) -> None:
+        """Another process has the file to itself, until it is mended."""
+        self._lock = sqlite3.connect(self.file, isolation_level=None)
+        self._lock.execute("BEGIN IMMEDIATE")
+
+    def _let_store_go_on(self) -> None:
+        self.disk.go_on()
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()
 
     def store_files(self) -> list[Path]:
         return sorted(self.file.parent.glob(f"{self.file.name}*"))
@@ -374,7 +396,8 @@ def is_stored(store: pb.StoreStatus) -> bool:
 
 def resume(pids: Sequence[int] | dict[str, int]) -> None:
     for pid in pids.values() if isinstance(pids, dict) else pids:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # who listens to it finds out that it has ended
+            os.kill(pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True)

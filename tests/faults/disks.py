@@ -1,4 +1,4 @@
-"""A small disk of its own that can be filled and made read-only: a tmpfs, where this user may mount one."""
+"""A small disk that can be full, read-only or hung: a file system in a file, or a tmpfs, where this user may mount."""
 
 from __future__ import annotations
 
@@ -7,20 +7,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SIZE = "2m"
+SIZE_BYTES = 4 << 20
+# Holds every write for $1 seconds at a time, lets them pass for a moment, and stops when nobody has its input open.
+_HANGING = """
+while fsfreeze --freeze "$0"; do
+    read -r -t "$1"; ended=$?
+    fsfreeze --unfreeze "$0"
+    [ $ended -gt 128 ] || exit 0
+    sleep 0.02
+done
+exit 1
+"""
+_FOR_EVER_S = 1e6
 
 
 class Disk:
-    """A folder on a disk of SIZE, or on that of the machine.
+    """A folder on a disk of SIZE_BYTES, or on that of the machine.
 
     Attributes:
         is_own: whether it can be filled and made read-only.
+        can_hang: whether writes to it can be held.
     """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
-        self.is_own = _mount("-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)) == 0
+        self._hanging: subprocess.Popen[bytes] | None = None
+        self.can_hang = _mount_file(folder)
+        self.is_own = self.can_hang or _run("mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(folder))
+
+    def hang(self, seconds: float = _FOR_EVER_S) -> None:
+        """Hold every write until `go_on`, or for so long at a time. A process in one cannot even be killed."""
+        assert self.can_hang
+        assert self._hanging is None
+        command = ["bash", "-c", _HANGING, str(self.folder), str(seconds)]
+        self._hanging = subprocess.Popen(command, stdin=subprocess.PIPE)
+
+    def go_on(self) -> None:
+        """Let writes pass."""
+        hanging, self._hanging = self._hanging, None
+        if hanging is not None:
+            hanging.communicate()
+            assert hanging.returncode == 0, "fsfreeze"
 
     def fill(self) -> None:
         """Leave no byte of room."""
@@ -36,18 +64,31 @@ class Disk:
 
     def allow_writes(self, allowed: bool) -> None:
         """Nobody may have a file of it open for writing when writes end."""
-        assert _mount("-o", f"remount,{'rw' if allowed else 'ro'}", str(self.folder)) == 0, "remount"
+        assert _run("mount", "-o", f"remount,{'rw' if allowed else 'ro'}", str(self.folder)), "remount"
 
     def unmount(self) -> None:
+        self.go_on()
         if self.is_own:
             subprocess.run(["umount", "-l", str(self.folder)], check=True)
 
 
-def _mount(*arguments: str) -> int:
+def _mount_file(folder: Path) -> bool:
+    """A file with a file system of its own, which can be frozen."""
+    image = folder.with_name(f"{folder.name}.img")
+    with image.open("wb") as file:
+        file.truncate(SIZE_BYTES)
+    made = _run("mkfs.ext4", "-q", "-O", "^has_journal", "-m", "0", str(image)) and _run("fsfreeze", "--version")
+    if not (made and _run("mount", "-o", "loop", str(image), str(folder))):
+        return False
+    (folder / "lost+found").rmdir()
+    return True
+
+
+def _run(*command: str) -> bool:
     try:
-        return subprocess.run(["mount", *arguments], check=False, capture_output=True).returncode
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
     except FileNotFoundError:
-        return 1
+        return False
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import pytest
 
 from kvplane.base.errors import OtherWriter
 from kvplane.v1 import allocation_pb2 as pb
+from tests.client.proxy import CuttingProxy
 from tests.faults.child import POINTS, Trap
 from tests.faults.cluster import LEASE_S, LIMIT_S, Cluster, ServiceRefused, is_stopped
 from tests.store.servers import wait_until
@@ -32,7 +33,10 @@ class Kind:
         stores: with which it can be.
         trap: the signal of a trap that the engine gets with its work, None = none.
         own_disk: needs a disk that can be filled and made read-only.
+        hung_disk: needs a disk whose writes can be held. A process that writes there cannot end.
         alone: no other fault at the same time: it waits for what others may delay.
+        is_served: the service answers all the same who needs nothing of what is broken.
+        forgetful: the service may have forgotten the replica then: the engine is told so, and begun anew.
     """
 
     name: str
@@ -40,10 +44,14 @@ class Kind:
     stores: tuple[str, ...] = SQLITE + REDIS
     trap: signal.Signals | None = None
     own_disk: bool = False
+    hung_disk: bool = False
     alone: bool = False
+    is_served: bool = True
+    forgetful: bool = False
 
     def fits(self, cluster: Cluster) -> bool:
-        return cluster.plan.store in self.stores and (cluster.disk.is_own or not self.own_disk)
+        disk = (cluster.disk.is_own or not self.own_disk) and (cluster.disk.can_hang or not self.hung_disk)
+        return cluster.plan.store in self.stores and disk
 
     def draw_trap(self, rng: Random) -> Trap | None:
         return Trap(rng.choice(POINTS), rng.randrange(12), self.trap) if self.trap else None
@@ -73,6 +81,13 @@ def stop_worker(cluster: Cluster, rng: Random) -> None:
     worker = cluster.workers[rng.randrange(len(cluster.workers))]
     if worker is not None:
         os.kill(worker.pid, signal.SIGSTOP)
+
+
+def stop_worker_at_a_claim(cluster: Cluster, rng: Random) -> None:
+    """A service begins while a worker is stopped: the session that comes back is not claimed there."""
+    stop_worker(cluster, rng)
+    cluster.service.kill()
+    cluster.start_service()
 
 
 def wait_for_trap(cluster: Cluster) -> bool:
@@ -114,19 +129,37 @@ def stop_engine(cluster: Cluster, rng: Random) -> None:
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
-def cut_link(cluster: Cluster, _: Random) -> None:
-    cluster.to_service.cut()
+def some_links(cluster: Cluster, rng: Random) -> list[CuttingProxy]:
+    """To the service: of the engine, of the workers, or both."""
+    links = [cluster.to_service, cluster.from_workers]
+    return rng.sample(links, rng.randrange(1, len(links) + 1))
+
+
+def cut_link(cluster: Cluster, rng: Random) -> None:
+    for link in some_links(cluster, rng):
+        link.cut()
 
 
 def delay_link(cluster: Cluster, rng: Random) -> None:
-    cluster.to_service.delay(rng.uniform(0.005, 0.1))
+    for link in some_links(cluster, rng):
+        link.delay(rng.uniform(0.005, 0.1))
 
 
 def hold_link(cluster: Cluster, rng: Random) -> None:
     """A black hole; what was sent into it arrives late, or never."""
-    cluster.to_service.hold(True)
+    for link in some_links(cluster, rng):
+        link.hold(True)
+        if rng.random() < 0.5:
+            link.cut()
+
+
+def mute_link(cluster: Cluster, rng: Random) -> None:
+    """What is sent arrives, and is done; the answers come late, or never."""
+    for link in some_links(cluster, rng):
+        link.mute(True)
+    time.sleep(rng.uniform(0, 0.2))
     if rng.random() < 0.5:
-        cluster.to_service.cut()
+        cut_link(cluster, rng)
 
 
 def cut_store(cluster: Cluster, _: Random) -> None:
@@ -157,6 +190,13 @@ def stop_redis(cluster: Cluster, _: Random) -> None:
     assert cluster.redis is not None
     assert cluster.redis.process is not None
     os.kill(cluster.redis.process.pid, signal.SIGSTOP)
+
+
+def start_beside_a_stopped_redis(cluster: Cluster, rng: Random) -> None:
+    """A service begins, which can read nothing of its store."""
+    stop_redis(cluster, rng)
+    cluster.service.kill()
+    cluster.start_service()
 
 
 def fill_redis(cluster: Cluster, _: Random) -> None:
@@ -210,6 +250,20 @@ def forbid_writes(cluster: Cluster, _: Random) -> None:
         cluster.service.start()
 
 
+def hang_disk(cluster: Cluster, _: Random) -> None:
+    """No write ends."""
+    cluster.disk.hang()
+
+
+def slow_disk(cluster: Cluster, rng: Random) -> None:
+    """Each write takes so long."""
+    cluster.disk.hang(rng.uniform(0.05, 0.4))
+
+
+def lock_file(cluster: Cluster, _: Random) -> None:
+    cluster.lock_store()
+
+
 def truncate_file(cluster: Cluster, rng: Random) -> None:
     cluster.service.kill()
     for path in some_files(cluster, rng):
@@ -244,26 +298,32 @@ def restore_file(cluster: Cluster, rng: Random) -> None:
 
 
 KINDS = (
-    Kind("service killed", kill_service),
-    Kind("service stopped", stop_service),
+    Kind("service killed", kill_service, is_served=False),
+    Kind("service stopped", stop_service, is_served=False),
     Kind("worker killed", kill_worker),
     Kind("worker stopped", stop_worker),
+    Kind("worker stopped at a claim", stop_worker_at_a_claim, alone=True),
     Kind("engine killed", kill_engine, trap=signal.SIGKILL),
     Kind("engine stopped", stop_engine, trap=signal.SIGSTOP, alone=True),
     Kind("link cut", cut_link),
     Kind("link slow", delay_link),
     Kind("link held", hold_link),
+    Kind("link's answers held", mute_link),
     Kind("store's link cut", cut_store, REDIS),
     Kind("store's link slow", delay_store, REDIS),
     Kind("store's link held", hold_store, REDIS),
-    Kind("redis killed", kill_redis, REDIS),
+    Kind("redis killed", kill_redis, REDIS, forgetful=True),
     Kind("redis stopped", stop_redis, REDIS),
+    Kind("service begun without redis", start_beside_a_stopped_redis, REDIS, alone=True, forgetful=True),
     Kind("redis full", fill_redis, REDIS, alone=True),
-    Kind("redis damaged", damage_redis, REDIS, alone=True),
-    Kind("redis forgets", forget_in_redis, REDIS, alone=True),
+    Kind("redis damaged", damage_redis, REDIS, alone=True, is_served=False, forgetful=True),
+    Kind("redis forgets", forget_in_redis, REDIS, alone=True, forgetful=True),
     Kind("disk full", fill_disk, SQLITE, own_disk=True),
-    Kind("disk read-only", forbid_writes, SQLITE, own_disk=True, alone=True),
-    Kind("file truncated", truncate_file, SQLITE),
-    Kind("file damaged", flip_bits, SQLITE),
-    Kind("file of yesterday", restore_file, SQLITE),
+    Kind("disk read-only", forbid_writes, SQLITE, own_disk=True, alone=True, is_served=False),
+    Kind("disk hung", hang_disk, SQLITE, hung_disk=True, alone=True),
+    Kind("disk slow", slow_disk, SQLITE, hung_disk=True, alone=True),
+    Kind("file locked", lock_file, SQLITE, alone=True),
+    Kind("file truncated", truncate_file, SQLITE, is_served=False, forgetful=True),
+    Kind("file damaged", flip_bits, SQLITE, is_served=False, forgetful=True),
+    Kind("file of yesterday", restore_file, SQLITE, is_served=False, forgetful=True),
 )
