@@ -20,10 +20,9 @@ from kvplane.unary import TIMEOUT_S
 from tests.cli.hung import TooLate, drain
 
 REPLICAS, GUEST = ("bystander/one", "bystander/two"), "bystander/guest"
-SCRAPE_S = 10.0  # what Prometheus waits for
 # Each function within the deadline that its caller has by default.
 DEADLINES_S = {
-    "metrics": SCRAPE_S,
+    "metrics": 10.0,  # what Prometheus waits
     "registration": TIMEOUT_S,
     "unary call": TIMEOUT_S,
     "step": STEP_TIMEOUT_S,
@@ -81,6 +80,7 @@ class Bystanders:
     def __init__(self, address: str, metrics: str, is_served: bool) -> None:
         """`is_served`: the service answers while the fault lasts; otherwise each call must end all the same."""
         self._address, self._metrics, self._is_served = address, metrics, is_served
+        self._deadlines_s = DEADLINES_S if is_served else dict.fromkeys(DEADLINES_S, QUICK_S)
         self._clients = ExitStack()
         self.session: kvplane.Session | None = None
 
@@ -116,7 +116,7 @@ class Bystanders:
 
         calls = self._calls()
         threads = [threading.Thread(target=ask, args=one, daemon=True) for one in calls.items()]
-        until_s = time.monotonic() + max(DEADLINES_S.values()) + LATE_S
+        until_s = time.monotonic() + max(self._deadlines_s.values()) + LATE_S
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -131,7 +131,7 @@ class Bystanders:
         if not self._is_served:
             if not isinstance(refusal, (DeadlineExceeded, Unavailable, OSError, NoneType)):
                 raise TooLate(f"{what}: {refusal!r}")
-        elif refusal is not None or took_s > DEADLINES_S[what]:
+        elif refusal is not None or took_s > self._deadlines_s[what]:
             raise TooLate(f"{what}: {refusal or 'an answer'} after {took_s:.1f} s")
 
     def drain(self, process: subprocess.Popen[str], grace_s: float) -> tuple[float, float]:
@@ -155,19 +155,17 @@ class Bystanders:
         return calls
 
     def _client(self, retry: RetryPolicy) -> kvplane.Client:
-        timeout_s = TIMEOUT_S if self._is_served else QUICK_S
+        timeout_s = self._deadlines_s["unary call"]
         return self._clients.enter_context(kvplane.connect(self._address, timeout_s=timeout_s, retry=retry))
 
     def _open(self, client: kvplane.Client, replica: str, retry: RetryPolicy) -> kvplane.Session:
-        if self._is_served:
-            session = client.session(replica, retry=retry)
-        else:
-            session = client.session(replica, retry=retry, open_timeout_s=QUICK_S, step_timeout_s=QUICK_S)
+        open_s, step_s = self._deadlines_s["new session"], self._deadlines_s["step"]
+        session = client.session(replica, retry=retry, open_timeout_s=open_s, step_timeout_s=step_s)
         session.apply(Part())
         return session
 
     def _scrape(self) -> bytes:
-        timeout_s = SCRAPE_S if self._is_served else QUICK_S
+        timeout_s = self._deadlines_s["metrics"]
         with urllib.request.urlopen(f"http://{self._metrics}/metrics", timeout=timeout_s) as answer:
             return bytes(answer.read())
 

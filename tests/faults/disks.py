@@ -11,6 +11,7 @@ SIZE_BYTES = 4 << 20
 # Holds every write for $1 seconds at a time, lets them pass for a moment, and stops when nobody has its input open.
 _HANGING = """
 while fsfreeze --freeze "$0"; do
+    echo
     read -r -t "$1"; ended=$?
     fsfreeze --unfreeze "$0"
     [ $ended -gt 128 ] || exit 0
@@ -37,11 +38,13 @@ class Disk:
         self.is_own = self.can_hang or _run("mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(folder))
 
     def hang(self, seconds: float = _FOR_EVER_S) -> None:
-        """Hold every write until `go_on`, or for so long at a time. A process in one cannot even be killed."""
+        """Hold every write from now on until `go_on`, or for so long at a time. A process in one cannot be killed."""
         assert self.can_hang
         assert self._hanging is None
         command = ["bash", "-c", _HANGING, str(self.folder), str(seconds)]
-        self._hanging = subprocess.Popen(command, stdin=subprocess.PIPE)
+        self._hanging = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._hanging.stdout is not None
+        self._hanging.stdout.read(1)
 
     def go_on(self) -> None:
         """Let writes pass."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 
@@ -11,6 +12,8 @@ from kvplane_service.store.sqlite import SqliteStore
 from tests.faults.disks import small_disk
 from tests.store.contract import LOG, chunk
 from tests.store.test_named_errors import refused
+
+WAIT_S = 30
 
 
 @pytest.fixture
@@ -48,6 +51,31 @@ def test_a_store_on_a_read_only_disk_is_refused_and_not_touched(disk, filled):
 def test_no_new_store_on_a_read_only_disk(disk):
     disk.allow_writes(False)
     refused(errors.StoreReadOnly, disk.folder)
+
+
+def test_a_hung_disk_holds_writes_until_it_goes_on(disk, filled):
+    if not disk.can_hang:
+        pytest.skip("this user may freeze no file system: run it as root")
+    written = threading.Event()
+
+    def write():
+        filled.append(LOG, chunk(2), 0)
+        written.set()
+
+    for seconds in (1000.0, 0.3):  # held for good, and then for a moment
+        disk.hang(seconds)
+        try:
+            thread = threading.Thread(target=write)
+            thread.start()
+            assert seconds < 1.0 or not written.wait(0.2)
+            if seconds > 1.0:
+                disk.go_on()
+            assert written.wait(WAIT_S)
+        finally:
+            disk.go_on()
+        thread.join()
+        written.clear()
+    assert list(filled.load(LOG)) == [chunk(1), chunk(2)]
 
 
 def test_a_full_disk_loses_nothing_that_is_there_and_goes_on_when_there_is_room(disk, filled):
