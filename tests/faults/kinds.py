@@ -255,6 +255,13 @@ def hang_disk(cluster: Cluster, _: Random) -> None:
     cluster.disk.hang()
 
 
+def start_on_a_hung_disk(cluster: Cluster, _: Random) -> None:
+    """A service begins, which cannot open its file."""
+    cluster.service.kill()
+    cluster.disk.hang()
+    cluster.start_service()
+
+
 def slow_disk(cluster: Cluster, rng: Random) -> None:
     """Each write takes so long."""
     cluster.disk.hang(rng.uniform(0.05, 0.4))
@@ -321,6 +328,7 @@ KINDS = (
     Kind("disk full", fill_disk, SQLITE, own_disk=True),
     Kind("disk read-only", forbid_writes, SQLITE, own_disk=True, alone=True, is_served=False),
     Kind("disk hung", hang_disk, SQLITE, hung_disk=True, alone=True),
+    Kind("service begun on a hung disk", start_on_a_hung_disk, SQLITE, hung_disk=True, alone=True, forgetful=True),
     Kind("disk slow", slow_disk, SQLITE, hung_disk=True, alone=True),
     Kind("file locked", lock_file, SQLITE, alone=True),
     Kind("file truncated", truncate_file, SQLITE, is_served=False, forgetful=True),

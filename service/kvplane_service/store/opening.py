@@ -43,7 +43,8 @@ def make_store(config: Config, read_only: bool = False) -> IndexStore | None:
         return OffloadedShared(MemoryStore, Executor("the store"))
     if name.startswith("sqlite:"):
         path, busy_s = Path(name.removeprefix("sqlite:")), config.store_timeout_ms / 1000
-        return Offloaded(partial(SqliteStore, path, busy_s, read_only), Executor("the store"))
+        timeout_s = 2 * busy_s  # a file that another process has locked is called so by SQLite, before
+        return Offloaded(partial(SqliteStore, path, busy_s, read_only), Executor("the store"), timeout_s)
     return _make_redis(config, read_only)
 
 
