@@ -148,7 +148,7 @@ class EngineLives:
 
         Raises LimitExceeded.
         """
-        epoch = max(begun, newest_epoch(request.stamp_table)) + 1
+        epoch = max(begun, request.owner_epoch, newest_epoch(request.stamp_table)) + 1
         if self.recovering is not None:
             epoch = max(epoch, self.recovering.epoch_above(self._replica, request.stamp_table))
         if epoch > MAX_EPOCH:

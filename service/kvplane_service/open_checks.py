@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.session import OpenRequest
+from kvplane.base.stamps import MAX_EPOCH
 
 MAX_CLIENT_CHARS = 128
 
@@ -26,4 +27,10 @@ def check_request(request: OpenRequest, num_blocks: int) -> None:
             f"blocks {min(busy)} to {max(busy)}",
             field="busy_blocks",
             remedy=f"name blocks 1 to {num_blocks - 1} that a load may still write",
+        )
+    if not 0 <= request.owner_epoch < MAX_EPOCH:
+        raise InvalidArgument(
+            f"{request.owner_epoch} is no epoch that another one can follow",
+            field="owner_epoch",
+            remedy=f"give the highest owner epoch of the stamp tables, 0 to {MAX_EPOCH - 1}",
         )

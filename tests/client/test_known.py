@@ -8,7 +8,6 @@ import pytest
 
 from kvplane.base.errors import ServiceRestarted
 from kvplane.base.session import OpenRequest
-from kvplane.base.stamps import Stamp
 from kvplane.base.step import Cache, End, ExtraKeys, News, Part, PartResult, Resume, RowFlag, Step, StepResult
 from kvplane.known import KnownRequests
 from kvplane.retry import RetryPolicy
@@ -120,7 +119,7 @@ def test_hashes_and_every_fact_of_a_request_are_told():
     keys = ExtraKeys(salt="s")
     first = News([4, 5], [20, 33], [], [1, 2], b"aabbcc", ["x", "y"], ["", "d"], [keys, keys], [0, 1], [0, 99])
     known = noted(Part(news=first), part_of(FactRow(4, num_tokens=12, hashes=[b"dd"])), Part())
-    news = known.revival(7, 40).news
+    news = known.revival(7).news
     assert news == News([4, 5], [32, 33], [], [2, 2], b"aaddbbcc", *[getattr(first, name) for name in OTHERS])
 
 
@@ -128,10 +127,8 @@ OTHERS = ("request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
 
 
 def test_the_new_life_is_numbered_above_the_one_that_ended_and_nothing_is_proven():
-    stamps = noted(Part()).revival(7, 40).stamp_table
-    assert len(stamps) == 40
-    assert Stamp.unpack(stamps[0]).epoch == 7, "of the null block, which no key is of"
-    assert not any(stamps[1:])
+    revival = noted(Part()).revival(7)
+    assert (revival.owner_epoch, revival.stamp_table, revival.incarnation) == (7, (), 0)
 
 
 NEWS = part_of(NewsRow(0, range(40)), AdmitRow(0))
@@ -150,7 +147,7 @@ NEWS = part_of(NewsRow(0, range(40)), AdmitRow(0))
 )
 def test_what_only_the_engine_can_know_ends_the_session(parts, why):
     with pytest.raises(ServiceRestarted, match=why) as caught:
-        noted(*parts).revival(7, 40)
+        noted(*parts).revival(7)
     assert "revive" in caught.value.remedy
 
 
@@ -169,6 +166,6 @@ def test_a_session_with_loads_under_way_ends_with_its_service():
 def test_steps_in_flight_that_cannot_be_read_end_it_too():
     lost = step(part_of(NewsRow(1, [2**40]), cache=Cache(released=[3])))
     with pytest.raises(ServiceRestarted, match="cannot be read"):
-        noted(NEWS).after([lost]).revival(7, 40)
-    assert noted(NEWS).after([]).revival(7, 40).running == (0,)
-    assert noted(NEWS, part_of(FactRow(0, tokens=[1]), RunRow(0))).revival(7, 40).news.num_tokens == [41]
+        noted(NEWS).after([lost]).revival(7)
+    assert noted(NEWS).after([]).revival(7).running == (0,)
+    assert noted(NEWS, part_of(FactRow(0, tokens=[1]), RunRow(0))).revival(7).news.num_tokens == [41]

@@ -233,6 +233,15 @@ def test_the_slowest_rank_says_what_has_been_executed():
     assert group.executed_through(EPOCH) == group.executed_through(EPOCH + 1) == 0
 
 
+def test_the_newest_owner_of_any_rank_is_that_of_the_memory():
+    tables = [table(), table()]
+    group = RankGroup(tables)
+    assert group.owner_epoch == 0
+    group.claim(EPOCH)
+    tables[0].claim(EPOCH + 1)
+    assert group.owner_epoch == EPOCH + 1, "a claim that was cut short counts"
+
+
 def test_a_stamp_counts_only_where_all_ranks_show_it():
     tables = [table(), table()]
     group = RankGroup(tables)

@@ -128,6 +128,16 @@ class TestOpening:
         with world.refuses(InvalidArgument, "blocks", field="busy_blocks"):
             world.open(busy_blocks=named)
 
+    def test_a_new_life_is_numbered_above_the_owner_that_the_memory_shows(self, world):
+        assert world.open(owner_epoch=40).opened.epoch == 41
+        assert world.open(owner_epoch=7).opened.epoch == 42
+        assert world.open(42, owner_epoch=50).opened.epoch == 42, "who resumes begins no life"
+
+    @pytest.mark.parametrize("owner", [-1, MAX_EPOCH, 1 << 63])
+    def test_an_owner_epoch_that_no_life_can_follow_is_refused(self, world, owner):
+        with world.refuses(InvalidArgument, "owner_epoch"):
+            world.open(owner_epoch=owner)
+
     def test_epochs_have_an_end(self, world):
         world.host.epoch = MAX_EPOCH
         with world.refuses(LimitExceeded, "engine lives"):

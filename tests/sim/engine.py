@@ -67,6 +67,7 @@ class EngineLife(RandomScheduler):
         self._busy = False  # the first of them is with the ranks
         self._lane, self._work = asyncio.Event(), asyncio.Event()  # some of the queue is done; there may be more to do
         self._claimed_for: Server | None = None  # the service whose life ranks were claimed for
+        self._owner_shown = 0  # by the ranks' tables, before the session was opened
         self._brackets: dict[int, dict[int, int]] = {}
         self._has_lost = False
         self._last_part: dict[int, int] = {}  # of the answers to steps
@@ -105,6 +106,7 @@ class EngineLife(RandomScheduler):
             stamp_table=self._group.agreed_stamps(),
             incarnation=self._group.incarnation,
             busy_blocks=self.site.busy_blocks(),
+            owner_epoch=self._owner_epoch(),
         )
         retry = RetryPolicy(_ATTEMPTS, jitter=rng.random)
         nonces = lambda: rng.getrandbits(64)  # noqa: E731
@@ -165,8 +167,20 @@ class EngineLife(RandomScheduler):
 
     async def _claim(self, next_seq: int, ahead: int) -> None:
         self.epoch, self._claimed_for = self.session.epoch, self.server
+        self.world.tell(history.Opened(self.site.name, self.epoch, self._owner_shown))
         for rank in self.ranks:
-            await rank.ask(Claim(self.epoch, next_seq, ahead))
+            await rank.ask(Claim(self.epoch, next_seq, ahead, self._service))
+
+    def _owner_epoch(self) -> int:
+        """Read behind the stamps."""
+        self._owner_shown = self._group.owner_epoch
+        return self._owner_shown
+
+    @property
+    def _service(self) -> int:
+        """Number of the process that began this engine life."""
+        assert self._claimed_for is not None
+        return self._claimed_for.process.pid
 
     def _end_ranks(self) -> None:
         """Ranks notice the death of their scheduler, each in its own time."""
@@ -220,7 +234,8 @@ class EngineLife(RandomScheduler):
         runs = launch in self.pending
         orders = tuple(launch.orders)
         rows = Launch(launch.seq, [], launch.rows if runs else [])
-        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost), partial(self._is_ready, rows))
+        is_ready = partial(self._is_ready, rows)
+        return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost), is_ready, self._service)
 
     def _is_ready(self, launch: Launch) -> bool:
         """A launch that computes behind a load waits for it, and the load for the orders of every rank."""
@@ -293,7 +308,7 @@ class EngineLife(RandomScheduler):
         resume = None if self._has_lost or self._chance(20) else self._resume(running)
         self._offered = resume is not None
         stamps, busy = self._group.agreed_stamps(), self.site.busy_blocks()
-        return Revival(stamps, self._group.incarnation, news, running, held, resume, busy)
+        return Revival(stamps, self._group.incarnation, news, running, held, resume, busy, self._owner_epoch())
 
     def _resume(self, running: tuple[int, ...]) -> Resume:
         """Who runs on with its blocks: all whose pages hold what they have computed, and nothing that is a guess."""

@@ -1,20 +1,17 @@
-"""What must hold over everything that happened: the rules of the life of a page, each over the records of one run.
-
-The world appends what it sees (`Record`), the rules below read it and nothing else. A rule is named as design and
-ARCHITECTURE name it, says what it promises in its first line, and yields a line for everything that breaks it.
-"""
+"""What happens in one run: the world appends what it sees (`Record`), the rules (`rules.py`) read nothing else."""
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from kvplane.base.step import PartResult
 
 Place: TypeAlias = tuple[str, int, int]  # replica, rank, incarnation of the memory
+
+RANKS = 2
 
 
 # -- what happens ------------------------------------------------------------------------------------------------------
@@ -92,17 +89,29 @@ class Published:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """A session was opened as a new engine life; `owner` is the epoch that the ranks' tables had shown."""
+
+    replica: str
+    epoch: int
+    owner: int
+
+
+@dataclass(frozen=True)
 class Claimed:
-    """An engine life owns a rank's memory. `ahead`: its number of a step, less the service's."""
+    """An engine life that this service (a process number) began owns a rank's memory. `ahead`: its number of a step,
+    less the service's.
+    """
 
     place: Place
     epoch: int
     ahead: int
+    service: int
 
 
 @dataclass(frozen=True)
 class CarriedOut:
-    """A rank obeyed the orders of a part; `owner` is the epoch that owned the memory then."""
+    """A rank obeyed the orders of a part, which this service gave; `owner` is the epoch that owned the memory then."""
 
     place: Place
     epoch: int
@@ -110,6 +119,7 @@ class CarriedOut:
     seq: int
     part: int
     stamped: tuple[tuple[int, int], ...]
+    service: int
 
 
 @dataclass(frozen=True)
@@ -227,6 +237,7 @@ Record: TypeAlias = (
     | Answered
     | Stored
     | Published
+    | Opened
     | Claimed
     | CarriedOut
     | Executed
@@ -267,10 +278,6 @@ class History:
             told.update(f"{at_ns} {record}\n".encode())
         return told.hexdigest()[:16]
 
-    def findings(self) -> list[str]:
-        """Everything that breaks a rule."""
-        return [f"{name}: {what}" for name, rule in RULES.items() for what in rule(self)]
-
 
 def fingerprint(parts: Sequence[PartResult]) -> str:
     """Stands for an answer, on either side of the network."""
@@ -285,221 +292,3 @@ def fingerprint(parts: Sequence[PartResult]) -> str:
         told.update(repr([[int(value) for value in row] for row in rows]).encode())
         told.update(f"{part.free_blocks} {part.reset_done}".encode())
     return told.hexdigest()
-
-
-# -- the rules ---------------------------------------------------------------------------------------------------------
-
-
-def never_a_wrong_hit(history: History) -> Iterator[str]:
-    """A launch reads, and a key that others may see names, a page that holds just that, on every rank."""
-    yield from (record.what for record in history.of(Wrong))
-
-
-def sound(history: History) -> Iterator[str]:
-    """No block is free and held, in two tables, or without a holder; no process ends by a bug."""
-    yield from (record.what for record in history.of(Broken))
-
-
-def no_block_is_leaked(history: History) -> Iterator[str]:
-    """When every request has ended, every block is free."""
-    for record in history.of(Emptied):
-        if record.free != record.usable:
-            yield f"{record.replica}: {record.free} of {record.usable} blocks are free"
-
-
-def executed(history: History) -> Iterator[str]:
-    """A key is shown to others only after the step that registered it has been executed on all ranks."""
-    done: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # (replica, epoch) -> rank -> the service's number
-    ahead: dict[tuple[str, int], int] = {}
-    stored: dict[tuple[object, ...], list[int]] = defaultdict(list)
-    proven: dict[tuple[int, str, int], set[int]] = {}
-    for _, record in history.records:
-        match record:
-            case Claimed((replica, _, _), epoch):
-                ahead[replica, epoch] = record.ahead
-            case Executed((replica, rank, _), epoch, seq):
-                done[replica, epoch][rank] = seq - ahead[replica, epoch]
-            case Stored(service, replica, epoch, seq, group, block, digest):
-                stored[service, replica, epoch, group, block, digest].append(seq)
-            case Began(service, replica, epoch, kept):
-                proven[service, replica, epoch] = {block for block, _ in kept}
-            case Published(service, replica, epoch, group, block, digest):
-                steps = stored.get((service, replica, epoch, group, block, digest), [])
-                ranks = done[replica, epoch]
-                through = min(ranks.values()) if len(ranks) == RANKS else 0
-                was_proven = not steps and block in proven.get((service, replica, epoch), ())
-                if not was_proven and not any(seq <= through for seq in steps):
-                    yield f"{replica}, block {block}: a key of step {steps} is shown, ranks stand at {dict(ranks)}"
-
-
-def what_is_shown_is_what_is_published(history: History) -> Iterator[str]:
-    """A follower knows every published key whenever nothing is in flight, and at no time one that has gone."""
-    yield from (record.what for record in history.of(Misled))
-
-
-def stamps_version_content(history: History) -> Iterator[str]:
-    """No stamp is given twice in an incarnation, to two blocks or to one block at two times."""
-    given: dict[tuple[Place, int], int] = {}
-    for record in history.of(CarriedOut):
-        for block, stamp in record.stamped:
-            if (record.place, stamp) in given:
-                before = given[record.place, stamp]
-                yield f"{record.place}: stamp {stamp:x} of block {before} is given again, to block {block}"
-            given[record.place, stamp] = block
-
-
-def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
-    """A new engine life keeps a key only where every rank's table shows its stamp. No stamp, no hit."""
-    for record in history.of(Began):
-        for block, stamp in record.kept:
-            if not stamp or any(table[block] != stamp for table in record.shown):
-                shown = " ".join(f"{table[block]:x}" for table in record.shown)
-                yield f"{record.replica}, epoch {record.epoch}: block {block} is kept under {stamp:x}, not {shown}"
-
-
-def an_engine_restart_keeps_its_cache(history: History) -> Iterator[str]:
-    """A new life of an engine on the same service and memory keeps every published key that every rank proves."""
-    for record in history.of(Began):
-        lost = set(record.due) - set(record.kept)
-        if lost:
-            yield f"{record.replica}, epoch {record.epoch}: {len(lost)} keys are lost, such as block {min(lost)[0]}"
-
-
-def a_drain_loses_nothing(history: History) -> Iterator[str]:
-    """What a service had written when it let go of a replica is there for the service that adopts it."""
-    for record in history.of(Began):
-        lost = set(record.flushed) - set(record.kept)
-        if lost:
-            yield f"{record.replica}, epoch {record.epoch}: {len(lost)} keys are lost, such as block {min(lost)[0]}"
-
-
-def the_epoch_lives_where_the_pages_live(history: History) -> Iterator[str]:
-    """The owner of a memory never goes back to an earlier epoch, and nobody else obeys orders there."""
-    owner: dict[Place, int] = {}
-    for _, record in history.records:
-        match record:
-            case Claimed(place, epoch):
-                if epoch < owner.get(place, 0):
-                    yield f"{place}: epoch {epoch} claims after {owner[place]}"
-                owner[place] = epoch
-            case CarriedOut(place, epoch):
-                if not epoch == record.owner == owner.get(place):
-                    yield f"{place}: orders of epoch {epoch} are obeyed, {record.owner} owns the memory"
-
-
-def orders_run_once(history: History) -> Iterator[str]:
-    """The orders of each part run once on each rank, in order, and before the launch of their step."""
-    position: dict[tuple[Place, int], tuple[int, int]] = {}
-    for _, record in history.records:
-        match record:
-            case CarriedOut(place, epoch, _, seq, part):
-                done = position.get((place, epoch))
-                if done is not None and (seq, part) not in ((done[0] + 1, 0), (done[0], done[1] + 1)):
-                    yield f"{place}, epoch {epoch}: part {part} of step {seq} is carried out after {done}"
-                position[place, epoch] = (seq, part)
-            case Executed(place, epoch, seq):
-                if position.get((place, epoch), (0, 0))[0] < seq:
-                    yield f"{place}, epoch {epoch}: step {seq} is launched before its orders"
-
-
-def a_launch_without_an_answer_ends_its_engine_life(history: History) -> Iterator[str]:
-    """Behind it a rank obeys no orders of this life, and the pages that it may have overwritten show no stamp."""
-    ended = set[tuple[Place, int]]()
-    for _, record in history.records:
-        match record:
-            case Invalidated(place, epoch):
-                ended.add((place, epoch))
-            case CarriedOut(place, epoch, _, seq, part) if (place, epoch) in ended:
-                yield f"{place}, epoch {epoch}: step {seq}, part {part} is obeyed behind a launch without an answer"
-
-
-def a_lease_that_lapses_takes_nothing(history: History) -> Iterator[str]:
-    """A lease that ends takes no block from anybody."""
-    for record in history.of(Lapsed):
-        if record.before != record.after:
-            yield f"{record.replica}: {record.before} became {record.after}"
-
-
-def who_gave_up_writes_nothing_more(history: History) -> Iterator[str]:
-    """A service begins no write of a replica that it has let go, or given up."""
-    for record in history.of(Wrote):
-        if not record.is_owned:
-            yield f"service {record.service} writes of {record.replica}"
-
-
-def ownership_settles(history: History) -> Iterator[str]:
-    """Of services that believe the same replica their own, soon one does."""
-    for record in history.of(Owned):
-        if len(record.services) > 1:
-            yield f"{record.replica} is owned by {' and '.join(record.services)}"
-
-
-def resume(history: History) -> Iterator[str]:
-    """A session that resumes has what it had: what it holds for a transfer stays held."""
-    yield from (f"{record.replica}: the pages of held slot {record.slot} have changed" for record in history.of(Lost))
-
-
-def copies_out_of_a_page_are_bracketed(history: History) -> Iterator[str]:
-    """What a transfer read under equal stamps is what was there."""
-    yield from (f"{record.replica}: a transfer read something else" for record in history.of(Moved) if not record.right)
-
-
-def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
-    """A step is applied once by a service, and what its engine gets is that answer, however often it is sent."""
-    applied: dict[tuple[object, ...], set[str]] = defaultdict(set)
-    once = set[tuple[object, ...]]()
-    for _, record in history.records:
-        match record:
-            case Applied(service, replica, epoch, seq, part, answer):
-                if (service, replica, epoch, seq, part) in once:
-                    yield f"{replica}, epoch {epoch}: part {part} of step {seq} is applied twice"
-                once.add((service, replica, epoch, seq, part))
-                applied[replica, epoch, seq, part].add(answer)
-            case Answered(replica, epoch, seq, part, answer):
-                if answer not in applied[replica, epoch, seq, part]:
-                    yield f"{replica}, epoch {epoch}: the answer to step {seq} is another one"
-
-
-def epochs_never_go_back(history: History) -> Iterator[str]:
-    """Each engine life on a memory has a higher number than the one before."""
-    last: dict[tuple[int, str], int] = {}
-    for record in history.of(Began):
-        if record.epoch <= last.get((record.service, record.replica), 0):
-            yield f"{record.replica}: epoch {record.epoch} after {last[record.service, record.replica]}"
-        last[record.service, record.replica] = record.epoch
-
-
-def allocation_never_waits_for_the_store(history: History) -> Iterator[str]:
-    """A service answers a step at once, whatever its store does."""
-    for record in history.of(Waited):
-        if record.seconds:
-            yield f"an answer took {record.seconds} s"
-
-
-RANKS = 2
-
-RULES: dict[str, Callable[[History], Iterator[str]]] = {
-    rule.__name__.replace("_", " "): rule
-    for rule in (
-        never_a_wrong_hit,
-        sound,
-        no_block_is_leaked,
-        executed,
-        what_is_shown_is_what_is_published,
-        stamps_version_content,
-        the_stamp_table_belongs_to_the_memory,
-        an_engine_restart_keeps_its_cache,
-        a_drain_loses_nothing,
-        the_epoch_lives_where_the_pages_live,
-        orders_run_once,
-        a_launch_without_an_answer_ends_its_engine_life,
-        a_lease_that_lapses_takes_nothing,
-        who_gave_up_writes_nothing_more,
-        ownership_settles,
-        resume,
-        copies_out_of_a_page_are_bracketed,
-        a_repeat_gets_the_same_answer,
-        epochs_never_go_back,
-        allocation_never_waits_for_the_store,
-    )
-}

@@ -25,11 +25,12 @@ _LAUNCH_S = 0.004
 
 @dataclass(frozen=True)
 class Claim:
-    """Own the memory from the engine's step `next_seq` on; `ahead` as in history.Claimed."""
+    """Own the memory from the engine's step `next_seq` on; `ahead` and `service` as in history.Claimed."""
 
     epoch: int
     next_seq: int
     ahead: int
+    service: int
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Work:
     launch: Launch
     lost: frozenset[tuple[int, int]]
     is_ready: Callable[[], bool]
+    service: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class RankProcess:
         if isinstance(message, Claim):
             rank.claim(message.epoch, message.next_seq)
             rank.launches_ended()  # this process runs one after the other
-            self._world.tell(history.Claimed(self.place, message.epoch, message.ahead))
+            self._world.tell(history.Claimed(self.place, message.epoch, message.ahead, message.service))
         elif isinstance(message, Unanswered):
             await self._run_alone(rank, message)
         else:
@@ -164,5 +166,5 @@ class RankProcess:
     def _carry_out(self, rank: Rank, message: Work, part: int, orders: Orders) -> None:
         rank.carry_out(message.epoch, message.seq, part, orders)
         stamped = tuple(zip(orders.stamp_block, orders.stamp, strict=True))
-        owner = self.memory.table.owner_epoch
-        self._world.tell(history.CarriedOut(self.place, message.epoch, owner, message.seq, part, stamped))
+        owner, service = self.memory.table.owner_epoch, message.service
+        self._world.tell(history.CarriedOut(self.place, message.epoch, owner, message.seq, part, stamped, service))

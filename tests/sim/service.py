@@ -135,7 +135,7 @@ class Service:
             raise Unavailable("the worker does not answer")
         table = here.memory.table
         if epoch > table.owner_epoch:
-            self.world.tell(history.Claimed((site.name, worker.rank, table.incarnation), epoch, 0))
+            self.world.tell(history.Claimed((site.name, worker.rank, table.incarnation), epoch, 0, self.process.pid))
         table.begin_life(epoch)
         pages = ClaimedPages(table.reading())
         await asyncio.sleep(network.draw_delay())

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 import pytest
 
 from tests.sim import history as h
-from tests.sim.history import RULES, History, Record
+from tests.sim.history import History, Record
+from tests.sim.rules import RULES, findings
 
 HERE, BESIDE = ("a", 0, 77), ("a", 1, 77)
-CLAIMED: list[Record] = [h.Claimed(HERE, 5, 0), h.Claimed(BESIDE, 5, 0)]
+CLAIMED: list[Record] = [h.Claimed(HERE, 5, 0, 1), h.Claimed(BESIDE, 5, 0, 1)]
 
 
 def carried(seq: int, part: int = 0, **changes) -> h.CarriedOut:
-    given = {"place": HERE, "epoch": 5, "owner": 5, "seq": seq, "part": part, "stamped": ()}
+    given = {"place": HERE, "epoch": 5, "owner": 5, "seq": seq, "part": part, "stamped": (), "service": 1}
     return h.CarriedOut(**{**given, **changes})
 
 
@@ -53,7 +54,8 @@ BROKEN: dict[str, tuple[list[Record], Record]] = {
     "resume": ([], h.Lost("a", 3)),
     "copies out of a page are bracketed": ([h.Moved("a", True)], h.Moved("a", False)),
     "a repeat gets the same answer": ([APPLIED, h.Answered("a", 5, 1, 0, "answer")], h.Answered("a", 5, 1, 0, "other")),
-    "epochs never go back": ([began(5), began(6)], began(6)),
+    "epochs never go back": ([began(5), h.Opened("a", 5, 4), began(6)], began(6)),
+    "one service per epoch": ([*CLAIMED, carried(1), h.Claimed(HERE, 6, 0, 2)], carried(2, service=2)),
     "allocation never waits for the store": ([h.Waited(0.0)], h.Waited(0.1)),
 }
 
@@ -79,15 +81,17 @@ def test_a_rule_can_be_broken(rule):
 def test_further_ways_to_break_one():
     executed = [*STORED, h.Executed(BESIDE, 5, 3), key(h.Published)]
     assert list(RULES["executed"](history(executed))) == []
-    assert list(RULES["executed"](history([*CLAIMED, h.Claimed(HERE, 5, 2), *executed[2:]]))), (
+    assert list(RULES["executed"](history([*CLAIMED, h.Claimed(HERE, 5, 2, 1), *executed[2:]]))), (
         "the engine counts two ahead"
     )
-    claims: list[Record] = [*CLAIMED, h.Claimed(HERE, 4, 0)]
+    claims: list[Record] = [*CLAIMED, h.Claimed(HERE, 4, 0, 1)]
     assert list(RULES["the epoch lives where the pages live"](history(claims)))
+    assert list(RULES["epochs never go back"](history([h.Opened("a", 5, 5)])))
+    assert list(RULES["one service per epoch"](history([*CLAIMED, h.Claimed(HERE, 5, 0, 2)])))
     assert list(RULES["orders run once"](history([carried(1), h.Executed(HERE, 5, 2)])))
     assert list(RULES["a repeat gets the same answer"](history([APPLIED, APPLIED])))
 
 
 def test_what_no_rule_breaks_is_found_in_none():
-    assert history([*CLAIMED, carried(1), h.Executed(HERE, 5, 1)]).findings() == []
-    assert history([h.Wrong("a page")]).findings() == ["never a wrong hit: a page"]
+    assert findings(history([*CLAIMED, carried(1), h.Executed(HERE, 5, 1)])) == []
+    assert findings(history([h.Wrong("a page")])) == ["never a wrong hit: a page"]

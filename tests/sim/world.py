@@ -17,7 +17,7 @@ from kvplane.rank import RankGroup
 from kvplane_service.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_requests import Texts, Transfer
-from tests.sim import history
+from tests.sim import history, rules
 from tests.sim.chaos import Chaos
 from tests.sim.engine import EngineLife
 from tests.sim.loop import Process, VirtualLoop
@@ -304,7 +304,7 @@ class World:
             sum(hit.across for hit in hits),
             self.num_services,
             sum(len(site.lives) for site in self.sites.values()),
-            self.history.findings(),
+            rules.findings(self.history),
             self.history.digest(),
         )
 

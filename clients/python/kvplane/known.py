@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from copy import deepcopy
 
 from kvplane.base.errors import ServiceRestarted
-from kvplane.base.stamps import Stamp
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Step, StepResult
 from kvplane.revival import Revival
 
@@ -56,17 +55,18 @@ class KnownRequests:
             copy._lacking = "what is in flight cannot be read"
         return copy
 
-    def revival(self, epoch: int, num_blocks: int) -> Revival:
-        """Requests to resend to a new service. Raises ServiceRestarted when they are not known well enough."""
+    def revival(self, epoch: int) -> Revival:
+        """Requests to resend to a new service, in an engine life behind this epoch.
+
+        Raises ServiceRestarted when they are not known well enough.
+        """
         with_tokens = {bool(one.tokens) for one in self._requests.values() if one.num_tokens}
         lacking = self._lacking or ("some requests have tokens, others hashes" if len(with_tokens) > 1 else "")
         if lacking:
             raise ServiceRestarted(
                 f"the service has forgotten the engine, and {lacking}", remedy="open sessions with a revive"
             )
-        # The null block's stamp proves nothing; the new life's number is above the epoch in it.
-        stamps = (Stamp(0, epoch, 0).pack(), *[0] * (num_blocks - 1))
-        return Revival(stamps, 0, self._news(), tuple(sorted(self.running)))
+        return Revival(news=self._news(), running=tuple(sorted(self.running)), owner_epoch=epoch)
 
     def _news(self) -> News:
         news, hashes = News(slot=list(self._requests)), bytearray()

@@ -290,7 +290,8 @@ class SessionMachine:
 
     def _reopen(self) -> Doing[None]:
         """Go on in this engine life: send what was not answered."""
-        request = replace(self._request, epoch=self.state.epoch, nonce=self._nonces(), stamp_table=(), busy_blocks=())
+        begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # what only a new life needs
+        request = replace(begun, epoch=self.state.epoch, nonce=self._nonces())
         try:
             opened: Opened = yield from self._use(Open(request))
         except ServiceRestarted:
@@ -306,7 +307,7 @@ class SessionMachine:
     def _tell_known(self, known: KnownRequests) -> Doing[None]:
         """Begin a new life with what this session has seen of the engine."""
         known = known.after(self.state.unanswered())
-        yield from self._begin_again(known.revival(self.state.epoch, self.state.spec.num_blocks))
+        yield from self._begin_again(known.revival(self.state.epoch))
         known.running.clear()  # as the answers that were made say
         self._known = known
 

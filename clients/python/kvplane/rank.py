@@ -169,6 +169,11 @@ class RankGroup:
         named = b"".join(each.to_bytes(8, "little") for each in (first, *others))
         return int.from_bytes(blake2b(named, digest_size=8).digest(), "little") or 1
 
+    @property
+    def owner_epoch(self) -> int:
+        """The newest engine life that owns a rank's memory, 0 = none: for `Revival.owner_epoch`, read behind stamps."""
+        return max(table.owner_epoch for table in self._tables)
+
     def claim(self, epoch: int, next_seq: int = 1) -> None:
         """Make this engine life the owner on every rank, rank 0 first; as `Rank.claim`. Raises StaleEpoch."""
         for table in self._tables:

@@ -32,6 +32,7 @@ class Revival:
             transfer that reads one finds another stamp behind it.
         busy_blocks: that loads under way may still write, those of requests that `resume` has as loading among them.
             The session adds those of its `busy_blocks` that no step has named in `Cache.loads_over`.
+        owner_epoch: the highest that owns a rank's memory, 0 = none, or not known; the new life is numbered above it.
         resume: what requests of `running` hold that run on, and what transfers hold; None: all are preempted. It leaves
             out whatever a launch that failed may have touched.
     """
@@ -43,6 +44,7 @@ class Revival:
     held: tuple[int, ...] = ()
     resume: Resume | None = None
     busy_blocks: tuple[int, ...] = ()
+    owner_epoch: int = 0
 
     def first_request(self, replica: str, nonce: int, with_events: bool, client: str) -> OpenRequest:
         """How the session is opened."""
@@ -57,6 +59,7 @@ class Revival:
             stamp_table=self.stamp_table,
             incarnation=self.incarnation,
             busy_blocks=tuple(sorted({*self.busy_blocks, *busy})),
+            owner_epoch=self.owner_epoch,
         )
 
     def first_steps(self, opened: Opened, lost: Iterable[Step]) -> list[Step]:

@@ -113,9 +113,9 @@ class Engine:
     def revival(self) -> Revival:
         """What a service that knows nothing of this engine must be shown and told."""
         news, running = self._known_requests()
-        return Revival(
-            self._group.agreed_stamps(), self._group.incarnation, news, running, resume=self._known_image()
-        )
+        group, image = self._group, self._known_image()
+        stamps = group.agreed_stamps()
+        return Revival(stamps, group.incarnation, news, running, resume=image, owner_epoch=group.owner_epoch)
 
     def _executed_through(self) -> int:
         """What all ranks have finished, told as late as the configuration says."""

@@ -29,6 +29,8 @@ class OpenRequest:
         busy_blocks: new engine life: blocks that loads of earlier lives, or of requests that an image will list as
             loading, may still write, as far as the engine knows. The service allocates none of them.
         step_version: of the steps to come; another one than the service's is refused.
+        owner_epoch: new engine life: the highest that owns a rank's memory (`RankGroup.owner_epoch`); the new life is
+            numbered above it, whatever its service and store know. 0 = none, or not known.
     """
 
     replica: str
@@ -40,6 +42,7 @@ class OpenRequest:
     incarnation: int = 0
     busy_blocks: tuple[int, ...] = ()
     step_version: int = STEP_VERSION
+    owner_epoch: int = 0
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for steps of another version than this code's."""

@@ -577,7 +577,7 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks")
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -587,6 +587,7 @@ class SessionOpen(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_VERSION_FIELD_NUMBER: _ClassVar[int]
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     nonce: int
@@ -596,7 +597,8 @@ class SessionOpen(_message.Message):
     incarnation: int
     step_version: int
     busy_blocks: bytes
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ...) -> None: ...
+    owner_epoch: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "heartbeat", "close")

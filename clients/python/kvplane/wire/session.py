@@ -39,6 +39,7 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "incarnation": request.incarnation,
         "busy_blocks": pack(request.busy_blocks, U32, "open", "busy_blocks"),
         "step_version": request.step_version,
+        "owner_epoch": request.owner_epoch,
     }
     try:
         return build(allocation_pb2.SessionOpen, "open", fields)
@@ -64,6 +65,7 @@ def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview 
         incarnation=message.incarnation,
         busy_blocks=tuple(unpack(message.busy_blocks, U32, "open", "busy_blocks")),
         step_version=message.step_version or STEP_VERSION,
+        owner_epoch=message.owner_epoch,
     )
 
 
