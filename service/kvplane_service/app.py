@@ -18,7 +18,7 @@ from kvplane_service import garbage
 from kvplane_service.about import About
 from kvplane_service.auth.opening import open_gate
 from kvplane_service.config import Config, is_open_to_all
-from kvplane_service.executors import Executor
+from kvplane_service.executors import Executor, share_interpreter
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.server import Outside, RpcServer
 from kvplane_service.store.keeper import Chance, Keeper
@@ -217,6 +217,7 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
         )
     await app.start()
     garbage.settle()
+    share_interpreter()
     ready(app)
     reason = await _first_call(app, signals)
     _log.info("%s: draining", reason)

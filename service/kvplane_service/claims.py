@@ -83,6 +83,7 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
             host.follow_owner(_owner_of(error))
             continue
         stamps = await _proven(request.stamp_table, [one.reading for one in pages])
+        await host.settled()
         if epoch > host.epoch:  # nobody else began it meanwhile
             busy = _busy(request, pages, host.replica.spec.num_blocks)
             return replace(request, stamp_table=stamps, busy_blocks=busy), epoch

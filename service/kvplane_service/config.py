@@ -69,7 +69,7 @@ class Config(BaseModel):
     max_rows_per_step: Count = 4096
     """Rows of one step, all its parts together."""
     max_tokens_per_message: Count = 1 << 20
-    """Token ids that one message of a session may bring; the event loop hashes them, 0.4 s for so many."""
+    """Token ids that one message of a session may bring; many are hashed beside the event loop, 0.1 s for so many."""
     max_steps_in_flight: Annotated[int, Field(ge=1, le=1024)] = 4
     """Steps of a session that are not known to be executed; so many answers are kept for a client that asks
     again.

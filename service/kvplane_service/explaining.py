@@ -90,6 +90,7 @@ async def explain_request(host: ReplicaHost, name: str, offload: Offload) -> Exp
             field="request_id",
             remedy="explain its content, or raise decision_log_steps and decision_log_entries",
         )
+    await host.settled()
     # What is there now, and what happened until now; both at one moment, since the log went on meanwhile.
     first, entries, present = log.num_lost, list(log), _present(host, attempt)
 

@@ -4,6 +4,7 @@
       ^-----close---'
     RECOVERING --open--> LIVE            (after a restart of the service, until an engine shows its stamps)
     open of a large pool: OPENING for some turns of the event loop, and IDLE when its caller leaves meanwhile
+    long step, close with many requests: on a thread; the state does not change, and who reads or opens waits
 
 The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own:
 the gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the
@@ -17,7 +18,6 @@ from enum import Enum
 from functools import partial
 
 from kvplane.base.errors import (
-    InternalError,
     InvalidArgument,
     KvplaneError,
     OtherWriter,
@@ -28,16 +28,16 @@ from kvplane.base.errors import (
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
-from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
+from kvplane.base.step import Part, Step, StepResult
+from kvplane_service.applying import Applying
 from kvplane_service.config import Config
-from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
-from kvplane_service.decisions import Decision, DecisionLog, Life, without_tokens
+from kvplane_service.decisions import DecisionLog, Life
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.executors import Offload
 from kvplane_service.lives import Clock, EngineLives, Opening, in_slices, tell_nobody
 from kvplane_service.open_checks import check_request
-from kvplane_service.order import StepOrder, check_step
+from kvplane_service.order import StepOrder, Turn, check_step, part_that_ends_all
 from kvplane_service.recovering import Recovering
 from kvplane_service.session_slot import SessionSlot, Told
 from kvplane_service.telemetry.context import CURRENT
@@ -95,12 +95,12 @@ class ReplicaHost:
         self._config = config
         self._clock = clock
         self._hold = PublicationHold()
+        self._steps = Applying(replica, self.decisions, self.events, self._hold, clock)
         self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)
         self._order = StepOrder(config.max_steps_in_flight)
         self._session: SessionSlot | None = None
         self._resumable = False  # a session was opened in this epoch and has not closed
         self._left = False  # ... and has closed: the engine is gone, the epoch has ended
-        self._in_core = False
         self._retired: KvplaneError | None = None  # why nothing more is done here
         self._owner_epoch = 0  # that the memory names
 
@@ -146,6 +146,10 @@ class ReplicaHost:
     def age_ns(self, at_ns: int) -> int:
         """How long ago that was, by the clock of decisions."""
         return max(0, self._clock() - at_ns)
+
+    async def settled(self) -> None:
+        """Wait until no step is being applied; await nothing else before reading the core."""
+        await self._steps.settled()
 
     def check_readable(self, remedy: str = "compute the prefix instead") -> None:
         """Raise when nothing can be promised about the replica's pages."""
@@ -239,6 +243,7 @@ class ReplicaHost:
 
         Raises the reason that `told` is called with, too.
         """
+        await self.settled()
         opening = self._start_opening(request, told, epoch)
         try:
             await in_slices(partial(self._go_on, opening), self._clock, self.events.withdraw)
@@ -256,19 +261,24 @@ class ReplicaHost:
             OtherWriter, StaleEpoch, SequenceError, LimitExceeded: it is not this step's turn.
             KvplaneError: of the core, for the step's content.
         """
-        session = self._renew(nonce)
-        if step.epoch != self.epoch:
-            raise self._stale_epoch(step.epoch, "end this engine life")
-        answer = self._order.find(step, fingerprint)
-        if answer is not None:
-            return answer
-        rows = check_step(step, self._order, self.replica.executed_through, self._config)
-        result = self._apply(step)
-        if not session.with_events:
-            for part in result.parts:
-                part.events = []
-        self._order.record(step, rows, fingerprint, result)
-        return result
+        turn = self._turn(nonce, step, fingerprint)
+        return turn if isinstance(turn, StepResult) else turn.done(self._steps.apply(step))
+
+    async def step_aside(self, nonce: int, step: Step, fingerprint: bytes, offload: Offload) -> StepResult:
+        """As `step`, but a long one is applied by `offload`, and nobody reads the replica meanwhile.
+
+        When it is cancelled the step is applied all the same, and its answer kept. Raises as `step`, and Busy.
+        """
+        turn = self._turn(nonce, step, fingerprint)
+        if isinstance(turn, StepResult):
+            return turn
+
+        def done(result: StepResult) -> StepResult:
+            if self._session is not None:
+                self._session.deadline_ns = self._deadline_ns()  # nothing that it sent meanwhile was read
+            return turn.done(result)
+
+        return await self._steps.apply_aside(step, offload, done)
 
     def heartbeat(self, nonce: int) -> None:
         """Keep the lease. Raises OtherWriter."""
@@ -280,9 +290,15 @@ class ReplicaHost:
         Nobody may read them meanwhile: it is not known what becomes of the pages. Raises OtherWriter.
         """
         self._renew(nonce)
-        self._free_all()
-        self._leave_epoch()
-        self.events.withdraw()
+        step = self._last_step()
+        self._steps.apply(step)
+        self._closed(step)
+
+    async def close_aside(self, nonce: int, offload: Offload) -> None:
+        """As `close`; many requests are freed by `offload`, also when it is cancelled. Raises OtherWriter and Busy."""
+        self._renew(nonce)
+        step = self._last_step()
+        await self._steps.apply_aside(step, offload, lambda _: self._closed(step))
 
     def lost(self, nonce: int) -> None:
         """The stream of a session broke. Nothing when the session is not the newest."""
@@ -325,17 +341,10 @@ class ReplicaHost:
         """
         self.check_unary(at)
         order = self._order
-        step = Step(
-            epoch=self.epoch,
-            seq=order.seq + 1,
-            parts=parts,
-            part=order.next_part,
-            last=not at.more,
-            executed_through=order.seq if at.executed_through is None else at.executed_through,
-            traceparent=CURRENT.get(),
-        )
+        executed_through = order.seq if at.executed_through is None else at.executed_through
+        step = order.make_next(self.epoch, parts, executed_through, not at.more, CURRENT.get())
         rows = check_step(step, self._order, self.replica.executed_through, self._config)
-        result = self._apply(step)
+        result = self._steps.apply(step)
         order.advance(step, rows)
         return result
 
@@ -402,9 +411,9 @@ class ReplicaHost:
         """Do a slice of the work of an opening; whether there may be more."""
         if opening.ended is not None:
             raise opening.ended
-        self._in_core = True
+        self._steps.in_core = True
         has_more = opening.go_on()
-        self._in_core = False
+        self._steps.in_core = False
         return has_more
 
     def _began(self, life: Life) -> None:
@@ -444,44 +453,31 @@ class ReplicaHost:
         self.events.restore()
         return session
 
-    def _apply(self, step: Step) -> StepResult:
-        """Let the core apply a step and publish what may be seen.
+    def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
+        """What there is to do for a step: nothing but to repeat its answer, or to apply it. Raises as `step`."""
+        session = self._renew(nonce)
+        if step.epoch != self.epoch:
+            raise self._stale_epoch(step.epoch, "end this engine life")
+        answer = self._order.find(step, fingerprint)
+        if answer is not None:
+            return answer
+        rows = check_step(step, self._order, self.replica.executed_through, self._config)
+        return Turn(self._order, step, rows, fingerprint, session.with_events)
 
-        When the core fails otherwise than by a refusal its state is unknown, so that nothing may be read from it again.
-        """
-        at_ns = self._clock()
-        self._in_core = True
-        try:
-            result = self.replica.apply(step)
-        except KvplaneError:
-            self._in_core = False
-            raise
-        self._in_core = False
-        events = tuple([part.events for part in result.parts])
-        self.decisions.append(Decision(without_tokens(step), result, events, at_ns, self._clock() - at_ns))
-        runs = [run for of_part in events for run in runs_of(of_part)]
-        self.events.publish(self.epoch, self._hold.step(step.seq, step.executed_through, runs))
-        return result
+    def _last_step(self) -> Step:
+        """Ends every request; it belongs to the host."""
+        part = part_that_ends_all(self.replica.requests)
+        return self._order.make_next(self.epoch, [part], self.replica.executed_through)
 
-    def _free_all(self) -> None:
-        """End every request in a step of its own. No mover has confirmed that a load which still runs is over, so that
-        the blocks of its request stay held.
-        """
-        requests = self.replica.requests
-        ending = [slot for slot in requests.slots() if slot not in requests.loading]
-        held = [slot for slot in ending if requests.held[slot]]
-        free = [slot for slot in ending if not requests.held[slot]]
-        part = Part(facts=Facts(slot=free, end=[End.FREE] * len(free)), cache=Cache(released=held))
-        order = self._order
-        step = Step(self.epoch, order.seq + 1, [part], order.next_part, True, self.replica.executed_through)
-        self._apply(step)
-        order.advance(step, 0)
+    def _closed(self, step: Step) -> None:
+        self._order.advance(step, 0)
+        self._leave_epoch()
+        self.events.withdraw()
 
     def _check_sound(self) -> None:
         if self._retired is not None:
             raise self._retired
-        if self._in_core:
-            raise InternalError(f"{self.name} broke in an earlier step", remedy="deregister it and register it anew")
+        self._steps.check(self.name)
 
     def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
         return StaleEpoch(
@@ -493,7 +489,7 @@ class ReplicaHost:
         )
 
     def _is_silent(self, session: SessionSlot) -> bool:
-        return session.broken or self._clock() > session.deadline_ns
+        return session.broken or (self._clock() > session.deadline_ns and not self._steps.is_aside)
 
     def _deadline_ns(self) -> int:
         return self._clock() + self._config.lease_ms * _NS_PER_MS

@@ -6,8 +6,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
-from kvplane.base.step import Step, StepResult
+from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane_service.config import Config
+from kvplane_service.core.requests import Requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,12 @@ class StepOrder:
                 return answer.result
         raise self._refusal(step, "is from the past and its answer is not stored", "go on with the next number")
 
+    def make_next(
+        self, epoch: int, parts: list[Part], executed_through: int, last: bool = True, traceparent: str = ""
+    ) -> Step:
+        """The step, or piece of one, that comes next, when this process makes it."""
+        return Step(epoch, self.seq + 1, parts, self.next_part, last, executed_through, traceparent)
+
     def record(self, step: Step, rows: int, fingerprint: bytes, result: StepResult) -> None:
         """Note that the step that came next has been applied, and keep its answer."""
         self._answers.append(_Answer(step.seq, step.part, fingerprint, result))
@@ -72,6 +79,32 @@ class StepOrder:
             remedy=remedy,
             metadata={"seq": str(self.seq), "next_part": str(self.next_part)},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A step that is next, from when it may be applied until it was.
+
+    Attributes:
+        order: that it is next in.
+        rows: of the step.
+        fingerprint: of its message.
+        with_events: its session wants to see events.
+    """
+
+    order: StepOrder
+    step: Step
+    rows: int
+    fingerprint: bytes
+    with_events: bool
+
+    def done(self, result: StepResult) -> StepResult:
+        """The answer; it is kept."""
+        if not self.with_events:
+            for part in result.parts:
+                part.events = []
+        self.order.record(self.step, self.rows, self.fingerprint, result)
+        return result
 
 
 def check_step(step: Step, order: StepOrder, executed_through: int, config: Config) -> int:
@@ -114,6 +147,16 @@ def _check_tokens(step: Step, most: int) -> None:
             field="parts",
             remedy=f"send hashes, or at most {most} tokens at once",
         )
+
+
+def part_that_ends_all(requests: Requests) -> Part:
+    """Frees every request. No mover has confirmed that a load which still runs is over: the blocks of its request stay
+    held.
+    """
+    ending = [slot for slot in requests.slots() if slot not in requests.loading]
+    held = [slot for slot in ending if requests.held[slot]]
+    free = [slot for slot in ending if not requests.held[slot]]
+    return Part(facts=Facts(slot=free, end=[End.FREE] * len(free)), cache=Cache(released=held))
 
 
 def count_rows(step: Step) -> int:

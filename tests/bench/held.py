@@ -7,6 +7,10 @@ A ticker in the service's loop wakes every two milliseconds and notes the CPU ti
 woke last: what else the machine does is not in it. A *step* is the handling of its message, bytes to bytes, in the same
 time. One engine computes prompts in chunks of 8192 tokens with three steps in flight, a second one sends small steps,
 and a subscriber reads every event of the first.
+
+The second table is of what takes long, while another engine sends small steps. A thread does that and may keep the loop
+waiting, so intervals between ticks are in CPU time of the whole process. The other engine waits in real time, in which
+the rest of the machine is, too.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import argparse
 import asyncio
 import json
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -30,11 +35,13 @@ from typing import Any
 
 import kvplane
 from kvplane import ModelSource, Part
-from kvplane.base.step import Admit, Budget, End, Facts, News, Run
+from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
+from kvplane.base.step import Admit, Budget, End, Facts, News, OnRefusal, Run
 from tests.bench.machine import machine, machine_line
 
 RESULTS = Path(__file__).parent / "results"
 TICK_S, CHUNK, LONG, WARM, PROMPTS = 0.002, 8192, 32_768, 4, 24
+MILLION, WAITING = 1_000_000, 10_000
 MODELS = ("llama-3.1-8b", "gpt-oss-20b", "gemma-3-27b", "jamba-v0.1")
 SERVE = "import sys; from tests.bench.held import serve; serve(sys.argv.pop(1))"
 
@@ -48,29 +55,30 @@ def serve(path: str) -> None:
     from kvplane_service.cli import serve as command
     from kvplane_service.rpc import session
 
-    steps, ticks = list[int](), list[int]()
+    steps, ticks, together = list[int](), list[int](), list[int]()
     handle, tell = session._Stream._step, command._tell_addresses
 
-    def timed(self: Any, message: Any, raw: bytes) -> bytes:
+    async def timed(self: Any, message: Any) -> bytes:
         started = time.thread_time_ns()
-        answer = handle(self, message, raw)
+        answer = await handle(self, message)
         steps.append(time.thread_time_ns() - started)
         return answer
 
     async def tick() -> None:
         while True:
-            before = time.thread_time_ns()
+            before, all_before = time.thread_time_ns(), time.process_time_ns()
             await asyncio.sleep(TICK_S)
             ticks.append(time.thread_time_ns() - before)
+            together.append(time.process_time_ns() - all_before)
 
     def tell_and_tick(app: Any) -> None:
         ticking.append(asyncio.get_running_loop().create_task(tick()))
         tell(app)
 
     def note(*_: object) -> None:
-        Path(path).write_text(json.dumps({"steps": steps, "ticks": ticks}))
-        steps.clear()
-        ticks.clear()
+        Path(path).write_text(json.dumps({"steps": steps, "ticks": ticks, "together": together}))
+        for noted in (steps, ticks, together):
+            noted.clear()
 
     ticking = list[asyncio.Task[None]]()
     session._Stream._step = timed  # type: ignore[method-assign]
@@ -192,6 +200,147 @@ def noted(process: subprocess.Popen[str], path: Path) -> dict[str, list[int]]:
     return found
 
 
+# -- what takes long ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Long:
+    """Of one case, in ms: CPU time of the process, its longest interval without a tick, the other engine's waits."""
+
+    case: str
+    times: int
+    cpu: float
+    longest: float
+    beside_p99: float
+    beside_longest: float
+
+
+class Beside:
+    """An engine that sends small steps, and how long it waited for each answer."""
+
+    def __init__(self, address: str) -> None:
+        self._waits, self._ended = list[float](), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
+        self._thread.start()
+
+    def _run(self, address: str) -> None:
+        with kvplane.connect(address) as client:
+            client.register_replica("beside", ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=4096))
+            with client.session("beside") as session:
+                while not self._ended.wait(0.002):
+                    began = time.perf_counter()
+                    session.apply(Part())
+                    self._waits.append(1000 * (time.perf_counter() - began))
+
+    def waits(self) -> list[float]:
+        """Since the last call, ascending, ms."""
+        waits, self._waits = self._waits, []
+        return sorted(waits) or [0.0]
+
+    def end(self) -> None:
+        """Leave."""
+        self._ended.set()
+        self._thread.join()
+
+
+class Meter:
+    """Measures what is done to a service."""
+
+    def __init__(self, address: str, process: subprocess.Popen[str], path: Path) -> None:
+        self.rows = list[Long]()
+        self._beside, self._process, self._path = Beside(address), process, path
+
+    @contextmanager
+    def case(self, name: str, times: int = 1) -> Iterator[None]:
+        """The block does something so many times."""
+        time.sleep(0.3)
+        self._beside.waits()
+        noted(self._process, self._path)
+        before = self._cpu_ms()
+        yield
+        cpu, found, waits = self._cpu_ms() - before, noted(self._process, self._path), self._beside.waits()
+        longest = max(found["together"]) / 1e6
+        self.rows.append(Long(name, times, cpu / times, longest, waits[int(len(waits) * 0.99)], waits[-1]))
+
+    def _cpu_ms(self) -> float:
+        user, system = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
+        return 1000 * (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        """The engine beside leaves."""
+        self._beside.end()
+
+
+def long_prompt(client: kvplane.Client, meter: Meter) -> None:
+    """A prompt of a million tokens: hashed, admitted in one step, hit, in one chunk, freed."""
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 16)
+    size = 1 << 21
+    spec = ReplicaSpec((group,), 200_000, size, hash_block_size=16, scheduler_block_size=16, max_in_flight_tokens=size)
+    client.register_replica("long", spec)
+    tokens = [random.randrange(1 << 17) for _ in range(MILLION)]
+    news, end = News([0], [MILLION], tokens=tokens), Part(facts=Facts([0], end=[int(End.FREE)]))
+    with client.session("long") as session:
+        with meter.case("1 M tokens, admitted in one step"):
+            session.apply(Part(news=news, admit=Admit([0])))
+        with meter.case("its end"):
+            session.apply(end)
+        with meter.case("1 M tokens, all of which hit"):
+            session.apply(Part(news=news, admit=Admit([0])))
+        session.apply(end)
+        other = News([0], [MILLION], tokens=[token + 1 for token in tokens])
+        with meter.case("1 M tokens, the first of chunks"):
+            session.apply(Part(news=other, admit=Admit([0]), budget=Budget(tokens=CHUNK)))
+        hashes = News([1], [MILLION], num_hashes=[MILLION // 16], hashes=os.urandom(2 * MILLION))
+        with meter.case("62,500 hashes, admitted in one step"):
+            session.apply(Part(news=hashes, admit=Admit([1])))
+
+
+def many_waiting(client: kvplane.Client, meter: Meter, model: str, num_blocks: int) -> None:
+    """10,000 requests of 256 tokens wait for a full pool."""
+    client.register_replica(model, ModelSource(model=model, num_blocks=num_blocks, max_model_len=8192))
+    session = client.session(model)
+    for first in range(0, WAITING, 2000):
+        slots = list(range(first, first + 2000))
+        tokens = [random.randrange(1 << 17) for _ in range(256 * 2000)]
+        session.apply(Part(news=News(slots, [256] * 2000, tokens=tokens)))
+    running, statuses = 0, [1]
+    while 0 not in statuses and statuses[-1] == 1:
+        part = Part(admit=Admit(list(range(running, running + 64))))
+        statuses = session.apply(part).parts[0].admit_status
+        running += statuses.count(1)
+    rows = Part(admit=Admit(list(range(running, running + 3800)), on_refusal=OnRefusal.SKIP))
+    with meter.case(f"{model}: 3,800 rows with SKIP, first"):
+        session.apply(rows)
+    with meter.case(f"{model}: 3,800 rows with SKIP, again", 10):
+        for _ in range(10):
+            session.apply(rows)
+    with meter.case(f"{model}: close with 10,000 requests"):
+        session.close()
+
+
+def measure_long() -> list[Long]:
+    """All cases, on one service."""
+    with service() as (address, process, path), kvplane.connect(address, timeout_s=60) as client:
+        meter = Meter(address, process, path)
+        long_prompt(client, meter)
+        many_waiting(client, meter, "llama-3.1-8b", 3000)
+        many_waiting(client, meter, "gemma-3-27b", 9000)
+        meter.end()
+        return meter.rows
+
+
+def report_long(rows: list[Long]) -> str:
+    """As Markdown."""
+    lines = ["", "## What takes long", "", "CPU time of the process; the other engine's waits in real time. ms.", ""]
+    lines += ["| case | CPU, each | longest without a tick | other engine, p99 | longest |"]
+    lines.append("|---" * 5 + "|")
+    lines += [
+        f"| {row.case} | {row.cpu:.0f} | {row.longest:.1f} | {row.beside_p99:.1f} | {row.beside_longest:.1f} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def report(rows: list[Held], command: str) -> str:
     """As Markdown."""
     lines = [
@@ -221,11 +370,13 @@ def main() -> None:
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
     rows = [measure(model, given.in_flight) for model in given.models]
+    long = measure_long()
     command = f"python -m tests.bench.held --in-flight {given.in_flight}"
-    text = report(rows, command)
+    text = report(rows, command) + report_long(long)
     sys.stdout.write(text)
     if not given.no_write:
         data = {"machine": machine(), "command": command, "rows": [asdict(row) for row in rows]}
+        data["long"] = [asdict(row) for row in long]
         (RESULTS / "held.md").write_text(text, encoding="utf-8")
         (RESULTS / "held.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 

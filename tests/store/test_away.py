@@ -14,6 +14,7 @@ from tests.core.builders import full
 from tests.store import servers
 from tests.store.contract import opened, run
 from tests.store.test_journal import Journaled
+from tests.store.test_writer import settled
 
 HOUR_NS = 3600 * 10**9
 NS_PER_MS = 10**6
@@ -39,7 +40,7 @@ class Hours:
         limits = Limits(config.store_flush_ms, config.store_lag_entries, config.store_lag_ms, config.store_ttl_ms)
         around = Surroundings(lambda: self.engine.now_ns, self.pause, self.offload, lambda: 0.0)
         self.writer = StoreWriter(self.store.store, limits, around)
-        self.writer.watch("r", Watch(self.engine.journal, lambda: b"record"))
+        self.writer.watch("r", Watch(self.engine.journal, lambda: b"record", settled))
         self.reports: list[StoreReport] = []
         self.lags: list[Lag] = []
         self.served = 0

@@ -42,6 +42,10 @@ class Away(MemoryStore):
         self.on_put()
 
 
+async def settled():
+    """No step is being applied."""
+
+
 class Bench:
     """A writer over one journaled engine; pauses pass at once and are remembered."""
 
@@ -54,7 +58,7 @@ class Bench:
         awaited = store.store if isinstance(store, Blocking) else Offloaded(lambda: store, self._offload)
         run(awaited.open())
         self.writer = StoreWriter(awaited, Limits(100, 100, 5000, 4000), around)
-        self.watch = Watch(self.journal, lambda: b"record")
+        self.watch = Watch(self.journal, lambda: b"record", settled)
         self.writer.watch("r", self.watch)
 
     async def _sleep(self, seconds):
@@ -162,6 +166,25 @@ def test_a_replica_that_is_given_up_while_its_record_is_written_gets_no_chunk():
     store.on_put = lambda: bench.writer.leave("r")
     assert bench.write()
     assert not any(store.logs.values())
+
+
+def test_the_core_is_not_read_while_a_step_is_applied():
+    store, is_applied = Away(), []
+    bench = Bench(store)
+    bench.serve("aaaab")
+    store.on_put = lambda: is_applied.append(True)  # a long step begins while the record is written
+    take = bench.journal.take
+
+    async def wait():
+        is_applied.clear()
+
+    def look():
+        assert not is_applied
+        return take()
+
+    bench.watch.settled, bench.journal.take = wait, look
+    assert bench.write()
+    assert load_log(store, LOG).rows == 1
 
 
 def test_records_are_renewed_before_the_store_forgets():

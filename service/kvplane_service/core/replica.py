@@ -382,7 +382,7 @@ class Replica:
             if self.spec.enable_caching:
                 self.requests.wake_keys(slot)
 
-    def _append_tokens(self, slot: int, tokens: list[int]) -> bytes:
+    def _append_tokens(self, slot: int, tokens: Sequence[int]) -> bytes:
         """Hash tokens that joined a request; the digests of the blocks that became full."""
         content = self.requests.content[slot]
         if content.hasher is None:
@@ -449,7 +449,7 @@ class Replica:
                 at += count
         return contents
 
-    def _hash_tokens(self, tokens: list[int], extra: ExtraKeys, field: str) -> Content:
+    def _hash_tokens(self, tokens: Sequence[int], extra: ExtraKeys, field: str) -> Content:
         try:
             hasher = RequestHasher(self._scheme, extra)
         except InvalidArgument as error:

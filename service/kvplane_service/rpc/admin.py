@@ -70,9 +70,10 @@ class AdminServicer:
         """See the contract. Works on the event loop, since the state must not change meanwhile: seconds for a million
         blocks, which is why it is an operator's call.
         """
-        replica = self._registry.get(request.replica).host.replica
+        host = self._registry.get(request.replica).host
+        await host.settled()
         try:
-            snapshot = take_snapshot(replica)
+            snapshot = take_snapshot(host.replica)
         except AssertionError as error:
             raise InternalError(
                 f"an invariant of {request.replica} does not hold: {error}",
@@ -92,8 +93,10 @@ class AdminServicer:
             raise InvalidArgument("nothing to explain", field="what", remedy="give content or request_id")
         if kind == "request_id":
             return encode_explanation(host, await explain_request(host, request.request_id, self._offload))
+        await host.settled()
         host.check_readable(_WITHOUT_ENGINE)
         prompt = await self._prompt(host, request)
+        await host.settled()
         host.check_readable(_WITHOUT_ENGINE)
         return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
 

@@ -79,6 +79,7 @@ class AllocationServicer:
     async def DescribeReplica(self, request: pb.DescribeReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""
         entry = self._registry.get(request.replica)
+        await entry.host.settled()
         return encode.encode_description(entry, self._keeper.report(entry))
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, _: bytes) -> Message:  # noqa: N802
@@ -99,6 +100,7 @@ class AllocationServicer:
     async def FindCacheHit(self, request: pb.FindCacheHitRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""
         host = self._registry.get(request.replica).host
+        await host.settled()
         host.check_readable()
         kind = request.WhichOneof("what")
         if kind is None:
@@ -106,6 +108,7 @@ class AllocationServicer:
         if kind == "request_id":
             return _hit_of_request(host, request)
         content = await decode.decode_content(request.content, host, self._hasher)
+        await host.settled()
         host.check_readable()
         replica = host.replica
         digests = replica.digests_of(decode.as_probe(content))
@@ -183,6 +186,7 @@ class AllocationServicer:
         `prepare` may wait (for hashes); the act that it returns is one uninterrupted piece.
         """
         entry, at = self._entry(header), decode.decode_header(header)
+        await entry.host.settled()
         entry.host.check_unary(at)
         bytes_of_call = fingerprint(raw) if header.op_id else b""
         answer = entry.unary.ops.find(header.op_id, bytes_of_call)

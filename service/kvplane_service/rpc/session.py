@@ -1,10 +1,15 @@
-"""The stream of an engine: steps in, answers out, in order. No task and no queue per message."""
+"""The stream of an engine: steps in, answers out, in order. No task and no queue per message.
+
+A long message is read, and a long step applied, on a thread; the next message of its stream waits for that.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn, cast
 
 from kvplane import wire
@@ -26,19 +31,36 @@ from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.patterns import ALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.claims import Claim, claim_worker, claimed
-from kvplane_service.executors import Executor
+from kvplane_service.executors import Executor, Offload
 from kvplane_service.host import ReplicaHost
 from kvplane_service.rpc.methods import Context
 from kvplane_service.store.ownership import Ownership
 
 FIRST_MESSAGE_S = 10.0  # a client has so long to open the session
 _PROOFS_AT_ONCE = 4  # each takes memory and a while
+_LONG_MESSAGE_BYTES = 64 << 10  # takes about a millisecond to read
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
 
 def fingerprint(raw: bytes) -> bytes:
     """Stands for the bytes of a message."""
     return hashlib.sha256(raw).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of a session that is open.
+
+    Attributes:
+        step: of a step, or why it cannot be one.
+        seq, part: that it says of itself.
+    """
+
+    kind: str
+    step: Step | KvplaneError | None = None
+    seq: int = 0
+    part: int = 0
+    fingerprint: bytes = b""
 
 
 class SessionStreams:
@@ -54,6 +76,7 @@ class SessionStreams:
         self._all_closed.set()
         self._draining = False
         self._prove = Executor("what page memories prove", threads=_PROOFS_AT_ONCE)
+        self._offload = Executor("long steps")  # Python's own work: a second thread would gain nothing
 
     async def serve(self, context: Context) -> None:
         """Serve one stream to its end."""
@@ -66,11 +89,12 @@ class SessionStreams:
         if request.replica not in self._registry:
             await self._registry.bring(request.replica)
         entry = self._registry.get(request.replica)
+        await entry.host.settled()
         if entry.host.recovering is not None:
             await entry.host.prove_ahead(request, self._prove)
         request, epoch = await claimed(entry, request, self._claim)
         self._check_stays()
-        stream = _Stream(entry.host, request, context, self._left)
+        stream = _Stream(entry.host, request, context, self._left, self._offload)
         self._open.add(stream)
         self._all_closed.clear()
         try:
@@ -114,12 +138,18 @@ class _Stream:
     """One open stream on one replica."""
 
     def __init__(
-        self, host: ReplicaHost, request: OpenRequest, context: Context, left: Callable[[str], Awaitable[None]]
+        self,
+        host: ReplicaHost,
+        request: OpenRequest,
+        context: Context,
+        left: Callable[[str], Awaitable[None]],
+        offload: Offload,
     ) -> None:
-        """`left` is awaited when the session was closed."""
+        """`left` is awaited when the session was closed; `offload` does what takes long."""
         self.replica = host.name
         self._host = host
         self._left = left
+        self._offload = offload
         self._request = request
         self._context = context
         self._digest_size = host.scheme.digest.size
@@ -163,14 +193,18 @@ class _Stream:
             raw = await _read(self._context)
             if raw is None:
                 return
-            message = _parse_request(raw)
-            kind = message.WhichOneof("kind")
+            if len(raw) > _LONG_MESSAGE_BYTES:
+                host.heartbeat(nonce)  # it is here, though it is read a little later
+                message = await self._offload(partial(_understand, raw, self._digest_size))
+            else:
+                message = _understand(raw, self._digest_size)
+            kind = message.kind
             if kind == "step":
-                await self.write(self._step(message, raw))
+                await self.write(await self._step(message))
             elif kind == "heartbeat":
                 host.heartbeat(nonce)
             elif kind == "close":
-                host.close(nonce)
+                await host.close_aside(nonce, self._offload)
                 await self._left(self.replica)
                 await self.write(pb.SessionResponse(closed=pb.SessionClosed()).SerializeToString())
                 return
@@ -181,19 +215,22 @@ class _Stream:
                     remedy="send a step, a heartbeat or a close",
                 )
 
-    def _step(self, message: pb.SessionRequest, raw: bytes) -> bytes:
+    async def _step(self, message: _Message) -> bytes:
         """The answer to a step, as bytes; a refusal is an answer unless it ends the session."""
         try:
-            step = wire.decode_step(message.step, self._digest_size)
+            step = message.step
+            assert step is not None, message.kind
+            if not isinstance(step, Step):
+                raise step
             if not self._may_use_all_domains:
                 self._check_domains(step)
-            result = self._host.step(self._request.nonce, step, fingerprint(raw))
+            result = await self._host.step_aside(self._request.nonce, step, message.fingerprint, self._offload)
         except _ENDS_STREAM:
             raise
         except KvplaneError as error:
             if isinstance(error, PermissionDenied):
                 self._call.tell("refused", error.reason)
-            refusal = wire.encode_step_error(message.step.seq, message.step.part, error)
+            refusal = wire.encode_step_error(message.seq, message.part, error)
             return pb.SessionResponse(error=refusal).SerializeToString()
         return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()
 
@@ -216,6 +253,19 @@ class _Stream:
         if self._task is not None:
             self._task.uncancel()
         raise self._ended
+
+
+def _understand(raw: bytes, digest_size: int) -> _Message:
+    """What a message says. Raises as `parse`."""
+    message = _parse_request(raw)
+    kind, sent = message.WhichOneof("kind") or "", message.step
+    if kind != "step":
+        return _Message(kind)
+    try:
+        step: Step | KvplaneError = wire.decode_step(sent, digest_size)
+    except KvplaneError as error:
+        step = error
+    return _Message(kind, step, sent.seq, sent.part, fingerprint(raw))
 
 
 def _parse_request(raw: bytes) -> pb.SessionRequest:

@@ -316,7 +316,7 @@ class Keeper:
         journal = ReplicaJournal(log, host.replica, self._config.store_lag_entries, self._around.clock)
         self._journals[name] = journal
         host.decisions.follow(partial(self._follow, name, journal))
-        self._writer.watch(name, Watch(journal, partial(self._pack_record, entry, journal)))
+        self._writer.watch(name, Watch(journal, partial(self._pack_record, entry, journal), host.settled))
 
     def _removed(self, name: str) -> None:
         assert self._writer is not None, "there is no store"

@@ -69,11 +69,13 @@ class Watch:
 
     Attributes:
         record: packs the record as it is now.
+        settled: waits until the core may be read.
         record_due: it has changed since it was stored.
     """
 
     journal: ReplicaJournal
     record: Callable[[], bytes]
+    settled: Callable[[], Awaitable[None]]
     record_due: bool = True
     renewed_ns: int = 0
 
@@ -208,6 +210,7 @@ class StoreWriter:
         for name, watch in list(self._watched.items()):
             if self._watched.get(name) is watch:
                 await self._write_record(name, watch)
+                await watch.settled()
             if self._watched.get(name) is not watch:
                 continue  # another service has it: it was given up before, or while its record was written
             journal = watch.journal

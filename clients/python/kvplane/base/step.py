@@ -12,7 +12,7 @@ the wire a column is little-endian packed u32 (i32 where it may be negative, u64
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
 
@@ -105,7 +105,7 @@ class Facts:
     slot: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: new count (rejected drafts)
     appended: list[int] = field(default_factory=list)  # default 0: tokens that joined the request
-    tokens: list[int] = field(default_factory=list)  # sum(appended) ids, in row order; empty = hashes given
+    tokens: MutableSequence[int] = field(default_factory=list)  # sum(appended) ids, in row order; empty = hashes given
     num_hashes: list[int] = field(default_factory=list)  # default 0: block hashes that became complete
     hashes: bytes = b""  # concatenated digests, rows in order
     commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: tokens to register blocks for
@@ -166,7 +166,7 @@ class News:
 
     slot: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)  # sum(num_tokens) ids, in row order; empty = hashes given
+    tokens: MutableSequence[int] = field(default_factory=list)  # sum(num_tokens) ids, row by row; empty = hashes given
     num_hashes: list[int] = field(default_factory=list)  # default 0
     hashes: bytes = b""
     request_id: list[str] = field(default_factory=list)  # default "": name for explanations and traces

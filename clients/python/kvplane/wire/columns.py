@@ -20,6 +20,7 @@ from kvplane.base.typed import check
 
 _M = TypeVar("_M", bound=Message)
 
+LONG = 1 << 15  # entries of a packed column that stays one
 U32, I32, U64 = "I", "i", "Q"
 _SWAP = sys.byteorder == "big"
 _SIZES = {U32: 4, I32: 4, U64: 8}
@@ -35,12 +36,14 @@ class Column(NamedTuple):
         code: array typecode of an element, one of U32, I32, U64.
         by_row: one entry per row of the section (or none at all); else any number.
         highest: greatest value with a meaning, for enum columns.
+        stays_packed: U32; a long one is unpacked to an array, for millions of objects take long to make and to free.
     """
 
     name: str
     code: str = U32
     by_row: bool = True
     highest: int | None = None
+    stays_packed: bool = False
 
 
 def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
@@ -60,6 +63,10 @@ def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
 
 def unpack(raw: bytes, code: str, where: str, name: str) -> list[int]:
     """Unpack integers; raises InvalidArgument naming `where.name` for a length of no whole number of them."""
+    return _unpack_to_array(raw, code, where, name).tolist()
+
+
+def _unpack_to_array(raw: bytes, code: str, where: str, name: str) -> array[int]:
     if len(raw) % _SIZES[code]:
         raise InvalidArgument(
             f"{len(raw)} bytes are no whole number of {_NAMES[code]} values",
@@ -69,7 +76,7 @@ def unpack(raw: bytes, code: str, where: str, name: str) -> list[int]:
     column = array(code, raw)
     if _SWAP:
         column.byteswap()
-    return column.tolist()
+    return column
 
 
 def unpack_words(raw: bytes | memoryview, where: str, name: str) -> Sequence[int]:
@@ -82,7 +89,7 @@ def unpack_words(raw: bytes | memoryview, where: str, name: str) -> Sequence[int
 def pack_section(section: object, columns: Iterable[Column], where: str) -> dict[str, Any]:
     """The non-empty columns of a section, packed, by field name."""
     packed = {}
-    for name, code, _, _ in columns:
+    for name, code, *_ in columns:
         values = getattr(section, name)
         if values:
             packed[name] = pack(values, code, where, name)
@@ -97,11 +104,14 @@ def unpack_section(message: object, columns: Iterable[Column], where: str) -> di
     """
     lists: dict[str, Any] = {}
     rows = -1
-    for name, code, by_row, highest in columns:
+    for name, code, by_row, highest, stays_packed in columns:
         raw = getattr(message, name)
         if not raw:
             if by_row and rows < 0:
                 rows = 0
+            continue
+        if stays_packed and len(raw) > LONG * _SIZES[code]:
+            lists[name] = _unpack_to_array(raw, code, where, name)
             continue
         values = lists[name] = unpack(raw, code, where, name)
         if by_row and len(values) != rows:

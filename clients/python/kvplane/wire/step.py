@@ -40,7 +40,7 @@ _FACTS = (
     Column("slot"),
     Column("computed", I32),
     Column("appended"),
-    Column("tokens", by_row=False),
+    Column("tokens", by_row=False, stays_packed=True),
     Column("num_hashes"),
     Column("commit", I32),
     Column("end", highest=3),
@@ -55,7 +55,7 @@ _CACHE = (
 _NEWS = (
     Column("slot"),
     Column("num_tokens"),
-    Column("tokens", by_row=False),
+    Column("tokens", by_row=False, stays_packed=True),
     Column("num_hashes"),
     Column("skip_reading", highest=1),
     Column("max_tokens"),

@@ -25,6 +25,8 @@ def pack_tokens(tokens: Iterable[int], field: str = "tokens") -> bytes:
         InvalidArgument: an id is no integer of 0..2^32-1 (it is never truncated); `field` names it with its
             position.
     """
+    if isinstance(tokens, array) and tokens.typecode == "I":
+        return _little_endian(tokens[:]).tobytes()
     ids = list(tokens)
     try:
         column = array("I", ids)

@@ -1,0 +1,94 @@
+"""Which steps are long is said before they are applied, and from above."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvplane.base.groups import GroupKind, GroupSpec
+from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Peek, Run, Step
+from kvplane_service.effort import MOST_INLINE, effort
+from tests.service.hosts import BLOCK, HostWorld, spec_of
+
+LONG = 1 << 20  # tokens
+SPEC = spec_of(200_000, max_model_len=LONG, max_in_flight_tokens=LONG)
+
+
+def hashes(count):
+    return bytes(32 * count)
+
+
+class Busy:
+    """A replica with 256 requests in decode, whose prompts took 32,768 tokens, and 300 that wait."""
+
+    def __init__(self, spec=SPEC):
+        self.world = HostWorld(spec=spec)
+        self.engine = self.world.open()
+        for slot in range(256):
+            self.engine.step(Part(news=News([slot], [128]), admit=Admit([slot])))
+        waiting = list(range(256, 556))
+        self.engine.step(Part(news=News(waiting, [4096] * 300)))
+        self.decoding = list(range(256))
+
+    def effort(self, *parts):
+        return effort(Step(1, 1, list(parts)), self.world.host.replica)
+
+
+@pytest.fixture(scope="module")
+def busy():
+    return Busy()
+
+
+@pytest.mark.parametrize(
+    ("part", "is_long"),
+    [
+        (Part(), False),
+        (Part(facts=Facts(list(range(256)), appended=[1] * 256), run=Run(list(range(256)))), False),
+        (Part(news=News([600], [LONG], tokens=[0] * LONG)), True),
+        (Part(news=News([600], [LONG], num_hashes=[1 << 16], hashes=hashes(1 << 16)), admit=Admit([600])), True),
+        (Part(news=News([600], [8192]), admit=Admit([600])), False),
+        (Part(admit=Admit(list(range(256, 556)))), True),
+        (Part(admit=Admit(list(range(256, 276)), cap=[512] * 20)), False),
+        (Part(admit=Admit(list(range(256, 276))), budget=Budget(tokens=8192)), False),
+        (Part(peek=Peek(list(range(256, 556)))), True),
+        (Part(peek=Peek([256])), False),
+        (Part(facts=Facts([0], computed=[1], commit=[LONG])), True),
+        (Part(facts=Facts([0], num_hashes=[5000], hashes=hashes(5000))), True),
+        (Part(run=Run([0], extra=[LONG])), True),
+        (Part(run=Run([0], lookahead=[4096])), False),
+        (Part(facts=Facts([0], end=[int(End.FREE)])), False),
+        (Part(run=Run(list(range(256)) * 8)), True),
+        (Part(admit=Admit([9999])), False),
+    ],
+)
+def test_long_steps_are_long(busy, part, is_long):
+    assert (busy.effort(part) > MOST_INLINE) == is_long
+
+
+def test_parts_are_added_up(busy):
+    one = Part(admit=Admit(list(range(256, 276)), cap=[1024] * 20))
+    assert busy.effort(one) <= MOST_INLINE < busy.effort(*[one] * 4)
+
+
+def test_what_passes_over_the_pool_is_long_when_that_is_large():
+    spec = spec_of(60_000, max_model_len=LONG, max_in_flight_tokens=LONG)
+    world = HostWorld(spec=spec)
+    engine = world.open()
+    count = 40_000
+    digests = b"".join(number.to_bytes(32, "little") for number in range(count))
+    engine.step(Part(news=News([0], [count * BLOCK], num_hashes=[count], hashes=digests), admit=Admit([0])))
+    evict, reset = Step(1, 1, [Part(cache=Cache(evicted=[5]))]), Step(1, 1, [Part(cache=Cache(reset=True))])
+    end = Step(1, 1, [Part(facts=Facts([0], end=[int(End.FREE)]))])
+    assert min(effort(evict, world.host.replica), effort(end, world.host.replica)) > MOST_INLINE
+    engine.step(*end.parts)
+    assert effort(reset, world.host.replica) > MOST_INLINE >= effort(evict, world.host.replica)
+
+
+def test_a_chunk_counts_for_less_where_windows_keep_little():
+    window = GroupSpec(GroupKind.SLIDING_WINDOW, BLOCK, window=64, lookup_class=1)
+    plain = spec_of(2000, max_model_len=LONG)
+    mixed = replace(plain, groups=(plain.groups[0], *[window] * 4))
+    part = Part(news=News([0], [8192]), admit=Admit([0]))
+    few, many = (effort(Step(1, 1, [part]), HostWorld(spec=spec).host.replica) for spec in (plain, mixed))
+    assert few < many < 3 * few
