@@ -110,21 +110,27 @@ class Coordinator:
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
-    def admit(self, wish: Admission) -> list[list[int]] | None:
-        """Let a request adopt its hit and give it its first blocks: the new ones per group, or None: too few.
+    def free_wanted(self, wish: Admission) -> int:
+        """Blocks that must be free for an admission, the watermark among them."""
+        total = self._known(wish)
+        num_main = total + wish.num_new
+        num_slots = min(num_main + wish.lookahead, self.spec.max_model_len)
+        need = Need(wish.slot, num_slots, num_main, total, wish.hit.num_tokens, wish.num_encoder)
+        wanted = self._count(need, wish.hit) + wish.leave_free
+        if wish.full_fit:
+            wanted = max(wanted, self._blocks_of_all(wish, total))
+        return wanted + wish.watermark
 
-        A refusal allocates nothing.
-        """
+    def _known(self, wish: Admission) -> int:
+        """Tokens that need not be computed."""
+        return min(wish.hit.num_tokens + wish.num_external, self.spec.max_model_len)
+
+    def admit(self, wish: Admission) -> list[list[int]]:
+        """Let a request adopt its hit and give it its first blocks: the new ones per group. `free_wanted` are free."""
         slot, spec = wish.slot, self.spec
-        local = wish.hit.num_tokens
-        total = min(local + wish.num_external, spec.max_model_len)
-        if wish.full_fit and not self._whole_sequence_fits(wish, local, total):
-            return None
+        local, total = wish.hit.num_tokens, self._known(wish)
         num_main = total + wish.num_new
         num_slots = min(num_main + wish.lookahead, spec.max_model_len)
-        need = Need(slot, num_slots, num_main, total, local, wish.num_encoder)
-        if self._count(need, wish.hit) + wish.watermark > self.pool.num_free - wish.leave_free:
-            return None
         zeroes = len(self._orders.zero_block)
         self._adopt(wish, local, total)
         new = [manager.allocate(slot, num_slots, num_main, wish.num_encoder) for manager in self.managers]
@@ -180,10 +186,11 @@ class Coordinator:
             return None
         return [manager.allocate(slot, num_slots, num_main, 0) for manager in self.managers]
 
-    def _whole_sequence_fits(self, wish: Admission, local: int, total: int) -> bool:
+    def _blocks_of_all(self, wish: Admission, total: int) -> int:
+        """Blocks that the whole sequence needs."""
         num_tokens = min(self.requests.num_tokens[wish.slot], self.spec.max_model_len)
-        need = Need(wish.slot, num_tokens, num_tokens, total, local, wish.num_encoder, capped=True)
-        return self._count(need, wish.hit) + wish.watermark <= self.pool.num_free
+        need = Need(wish.slot, num_tokens, num_tokens, total, wish.hit.num_tokens, wish.num_encoder, capped=True)
+        return self._count(need, wish.hit)
 
     def _count(self, need: Need, hit: Hit) -> int:
         return sum(manager.blocks_needed(need, hit.blocks[manager.group]) for manager in self.managers)

@@ -8,7 +8,7 @@ beside it, as `Entries`: a page may be in a running table and published.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import Orders, Part, Resume, Step
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.keys import NULL_BLOCK, Key
+from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.requests import Content
 
@@ -69,7 +70,7 @@ def image_of(replica: Replica) -> Image:
         _resume_of(replica),
         replica.entries(),
         tuple(replica.coordinator.pool.free),
-        tuple(replica.coordinator.pool.shared_keys()),
+        tuple(_shared_keys(replica.coordinator.pool)),
         replica.busy_blocks,
     )
 
@@ -140,3 +141,12 @@ def _resume_of(replica: Replica) -> Resume:
         resume.held_count.append(len(blocks))
         resume.held_blocks.extend(blocks)
     return resume
+
+
+def _shared_keys(pool: BlockPool) -> Iterator[tuple[Key, tuple[int, ...]]]:
+    """Keys of several blocks, these in the order in which they are hit."""
+    for domain, maps in pool.index.items():
+        for group, by_digest in enumerate(maps):
+            for digest, entry in by_digest.items():
+                if not isinstance(entry, int):
+                    yield Key(domain, group, digest), tuple(entry)

@@ -69,6 +69,14 @@ class PrefixLookup:
         """Groups of the replica, cacheable or not."""
         return len(self._managers)
 
+    def keys_asked(self, hit: Hit, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """Those digests that decided a hit: no other key that comes or goes changes it."""
+        if not self._classes or not self._classes[0].manager.downward_closed:
+            return digests  # looked for from the end
+        # The first class bounds the others; each looks past its length by a block, and by what it drops.
+        longest = max(hit.num_tokens, hit.junction) + 3 * max(one.block_size for one in self._managers)
+        return digests[: -(-longest // self._spec.hash_block_size)]
+
     def drop_margin(self, one: LookupClass) -> int:
         """How far past the candidate a class looks that drops its last unit: one hash unit, or one block."""
         fine = self._spec.partial_hits and one.manager.fine_grained

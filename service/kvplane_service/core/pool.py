@@ -18,6 +18,7 @@ from kvplane_service.core.dropping import forget_all_keys, keyed_blocks
 from kvplane_service.core.freelist import FreeList
 from kvplane_service.core.keys import NULL_BLOCK, UNTOUCHED, Key
 from kvplane_service.core.keytable import KeyTable
+from kvplane_service.core.refusals import Refusals
 from kvplane_service.core.regained import Regained
 
 INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
@@ -56,6 +57,7 @@ class BlockPool:
         self.executed_through = 0
         self.registered: list[tuple[int, Key]] = []  # since the last drain, by the ledger
         self.events = CacheEvents()
+        self.refusals = Refusals()
         self.reserved: list[int] = []  # blocks held for the life of the pool (sinks)
         self.busy: set[int] = set()  # blocks that loads of earlier engine lives may still write; one reference each
         self.num_evictable = 0  # free blocks that carry a key
@@ -106,6 +108,8 @@ class BlockPool:
                 self.free.remove(block)
                 key = self.key[block]
                 self.num_evictable -= key is not None
+                if block in self.refusals.by_block:
+                    self.refusals.forget_blocks([block])
                 if key is UNTOUCHED:
                     self._move_to_index(block)
             references[block] += 1
@@ -128,6 +132,8 @@ class BlockPool:
             if references[block] == 0:
                 (unkeyed if key[block] is None else keyed).append(block)
         self.num_evictable += len(keyed)
+        if self.refusals.by_block:
+            self.refusals.forget_blocks(keyed)
         self.free.prepend(unkeyed)
         self.free.append(keyed)
 
@@ -289,6 +295,8 @@ class BlockPool:
             self.index = {domain: maps for domain, maps in self.index.items() if any(maps)}
 
     def _add_to_index(self, block: int, key: Key) -> None:
+        if key.digest in self.refusals.by_digest:
+            self.refusals.forget_keys((key,))
         maps = self.index.get(key.domain)
         if maps is None:
             maps = self.index[key.domain] = [{} for _ in range(self.num_groups)]
@@ -301,20 +309,13 @@ class BlockPool:
         else:
             entry.append(block)
 
-    def shared_keys(self) -> Iterator[tuple[Key, tuple[int, ...]]]:
-        """Keys of several blocks, these in the order in which they are hit."""
-        for domain, maps in self.index.items():
-            for group, by_digest in enumerate(maps):
-                for digest, entry in by_digest.items():
-                    if not isinstance(entry, int):
-                        yield Key(domain, group, digest), tuple(entry)
-
     def prefer(self, key: Key, blocks: Sequence[int]) -> None:
         """Let the blocks of a key be hit in this order; nothing when it has others."""
         maps = self.index.get(key.domain)
         entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
         if not isinstance(entry, int) and sorted(entry) == sorted(blocks):
             entry[:] = blocks
+            self.refusals.clear()
 
     def unregister(self, block: int) -> list[Key]:
         """Take every key from the block, primary first; the page is as if it held nothing. No event, no stamp."""
@@ -327,6 +328,8 @@ class BlockPool:
             keys = [primary, *self.more_keys.pop(block, ())]
             for key in keys:
                 self._forget(block, key)
+        if self.refusals.by_digest:
+            self.refusals.forget_keys(keys)
         self.key[block] = None
         self.key_tokens[block] = 0
         self.key_step[block] = 0
@@ -344,6 +347,7 @@ class BlockPool:
 
     def lose_primary(self, domain: str, blocks: list[int]) -> None:
         """These blocks' only keys, of this domain, have been taken out of the index."""
+        self.refusals.clear()
         key = self.key
         for block in blocks:
             key[block] = None
@@ -441,7 +445,7 @@ class BlockPool:
     def count_keys_of(self, group: int) -> int:
         """Distinct (domain, digest) keys of a group."""
         untouched = self.untouched.count_keys(group) if self.untouched is not None else 0
-        return untouched + sum(len(maps[group]) for maps in self.index.values())
+        return untouched + sum(len(maps[group]) for maps in list(self.index.values()))  # metrics read it at any time
 
     @property
     def has_keys(self) -> bool:

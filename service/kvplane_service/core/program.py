@@ -24,6 +24,7 @@ from kvplane.base.step import (
 from kvplane_service.core.coordinator import Admission, Coordinator
 from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.lookup import Hit
+from kvplane_service.core.refusals import Asked, Refused, Row
 from kvplane_service.core.requests import Requests
 
 # Plain integers: an enum's operators cost more than the rest of a row.
@@ -202,19 +203,49 @@ class Program:
         result.admit_junction = [0] * count
         if rows.only_if_no_preemption and result.preempted:
             return
+        given = [(number, column) for number, column in enumerate(_columns(rows)) if column]
+        which, columns = tuple([number for number, _ in given]), [column for _, column in given]
         for row, slot in enumerate(rows.slot):
             if self._room() <= 0 or self._requests.num_running >= rows.max_running:
                 break
             if self._requests.running[slot] or self._requests.held[slot]:
                 result.admit_status[row] = int(AdmitStatus.NOT_WAITING)
                 continue
-            status = self._admit_row(rows, row, slot)
+            wish = Row(which, tuple([column[row] for column in columns]), self._requests.num_running > 0)
+            status = self._refused_before(row, slot, wish)
+            if status is None:
+                status = self._admit_row(rows, row, slot, wish)
             result.admit_status[row] = int(status)
             if status is not AdmitStatus.GRANTED and rows.on_refusal is not OnRefusal.SKIP:
                 break
 
-    def _admit_row(self, rows: Admit, row: int, slot: int) -> AdmitStatus:
-        requests, result = self._requests, self._result
+    def _refused_before(self, row: int, slot: int, wish: Row) -> AdmitStatus | None:
+        """The answer to a row that would be refused as it was; None when that is not known."""
+        pool, result = self._blocks.pool, self._result
+        refused = pool.refusals.find(slot)
+        if refused is None or refused.row != wish or refused.asked != self._asked(slot):
+            return None
+        if pool.num_free >= refused.free_wanted or self._room() < refused.room or slot in self._requests.loading:
+            return None
+        result.admit_hit[row] = refused.hit_tokens
+        result.admit_junction[row] = self._requests.junction[slot] = refused.junction
+        return refused.status
+
+    def _note_refusal(self, slot: int, wish: Row, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
+        """Remember it, unless the room limits the row: then it may ask for less another time."""
+        requests, room = self._requests, self._requests.num_tokens[slot]
+        if self._room() >= room:
+            keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests)
+            blocks = [block for blocks in hit.blocks for block in blocks]
+            refused = Refused(self._asked(slot), wish, free_wanted, room, hit.num_tokens, hit.junction, status)
+            self._blocks.pool.refusals.note(slot, refused, keys, blocks)
+
+    def _asked(self, slot: int) -> Asked:
+        requests = self._requests
+        return Asked(requests.serial[slot], requests.num_tokens[slot], len(requests.content[slot].digests))
+
+    def _admit_row(self, rows: Admit, row: int, slot: int, wish: Row) -> AdmitStatus:
+        requests, result, unaligned = self._requests, self._result, self.unaligned_chunks
         if slot in requests.loading:
             return AdmitStatus.DEFERRED
         hit = self._blocks.find_hit(slot)
@@ -230,9 +261,14 @@ class Program:
             return AdmitStatus.NO_ROOM
         if not self._blocks.hit_is_ready(hit):
             return AdmitStatus.DEFERRED
-        new = self._blocks.admit(self._admission(rows, row, wanted, hit))
-        if new is None:
-            return self._refusal(rows, row, slot)
+        admission = self._admission(rows, row, wanted, hit)
+        free_wanted = self._blocks.free_wanted(admission)
+        if free_wanted > self._blocks.pool.num_free:
+            status = self._refusal(rows, row, slot)
+            if self.unaligned_chunks == unaligned and not rows.extra:
+                self._note_refusal(slot, wish, hit, free_wanted, status)
+            return status
+        new = self._blocks.admit(admission)
         requests.start(slot)
         requests.computed[slot] = hit.num_tokens + external + wanted
         self._spend(wanted)
@@ -295,6 +331,21 @@ class Program:
     @staticmethod
     def _flag(rows: Admit, row: int, flag: RowFlag) -> bool:
         return bool(rows.flags and rows.flags[row] & flag)
+
+
+def _columns(rows: Admit) -> tuple[Sequence[int], ...]:
+    """What an admission may say of a row beside its slot."""
+    return (
+        rows.extra,
+        rows.cap,
+        rows.lookahead,
+        rows.external,
+        rows.expected_hit,
+        rows.encoder_tokens,
+        rows.reserved,
+        rows.watermark,
+        rows.flags,
+    )
 
 
 def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, most: int = UNLIMITED) -> int:

@@ -1,0 +1,282 @@
+"""A refusal that is remembered is the one that would be given: decisions are the same with and without memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvplane.base.groups import AlignSpec, GroupSpec
+from kvplane.base.step import Budget, End, Facts, OnRefusal, Part, RowFlag, Watermark
+from kvplane_service.core import refusals
+from kvplane_service.core.coordinator import Coordinator
+from kvplane_service.core.program import Program
+from tests.core.builders import (
+    GRANTED,
+    NO_ROOM,
+    REFUSED,
+    Engine,
+    admit_row,
+    chunked,
+    full,
+    ring,
+    run_rows,
+    state,
+    tokens,
+    window,
+)
+from tests.core.test_page_contents import MIXES, run
+
+SKIP = OnRefusal.SKIP
+REUSED = Counter[str]()
+GROUPS: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
+    "full": ([full()], {}),
+    "hits inside blocks": ([full(8), full(4, lookup_class=5)], {"hash_block_size": 4, "partial_hits": True}),
+    "window and full": ([window(6), full()], {"retention_interval": 0}),
+    "windows": ([window(6), window(10, lookup_class=8)], {}),
+    "chunks": ([chunked(8), full(lookup_class=5)], {}),
+    "states": ([state(), full()], {"align": AlignSpec(4, 4096)}),
+    "states alone": ([state()], {"align": AlignSpec(4, 4096)}),
+    "drafts": ([full(), window(6, is_draft=True, drops_last_block=True)], {}),
+    "rings": ([full(), ring()], {}),
+}
+
+
+def grow(engine, slot, text):
+    """Tokens join a request that waits."""
+    engine.step(Part(facts=Facts([slot], appended=[len(text)], tokens=tokens(text))))
+
+
+@pytest.fixture
+def answered_twice(monkeypatch):
+    """Each refusal from memory is held against the one that is given without."""
+    remembered, admit = Program._refused_before, Program.admit
+    rows_of = {}
+
+    def note_rows(self, rows):
+        rows_of[self] = rows
+        admit(self, rows)
+        del rows_of[self]
+
+    def compare(self, row, slot, wish):
+        status = remembered(self, row, slot, wish)
+        if status is not None:
+            REUSED[status.name] += 1
+            result = self._result
+            told = status, result.admit_hit[row], result.admit_junction[row], self._requests.junction[slot]
+            unaligned = self.unaligned_chunks
+            again = self._admit_row(rows_of[self], row, slot, wish)
+            assert told == (again, result.admit_hit[row], result.admit_junction[row], self._requests.junction[slot])
+            assert unaligned == self.unaligned_chunks
+        return status
+
+    monkeypatch.setattr(Program, "admit", note_rows)
+    monkeypatch.setattr(Program, "_refused_before", compare)
+
+
+class Queue:
+    """An engine that offers all that waits in every step, and does a little of everything else."""
+
+    def __init__(self, seed, groups, **changes):
+        self.rng = Random(seed)
+        self.engine = Engine(*groups, num_blocks=self.rng.choice([8, 12, 20]), max_model_len=64, **changes)
+        self.waiting, self.running, self.free = [], [], list(range(16))
+
+    def step(self):
+        engine, rng = self.engine, self.rng
+        if self.free and rng.random() < 0.5:
+            self.waiting.append(self.free.pop())
+            prefix = rng.choice(["aaaa", "aaaabbbb", "aaaabbbbcccc", "dddd", ""])
+            engine.add(self.waiting[-1], prefix + rng.choice("ef") * rng.randint(1, 24))
+        if self.running and rng.random() < 0.3:
+            slot = self.running.pop(rng.randrange(len(self.running)))
+            if rng.random() < 0.7:
+                engine.end(slot)
+                self.free.append(slot)
+            else:
+                engine.preempt(slot)
+                self.waiting.append(slot)
+        if rng.random() < 0.1:
+            engine.cache(evicted=[rng.randrange(1, engine.replica.spec.num_blocks)])
+        if self.waiting and rng.random() < 0.1:
+            grow(engine, rng.choice(self.waiting), "e")
+        if self.running:
+            engine.step(Part(run=run_rows(*self.running, on_refusal=OnRefusal.SKIP)))
+        self.offer()
+
+    def offer(self):
+        if not self.waiting:
+            return
+        rng, columns = self.rng, {}
+        if rng.random() < 0.3:
+            name, value = rng.choice([
+                ("watermark", int(Watermark.ALWAYS)), ("reserved", 1), ("lookahead", 2), ("cap", 8),
+                ("expected_hit", 4), ("flags", int(RowFlag.FULL_FIT)), ("flags", int(RowFlag.UNALIGNED)), ("extra", 1),
+            ])  # fmt: skip
+            columns[name] = value
+        budget = Budget(tokens=rng.choice([6, 40, 1000, 1000, 1000]))
+        part = Part(admit=admit_row(*self.waiting, on_refusal=SKIP, **columns), budget=budget)
+        result = self.engine.step(part)[0]
+        for slot, status in zip(list(self.waiting), result.admit_status, strict=True):
+            if status == GRANTED:
+                self.waiting.remove(slot)
+                self.running.append(slot)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_queue_gets_the_same_answers(name, answered_twice):
+    groups, changes = GROUPS[name]
+    before = REUSED.total()
+    for seed in range(25):
+        queue = Queue(seed, groups, **changes)
+        for _ in range(40):
+            queue.step()
+    assert REUSED.total() > before + 300, "memory was hardly used, so this says nothing"
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_engines_at_random_get_the_same_answers(mix, answered_twice):
+    for seed in range(25):
+        run(mix, seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), name=st.sampled_from(sorted(GROUPS)))
+def test_two_replicas_decide_alike_with_memory_and_without(seed, name):
+    groups, changes = GROUPS[name]
+    one, other = Queue(seed, groups, **changes), Queue(seed, groups, **changes)
+    other.engine.pool.refusals.note = lambda *_: None
+    for _ in range(30):
+        one.step()
+        other.step()
+        assert one.engine.digest == other.engine.digest
+
+
+class TestWhenItIsForgotten:
+    """A pool of 8 blocks, of which a running request has 6; "aaaa..." waits for 5."""
+
+    @pytest.fixture
+    def looks(self, monkeypatch):
+        looks, find = [], Coordinator.find_hit
+
+        def counted(self, slot):
+            looks.append(slot)
+            return find(self, slot)
+
+        monkeypatch.setattr(Coordinator, "find_hit", counted)
+        return looks
+
+    @pytest.fixture
+    def engine(self):
+        engine = Engine(full(), num_blocks=9)
+        engine.admit(0, "x" * 24)
+        engine.add(1, "a" * 20)
+        return engine
+
+    def offer(self, engine, *slots, budget=None, **columns):
+        part = Part(admit=admit_row(*slots or (1,), on_refusal=SKIP, **columns), budget=budget or Budget())
+        return [int(status) for status in engine.step(part)[0].admit_status]
+
+    def test_nothing_has_changed(self, engine, looks):
+        for _ in range(4):
+            assert self.offer(engine) == [REFUSED]
+        assert looks == [1]
+
+    def test_other_requests_go_on(self, engine, looks):
+        self.offer(engine)
+        engine.run(0, text="x")
+        engine.admit(2, "zz")
+        looks.clear()
+        assert self.offer(engine) == [REFUSED]
+        assert not looks
+
+    @pytest.mark.parametrize(
+        "columns", [{"cap": 4}, {"lookahead": 1}, {"reserved": 1}, {"flags": int(RowFlag.FULL_FIT)}, {"watermark": 2}]
+    )
+    def test_it_asks_for_something_else(self, engine, looks, columns):
+        self.offer(engine)
+        looks.clear()
+        self.offer(engine, **columns)
+        assert looks == [1]
+
+    def test_columns_that_are_alike_are_not_taken_for_each_other(self, engine):
+        assert self.offer(engine, reserved=7) == [REFUSED]
+        assert self.offer(engine, cap=7) == [GRANTED]
+
+    def test_there_is_room_again(self, engine):
+        self.offer(engine)
+        engine.end(0)
+        assert self.offer(engine) == [GRANTED]
+
+    def test_its_prefix_is_cached_meanwhile(self, engine):
+        self.offer(engine)
+        engine.admit(2, "a" * 8)
+        assert engine.step(Part(admit=admit_row(1, on_refusal=SKIP)))[0].admit_hit == [8]
+
+    def test_its_hit_is_evicted(self, engine):
+        engine.serve(2, "a" * 8)
+        assert engine.step(Part(admit=admit_row(1, on_refusal=SKIP)))[0].admit_hit == [8]
+        engine.cache(evicted=list(engine.keyed()))
+        assert engine.step(Part(admit=admit_row(1, on_refusal=SKIP)))[0].admit_hit == [0]
+
+    def test_its_hit_is_held_by_another(self, engine):
+        """Adopting a block that someone holds takes nothing from the free ones."""
+        engine.end(0)
+        engine.admit(0, "x" * 15)
+        engine.serve(2, "a" * 8)
+        assert self.offer(engine) == [REFUSED]
+        engine.admit(3, "a" * 9, watermark=int(Watermark.NEVER))
+        assert engine.num_free < 5 - 2
+        engine.end(0)
+        assert self.offer(engine) == [GRANTED]
+
+    def test_it_has_grown(self, engine, looks):
+        self.offer(engine)
+        grow(engine, 1, "aaaa")
+        looks.clear()
+        self.offer(engine)
+        assert looks == [1]
+
+    def test_the_slot_has_another_request(self, engine):
+        self.offer(engine)
+        engine.end(1)
+        engine.add(1, "a" * 4)
+        assert self.offer(engine) == [GRANTED]
+
+    def test_the_budget_is_small(self, engine):
+        self.offer(engine)
+        assert self.offer(engine, budget=Budget(tokens=4)) == [GRANTED]
+
+    def test_a_row_that_the_budget_limits_is_not_remembered(self, engine, looks):
+        engine.admit(2, "yyyyy")
+        for _ in range(2):
+            assert self.offer(engine, budget=Budget(tokens=10)) == [REFUSED]
+        assert looks.count(1) == 2
+        whole = int(RowFlag.WHOLE)
+        self.offer(engine, flags=whole)
+        assert self.offer(engine, flags=whole, budget=Budget(tokens=10)) == [NO_ROOM]
+
+    def test_nobody_runs_any_more(self):
+        """The watermark counts only beside running requests."""
+        engine = Engine(full(), num_blocks=9, watermark_blocks=4)
+        engine.add(1, "a" * 20)
+        engine.admit(0, "x" * 4)
+        assert self.offer(engine) == [REFUSED]
+        engine.end(0, how=End.HELD)
+        assert self.offer(engine) == [GRANTED]
+
+    def test_books_are_bounded(self, engine, monkeypatch):
+        monkeypatch.setattr(refusals, "MOST_WATCHED_OF_ALL", 2)
+        for _ in range(2):
+            assert self.offer(engine) == [REFUSED]
+        assert not engine.pool.refusals.by_digest
+
+    def test_long_look_ups_are_done_again(self, engine, looks, monkeypatch):
+        monkeypatch.setattr(refusals, "MOST_WATCHED", 2)
+        for _ in range(2):
+            assert self.offer(engine) == [REFUSED]
+        assert looks == [1, 1]
