@@ -470,6 +470,19 @@ def zero_what_is_loaded(_: Real) -> Real:
     return lambda self, *given: None
 
 
+def end_loads_with_the_part(real: Real) -> Real:
+    """A row whose request is preempted later in its part ends no load, though it had tokens."""
+
+    def preempt(self: Any, slot: int) -> None:
+        self._ledger.end_loads = lambda slots: None
+        try:
+            real(self, slot)
+        finally:
+            del self._ledger.end_loads
+
+    return preempt
+
+
 def skip_failed_steps(real: Real) -> Real:
     """A rank forgets a failed step, its orders included."""
     return lambda self, launch: real(self, launch) if launch in self.pending else []
@@ -579,6 +592,10 @@ TWINS: dict[str, Twin] = {
             Patch(f"{CORE}.coordinator:Coordinator._leave_to_load", zero_what_is_loaded),
             Patch(f"{ENGINE}._has_obeyed", obeyed_when_stamped),
         ),
+    ),
+    "a load outlives its row": Twin(
+        "a step sent whole and one sent row by row end the same loads",
+        (Patch(f"{CORE}.program:Program._preempt", end_loads_with_the_part),),
     ),
     "failed orders forgotten": Twin(
         "orders of a failed step are carried out on every rank",

@@ -103,6 +103,7 @@ class Answers:
     def _ran(self, slot: int, granted: int) -> Row:
         request = self.requests[slot]
         assert request.truth is not None
+        request.may_hold = False
         start, request.computed = request.computed, request.computed + granted
         row = self._planned(request, start, start, granted)
         if row.guesses or request.rows:
@@ -190,7 +191,7 @@ class Answers:
     def _end_load(self, request: Request) -> None:
         """The transfer has come to its end."""
         self._finish_load(request)
-        request.load = request.tables = None
+        request.load, request.tables, request.may_hold = None, None, True
 
     def _finish_load(self, request: Request) -> None:
         """The transfer writes what it has left."""

@@ -41,6 +41,7 @@ class RandomEngine(RandomScheduler):
         late: pieces that transfers wrote in another engine life than their own.
     """
 
+    ends_loads_by_rows = True
     deaths = 0  # percent of steps
     cells: Cells | None = None  # of a campaign
 
@@ -76,6 +77,7 @@ class RandomEngine(RandomScheduler):
             self.fail()
         self._send(self.plan())
         inspect.check(self.replica)
+        self._check_loads()
         self.check_keys()
         while self.queue and (len(self.queue) >= MOST_IN_FLIGHT or self._chance(60)):
             self._stride()
@@ -90,6 +92,13 @@ class RandomEngine(RandomScheduler):
             rows = [row for launch in failed for row in launch.rows]
             lost = [block for row in rows for block in before.get(row.life[0], ())]
             self.cells.answered((self.seq, self.told), parts, results, (before, self._blocks()), lost)
+
+    def _check_loads(self) -> None:
+        """The core holds pages for the loads that may go on, and for no other."""
+        goes_on = {slot for slot, one in self.requests.items() if one.load is not None}
+        may_hold = goes_on.union(slot for slot, one in self.requests.items() if one.may_hold)
+        loading = self.replica.requests.loading
+        assert goes_on <= loading <= may_hold, f"{goes_on} load, {may_hold} may hold pages, the core says {loading}"
 
     def _blocks(self) -> dict[int, list[int]]:
         """What each slot has, by slot: for cells."""

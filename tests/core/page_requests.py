@@ -144,6 +144,7 @@ class Request:
         truth: what its launches have computed.
         rows: launches with drafts whose outcome was not told.
         load: as long as a transfer writes to its pages.
+        may_hold: its transfer has ended, and no row has told the service so for certain.
         tables: where the transfer writes to, or reads from when the request is held.
     """
 
@@ -158,6 +159,7 @@ class Request:
     truth: Truth | None = None
     rows: list[PlannedRow] = field(default_factory=list)
     load: Transfer | None = None
+    may_hold: bool = False
     held: bool = False
     tables: list[list[int]] | None = None
     checked: int = 0  # held: 0 when a launch that wrote its pages never ran

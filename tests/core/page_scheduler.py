@@ -37,7 +37,14 @@ DELAY = int(RowFlag.DELAY_CACHING)
 
 
 class RandomScheduler(Answers):
-    """One engine life: writes steps at random, and knows of the allocator what the answers say."""
+    """One engine life: writes steps at random, and knows of the allocator what the answers say.
+
+    Attributes:
+        ends_loads_by_rows: draws rows that end a load and whose request goes in the same part, and what is said then.
+            The simulation does not: its seeds stand.
+    """
+
+    ends_loads_by_rows = False
 
     def plan(self) -> list[Part]:
         """The parts of the next step; `told` is what it says to be executed."""
@@ -116,8 +123,10 @@ class RandomScheduler(Answers):
                 self._load_fact(facts, slot, request)
             elif request.running and (self._chance(75) or self._is_due(request)):
                 self._progress_fact(facts, slot, request)
-            elif not request.running and self._chance(8):
-                self._row(facts, slot, end=End.FREE)
+            elif not request.running:
+                is_unsure = self.ends_loads_by_rows and request.may_hold
+                if self._chance(30 if is_unsure else 8):
+                    self._row(facts, slot, end=End.PREEMPTED if is_unsure else End.FREE)
         return facts
 
     def _is_due(self, request: Request) -> bool:
@@ -223,6 +232,8 @@ class RandomScheduler(Answers):
         facts.end.append(int(end))
         facts.fence.append(self._fence() if end in (End.FREE, End.PREEMPTED) else 0)
         request.reached = request.computed
+        if commit != UNCHANGED or end not in (End.NONE, End.HELD):
+            request.may_hold = False
         if computed != UNCHANGED:
             request.computed = min(request.computed, computed)
         if end is End.FREE:
@@ -331,12 +342,15 @@ class RandomScheduler(Answers):
 
     def _run(self) -> Run:
         slots = self._some([slot for slot, one in self.requests.items() if self._may_run(one)])
-        run = Run(slots, victims=self._some([slot for slot in self.requests if self._is_running(slot)]))
+        victims = self._some([slot for slot in self.requests if self._is_running(slot)])
+        if self.ends_loads_by_rows and self._chance(30):
+            victims = slots  # who has tokens, and so no load, loses them in the part
+        run = Run(slots, victims=victims)
         run.on_refusal = self.rng.choice([OnRefusal.PREEMPT, OnRefusal.PREEMPT, OnRefusal.SKIP, OnRefusal.STOP])
         for slot in slots:
             request = self.requests[slot]
             if request.load is not None:
-                request.load = request.tables = None  # this row says that it is over
+                request.load, request.tables, request.may_hold = None, None, True  # over when the row has tokens
             extra, cap = self._amount(request)
             run.extra.append(extra)
             run.cap.append(cap)

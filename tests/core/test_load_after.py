@@ -13,7 +13,18 @@ from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import Admit, Cache, End, Facts, News, OnRefusal, Part, Peek, RowFlag, Step
 from kvplane.rank import Rank, RankGroup
 from kvplane_service.core.replica import Replica
-from tests.core.builders import GRANTED, Engine, admit_row, digests, full, replica_spec, run_rows, tokens, window
+from tests.core.builders import (
+    DEFERRED,
+    GRANTED,
+    Engine,
+    admit_row,
+    digests,
+    full,
+    replica_spec,
+    run_rows,
+    tokens,
+    window,
+)
 from tests.core.page_memory import Launch, Memory, Row
 
 DELAY = RowFlag.DELAY_CACHING
@@ -176,6 +187,32 @@ def test_a_run_row_of_the_step_that_asks_for_the_load_gets_nothing():
     admit = admit_row(9, external=8, cap=0, flags=DELAY)
     first, second = engine.step(Part(news=engine.news(9, LOADED), admit=admit), Part(run=run_rows(9)))
     assert (first.admit_load_after, second.granted) == ([1], [0])
+
+
+def victim_of_its_own_part(*order):
+    """The part's rows in this order want a block each and find one; slot 9, whose load has ended, goes first."""
+    engine = Engine(full(), num_blocks=5)
+    engine.admit(0, "aaaabbbb")
+    load(engine, text="zzzz", external=4)
+    facts = Facts([0, 9], appended=[1, 1], tokens=tokens("cc"))
+    run = run_rows(*order, victims=[9], on_refusal=OnRefusal.PREEMPT)
+    result = engine.step(Part(facts=facts, run=run))[0]
+    assert result.preempted == [9]
+    return engine
+
+
+def test_a_row_that_has_tokens_ends_its_load_also_when_its_request_is_preempted_later_in_the_part():
+    engine = victim_of_its_own_part(9, 0)
+    assert engine.replica.requests.loading == set()
+    assert engine.num_free == 1, "its blocks are back, and one is slot 0's"
+
+
+@pytest.mark.parametrize("order", [(9, 0), (0, 9)])
+def test_an_end_says_that_the_load_is_over_whichever_row_came_first(order):
+    """The answer does not show whether a request had tokens before it was preempted."""
+    engine = victim_of_its_own_part(*order)
+    engine.end(9, how=End.PREEMPTED)
+    assert engine.admit(9, cap=1).status is not DEFERRED
 
 
 @pytest.mark.parametrize("how", [End.FREE, End.PREEMPTED])

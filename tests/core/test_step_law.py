@@ -7,11 +7,10 @@ next row. An engine that sends rows keeps the budgets itself: what a victim had 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvplane.base.groups import AlignSpec, GroupSpec
 from kvplane.base.step import (
@@ -35,6 +34,7 @@ from kvplane.base.step import (
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from tests.core.builders import REFERENCE, SAFE, chunked, full, most_drafts, replica_spec, state, tokens, window
+from tests.twins import weakened
 
 MIXES: dict[str, tuple[list[GroupSpec], dict[str, Any]]] = {
     "full": ([full()], {}),
@@ -77,7 +77,8 @@ class Outcome:
         self.granted |= {slot: count for slot, count in zip(part.run.slot, result.granted, strict=False) if count}
         self.new |= {slots[row]: blocks for row, blocks in result.new_blocks.by_row().items()}
         self.tables |= {slots[row]: blocks for row, blocks in result.tables.by_row().items()}
-        columns = (result.admit_status, result.admit_hit, result.admit_granted, result.admit_junction)
+        load_after = result.admit_load_after or [0] * len(part.admit.slot)
+        columns = (result.admit_status, result.admit_hit, result.admit_granted, result.admit_junction, load_after)
         self.admitted |= dict(zip(part.admit.slot, zip(*columns, strict=True), strict=False))
         self.peeked += zip(result.peek_hit, result.peek_junction, strict=True)
         self.hashes += zip(result.num_hashes, result.last_hash, strict=True)
@@ -158,96 +159,142 @@ def closing_rows(part):
             )
         )
     for row, slot in enumerate(admit.slot):
-        yield Part(admit=Admit([slot], cap=[admit.cap[row]], flags=[admit.flags[row]], on_refusal=OnRefusal.SKIP))
+        external = admit.external[row : row + 1]
+        one = Admit([slot], cap=[admit.cap[row]], external=external, flags=[admit.flags[row]])
+        one.on_refusal = OnRefusal.SKIP
+        yield Part(admit=one)
     for slot in part.peek.slot:
         yield Part(peek=Peek([slot]))
 
 
 # -- steps at random ---------------------------------------------------------------------------------------------------
 
-CAPS = st.sampled_from([1, 4, 6, 100])
-FLAGS = st.sampled_from([0, int(RowFlag.UNALIGNED)])
-HEADS = st.sampled_from(["", "aaaa", "aaaaaaaa", "aaaaaaaabbbb"])
+CAPS = (1, 4, 6, 100)
+FLAGS = (0, int(RowFlag.UNALIGNED))
+DELAY = int(RowFlag.DELAY_CACHING)
+HEADS = ("", "aaaa", "aaaaaaaa", "aaaaaaaabbbb")
 
 
 @dataclass
 class Writer:
-    """Writes steps that are valid for what the replica knows."""
+    """Writes steps that are valid for what the replica knows.
 
-    draw: st.DrawFn
+    Drawn by a seed: a load that ends by a row whose request is a victim later in its part is five draws deep.
+    """
+
+    rng: Random
     replica: Replica
+    executed: int  # what the step says to be executed
 
-    def subset(self, slots):
-        return self.draw(st.lists(st.sampled_from(sorted(slots)), unique=True)) if slots else []
+    def some(self, slots):
+        """Some of them in any order, or all: rows that compete make refusals."""
+        chosen = self.rng.sample(sorted(slots), len(slots))
+        return chosen if self.rng.random() < 0.4 else chosen[: self.rng.randint(0, len(chosen))]
+
+    def text(self, fewest, most):
+        return "".join(self.rng.choices("ab", k=self.rng.randint(fewest, most)))
 
     def step(self) -> Part:
-        requests = self.replica.requests
+        requests, rng = self.replica.requests, self.rng
         live = {slot for slot in SLOTS if requests.is_live(slot)}
         held = {slot for slot in live if requests.held[slot]}
-        facts, ended = self.facts(self.subset(live - held))
-        released = self.subset(held)
-        live -= ended | set(released)
-        news = self.news(self.subset(set(SLOTS) - live))
+        facts, ended = self.facts(self.some(live - held))
+        over = {slot for row, slot in enumerate(facts.slot) if facts.commit[row] != UNCHANGED or facts.end[row]}
+        may_end = self.some(held | requests.loading - over)
+        released = [slot for slot in may_end if slot in held or rng.random() < 0.2]
+        live -= ended | set(released) & held
+        news = self.news(self.some(set(SLOTS) - live))
         live |= set(news.slot)
+        waits = {slot for slot in requests.loading - over - set(released) if self.waits(slot)}
         return Part(
             facts=facts,
-            cache=Cache(evicted=self.draw(st.lists(st.integers(1, 7), max_size=1)), released=released),
+            cache=Cache(evicted=[rng.randint(1, 7)] if rng.random() < 0.3 else [], released=released),
             news=news,
-            run=self.run(self.subset(live), live),
-            admit=self.admit(self.subset(live)),
-            peek=Peek(self.subset(live)),
-            budget=Budget(tokens=self.draw(st.sampled_from([UNLIMITED, UNLIMITED, 3, 9]))),
+            run=self.run(self.some(live - waits), live),
+            admit=self.admit(self.some(live)),
+            peek=Peek(self.some(live)),
+            budget=Budget(tokens=rng.choice([UNLIMITED, UNLIMITED, 3, 9])),
         )
 
+    def waits(self, slot):
+        """Whether a load into the pages of a running request cannot have started."""
+        requests = self.replica.requests
+        return slot in requests.loading and requests.running[slot] and requests.load_after[slot] > self.executed
+
     def facts(self, slots):
-        requests, draw = self.replica.requests, self.draw
+        requests, rng = self.replica.requests, self.rng
         facts = Facts(slots)
         for slot in slots:
             known, computed = requests.num_tokens[slot], requests.computed[slot]
-            text = draw(st.text("ab", max_size=5)) if known < 60 else ""
+            text = self.text(0, 5) if known < 60 else ""
+            commit = UNCHANGED if self.waits(slot) else rng.choice([*[UNCHANGED] * 4, min(computed, known)])
             facts.computed.append(min(computed, known) if requests.running[slot] else UNCHANGED)
             facts.appended.append(len(text))
             facts.tokens += tokens(text)
-            facts.commit.append(draw(st.sampled_from([UNCHANGED, min(computed, known)])))
-            facts.end.append(int(draw(st.sampled_from([*[End.NONE] * 5, End.FREE, End.PREEMPTED, End.HELD]))))
+            facts.commit.append(commit)
+            facts.end.append(int(rng.choice([*[End.NONE] * 15, End.FREE, End.PREEMPTED, End.HELD])))
         ended = {slot for slot, end in zip(slots, facts.end, strict=True) if end == End.FREE}
         return facts, ended
 
     def news(self, slots):
-        texts = [self.draw(HEADS) + self.draw(st.text("ab", min_size=1, max_size=9)) for _ in slots]
+        texts = [self.rng.choice(HEADS) + self.text(1, 9) for _ in slots]
         return News(slots, [len(text) for text in texts], [token for text in texts for token in tokens(text)])
 
     def run(self, slots, live):
-        draw, count = self.draw, len(slots)
+        rng, count = self.rng, len(slots)
         return Run(
             slots,
-            extra=[draw(st.integers(0, most_drafts(self.replica.spec))) for _ in slots],
-            cap=[draw(CAPS) for _ in slots],
-            flags=[draw(FLAGS)] * count,
-            victims=self.subset(live),
-            on_refusal=draw(st.sampled_from([OnRefusal.PREEMPT, OnRefusal.PREEMPT, OnRefusal.SKIP])),
+            extra=[rng.randint(0, most_drafts(self.replica.spec)) for _ in slots],
+            cap=[rng.choice(CAPS) for _ in slots],
+            flags=[rng.choice(FLAGS)] * count,
+            victims=rng.choice([self.some(live), slots]),  # in their own order: who has tokens loses them
+            on_refusal=rng.choice([OnRefusal.PREEMPT, OnRefusal.PREEMPT, OnRefusal.SKIP]),
         )
 
     def admit(self, slots):
-        caps = [self.draw(CAPS) for _ in slots]
-        return Admit(slots, cap=caps, flags=[self.draw(FLAGS)] * len(slots), on_refusal=OnRefusal.SKIP)
+        rng, flags = self.rng, self.rng.choice(FLAGS)
+        loads = self.replica.spec.commit is SAFE  # the reference counts one block too few for states behind a load
+        admit = Admit(slots, on_refusal=OnRefusal.SKIP)
+        for _ in slots:
+            external = rng.choice([0, 4, 7]) if loads else 0
+            late = external > 0 and rng.random() < 0.7
+            admit.external.append(external)
+            admit.cap.append(rng.choice([0, *CAPS]) if late else rng.choice(CAPS))
+            admit.flags.append(flags | DELAY * late)
+        return admit
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=25)
-@given(data=st.data())
-def test_a_step_sent_whole_equals_the_same_step_sent_one_row_per_part(mix, data):
-    groups, changes = MIXES[mix]
-    rule, num_blocks = data.draw(st.sampled_from([SAFE, REFERENCE])), data.draw(st.integers(8, 40))
-    spec = replica_spec(*groups, num_blocks=num_blocks, commit=rule, **changes)
+@pytest.mark.parametrize("seeds", [range(at, at + 25) for at in (0, 25)], ids=lambda seeds: f"from {seeds.start}")
+def test_a_step_sent_whole_equals_the_same_step_sent_one_row_per_part(mix, seeds):
+    for seed in seeds:
+        compare(mix, seed)
+
+
+def compare_all(seeds):
+    for seed in seeds:
+        for mix in MIXES:
+            compare(mix, seed)
+
+
+def compare(mix, seed):
+    """Some steps of one engine, sent in both ways."""
+    (groups, changes), rng = MIXES[mix], Random(f"{mix} {seed}")
+    spec = replica_spec(*groups, num_blocks=rng.randint(8, 24), commit=rng.choice([SAFE, SAFE, REFERENCE]), **changes)
     whole, rows = Sender(spec, by_rows=False), Sender(spec, by_rows=True)
     executed = 0
-    for number in range(data.draw(st.integers(2, 8))):
-        part = Writer(data.draw, whole.replica).step()
-        executed = data.draw(st.integers(executed, number))
-        assert whole.send(part, executed) == rows.send(part, executed)
-        assert inspect.digest(whole.replica) == inspect.digest(rows.replica)
-        assert whole.replica.counters == rows.replica.counters
+    for number in range(rng.randint(5, 20)):
+        executed = rng.randint(executed, number)
+        part = Writer(rng, whole.replica, executed).step()
+        place = f"{mix!r}, {seed}, step {number + 1}"
+        assert whole.send(part, executed) == rows.send(part, executed), place
+        assert inspect.digest(whole.replica) == inspect.digest(rows.replica), place
+        assert whole.replica.counters == rows.replica.counters, place
+
+
+def test_the_comparison_sees_a_load_that_outlives_the_row_that_ends_it():
+    with weakened("a load outlives its row"), pytest.raises(AssertionError, match="step"):
+        compare_all(range(50))
 
 
 def test_what_a_victim_was_granted_is_forgotten_however_the_step_is_sent():
@@ -274,7 +321,7 @@ def test_copies_are_ordered_row_by_row_however_the_step_is_sent():
         sender.send(Part(news=News([0], [5], tokens("aaaaa")), admit=Admit([0], cap=[100], flags=[0])), 0)
         both = News([1, 2], [5, 5], tokens("aaaaa" * 2))
         outcome = sender.send(Part(news=both, admit=Admit([1, 2], cap=[100] * 2, flags=[0, 0])), 1)
-        assert [hit for _, hit, _, _ in outcome.admitted.values()] == [4, 4]
+        assert [hit for _, hit, *_ in outcome.admitted.values()] == [4, 4]
         assert [group for group, _, _ in outcome.copies] == [0, 1, 0, 1]
 
 
@@ -293,7 +340,7 @@ def test_a_slot_may_end_and_begin_again_in_one_step():
     sender.send(Part(news=News([0], [9], tokens("a" * 9)), admit=Admit([0])), 0)
     ended = Facts([0], end=[int(End.FREE)])
     again = Part(facts=ended, news=News([0], [6], tokens("a" * 6)), admit=Admit([0]))
-    assert sender.send(again, 1).admitted[0] == (AdmitStatus.GRANTED, 4, 2, 0)
+    assert sender.send(again, 1).admitted[0] == (AdmitStatus.GRANTED, 4, 2, 0, 0)
 
 
 def test_running_requests_come_before_waiting_ones():

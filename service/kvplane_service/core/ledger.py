@@ -73,9 +73,8 @@ class Ledger:
     def note_grants(self, slots: Sequence[int], num_tokens: Sequence[int], seq: int) -> None:
         """These requests may compute so many tokens each in this step."""
         requests = self._requests
-        if requests.not_zeroed:  # what runs has what it waited for
-            requests.loading.difference_update(slots)
-            requests.not_zeroed.difference_update(slots)
+        if requests.not_zeroed:
+            self.end_loads(slots)
         in_flight, granted_step, serial = requests.in_flight, requests.granted_step, requests.serial
         for slot, count in zip(slots, num_tokens, strict=True):
             in_flight[slot] += count
@@ -85,6 +84,11 @@ class Ledger:
         grants.serial.extend([serial[slot] for slot in slots])
         grants.num_tokens.extend(num_tokens)
         self._counters.granted_tokens += sum(num_tokens)
+
+    def end_loads(self, slots: Iterable[int]) -> None:
+        """These requests have tokens to run, so their loads have ended: a row asks for none before."""
+        self._requests.loading.difference_update(slots)
+        self._requests.not_zeroed.difference_update(slots)
 
     def granted_in(self, seq: int) -> tuple[int, int]:
         """Rows that have tokens of this step so far, and how many; without those that lost them since."""

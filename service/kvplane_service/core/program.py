@@ -177,6 +177,7 @@ class Program:
         """Take the blocks of a request and of its adopters; what this part granted them goes back to the budget."""
         granted = self._result.granted
         row_of = {one: row for row, one in enumerate(self._run_slots) if granted[row]}
+        self._ledger.end_loads(row_of)  # at its grant, as when the row is a part of its own
         if slot in row_of:  # its grant is noted at the end of the section, and it will not run
             self._requests.granted_step[slot] = self._seq
         gone = self._ledger.preempt(slot, self._seq)
