@@ -597,6 +597,10 @@ TWINS: dict[str, Twin] = {
         "a step sent whole and one sent row by row end the same loads",
         (Patch(f"{CORE}.program:Program._preempt", end_loads_with_the_part),),
     ),
+    "orders end when they are given": Twin(
+        "zeroes and copies are done when the device has done them",
+        (Patch("kvplane.rank:Rank._note_moves", answer(False)),),
+    ),
     "failed orders forgotten": Twin(
         "orders of a failed step are carried out on every rank",
         (Patch(f"{ENGINE}._orders", skip_failed_steps),),

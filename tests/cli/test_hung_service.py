@@ -184,6 +184,9 @@ class NoMover:
     def copy(self, group, src, dst):
         """No bytes here."""
 
+    def moves(self):
+        return None
+
 
 def test_an_engine_launches_without_an_answer_and_no_page_that_it_may_have_written_hits(place, open_session):
     num_blocks = ONE_GROUP.num_blocks

@@ -30,6 +30,9 @@ class Tape:
     def copy(self, group, src, dst):
         self.told.append(("copy", group, list(src), list(dst)))
 
+    def moves(self):
+        return None
+
 
 def table() -> StampTable:
     return StampTable.create(bytearray(table_bytes(BLOCKS)), BLOCKS, incarnation=7)

@@ -148,6 +148,9 @@ class Memory:
             if page is not None:
                 self.pages[target] = Page(page.group, list(page.slots))
 
+    def moves(self) -> None:
+        """Calls end before they return."""
+
     def load(self, tables: list[list[int]], script: str, first: int, end: int, is_last: bool = True) -> None:
         """What a transfer writes: tokens [first, end) where the tables have blocks, and the state at the end."""
         for number, group in enumerate(self.spec.groups):

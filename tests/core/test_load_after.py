@@ -6,6 +6,8 @@ load is registered, and the blocks do not return.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from kvplane.base.errors import InvalidArgument
@@ -25,7 +27,9 @@ from tests.core.builders import (
     tokens,
     window,
 )
+from tests.core.later import Later
 from tests.core.page_memory import Launch, Memory, Row
+from tests.twins import weakened
 
 DELAY = RowFlag.DELAY_CACHING
 LOADED = "zzzzyyyyx"  # 8 tokens come from outside
@@ -310,3 +314,44 @@ def test_a_launch_of_the_life_before_writes_no_page_that_a_load_has_filled():
     replica.apply(Step(2, 2, [Part(facts=Facts([1], commit=[8]))], executed_through=1))
     assert memory.holds(0, blocks[0], 4, "zzzz")
     assert replica.lookup(digests(spec, "zzzzyyyyx"), "", 9).num_tokens == 8
+
+
+def partial_hit_with_a_load(device):
+    """Slot 1 continues inside slot 0's block: its copy is ordered, and a load brings the rest of the page."""
+    spec = device.sound.spec
+    table = StampTable.create(bytearray(table_bytes(spec.num_blocks)), spec.num_blocks, incarnation=7)
+    replica = Replica(spec)
+    rank, group = Rank(table, device), RankGroup([table])
+    replica.begin_epoch(1)
+    rank.claim(1)
+    first = replica.apply(Step(1, 1, [Part(news=News([0], [6], tokens("aaaabb")), admit=Admit([0]))])).parts[0]
+    rank.carry_out(1, 1, 0, first.orders)
+    tables = [first.tables.by_row()[0][group] for group in (0, 1)]
+    launch = Launch(1, [], [Row((0, 0), "aaaabb", "aaaabb", 0, 0, tables)])
+    late = Admit([1], external=[4], cap=[0], flags=[int(DELAY)])
+    second = replica.apply(
+        Step(1, 2, [Part(news=News([1], [9], tokens("aaaazzzzx")), admit=late)], executed_through=1)
+    ).parts[0]
+    assert (second.admit_hit, len(second.orders.copy_src)) == ([4], 1)
+    rank.carry_out(1, 2, 0, second.orders)
+    return replica, rank, group, launch, [second.tables.by_row()[0][group] for group in (0, 1)]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_behind_a_hit_inside_a_block_waits_for_the_copy_of_that_block(waits):
+    """The copy is on its way behind other work of the device; it would undo what the load wrote."""
+    groups = full(8), full(4, lookup_class=5)
+    memory = Memory(replica_spec(*groups, num_blocks=12, hash_block_size=4, partial_hits=True))
+    device = Later(memory)
+    with nullcontext() if waits else weakened("orders end when they are given"):
+        replica, rank, group, launch, tables = partial_hit_with_a_load(device)
+    memory.run(launch, set())
+    assert group.may_load(1, 2, 0, 0) is not waits
+    if waits:
+        rank.synchronize()
+        assert group.may_load(1, 2, 0, 0)
+    memory.load(tables, "aaaazzzzx", 4, 8)
+    device.run()
+    replica.apply(Step(1, 3, [Part(facts=Facts([1], commit=[8]))], executed_through=2))
+    assert replica.lookup(digests(replica.spec, "aaaazzzzx"), "", 9).num_tokens == 8
+    assert memory.holds(0, tables[0][0], 8, "aaaazzzz") is waits

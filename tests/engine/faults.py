@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvplane.base.stamp_table import StampTable
 from kvplane.base.step import End, StepResult
-from kvplane.rank import PageMover
+from kvplane.rank import Moves, PageMover
 from kvplane.rows import FactRow
 from kvplane_worker import pages
 from kvplane_worker.engine.batch import state_index
@@ -77,6 +77,9 @@ class CopiesAgain:
             self.sound.copy(*self.last)
         self.sound.copy(group, src, dst)
         self.last = (group, src, dst)
+
+    def moves(self) -> Moves | None:
+        return self.sound.moves()
 
 
 class CopiesBeforeZeroes(pages.PageMover):

@@ -19,7 +19,7 @@ from torch import Tensor
 import kvplane
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.step import Cache, End, Part, PartResult, StepResult
-from kvplane.rank import PageMover, Rank
+from kvplane.rank import Moves, PageMover, Rank
 from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane.session import Session
 from kvplane_worker.attach import attach
@@ -107,6 +107,9 @@ class TrappedMover:
 
     def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         self.sound.copy(group, src, dst)
+
+    def moves(self) -> Moves | None:
+        return self.sound.moves()
 
 
 @dataclass

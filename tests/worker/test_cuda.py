@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from kvplane.base.errors import OtherWriter
+from kvplane.base.stamp_table import StampTable, table_bytes
+from kvplane.base.step import Orders
+from kvplane.rank import Rank, RankGroup
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker import wire
 from kvplane_worker.attach import WorkerClient, run_dir_of
 from kvplane_worker.memory import MemoryHandle, MemoryKind
+from kvplane_worker.ops.interface import GroupPages
+from kvplane_worker.ops.torch_ops import TorchOps
+from kvplane_worker.pages import PageMover
 from tests.worker.rig import KILLS_ON_GPU, World
 from tests.worker.test_ranks import PROMPT
 
@@ -39,6 +47,23 @@ def checksums(address: str) -> list[int]:
 def test_a_handle_of_a_gpu_comes_back_as_it_was():
     handle = MemoryHandle(MemoryKind.CUDA_IPC, 5, "cuda:1", ipc=b"i" * 64, offset_bytes=512, device_uuid="u")
     assert wire.decode_handle(wire.encode_handle(handle)) == handle
+
+
+@needs_gpu
+def test_a_load_waits_until_the_device_has_zeroed_what_its_step_orders():
+    """The stream is busy: the orders are given, and not yet done."""
+    memory = torch.ones(8, 64, dtype=torch.uint8, device="cuda:0")
+    pages: Any = SimpleNamespace(memory=memory, num_groups=1, group=lambda _: GroupPages((memory,)))
+    table = StampTable.create(bytearray(table_bytes(8)), 8, incarnation=7)
+    rank, group = Rank(table, PageMover(pages, TorchOps())), RankGroup([table])
+    rank.claim(1)
+    torch.cuda._sleep(1 << 30)  # cycles, which no machine does while the next lines run
+    rank.carry_out(1, 1, 0, Orders(zero_block=[3], zero_group=[0]))
+    assert not group.may_load(1, 1, 0, 0)
+    rank.synchronize()
+    assert group.may_load(1, 1, 0, 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert memory[3].sum().item() == 0
 
 
 @needs_gpu

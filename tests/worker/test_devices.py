@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from kvplane_worker.memory import cuda, use_device
+from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops import launch as launches
 from kvplane_worker.ops.triton_ops.launch import Launch
+from kvplane_worker.pages import PageMover
 
 
 class Driver:
@@ -84,6 +86,39 @@ def test_each_thread_of_a_worker_uses_its_device(monkeypatch):
         threads.submit(lambda: None).result()
     use_device("cpu")
     assert chosen == [torch.device("cuda:3")]
+
+
+class Event:
+    """An event of a device, as far as a mover needs it."""
+
+    def __init__(self) -> None:
+        self.stream, self.reached, self.waited = "", False, False
+
+    def record(self, stream: str) -> None:
+        self.stream = stream
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+
+def test_a_mover_shows_how_far_the_stream_of_its_pages_has_come(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
+    pages: Any = SimpleNamespace(memory=SimpleNamespace(is_cuda=True, device=torch.device("cuda:2")))
+    moves: Any = PageMover(pages, TorchOps()).moves()
+    assert (moves.event.stream, moves.have_ended()) == ("current of cuda:2", False)
+    moves.event.reached = True
+    assert moves.have_ended()
+    moves.wait()
+    assert moves.event.waited
+
+
+def test_on_the_host_pages_have_moved_when_a_call_returns():
+    pages: Any = SimpleNamespace(memory=torch.zeros(8, dtype=torch.uint8))
+    assert PageMover(pages, TorchOps()).moves() is None
 
 
 class OnDevice(torch.Tensor):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from typing import Protocol
@@ -14,8 +16,25 @@ from kvplane.base.step import Orders
 MAX_STAMP = (1 << 64) - 1
 
 
+class Moves(Protocol):
+    """Zeroes and copies that a device may still be working on."""
+
+    def have_ended(self) -> bool:
+        """Whether the device has done all of them; waits for nothing."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the device has done all of them."""
+        ...
+
+
 class PageMover(Protocol):
-    """Zeroes and copies whole blocks in this rank's pages; the worker package provides it."""
+    """Zeroes and copies whole blocks in this rank's pages; the worker package provides it.
+
+    A call may return before the device has done it. The device does calls one after the other, behind every launch that
+    this rank gave it before and in front of every launch after: on a GPU all go to one stream. So a launch reads what
+    was copied for it without waiting; a transfer, which goes by another way, waits until `moves` have ended.
+    """
 
     @property
     def num_groups(self) -> int:
@@ -30,6 +49,23 @@ class PageMover(Protocol):
         """Copy block src[i] to dst[i], as if one after the other."""
         ...
 
+    def moves(self) -> Moves | None:
+        """All calls so far; None where each has ended when it returns."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """What the device was given for one part of a step."""
+
+    epoch: int
+    seq: int
+    moves: Moves
+
+    def is_within(self, epoch: int, seq: int) -> bool:
+        """Whether it is of the epoch's steps up to this one, or of an earlier epoch."""
+        return self.epoch != epoch or self.seq <= seq
+
 
 class Rank:
     """One rank of an engine life: stamps, then zeroes, then copies, before the launch.
@@ -39,6 +75,9 @@ class Rank:
             rank.carry_out(session.epoch, result.seq, at, part.orders)
         ...                                                     # launch, and wait for it
         rank.executed(result.seq)
+
+    A load of a step may start when the step's zeroes and copies have ended on the device. `executed` waits for those of
+    its steps; `poll` notes what has ended; a rank whose launch waits for a load of the same step calls `synchronize`.
 
     A rank that launches without an answer calls `invalidate` in place of `carry_out`, which ends the engine life.
 
@@ -50,6 +89,10 @@ class Rank:
         """Go on where the table stands."""
         self._stamps = stamps
         self._mover = mover
+        self._moving: deque[_Moving] = deque()
+        if stamps.moving_from:  # of another `Rank` in this process
+            self._note_moves(stamps.position[0])
+            self.poll()
 
     @property
     def executed_through(self) -> int:
@@ -64,7 +107,7 @@ class Rank:
         self._stamps.claim(epoch, next_seq)
 
     def carry_out(self, epoch: int, seq: int, part: int, orders: Orders) -> None:
-        """Do what a part of a step orders.
+        """Do what a part of a step orders; the device may be zeroing and copying when this returns.
 
         Raises:
             StaleEpoch: this engine life does not own the pages.
@@ -77,32 +120,63 @@ class Rank:
         table.check_owner(epoch)
         self._check_turn(seq, part)
         check_orders(orders, table.num_blocks, self._mover.num_groups)
+        self.poll()
         table.begin(seq, part)
         self._obey(orders)
-        table.finish()
+        moves = orders.zero_block or orders.copy_src
+        table.finish(moving=bool(moves) and self._note_moves(seq))
 
     def executed(self, seq: int) -> None:
         """All launches of steps up to this one have finished here, and with them those of earlier engine lives.
 
-        Raises FailedPrecondition.
+        Waits for zeroes and copies of these steps: no launch may have come behind them. Raises FailedPrecondition.
         """
+        while self._moving and self._moving[0].is_within(self._stamps.owner_epoch, seq):
+            self._moving.popleft().moves.wait()
         self._stamps.set_executed(seq)
+
+    def poll(self) -> None:
+        """Note which zeroes and copies have ended on the device, so that loads behind them may start."""
+        while self._moving and self._moving[0].moves.have_ended():
+            self._moving.popleft()
+        self._note_ended()
+
+    def synchronize(self) -> None:
+        """Return when all zeroes and copies have ended on the device, and note it."""
+        while self._moving:
+            self._moving.popleft().moves.wait()
+        self._note_ended()
+
+    def _note_moves(self, seq: int) -> bool:
+        """Remember what the device was given for this step; whether it may still be at it."""
+        moves = self._mover.moves()
+        if moves is not None:
+            self._moving.append(_Moving(self._stamps.owner_epoch, seq, moves))
+        return moves is not None
+
+    def _note_ended(self) -> None:
+        if self._stamps.moving_from:
+            owner, through = self._stamps.owner_epoch, self._stamps.position[0]
+            self._stamps.moves_ended(min([through, *(one.seq - 1 for one in self._moving if one.epoch == owner)]))
 
     def launches_ended(self) -> None:
         """No launch runs here any more whose orders were carried out so far, of this engine life or earlier ones.
 
         A load of a new engine life waits for that: launches of the life before may still write its pages, and nothing
         orders a transfer behind a launch. Not needed once a step of the new life was `executed`, nor in a new process
-        that attached to a worker, which has seen the old one exit.
+        that attached to a worker, which has seen the old one exit. Waits for zeroes and copies.
         """
+        self.synchronize()
         self._stamps.launches_ended()
 
     def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
         """Raise unless a load may write this rank's pages; as `StampTable.check_load`.
 
         This is enough for a mover that writes the pages of this rank alone: a launch, too, writes those of its own rank
-        alone. Who writes pages of several ranks asks `RankGroup.may_load`, which holds for all of them.
+        alone. Notes first what has ended on the device. Who writes pages of several ranks asks `RankGroup.may_load`,
+        which holds for all of them.
         """
+        self.poll()
         self._stamps.check_load(epoch, seq, part, load_after)
 
     def invalidate(self, epoch: int, blocks: Sequence[int]) -> None:
@@ -184,9 +258,11 @@ class RankGroup:
         return min(table.executed if table.owner_epoch == epoch else 0 for table in self._tables)
 
     def may_load(self, epoch: int, seq: int, part: int, load_after: int) -> bool:
-        """Whether an external load may start, on whatever rank: every rank has carried out the orders of its admission,
-        which came with this part of the answer to step `seq`, and has finished step `load_after` of the same answer;
-        and no rank may still run a launch of an earlier engine life (`Rank.launches_ended`).
+        """Whether an external load may start, on whatever rank.
+
+        Every rank has carried out the orders of its admission, which came with this part of the answer to step `seq`;
+        its device has ended the zeroes and copies of this step and those before; it has finished step `load_after` of
+        the same answer; and it may run no launch of an earlier engine life (`Rank.launches_ended`).
 
         While it may not, ask again when a rank has moved on; once it may, it may until the engine life ends. Start no
         load that is over already: its pages may be another request's.

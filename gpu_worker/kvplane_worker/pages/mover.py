@@ -5,13 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from kvplane_worker.ops.interface import PageOps
 from kvplane_worker.pages.buffers import PageBuffers
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMoves:
+    """All that a stream of a device was given before the event."""
+
+    event: torch.cuda.Event
+
+    def have_ended(self) -> bool:
+        """See `kvplane.rank.Moves`."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """See `kvplane.rank.Moves`."""
+        self.event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
 class PageMover:
-    """Zeroes and copies whole blocks of a rank's groups."""
+    """Zeroes and copies whole blocks of a rank's groups.
+
+    On a GPU the calls go to torch's current stream of the pages' device; launches must go to the same one.
+    """
 
     buffers: PageBuffers
     ops: PageOps
@@ -32,3 +52,12 @@ class PageMover:
         pages = self.buffers.group(group)
         if pages.layers:
             self.ops.copy_pages(pages, src, dst)
+
+    def moves(self) -> DeviceMoves | None:
+        """All calls so far; None where the pages are on the host, whose calls end before they return."""
+        memory = self.buffers.memory
+        if not memory.is_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(memory.device))
+        return DeviceMoves(event)

@@ -1,7 +1,7 @@
 """The stamp table: what each page holds, written beside the pages, and by whom it may be written.
 
     byte 0     8         12         16          24          32         40      48      56       64
-         | magic | version | blocks | incarnation | owner epoch | generation | seq | part+busy | executed | stamps ...
+         | magic | version | blocks | incarnation | owner epoch | generation | seq | part+bits | executed | stamps ...
 
 All little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = nothing is known. Eight bytes are written
 at a time, so that a reader in another process sees an old value or the new one.
@@ -33,6 +33,9 @@ _BUSY = 1 << 32
 _ALL_PARTS = _BUSY - 1  # no part follows it
 _EARLIER = 1 << 33  # launches of earlier engine lives may still run on this rank
 _ENDED = 1 << 34  # every launch whose orders were carried out so far has ended, whether it finished or not
+_MOVING = 35  # from this bit on: of how many steps, up to the last one, zeroes or copies may be under way on the device
+_MOST_MOVING = (1 << 29) - 1
+_BELOW_MOVING = (1 << _MOVING) - 1
 _MAX_SEQ = (1 << 64) - 1
 
 
@@ -155,6 +158,13 @@ class StampTable:
         return self._words[_SEQ], self._words[_PART] & (_BUSY - 1)
 
     @property
+    def moving_from(self) -> int:
+        """First step of which zeroes or copies may still be under way on the rank's device; 0 = they all have ended."""
+        steps = self._words[_PART] >> _MOVING
+        first = 1 if steps == _MOST_MOVING else max(1, self._words[_SEQ] - steps + 1)
+        return first if steps else 0
+
+    @property
     def is_busy(self) -> bool:
         """Orders were begun and not finished, or pages invalidated: this epoch's orders go on no more."""
         return bool(self._words[_PART] & _BUSY)
@@ -210,9 +220,10 @@ class StampTable:
 
         Raises:
             StaleEpoch: this engine life does not own the pages.
-            FailedPrecondition: orders of the admission's part, or of a part before it, have not been carried out here;
-                or step `load_after` has not finished here; or launches of an earlier engine life may still run here,
-                which `load_after` does not count: no step of this life has finished, nor was `launches_ended` called.
+            FailedPrecondition: orders of the admission's part, or of a part before it, have not been carried out here,
+                or zeroes and copies of its step or an earlier one may be under way on the device; or step `load_after`
+                has not finished here; or launches of an earlier engine life may still run here, which `load_after` does
+                not count: no step of this life has finished, nor was `launches_ended` called.
         """
         self.check_owner(epoch)
         if self._words[_PART] & _EARLIER:
@@ -227,6 +238,12 @@ class StampTable:
                 f"the orders of step {seq}, part {part} were not carried out on this rank",
                 field="seq",
                 remedy="start the load when the stamps, zeroes and copies of its admission are done",
+            )
+        if 0 < self.moving_from <= seq:
+            raise FailedPrecondition(
+                f"zeroes or copies of step {self.moving_from} may still be under way on this rank",
+                field="seq",
+                remedy="start the load when they have ended: Rank.poll notes it, Rank.synchronize waits for it",
             )
         if self.executed < load_after:
             raise FailedPrecondition(
@@ -267,28 +284,39 @@ class StampTable:
 
     def begin(self, seq: int, part: int) -> None:
         """Note that orders are being carried out. What is begun is never begun again."""
-        self._words[_PART] = (self._words[_PART] & _EARLIER) | part | _BUSY
+        moving = self._words[_PART] >> _MOVING
+        if moving:  # from the same step on; a reader between the two writes sees one that is earlier
+            moving = min(moving + seq - self._words[_SEQ], _MOST_MOVING)
+        self._words[_PART] = (self._words[_PART] & _EARLIER) | part | _BUSY | moving << _MOVING
         self._words[_SEQ] = seq
 
-    def finish(self) -> None:
-        """Note that the orders begun are done."""
-        self._words[_PART] &= ~_BUSY
+    def finish(self, moving: bool = False) -> None:
+        """Note that the orders begun are done, but for zeroes and copies that the device may still be `moving`."""
+        word = self._words[_PART] & ~_BUSY
+        self._words[_PART] = word | 1 << _MOVING if moving and not word >> _MOVING else word
+
+    def moves_ended(self, through: int) -> None:
+        """Note that zeroes and copies of steps up to this one have ended on the device."""
+        word = self._words[_PART]
+        moving = min(word >> _MOVING, max(0, self._words[_SEQ] - through))
+        self._words[_PART] = (word & _BELOW_MOVING) | moving << _MOVING
 
     def launches_ended(self) -> None:
-        """Note that no launch runs here any more whose orders were carried out so far, whichever engine life it was of.
+        """Note that no launch runs here any more whose orders were carried out so far, whichever engine life it was of,
+        nor any of these orders.
 
         That says nothing of what they computed: `executed` stays.
         """
-        self._words[_PART] = (self._words[_PART] & ~_EARLIER) | _ENDED
+        self._words[_PART] = (self._words[_PART] & _BELOW_MOVING & ~_EARLIER) | _ENDED
 
     def _may_run(self) -> bool:
-        """Whether a launch of the owner's life, or of an earlier one, may still run."""
+        """Whether a launch of the owner's life, or of an earlier one, or what was ordered before it may still run."""
         word = self._words[_PART]
-        in_flight = word & (_EARLIER | _BUSY) or self._words[_SEQ] > self._words[_EXECUTED]
+        in_flight = word & (_EARLIER | _BUSY) or word >> _MOVING or self._words[_SEQ] > self._words[_EXECUTED]
         return bool(in_flight) and not word & _ENDED
 
     def set_executed(self, seq: int) -> None:
-        """Note that steps up to this one have finished, and with them every launch of earlier engine lives.
+        """Note that steps up to this one have finished, orders and launches, and with them all of earlier engine lives.
 
         Raises:
             FailedPrecondition: it goes back, or its orders were not carried out.
@@ -302,6 +330,7 @@ class StampTable:
         if seq > self.executed:
             self._words[_PART] &= ~_EARLIER  # launches of a rank end in order
         self._words[_EXECUTED] = seq
+        self.moves_ended(seq)
 
     def snapshot(self) -> bytes:
         """The table's bytes."""
