@@ -15,13 +15,14 @@ import pytest
 from kvplane.base.step import Budget
 from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.channel import open_channel
-from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.sources import ModelSource
 from kvplane.unary import connect
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.workers import WorkersClient
 from kvplane_service.cli import checks
 from kvplane_service.config import Config
+from kvplane_service.core.program import PATIENT_ROWS
 from kvplane_service.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
@@ -29,7 +30,8 @@ from tests.service.rig import WAIT_S, Service, column, running
 from tests.store.test_writer import Away
 
 CHECKS = [
-    "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "loads", "chunks", "drafts"
+    "health", "reflection", "versions", "clocks", "replicas", "workers", "epochs", "store", "loads", "chunks",
+    "prompts", "drafts",
 ]  # fmt: skip
 
 
@@ -129,6 +131,19 @@ def small_budget(service: Service) -> Iterator[None]:
 
 
 @contextmanager
+def decodes_in_front(service: Service) -> Iterator[None]:
+    """Blocks of 80 tokens, steps of 80, and a row that decodes in each of them."""
+    with connect(service.address) as client:
+        client.register_replica("hybrid", ModelSource(model="jamba-v0.1", num_blocks=200, max_model_len=512))
+        with client.session("hybrid") as session:
+            session.apply(part_of(NewsRow(0, [1]), NewsRow(1, range(200)), AdmitRow(0)))
+            for token in range(PATIENT_ROWS + 2):
+                budget = Budget(tokens=80)
+                session.apply(part_of(FactRow(0, tokens=[token]), RunRow(0), AdmitRow(1), budget=budget))
+    yield
+
+
+@contextmanager
 def rejecting_engine(service: Service) -> Iterator[None]:
     """It says that its prompt has to be computed once more."""
     with connect(service.address) as client:
@@ -150,6 +165,7 @@ FAULTS: dict[str, Callable[[Service], AbstractContextManager[None]]] = {
     "store": store_away,
     "loads": load_of_a_dead_engine,
     "chunks": small_budget,
+    "prompts": decodes_in_front,
     "drafts": rejecting_engine,
 }
 

@@ -45,6 +45,53 @@ def test_the_cap_says_that_a_part_has_a_small_budget_of_its_own(columns, granted
     assert engine.step(decodes, prefills)[1].admit_granted == [granted]
 
 
+def starved(order: tuple[int, int], budget: int, steps: int, waits: bool = False) -> Engine:
+    """Slot 0 decodes in every step; slot 1 has a prompt of 40 tokens, of which 8 are computed unless it waits."""
+    engine = hybrid()
+    engine.admit(0, "d")
+    if waits:
+        engine.add(1, "p" * 40)
+    else:
+        engine.admit(1, "p" * 40, cap=8)
+    for _ in range(steps):
+        facts, runs = Facts([0], appended=[1], tokens=tokens("d")), engine.replica.requests.running[1]
+        part = Part(facts=facts, run=run_rows(*order) if runs else run_rows(0), budget=Budget(tokens=budget))
+        part.admit = part.admit if runs else admit_row(1)
+        engine.step(part)
+    return engine
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_prompt_that_finds_less_than_a_state_block_in_step_after_step_is_counted(waits):
+    """It waits as in the reference, as long as the rows in front of it go on."""
+    patience = program.PATIENT_ROWS
+    engine = starved((0, 1), budget=8, steps=patience, waits=waits)
+    assert (engine.computed(1), engine.replica.counters.starved_chunks) == (0 if waits else 8, 0)
+    engine = starved((0, 1), budget=8, steps=patience + 3, waits=waits)
+    assert (engine.computed(1), engine.replica.counters.starved_chunks) == (0 if waits else 8, 3)
+    last = Part(admit=admit_row(1, cap=7)) if waits else Part(run=run_rows(1, flags=RowFlag.UNALIGNED))
+    last.budget = Budget(tokens=7)
+    engine.step(last)
+    assert engine.computed(1) > (0 if waits else 8), "a small cap, or a row that is not aligned, makes progress"
+
+
+@pytest.mark.parametrize(("order", "budget"), [((1, 0), 8), ((0, 1), 9)])
+def test_a_prompt_is_not_starved_where_its_row_comes_first_or_a_block_fits_behind(order, budget):
+    engine = starved(order, budget, steps=program.PATIENT_ROWS * 2)
+    assert (engine.computed(1), engine.replica.counters.starved_chunks) == (40, 0)
+
+
+def test_a_prompt_that_had_room_meanwhile_has_waited_for_nothing():
+    engine = starved((0, 1), budget=8, steps=program.PATIENT_ROWS)
+    engine.step(Part(run=run_rows(1), budget=Budget(tokens=8)))
+    for _ in range(program.PATIENT_ROWS):
+        facts = Facts([0], appended=[1], tokens=tokens("d"))
+        engine.step(Part(facts=facts, run=run_rows(0, 1), budget=Budget(tokens=8)))
+    assert engine.replica.counters.starved_chunks == 0
+    engine.end(1)
+    assert engine.replica.requests.unserved == {}
+
+
 def test_a_row_that_opts_out_ends_anywhere():
     engine = hybrid()
     assert engine.admit(0, "a" * 40, cap=20, flags=RowFlag.UNALIGNED).granted == 20

@@ -53,6 +53,7 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
             _stores(channel, all_told),
             _loads(all_told),
             _chunks(all_told),
+            _starved(all_told),
             _drafts(all_told),
         ]
     finally:
@@ -161,6 +162,18 @@ def _chunks(told: list[DescribeReplicaResponse]) -> Finding:
     seen = "; ".join(small) or "every step could hold a state block"
     remedy = "raise the engine's budget and caps to a state block, or register with its budget as max_batched_tokens"
     return Finding("chunks", not small, seen, remedy)
+
+
+def _starved(told: list[DescribeReplicaResponse]) -> Finding:
+    """Decode rows come first and leave less than a state block in every step: a prompt waits until they end."""
+    waited = [
+        f"{one.replica}: {count} rows waited for {one.spec.align.block_size} tokens"
+        for one in told
+        if (count := one.refusals.get("starved", 0))
+    ]
+    seen = f"behind rows that left less than a state block: {'; '.join(waited)}" if waited else "no prompt was starved"
+    remedy = "let the engine's budget hold a state block beside its decode rows; or put waiting run rows first"
+    return Finding("prompts", not waited, seen, remedy)
 
 
 def _drafts(told: list[DescribeReplicaResponse]) -> Finding:

@@ -77,6 +77,8 @@ def _explained(told: DescribeReplicaResponse) -> Iterator[str]:
             yield f"  {reason.replace('_', ' ')}: {why}"
     if told.counters.unaligned_chunks:
         yield f"unaligned: {told.counters.unaligned_chunks} chunks ended inside a state block: see kvplane doctor"
+    if told.refusals.get("starved"):
+        yield f"starved: {told.refusals['starved']} rows waited for room for a state block: see kvplane doctor"
 
 
 def _store(store: StoreStatus) -> Iterator[str]:

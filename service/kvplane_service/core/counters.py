@@ -19,6 +19,7 @@ class Counters:
     granted_tokens: int = 0
     withdrawn_keys: int = 0
     unaligned_chunks: int = 0  # rows that advanced within a state block, since no chunk of their step could hold one
+    starved_chunks: int = 0  # aligned rows that got nothing, and more than PATIENT_ROWS rows of the request before
 
 
 @dataclass(frozen=True, slots=True)

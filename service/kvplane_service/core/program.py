@@ -30,6 +30,8 @@ from kvplane_service.core.requests import Requests
 # Plain integers: an enum's operators cost more than the rest of a row.
 UNALIGNED, DELAY_CACHING = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING)
 
+PATIENT_ROWS = 64  # a busy step or two leave no room for a state block; so many in sequence leave a request behind
+
 
 class Program:
     """Runs the run and admit rows of one part.
@@ -53,7 +55,7 @@ class Program:
         self._seq = seq
         self._aligns = coordinator.spec.align.block_size > 0
         self._unnoted: list[int] = []  # tokens of run rows, until the ledger has them
-        self.unaligned_chunks = 0
+        self.unaligned_chunks = self.starved_chunks = 0
         self._run_slots: list[int] = []
         self._new: dict[int, Sequence[list[int]]] = {}  # by run row
 
@@ -122,12 +124,21 @@ class Program:
         return wanted
 
     def _aligned(self, slot: int, start: int, wanted: int, cap: int) -> int:
-        """The chunk clipped for states; where no row of such a step could hold a block, it advances within one."""
+        """The chunk clipped for states; where no row of such a step could hold a block, it advances within one.
+
+        Where other rows leave less than a block it waits, as in the reference. That may last, so it is counted.
+        """
         clipped = align_chunk(self._blocks, slot, start, wanted)
         if clipped <= 0 < wanted:
             most = min(self._budget_of_step(), cap)
             clipped = align_chunk(self._blocks, slot, start, wanted, most)
             self.unaligned_chunks += clipped > 0
+        unserved = self._requests.unserved
+        if clipped <= 0 < wanted:
+            unserved[slot] = unserved.get(slot, 0) + 1
+            self.starved_chunks += unserved[slot] > PATIENT_ROWS
+        elif slot in unserved:
+            del unserved[slot]
         return clipped
 
     def _budget_of_step(self) -> int:

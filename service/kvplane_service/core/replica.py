@@ -316,6 +316,7 @@ class Replica:
             program.admit(part.admit)
             self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
         self.counters.unaligned_chunks += program.unaligned_chunks
+        self.counters.starved_chunks += program.starved_chunks
         self._peek(part.peek, result)
         if part.with_tables:
             self._add_all_tables(part, result)

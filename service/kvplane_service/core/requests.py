@@ -56,6 +56,7 @@ class Requests:
         self.window_until: list[int] = []
         self.keys_from: list[int] = []
         self.asked: dict[int, tuple[int, int]] = {}  # by slot: last step whose row had drafts, tokens it would reach
+        self.unserved: dict[int, int] = {}  # by slot: rows in sequence that had room, but for less than a state block
         self.num_running = 0
         self.loading: set[int] = set()  # slots whose pages a transfer still fills, running or preempted meanwhile
         self.not_zeroed: set[int] = set()  # running slots with a load, over or not, and no grant since: it may fail yet
@@ -127,6 +128,7 @@ class Requests:
             self.num_running -= 1
         self.computed[slot] = self.in_flight[slot] = self.granted_step[slot] = 0
         self.not_zeroed.discard(slot)
+        self.unserved.pop(slot, None)
         self.wake(slot)
 
     def wake(self, slot: int) -> None:

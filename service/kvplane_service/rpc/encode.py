@@ -122,13 +122,18 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         residency=encode_residency(replica.residency),
         workers=[wire.encode_worker(worker) for worker in entry.workers.alive()],
         event_seq=host.events.last_seq,
-        refusals={name: tally.refusals[status] for status, name in REFUSALS.items()},
+        refusals={name: tally.refusals[status] for status, name in REFUSALS.items()} | _starved(replica),
         preemptions={reason.value: count for reason, count in tally.preemptions.items()},
         removed_keys={name: tally.removals[reason] for reason, name in REMOVALS.items()},
         slowest_steps=[_step_time(host, decision) for decision in slowest(host.decisions, SLOWEST_STEPS)],
         store=encode_store(host, report),
         busy_blocks=len(replica.busy_blocks),
     )
+
+
+def _starved(replica: Replica) -> dict[str, int]:
+    """Rows of running requests count here too; a replica without states has no such reason."""
+    return {"starved": replica.counters.starved_chunks} if replica.spec.align.block_size else {}
 
 
 def _step_time(host: ReplicaHost, decision: Decision) -> pb.StepTime:

@@ -109,6 +109,11 @@ _FAMILIES = (
         "Chunks that ended inside a state block: no row of their step could hold one.",
         lambda host: host.replica.counters.unaligned_chunks,
     ),
+    _counter(
+        "kvplane_starved_chunks",
+        "Rows that got nothing, as 64 rows of their request before: others left less than a state block.",
+        lambda host: host.replica.counters.starved_chunks,
+    ),
     _counter("kvplane_prefix_hit_tokens", "Of these, tokens hit.", lambda host: host.replica.counters.hit_tokens),
     Family(
         CounterMetricFamily,
