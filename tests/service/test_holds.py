@@ -1,0 +1,83 @@
+"""What holds the event loop is measured, and named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+
+from kvplane_service.telemetry import holds
+from kvplane_service.telemetry.holds import Holds, Witness
+
+BLOCK = """
+def decide(wait):
+    wait()
+
+def handle(wait):
+    decide(wait)
+"""
+
+
+def handler_of_ours(module="kvplane_service.rpc.some"):
+    space = {"__name__": module}
+    exec(BLOCK, space)
+    return space["handle"]
+
+
+def until_seen(witness, text=""):
+    """Blocks this thread until it has been seen at this."""
+    for _ in range(2000):
+        if witness.seen and text in witness.seen:
+            return
+        time.sleep(0.01)
+    raise AssertionError("nobody looked")
+
+
+async def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def test_a_thread_that_does_not_come_back_is_looked_at(monkeypatch):
+    monkeypatch.setattr(holds, "_LONG_S", 0.02)
+    witness = Witness(threading.get_ident())
+    witness.start()
+    handler_of_ours()(lambda: until_seen(witness))
+    witness.end()
+    assert witness.take() == "rpc.some.handle, in rpc.some.decide"
+    assert witness.take() == "by the machine, or by what is not ours"
+
+
+def test_what_is_not_ours_is_not_blamed():
+    seen = []
+    for module in ("kvplane_service.cli.serve", "json.decoder", "kvplane_service.host"):
+        handler_of_ours(module)(lambda: seen.append(holds._describe(sys._getframe())))
+    assert seen == ["", "", "host.handle, in host.decide"]
+
+
+async def test_a_hold_is_counted_and_its_cause_logged(monkeypatch, caplog):
+    monkeypatch.setattr(holds, "_LONG_S", 0.02)
+    made = []
+
+    class Seen(Witness):
+        def __init__(self, thread):
+            super().__init__(thread)
+            made.append(self)
+
+    monkeypatch.setattr(holds, "Witness", Seen)
+    measured = Holds()
+    watching = asyncio.ensure_future(measured.watch())
+    with caplog.at_level(logging.WARNING):
+        await until(lambda: made)
+        handler_of_ours()(lambda: until_seen(made[0], "rpc.some"))
+        await until(lambda: "rpc.some.handle, in rpc.some.decide" in caplog.text)
+    watching.cancel()
+    assert "held for" in caplog.text
+    assert sum(measured.counts[2:]) >= 1
+    await asyncio.wait([watching])
+    assert made[0]._ended.is_set()
