@@ -15,6 +15,7 @@ from kvplane.base.step import Budget, End, Facts, OnRefusal, Part, RowFlag, Wate
 from kvplane_service.core import refusals
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.program import Program
+from kvplane_service.core.refusals import Refusals
 from tests.core.builders import (
     GRANTED,
     NO_ROOM,
@@ -136,6 +137,20 @@ def test_a_queue_gets_the_same_answers(name, answered_twice):
         for _ in range(40):
             queue.step()
     assert REUSED.total() > before + 300, "memory was hardly used, so this says nothing"
+
+
+@pytest.mark.parametrize("forgets", ["forget_keys", "forget_blocks"])
+def test_a_memory_that_does_not_forget_is_seen(forgets, answered_twice, monkeypatch):
+    monkeypatch.setattr(Refusals, forgets, lambda *_: None)
+
+    def work():
+        for seed in range(200):
+            queue = Queue(seed, [full()])
+            for _ in range(40):
+                queue.step()
+
+    with pytest.raises(AssertionError):
+        work()
 
 
 @pytest.mark.parametrize("mix", MIXES)
