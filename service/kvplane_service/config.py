@@ -95,15 +95,15 @@ class Config(BaseModel):
     op_window_bytes: Count = 64 << 20
     """Bytes that these answers may take; the oldest go first."""
     events_resume: Count = 4096
-    """Event batches that a replica keeps; a subscriber that falls further behind is ended."""
-    events_resume_bytes: Count = 256 << 20
-    """Bytes that these batches may take, about; the oldest go first."""
+    """Event batches that a replica keeps at most; a subscriber that falls further behind is ended."""
     max_subscribers: Count = 64
     """Event subscribers of a replica."""
     decision_log_steps: Count = 4096
-    """Decisions that a replica keeps for explanations: steps, or pieces of steps."""
-    decision_log_entries: Count = 1 << 18
-    """Block ids, hashes and amounts in the decisions that a replica keeps; each takes some 10 to 60 bytes."""
+    """Decisions that a replica keeps at most for explanations: steps, or pieces of steps."""
+    log_bytes: Annotated[int, Field(ge=1 << 20, le=2**40)] = 256 << 20
+    """Bytes that decisions and event batches of all replicas may take together, about; the longest log pays first, with
+    its oldest entries.
+    """
     hash_inline_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 8192
     """Longer contents of unary calls are hashed beside the event loop."""
     drain_delay_ms: Pause = 0

@@ -1,13 +1,12 @@
-"""The decision log: the last steps of a replica and what became of them, as they were.
+"""The decision log: the last steps of a replica and what became of them, packed.
 
 Whatever tells about decisions (metrics, traces, explanations, recordings) reads it and derives nothing of its own. It
-holds hashes, never tokens. On the step's path it only keeps two objects that exist anyway, step and result; what
-a reader wants of them is worked out when it is asked for.
+holds hashes, never tokens. The step's path keeps two objects that exist anyway, step and result; a moment later they
+become one byte string (`packing.py`), and objects again for who reads them.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
@@ -17,6 +16,8 @@ from typing import NamedTuple, TypeAlias
 
 from kvplane.base.step import CacheEvent, Facts, Part, PartResult, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
+from kvplane_service.packed_log import LogBudget, PackedLog
+from kvplane_service.packing import pack_decision, pack_events, slowness_of, unpack_decision, unpack_events
 
 
 class Decision(NamedTuple):
@@ -57,55 +58,69 @@ class Life:
     memory_is_new: bool = False
 
 
-_MAX_DROPS = 16
-
 Entry: TypeAlias = Decision | Life
 Follower: TypeAlias = Callable[[Entry], None]
 
+# Keys that a life lost and that are packed, which holds the event loop for some milliseconds.
+_MAX_LOST_KEYS = 1 << 16
+_LIFE_BYTES, _STAMP_BYTES, _BLOCK_BYTES = 600, 8, 4
 
-class DecisionLog:
-    """The last entries, bounded in number and in what they hold. The oldest go first.
 
-    Args:
-        max_steps: entries at most.
-        max_size: of all entries together, by `size_of`.
+@dataclass(frozen=True, slots=True)
+class _KeptLife:
+    """A life as the log keeps it: its events are packed, its stamps are those of the replica.
+
+    Attributes:
+        life: without its events.
+        events: packed.
     """
 
-    def __init__(self, max_steps: int, max_size: int) -> None:
-        self._entries: deque[tuple[Entry, int]] = deque()
-        self._max_steps = max_steps
-        self._max_size = max_size
-        self._size = 0
-        self._followers: list[Follower] = []
-        self.num_lost = 0  # entries that are no longer kept
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[Entry]:
-        """Oldest first."""
-        return (entry for entry, _ in self._entries)
-
-    def __reversed__(self) -> Iterator[Entry]:
-        return (entry for entry, _ in reversed(self._entries))
+    life: Life
+    events: bytes
 
     @property
-    def size(self) -> int:
-        """Of all entries together."""
-        return self._size
+    def num_bytes(self) -> int:
+        """In memory, about."""
+        life = self.life
+        return (
+            _LIFE_BYTES + len(self.events) + len(life.stamp_table) * _STAMP_BYTES + len(life.busy) * _BLOCK_BYTES
+        )
+
+
+_Packed: TypeAlias = bytes | _KeptLife
+
+
+class DecisionLog(PackedLog[Entry, _Packed]):
+    """The last entries, at most `max_entries`, and what the budget leaves of them. The oldest go first."""
+
+    def __init__(self, max_entries: int, budget: LogBudget) -> None:
+        super().__init__(max_entries, budget)
+        self._followers: list[Follower] = []
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The entries of now, oldest first; each becomes objects in its turn, so that a reader can do it in slices."""
+        return map(_unpack, list(self._kept))
 
     def append(self, entry: Entry) -> None:
         """Keep an entry, in place of the oldest ones when there is no room, and show it to the followers."""
-        size = size_of(entry)
-        self._entries.append((entry, size))
-        self._size += size
-        for _ in range(_MAX_DROPS):  # a large one has room made for it by those behind it too: many at once take long
-            if self._size <= self._max_size and len(self._entries) <= self._max_steps:
-                break
-            self._size -= self._entries.popleft()[1]
-            self.num_lost += 1
+        if isinstance(entry, Life) and sum(len(run.hashes) for run in runs_of(entry.events)) > _MAX_LOST_KEYS:
+            self._lose()
+        else:
+            self._keep(entry)
         for follower in self._followers:
             follower(entry)
+
+    def slowest(self, count: int) -> list[Decision]:
+        """The decisions that took longest, slowest first."""
+        packed = (entry for entry in self._kept if isinstance(entry, bytes))
+        candidates = [Decision(*unpack_decision(raw)) for raw in nlargest(count, packed, key=slowness_of)]
+        candidates += [entry for entry in self._kept if isinstance(entry, Decision)]
+        return nlargest(count, candidates, key=attrgetter("took_ns"))
+
+    def _pack(self, entry: Entry) -> _Packed:
+        if isinstance(entry, Decision):
+            return pack_decision(*entry)
+        return _KeptLife(replace(entry, events=()), pack_events(entry.events))
 
     def follow(self, follower: Follower) -> None:
         """Call this with every entry from now on, on the step's path: be quick."""
@@ -116,27 +131,12 @@ class DecisionLog:
         self._followers.remove(follower)
 
 
-def slowest(log: DecisionLog, count: int) -> list[Decision]:
-    """The decisions that took longest, slowest first."""
-    decisions = (entry for entry in log if isinstance(entry, Decision))
-    return nlargest(count, decisions, key=attrgetter("took_ns"))
-
-
-def size_of(entry: Entry) -> int:
-    """Roughly how many block ids, hashes and amounts an entry holds."""
-    if isinstance(entry, Life):
-        return 1 + len(entry.stamp_table) + len(entry.events) + len(entry.busy)
-    size = 1
-    for part, result in zip(entry.step.parts, entry.result.parts, strict=True):
-        size += len(part.facts.slot) + len(part.run.slot) + len(result.tables.ids) + len(result.orders.stamp_block)
-        size += len(part.resume.blocks) if part.resume is not None else 0
-        size += (len(part.news.hashes) + len(part.facts.hashes)) >> 4
-        for made in result.hashed_news:
-            size += len(made) >> 4
-    for events in entry.events:
-        for run in runs_of(events):
-            size += len(run.hashes)
-    return size
+def _unpack(kept: Entry | _Packed) -> Entry:
+    if isinstance(kept, bytes):
+        return Decision(*unpack_decision(kept))
+    if isinstance(kept, _KeptLife):
+        return replace(kept.life, events=unpack_events(kept.events))
+    return kept
 
 
 def without_tokens(step: Step) -> Step:

@@ -8,6 +8,7 @@ is removed for others at once, because its page may be overwritten from now on.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,12 +16,14 @@ from itertools import islice
 
 from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
 from kvplane.base.step import CacheEvent, EventKind
-from kvplane_service.core.cache_events import CacheEvents, runs_of
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.packed_log import LogBudget, PackedLog
+from kvplane_service.packing import pack_events, unpack_events
 
 Wake = Callable[[], None]
 _EVER = 1 << 63  # a step that no engine reaches
-_EVENT_BYTES = 400  # what an event takes in memory, about
-_HASH_BYTES = 160  # what each of its hashes takes: a digest, a block, a place
+_HEAD = struct.Struct("<BQ")  # of a packed batch: bits of what it tells of the replica, and its epoch
+_GAP, _WITHDRAWN, _RESTORED = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,20 @@ class Batch:
     restored: bool = False
 
     @property
-    def num_bytes(self) -> int:
-        """What it takes in memory, about."""
-        return _EVENT_BYTES + sum(_EVENT_BYTES + len(run.hashes) * _HASH_BYTES for run in runs_of(self.events))
+    def bits(self) -> int:
+        """What it tells of the replica."""
+        return self.gap * _GAP | self.withdrawn * _WITHDRAWN | self.restored * _RESTORED
+
+    def pack(self) -> bytes:
+        """Without its number."""
+        return _HEAD.pack(self.bits, self.epoch) + pack_events(self.events)
+
+    @classmethod
+    def unpack(cls, seq: int, raw: bytes) -> Batch:
+        """The batch that was packed, with its number."""
+        bits, epoch = _HEAD.unpack_from(raw)
+        events = unpack_events(raw, _HEAD.size)
+        return cls(seq, epoch, events, bool(bits & _GAP), bool(bits & _WITHDRAWN), bool(bits & _RESTORED))
 
 
 class _Stored:
@@ -164,14 +178,11 @@ class PublicationHold:
         return [replace(removed, hashes=hashes, blocks=blocks)] if shown else []
 
 
-class EventLog:
-    """The last batches of a replica, bounded by number and bytes, and who follows them."""
+class EventLog(PackedLog[Batch, bytes]):
+    """The last batches of a replica, packed, bounded by number and the budget, and who follows them."""
 
-    def __init__(self, capacity: int, max_bytes: int, max_subscribers: int) -> None:
-        self._batches: deque[Batch] = deque()
-        self._capacity = capacity
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
+    def __init__(self, max_batches: int, budget: LogBudget, max_subscribers: int) -> None:
+        super().__init__(max_batches, budget)
         self._max_subscribers = max_subscribers
         self._subscribers: set[Subscription] = set()
         self._last_seq = 0
@@ -194,7 +205,7 @@ class EventLog:
     @property
     def oldest_resumable(self) -> int:
         """The lowest `after_seq` that a subscriber can go on from without a gap."""
-        return self._last_seq - len(self._batches)
+        return self._last_seq - len(self)
 
     def publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
         """Append a batch of events, or runs of events, unless there are none."""
@@ -246,13 +257,18 @@ class EventLog:
     def close(self, reason: KvplaneError) -> None:
         """End every subscription with `reason`, after what it has not taken yet."""
         self.closed = reason
+        self.leave_budget()
         self._wake()
 
-    def after(self, seq: int) -> list[Batch]:
-        """The batches behind `seq`, which must be resumable."""
+    def after(self, seq: int, at_most: int | None = None) -> list[Batch]:
+        """The batches behind `seq`, which must be resumable, or the first of them."""
         start = seq - self.oldest_resumable
         assert start >= 0, (seq, self.oldest_resumable)
-        return list(islice(self._batches, start, None))
+        stop = None if at_most is None else start + at_most
+        return [
+            Batch.unpack(number, kept) if isinstance(kept, bytes) else kept
+            for number, kept in enumerate(islice(self._kept, start, stop), seq + 1)
+        ]
 
     def discard(self, subscription: Subscription) -> None:
         """Forget a subscriber."""
@@ -267,17 +283,16 @@ class EventLog:
         return Batch(after_seq, self._epoch)
 
     def _append(self, batch: Batch) -> None:
-        self._batches.append(batch)
-        self._num_bytes += batch.num_bytes
-        while len(self._batches) > self._capacity or (self._num_bytes > self._max_bytes and len(self._batches) > 1):
-            self._drop_oldest()
+        self._keep(batch)
         self._last_seq = batch.seq
         self._wake()
 
-    def _drop_oldest(self) -> None:
-        oldest = self._batches.popleft()
-        self._num_bytes -= oldest.num_bytes
-        self._withdrawn_before = oldest.withdrawn or (self._withdrawn_before and not oldest.restored)
+    def _pack(self, entry: Batch) -> bytes:
+        return entry.pack()
+
+    def _dropped(self, entry: Batch | bytes) -> None:
+        bits = _HEAD.unpack_from(entry)[0] if isinstance(entry, bytes) else entry.bits
+        self._withdrawn_before = bool(bits & _WITHDRAWN or (self._withdrawn_before and not bits & _RESTORED))
 
     def _wake(self) -> None:
         for subscription in self._subscribers:
@@ -293,8 +308,8 @@ class Subscription:
         self._opening = [opening] if opening.gap or opening.withdrawn else []
         self.wake = wake
 
-    def take(self) -> list[Batch]:
-        """All batches not taken yet; none when there is nothing new.
+    def take(self, at_most: int | None = None) -> list[Batch]:
+        """The batches not taken yet, or the first of them; none when there is nothing new.
 
         Raises:
             LimitExceeded: batches that were not taken are no longer kept.
@@ -303,10 +318,10 @@ class Subscription:
         if self._seq < self._log.oldest_resumable:
             raise LimitExceeded(
                 f"batch {self._seq + 1} is no longer kept: the subscriber is too slow",
-                remedy=f"subscribe again with after_seq = {self._seq}, or raise events_resume and events_resume_bytes",
+                remedy=f"subscribe again with after_seq = {self._seq}, or raise events_resume and log_bytes",
                 metadata={"after_seq": str(self._seq)},
             )
-        batches = self._opening + self._log.after(self._seq)
+        batches = self._opening + self._log.after(self._seq, at_most)
         self._opening = []
         if batches:
             self._seq = batches[-1].seq

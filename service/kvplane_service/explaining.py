@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument, NotFound
@@ -63,7 +63,7 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     tentative = _tentative(host, prefix, account.lacking) if account.lacking else None
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
-    history = await _read(host, list(host.decisions))
+    history = await _read(host, host.decisions)
 
     def think() -> Why:
         question = Question(
@@ -81,18 +81,17 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
 async def explain_request(host: ReplicaHost, name: str, offload: Offload) -> Explanation:
     """Why the last attempt to admit this request hit so much. Raises NotFound when the log knows of none."""
     log = host.decisions
-    first, entries = log.num_lost, list(log)
-    history = await _read(host, entries, first)
+    history = await _read(host, log, log.num_lost)
     attempt = history.attempts.get(name)
     if attempt is None:
         raise NotFound(
             f"no attempt to admit {name[:140]!r} is recorded",
             field="request_id",
-            remedy="explain its content, or raise decision_log_steps and decision_log_entries",
+            remedy="explain its content, or raise decision_log_steps and log_bytes",
         )
     await host.settled()
     # What is there now, and what happened until now; both at one moment, since the log went on meanwhile.
-    first, entries, present = log.num_lost, list(log), _present(host, attempt)
+    first, entries, present = log.num_lost, iter(log), _present(host, attempt)
 
     def think() -> Explanation:
         return _explain_attempt(host, attempt, history, present)
@@ -101,8 +100,8 @@ async def explain_request(host: ReplicaHost, name: str, offload: Offload) -> Exp
     return await offload(think)
 
 
-async def _read(host: ReplicaHost, entries: Sequence[Entry], first: int = 0) -> History:
-    """As `read_history`, while others go on."""
+async def _read(host: ReplicaHost, entries: Iterable[Entry], first: int = 0) -> History:
+    """As `read_history`, while others go on; entries that are packed become objects in slices, too."""
     reader = HistoryReader(host.scheme.digest.size)
     async for number, entry in in_slices(enumerate(entries, first)):
         reader.add(number, entry)

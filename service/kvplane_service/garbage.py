@@ -1,8 +1,8 @@
 """The cycle collector of a service process: it seldom runs, for what it would look through lives and makes no cycles.
 
-The decision log and the index keep millions of objects, and with Python's own thresholds a step now and then waits
-until all of them have been visited. Reference counts free nearly everything: the core makes no cycles, and what does
-(errors, connections) is young and few. So young objects are looked through now and then, and old ones rarely.
+The index keeps many objects (logs are packed and have none), and with Python's own thresholds a step now and then
+waits until all of them have been visited. Reference counts free nearly everything: the core makes no cycles, and what
+does (errors, connections) is young and few. So young objects are looked through now and then, and old ones rarely.
 """
 
 from __future__ import annotations

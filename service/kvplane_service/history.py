@@ -162,7 +162,7 @@ class History:
         return (request for request in self.requests if request.admitted_at < at)
 
 
-def read_history(entries: Sequence[Entry], digest_size: int, first: int = 0) -> History:
+def read_history(entries: Iterable[Entry], digest_size: int, first: int = 0) -> History:
     """Read a log's entries, oldest first; `first` is the number of the first of them."""
     reader = HistoryReader(digest_size)
     for number, entry in enumerate(entries, first):

@@ -38,6 +38,7 @@ from kvplane_service.executors import Offload
 from kvplane_service.lives import Clock, EngineLives, Opening, in_slices, tell_nobody
 from kvplane_service.open_checks import check_request
 from kvplane_service.order import StepOrder, Turn, check_step, part_that_ends_all
+from kvplane_service.packed_log import LogBudget
 from kvplane_service.recovering import Recovering
 from kvplane_service.session_slot import SessionSlot, Told
 from kvplane_service.telemetry.context import CURRENT
@@ -82,18 +83,21 @@ def new_replica(spec: ReplicaSpec) -> Replica:
 class ReplicaHost:
     """Guards one core Replica: writers, epochs, the order of steps, leases, publication."""
 
-    def __init__(self, name: str, replica: Replica, config: Config, clock: Clock, num_ranks: int = 1) -> None:
-        """`replica` is fresh from `new_replica`; `num_ranks` of the engine."""
+    def __init__(
+        self, name: str, replica: Replica, config: Config, clock: Clock, num_ranks: int = 1,
+        logs: LogBudget | None = None,
+    ) -> None:
+        """`replica` is fresh from `new_replica`; `num_ranks` of the engine; `logs`: of all hosts together."""
+        logs = logs or LogBudget(config.log_bytes)
         self.name = name
         self.replica = replica
         self.scheme = HashScheme.of(replica.spec)
-        self.events = EventLog(config.events_resume, config.events_resume_bytes, config.max_subscribers)
-        self.decisions = DecisionLog(config.decision_log_steps, config.decision_log_entries)
+        self.events = EventLog(config.events_resume, logs, config.max_subscribers)
+        self.decisions = DecisionLog(config.decision_log_steps, logs)
         self.tally = Tally()
         self.decisions.follow(self.tally.add)
         self.epoch = FIRST_EPOCH
-        self._config = config
-        self._clock = clock
+        self._config, self._clock = config, clock
         self._hold = PublicationHold()
         self._steps = Applying(replica, self.decisions, self.events, self._hold, clock)
         self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)
@@ -371,6 +375,7 @@ class ReplicaHost:
         session, self._session = self._session, None
         opening, self._lives.opening = self._lives.opening, None
         self.events.close(reason)
+        self.decisions.leave_budget()
         if session is not None and not session.broken:
             session.told(reason)
         if opening is not None:

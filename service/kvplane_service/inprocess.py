@@ -20,7 +20,7 @@ _NO_FINGERPRINT = b""
 class InProcessTransport:
     """Implements SessionTransport. A step is applied when it is sent; its answer waits for `receive`.
 
-    Sessions of one host belong to one thread.
+    Sessions of one registry belong to one thread: the logs of its hosts share a budget.
     """
 
     def __init__(self, find_host: Callable[[str], ReplicaHost]) -> None:

@@ -13,6 +13,7 @@ from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
 from kvplane_service.host import ReplicaHost, new_replica
 from kvplane_service.lives import Clock
+from kvplane_service.packed_log import LogBudget
 from kvplane_service.unary import UnaryCalls
 from kvplane_service.workers import WorkerRoster
 
@@ -68,11 +69,16 @@ class UnknownReplica(NotFound):
 
 
 class Registry:
-    """Replicas by name, within the limits of the configuration."""
+    """Replicas by name, within the limits of the configuration.
+
+    Attributes:
+        logs: bytes that the logs of all replicas may have together.
+    """
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self._config = config
         self._clock = clock
+        self.logs = LogBudget(config.log_bytes)
         self._entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[Entry], None]] = []
         self._removal_watchers: list[Callable[[str], None]] = []
@@ -136,7 +142,7 @@ class Registry:
         """Enter a new replica that was built elsewhere, since large pools take time. Raises as `find_equal`."""
         entry = self.find_equal(name, registration)
         if entry is None:
-            host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks)
+            host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
             lease_ms = self._config.worker_lease_ms
             workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock)
             entry = Entry(registration, host, UnaryCalls(host, self._config), workers)

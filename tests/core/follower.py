@@ -16,6 +16,7 @@ from kvplane.base.step import CacheEvent, EventKind, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
 from kvplane_service.events import Batch, EventLog, PublicationHold
+from kvplane_service.packed_log import LogBudget
 
 
 class Shown(NamedTuple):
@@ -84,7 +85,7 @@ class Followed:
         self.follower.view = set(_published(replica))
         self._replica = replica
         self._hold = PublicationHold()
-        self._log = EventLog(capacity=1 << 20, max_bytes=1 << 40, max_subscribers=1)
+        self._log = EventLog(1 << 20, LogBudget(1 << 40), max_subscribers=1)
         self._subscription = self._log.subscribe(None, lambda: None)
         self._last_stored = 0
 

@@ -72,7 +72,7 @@ def test_the_configuration_is_what_the_service_accepts(case, tmp_path):
     given = configuration(objects)
     assert {key for key, source in loaded.sources.items() if source == str(file)} == set(given)
     if name == "everything":
-        assert loaded.config.events_resume_bytes == 1 << 30  # and not 1.073741824e+09
+        assert loaded.config.log_bytes == 1 << 30  # and not 1.073741824e+09
         assert loaded.config.store_prefix == "1e3"
 
 

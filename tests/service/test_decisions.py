@@ -7,7 +7,7 @@ import pytest
 from kvplane import wire
 from kvplane.base.step import Admit, Budget, Cache, End, EventKind, Facts, News, Part, Run, StepResult
 from kvplane_service.config import Config
-from kvplane_service.decisions import Decision, Life, hashed_step, hashes_of_news, size_of
+from kvplane_service.decisions import Decision, Life, hashed_step, hashes_of_news
 from kvplane_service.host import new_replica
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
@@ -123,13 +123,15 @@ def test_it_is_bounded_in_entries():
 
 
 def test_it_is_bounded_in_size():
-    world = HostWorld(Config(decision_log_entries=40), spec_of(num_blocks=200))
+    world = HostWorld(Config(log_bytes=1 << 20), spec_of(num_blocks=2000, max_model_len=1 << 15))
     engine = world.open()
-    for slot in range(20):
-        engine.step(new(slot, tokens=[slot] * 160))
-    log = world.host.decisions
-    assert 0 < len(log) < 5
-    assert log.size == sum(map(size_of, log)) <= 40
+    for slot in range(200):
+        engine.step(new(0, tokens=[slot] * 16_000))
+        engine.step(Part(facts=Facts(slot=[0], end=[End.FREE])))
+    log, events = world.host.decisions, world.host.events
+    assert 0 < len(log) < 100
+    assert log.num_bytes + events.num_bytes <= 1 << 20
+    assert log.num_lost + len(log) == 401
 
 
 def test_followers_see_what_happens_until_they_leave():

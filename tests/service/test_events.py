@@ -11,6 +11,7 @@ from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.keys import Key
 from kvplane_service.events import Batch, EventLog, PublicationHold
+from kvplane_service.packed_log import LogBudget
 from tests.core.follower import Follower, Shown
 
 
@@ -163,7 +164,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.cache, self.hold = Cache(), PublicationHold()
-        self.log = EventLog(capacity=1 << 20, max_bytes=1 << 40, max_subscribers=2)
+        self.log = EventLog(1 << 20, LogBudget(1 << 40), max_subscribers=2)
         self.followers = [(Follower(), self.log.subscribe(0, nothing)) for _ in range(2)]
         self.epoch, self.seq, self.done = 1, 0, 0
 
@@ -239,7 +240,7 @@ def numbers(batches) -> list[int]:
 class TestEventLog:
     @pytest.fixture
     def log(self):
-        return EventLog(capacity=4, max_bytes=1 << 20, max_subscribers=2)
+        return EventLog(4, LogBudget(1 << 20), max_subscribers=2)
 
     def fill(self, log, count):
         for block in range(count):
@@ -259,16 +260,24 @@ class TestEventLog:
         assert numbers(log.subscribe(0, nothing).take()) == [1, 2, 3]
 
     def test_batches_of_many_hashes_leave_sooner_and_the_newest_stays(self):
-        log = EventLog(capacity=100, max_bytes=20_000, max_subscribers=9)
+        budget = LogBudget(1_500)
+        log = EventLog(100, budget, max_subscribers=9)
         slow = log.subscribe(0, nothing)
+
+        def publish(*blocks: int) -> None:
+            log.publish(1, [stored(*blocks)])
+            for _ in budget.pack():
+                pass
+
         for _ in range(3):
-            log.publish(1, [stored(*range(50))])
-        assert log.oldest_resumable == 1, "each takes about 9 KB"
+            publish(*range(50))
+        assert log.oldest_resumable == 1, "each takes about 600 bytes"
         with pytest.raises(LimitExceeded, match="too slow"):
             slow.take()
-        log.publish(1, [stored(*range(500))])
+        publish(*range(500))
         assert numbers(log.subscribe(3, nothing).take()) == [4]
-        self.fill(log, 3)
+        for block in range(3):
+            publish(block)
         assert numbers(log.subscribe(4, nothing).take()) == [5, 6, 7]
 
     def test_from_now_on_shows_nothing_old(self, log):

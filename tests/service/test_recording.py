@@ -52,7 +52,7 @@ POOLS = {"full": 50, "sliding": 80, "seven groups": 260, "mamba": 40}
 
 def drive(spec: ReplicaSpec) -> ReplicaHost:
     """Chats and agents by a true engine, in a pool that is too small for them; two engine lives."""
-    registry = Registry(Config(decision_log_steps=1 << 20, decision_log_entries=1 << 30), lambda: 0)
+    registry = Registry(Config(decision_log_steps=1 << 20, log_bytes=1 << 36), lambda: 0)
     host = registry.register("r", Registration(spec)).host
     for seed in (1, 2):
         trace = [request for request, _ in zip(chat_workload(Random(seed), SHAPE), range(25), strict=False)]

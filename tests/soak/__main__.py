@@ -15,7 +15,7 @@ from tests.soak.verdict import Verdict, read
 from tests.store.servers import Server
 
 # Logs that are full within the warm-up, so that what grows afterwards is a leak.
-BOUNDS = {"decision_log_steps": 256, "events_resume": 256, "op_window": 256, "decision_log_entries": 16384}
+BOUNDS = {"decision_log_steps": 256, "events_resume": 256, "op_window": 256, "log_bytes": 16 << 20}
 # Refusals that the load brings about: what it asks for has just gone.
 EXPECTED = ("ReplicaLapsed", "ReplicaRecovering")
 

@@ -111,10 +111,10 @@ class AdminServicer:
             raise FailedPrecondition(
                 f"{host.name} cannot be recorded: {how}",
                 field="replica",
-                remedy="record from the registration on; to keep more, raise decision_log_steps, decision_log_entries",
+                remedy="record from the registration on; to keep more, raise decision_log_steps and log_bytes",
             )
         queue: asyncio.Queue[Entry] = asyncio.Queue()
-        entries = list(log)
+        entries = iter(log)
         log.follow(queue.put_nowait)
         try:
             yield header_of(host.name, host.replica.spec)

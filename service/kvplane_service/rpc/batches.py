@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 from google.protobuf.message import Message
 
@@ -12,19 +13,38 @@ from kvplane import wire
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.v1 import events_pb2, step_pb2
 from kvplane_service.core.cache_events import runs_of
-from kvplane_service.events import Batch
+from kvplane_service.events import Batch, EventLog
 
 _BLOCK_BYTES = 4
+_KEPT_MESSAGES = 2
 
 
-def encode_batch(batch: Batch) -> events_pb2.SubscribeResponse:
-    """One batch of events."""
-    message = events_pb2.SubscribeResponse(
+def encode_batch(batch: Batch) -> bytes:
+    """The bytes of a batch's message."""
+    head = events_pb2.SubscribeResponse(
         seq=batch.seq, epoch=batch.epoch, gap=batch.gap, withdrawn=batch.withdrawn, restored=batch.restored
     )
-    # Messages one behind the other are one, with the events of all: protobuf parses faster than Python makes objects.
-    message.MergeFromString(b"".join([_encode_run(run) for run in runs_of(batch.events)]))
-    return message
+    # Messages one behind the other are one, with the events of all.
+    return b"".join([head.SerializeToString(), *[_encode_run(run) for run in runs_of(batch.events)]])
+
+
+class NewestMessages:
+    """The messages of the newest batches of each log, made once for all who follow it closely."""
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[EventLog, dict[int, bytes]] = WeakKeyDictionary()
+
+    def encode(self, log: EventLog, batch: Batch) -> bytes:
+        """The message of a batch; of one with events, the same as others were given."""
+        if log.num_subscribers == 1 or not batch.events:
+            return encode_batch(batch)
+        newest = self._of.setdefault(log, {})
+        message = newest.get(batch.seq)
+        if message is None:
+            message = newest[batch.seq] = encode_batch(batch)
+            if len(newest) > _KEPT_MESSAGES:
+                del newest[min(newest)]
+        return message
 
 
 def _encode_run(run: CacheEvent) -> bytes:

@@ -11,7 +11,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.inspect import Snapshot
 from kvplane_service.core.replica import Replica
-from kvplane_service.decisions import Decision, slowest
+from kvplane_service.decisions import Decision
 from kvplane_service.explaining import Explanation
 from kvplane_service.host import ReplicaHost, ReplicaState
 from kvplane_service.registry import Entry
@@ -125,7 +125,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
         refusals={name: tally.refusals[status] for status, name in REFUSALS.items()} | _starved(replica),
         preemptions={reason.value: count for reason, count in tally.preemptions.items()},
         removed_keys={name: tally.removals[reason] for reason, name in REMOVALS.items()},
-        slowest_steps=[_step_time(host, decision) for decision in slowest(host.decisions, SLOWEST_STEPS)],
+        slowest_steps=[_step_time(host, decision) for decision in host.decisions.slowest(SLOWEST_STEPS)],
         store=encode_store(host, report),
         busy_blocks=len(replica.busy_blocks),
     )

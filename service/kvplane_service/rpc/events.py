@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from google.protobuf.message import Message
-
 from kvplane.base.errors import Unavailable
 from kvplane.v1 import events_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.rpc.batches import encode_batch
+from kvplane_service.rpc.batches import NewestMessages
+
+_AT_ONCE = 64  # batches that are objects while a subscriber reads; what it has not read stays in the log alone
 
 
 class EventsServicer:
@@ -20,6 +20,7 @@ class EventsServicer:
         self._registry = registry
         self._draining = asyncio.Event()
         self._wakers: set[asyncio.Event] = set()
+        self._messages = NewestMessages()
 
     def drain(self) -> None:
         """End every stream, and refuse new ones."""
@@ -27,7 +28,7 @@ class EventsServicer:
         for waker in self._wakers:
             waker.set()
 
-    async def Subscribe(self, request: pb.SubscribeRequest) -> AsyncIterator[Message]:  # noqa: N802
+    async def Subscribe(self, request: pb.SubscribeRequest) -> AsyncIterator[bytes]:  # noqa: N802
         """See the contract."""
         log = self._registry.get(request.replica).host.events
         waker = asyncio.Event()
@@ -36,9 +37,11 @@ class EventsServicer:
         try:
             while not self._draining.is_set():
                 waker.clear()
-                for batch in subscription.take():
-                    yield encode_batch(batch)
-                await waker.wait()
+                batches = subscription.take(_AT_ONCE)
+                for batch in batches:
+                    yield self._messages.encode(log, batch)
+                if not batches:
+                    await waker.wait()
         finally:
             self._wakers.discard(waker)
             subscription.cancel()

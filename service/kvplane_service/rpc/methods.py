@@ -30,7 +30,7 @@ from kvplane_service.registry import UnknownReplica
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
 Bring: TypeAlias = Callable[[str], Awaitable[None]]
-ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message]]
+ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message | bytes]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
 
 _T = TypeVar("_T")
@@ -57,7 +57,7 @@ def service_handler(service: ServiceDescriptor, servicer: object, around: Around
     """Handlers for every method of a service; the servicer has a method of each name.
 
     A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that
-    streams answers gets the message and yields messages; one that streams both ways gets the context.
+    streams answers gets the message and yields them alike; one that streams both ways gets the context.
     """
     handlers = {method.name: _handler(method, servicer, around) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -93,7 +93,7 @@ def _server_stream(
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def answers(raw: bytes, context: Context) -> None:
         async for answer in behaviour(parse(request_class, raw)):
-            await context.write(answer.SerializeToString())
+            await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
 
     async def call(raw: bytes, context: Context) -> None:
         await answered(context, partial(_with_replica, bring, partial(answers, raw, context)))

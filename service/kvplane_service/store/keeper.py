@@ -268,7 +268,7 @@ class Keeper:
         name = record.name
         replica = await self._around.offload(partial(new_replica, record.registration.spec))
         if name in self._registry:
-            if len(self._registry.get(name).host.decisions):
+            if self._registry.get(name).host.decisions.num_entries:
                 return False
             self._registry.let_go(name, Unavailable(f"{name} is read from the store", remedy="try again"))
             self._leave(name)

@@ -170,6 +170,20 @@ _FAMILIES = (
     _gauge("kvplane_event_subscribers", "Who follows the events.", lambda host: host.events.num_subscribers),
     _gauge("kvplane_decisions", "Decisions kept for explanations.", lambda host: len(host.decisions)),
     _counter("kvplane_lost_decisions", "Decisions no longer kept.", lambda host: host.decisions.num_lost),
+    Family(
+        GaugeMetricFamily,
+        "kvplane_log_bytes",
+        "Bytes of the budget that a log uses.",
+        ("log",),
+        lambda host: [(("decisions",), host.decisions.num_bytes), (("events",), host.events.num_bytes)],
+    ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_lost_log_bytes",
+        "Bytes of entries that a log no longer keeps.",
+        ("log",),
+        lambda host: [(("decisions",), host.decisions.lost_bytes), (("events",), host.events.lost_bytes)],
+    ),
 )
 
 
@@ -222,6 +236,9 @@ class ServiceCollector(Collector):
         yield _build_info()
         yield _states([entry.host for entry in self._registry])
         yield _held(self._holds)
+        budget = GaugeMetricFamily("kvplane_log_budget_bytes", "Bytes that all logs may use together.", labels=())
+        budget.add_metric((), self._registry.logs.max_bytes)
+        yield budget
 
     def _of(self, entries: Sequence[Entry]) -> Iterator[Metric]:
         """Families of replicas, with these."""

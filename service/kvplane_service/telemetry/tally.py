@@ -55,30 +55,26 @@ class StepTimes:
     def __init__(self) -> None:
         self.counts = [0] * (len(STEP_BOUNDS_NS) + 1)
         self.sum_ns = 0
-        # By bucket, the latest step of a recorded trace, or else the latest.
-        self._decisions: list[Decision | None] = [None] * (len(STEP_BOUNDS_NS) + 1)
+        # By bucket, the latest step of a recorded trace, or else the latest: numbers, for a decision is large.
+        self._latest: list[tuple[int, int, int, str] | None] = [None] * (len(STEP_BOUNDS_NS) + 1)
         self._is_traced = [False] * (len(STEP_BOUNDS_NS) + 1)
 
     def add(self, decision: Decision) -> None:
         """Count a decision."""
-        took_ns, traceparent = decision.took_ns, decision.step.traceparent
+        step, took_ns = decision.step, decision.took_ns
+        traceparent = step.traceparent
         bucket = bisect_left(STEP_BOUNDS_NS, took_ns)
         self.counts[bucket] += 1
         self.sum_ns += took_ns
         if traceparent and is_sampled(traceparent):
             self._is_traced[bucket] = True
-            self._decisions[bucket] = decision
+            self._latest[bucket] = step.epoch, step.seq, took_ns, traceparent
         elif not self._is_traced[bucket]:
-            self._decisions[bucket] = decision
+            self._latest[bucket] = step.epoch, step.seq, took_ns, ""
 
     def examples(self) -> list[Example | None]:
         """By bucket, the latest step of a recorded trace, or else the latest; None where there is none."""
-        return [
-            Example(one.step.epoch, one.step.seq, one.took_ns, one.step.traceparent if is_traced else "")
-            if one is not None
-            else None
-            for one, is_traced in zip(self._decisions, self._is_traced, strict=True)
-        ]
+        return [Example(*one) if one is not None else None for one in self._latest]
 
 
 class Tally:

@@ -1,0 +1,164 @@
+"""Packed decisions and batches come back as they were, field by field; the fields are those that the types have."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from enum import IntEnum
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplane.base import step as types
+from kvplane.base.step import CacheEvent, End, EventKind, Facts, Part, PartResult, Step, StepResult
+from kvplane_service.core.cache_events import CacheEvents, runs_of
+from kvplane_service.decisions import Decision, without_tokens
+from kvplane_service.events import Batch
+from kvplane_service.packing import pack_decision, unpack_decision
+
+KINDS, REASONS, REFUSALS = tuple(EventKind), tuple(types.RemoveReason), tuple(types.OnRefusal)
+LOWEST, HIGHEST = (0, 0, -(2**31), 0, -(2**63)), (255, 2**32 - 1, 2**31 - 1, 2**64 - 1, 2**63 - 1)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+class Anything:
+    """Objects of the types of steps with something in every field, from a seed: so many draws would take long."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+
+    def number(self) -> int:
+        return self._random.randrange(2**64) >> self._random.randrange(65)
+
+    def raw(self) -> bytes:
+        return self._random.randbytes(self._random.choice((0, 16, 32)))
+
+    def text(self) -> str:
+        return self._random.choice(("", "a", "\u00e4\u20ac", "x" * 300))
+
+    def some(self, one, most: int = 3) -> list[Any]:
+        return [one() for _ in range(self._random.randint(0, most))]
+
+    def column(self) -> list[int]:
+        width = self._random.randrange(5)
+        return self.some(lambda: self._random.randint(LOWEST[width], HIGHEST[width]), most=20)
+
+    def extra_keys(self) -> types.ExtraKeys:
+        if self._random.random() < 0.3:
+            return types.NO_EXTRA_KEYS
+        lora = ("adapter", self.text()) if self._random.random() < 0.5 else None
+        items = self.some(lambda: types.Multimodal(self.text(), self.number() >> 32, self.number() >> 32))
+        return types.ExtraKeys(lora, self.text(), tuple(items), tuple(self.some(self.raw)))
+
+    def event(self) -> CacheEvent:
+        as_one = self._random.choice((list, tuple))
+        return CacheEvent(
+            self._random.choice(KINDS),
+            self.number(),
+            as_one(self.some(self.raw)),
+            as_one(self.some(self.number)),
+            domain=self.text(),
+            parent=self.raw(),
+            block_size=self.number(),
+            slot=self.number(),
+            start=self.number(),
+            end=self.number(),
+            block_starts=as_one(self.some(self.number)),
+            reason=self._random.choice(REASONS),
+        )
+
+    def of_type(self, name: str):
+        plain = {
+            "int": self.number,
+            "bool": lambda: self._random.random() < 0.5,
+            "str": self.text,
+            "bytes": self.raw,
+            "list[int]": self.column,
+            "MutableSequence[int]": self.column,  # tokens, which no decision has
+            "list[str]": lambda: self.some(self.text),
+            "list[bytes]": lambda: self.some(self.raw),
+            "list[ExtraKeys]": lambda: self.some(self.extra_keys),
+            "OnRefusal": lambda: self._random.choice(REFUSALS),
+            "Sequence[CacheEvent]": lambda: CacheEvents(self.some(self.event)),
+        }
+        if name in plain:
+            return plain[name]()
+        if name.endswith(" | None"):
+            return self.of_type(name.removesuffix(" | None")) if self._random.random() < 0.5 else None
+        kind = getattr(types, name)
+        return kind(**{one.name: self.of_type(str(one.type)) for one in fields(kind)})
+
+    def decision(self) -> Decision:
+        parts = self.some(lambda: (self.of_type("Part"), self.of_type("PartResult")))
+        step = Step(self.number(), self.number(), [part for part, _ in parts], self.number(), bool(parts))
+        step.executed_through, step.traceparent = self.number(), self.text()
+        result = StepResult(self.number(), self.number(), [outcome for _, outcome in parts], self.number())
+        events = tuple(outcome.events for _, outcome in parts)
+        return Decision(without_tokens(step), result, events, self.number(), self.number())
+
+    def batch(self) -> Batch:
+        flags = [self._random.random() < 0.5 for _ in range(3)]
+        return Batch(self.number(), self.number(), CacheEvents(self.some(self.event)), *flags)
+
+
+def deep(value: object) -> object:
+    """All that it says, in what can be compared: fields that `==` passes over, too."""
+    if is_dataclass(value):
+        return {one.name: deep(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, CacheEvents):
+        return [deep(run) for run in value.runs]
+    if isinstance(value, list | tuple):
+        return [*map(deep, value)]
+    assert isinstance(value, int | str | bytes | None), value
+    return value
+
+
+@given(SEEDS)
+def test_a_decision_comes_back_as_it_was(seed):
+    decision = Anything(seed).decision()
+    raw = pack_decision(*decision)
+    again = Decision(*unpack_decision(raw))
+    assert deep(again) == deep(decision)
+    assert again.events == tuple(outcome.events for outcome in again.result.parts)
+
+
+@given(SEEDS, SEEDS)
+def test_a_packed_decision_sorts_by_its_time(seed, other_seed):
+    one, other = Anything(seed).decision(), Anything(other_seed).decision()
+    assert (pack_decision(*one)[:8] < pack_decision(*other)[:8]) == (one.took_ns < other.took_ns)
+
+
+@given(SEEDS)
+def test_a_batch_comes_back_as_it_was(seed):
+    batch = Anything(seed).batch()
+    assert deep(Batch.unpack(batch.seq, batch.pack())) == deep(batch)
+
+
+@pytest.mark.parametrize("count", [3, 20])
+def test_enumerations_and_ranges_of_sessions_in_process_are_packed_as_numbers(count):
+    facts = Facts(list(range(count)), end=[End.FREE] * count, commit=range(count))  # type: ignore[arg-type]
+    decision = Decision(Step(1, 1, [Part(facts)]), StepResult(1, 0, [PartResult()]), ([],), 0, 0)
+    again = unpack_decision(pack_decision(*decision)).step.parts[0].facts
+    assert (again.slot, again.end, again.commit) == (list(range(count)), [End.FREE] * count, list(range(count)))
+    assert not any(isinstance(end, IntEnum) for end in again.end)
+
+
+def test_tokens_are_not_packed():
+    token = 0x6B766B76
+    part = Part(Facts([0], appended=[9], tokens=[token] * 9), news=types.News([1], [9], tokens=[token] * 9))
+    raw = pack_decision(Step(1, 1, [part]), StepResult(1, 0, [PartResult()]), ([],), 0, 0)
+    assert token.to_bytes(4, "little") not in raw
+    again = unpack_decision(raw).step.parts[0]
+    assert again.facts.tokens == again.news.tokens == []
+    assert again.facts.appended == [9]
+
+
+def test_events_are_packed_in_runs():
+    removed = CacheEvents()
+    for block in range(100):
+        removed.removed(block, [("", 0, bytes(32))], types.RemoveReason.EVICTED)  # type: ignore[list-item]
+    again = Batch.unpack(1, Batch(1, 1, removed).pack())
+    assert len(runs_of(again.events)) == 1
+    assert again.events == removed
