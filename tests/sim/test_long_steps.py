@@ -1,0 +1,32 @@
+"""The simulation with steps that are applied beside the event loop: whatever else a service does lies between."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvplane_service import applying
+from kvplane_service.applying import Applying
+from tests.sim import world
+from tests.sim.campaign import quiet
+
+SEEDS = range(1, 5)
+TAKES_TIME = "allocation never waits for the store"  # told by an answer that takes any time at all, as here
+
+
+@pytest.mark.timeout(300)
+def test_no_rule_is_broken(monkeypatch):
+    aside = Applying._apply_aside
+    num_steps = 0
+
+    async def counted(self, *args):
+        nonlocal num_steps
+        num_steps += 1
+        return await aside(self, *args)
+
+    monkeypatch.setattr(applying, "MOST_INLINE", 10)
+    monkeypatch.setattr(Applying, "_apply_aside", counted)
+    with quiet():
+        outcomes = [world.run(seed) for seed in SEEDS]
+    found = [f"seed {one.seed}: {finding}" for one in outcomes for finding in one.findings if TAKES_TIME not in finding]
+    assert not found, "\n".join(found)
+    assert num_steps > 100 * len(SEEDS)
