@@ -95,7 +95,6 @@ class WorkerServicer:
         return pb.DescribeResponse(
             replica=post.replica,
             worker=client_wire.encode_worker(replace(post.info, owner_epoch=stamps.owner_epoch)),
-            generation=stamps.generation,
             carried_seq=seq,
             carried_part=part,
             executed_seq=stamps.executed,

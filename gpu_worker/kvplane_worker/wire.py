@@ -100,7 +100,6 @@ def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:
     stamps = holdings.stamps
     return pb.ClaimResponse(
         incarnation=stamps.incarnation,
-        generation=stamps.generation,
         stamps=stamps.stamp_bytes(),
         busy=encode_blocks(busy),
     )

@@ -30,7 +30,7 @@ from kvplane.status import error_of_rpc
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire.columns import U32, unpack
 from kvplane_service.registry import Entry
-from kvplane_service.stamps import confirmed, no_stamps
+from kvplane_service.stamps import confirmed
 
 CLAIM_TIMEOUT_S = 1.0
 MAX_ATTEMPTS = 4
@@ -123,8 +123,6 @@ def _owner_of(error: StaleEpoch) -> int:
 
 async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Sequence[int]:
     """What the engine showed, where every table that was read says the same now."""
-    if shown and any(reading.generation != readings[0].generation for reading in readings):
-        return no_stamps(len(shown))
     for reading in readings if shown else ():
         shown = confirmed(shown, reading)
         await asyncio.sleep(0)  # a large memory takes some milliseconds
@@ -153,7 +151,7 @@ async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
             raise Unavailable(f"another worker than the one that was registered serves {worker.address}")
         answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
     busy = unpack(answer.busy, U32, "claim", "busy")
-    return ClaimedPages(StampReading(answer.incarnation, answer.generation, _unpack(answer.stamps)), busy)
+    return ClaimedPages(StampReading(answer.incarnation, _unpack(answer.stamps)), busy)
 
 
 async def _ask(channel: grpc.aio.Channel, method: str, request: Message, answer_type: type[_Answer]) -> _Answer:

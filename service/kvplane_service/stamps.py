@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvplane.base.groups import NULL_BLOCK
 from kvplane.base.stamp_table import StampReading
-from kvplane.base.stamps import MAX_EPOCH, Stamp
-from kvplane_service.core.columns import Words, words_of
+from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
+from kvplane_service.core.columns import Words, behind_reset, words_of
 
 _PIECE = 1 << 16  # stamps that fit a cache, with what is made of them
 _EPOCH_BITS = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
@@ -20,12 +21,13 @@ def newest_epoch(stamps: Sequence[int]) -> int:
 
 
 def confirmed(shown: Sequence[int], reading: StampReading) -> Sequence[int]:
-    """What an engine showed, 0 where this table says otherwise, or a stamp of before its last reset."""
+    """What an engine and this table agree on, as `agreed_stamps` of two ranks."""
     if len(reading.stamps) != len(shown):
         return no_stamps(len(shown))
-    proven, lowest = words_of(shown).copy(), np.uint64(Stamp(reading.generation, 0, 0).pack())
+    proven, last_reset = words_of(shown).copy(), max(shown[NULL_BLOCK], reading.stamps[NULL_BLOCK], key=in_time)
     for piece, read in zip(_pieces(proven), _pieces(words_of(reading.stamps)), strict=True):
-        piece[(piece != read) | (piece < lowest)] = 0
+        piece[(piece != read) | ~behind_reset(piece, last_reset)] = 0
+    proven[NULL_BLOCK] = last_reset
     return memoryview(proven.view(np.uint8).data).cast("Q")
 
 

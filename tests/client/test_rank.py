@@ -50,8 +50,8 @@ def rank(tape) -> Rank:
     return rank
 
 
-def stamped(*blocks: int, generation: int = 0) -> Orders:
-    return Orders(stamp_block=list(blocks), stamp=[Stamp(generation, EPOCH, 10 + b).pack() for b in blocks])
+def stamped(*blocks: int) -> Orders:
+    return Orders(stamp_block=list(blocks), stamp=[Stamp(0, EPOCH, 10 + b).pack() for b in blocks])
 
 
 def test_stamps_come_before_zeroes_and_zeroes_before_copies(rank, tape):
@@ -144,13 +144,11 @@ def test_orders_cut_short_are_never_begun_again(rank, tape):
 
 
 def test_a_launch_without_an_answer_forgets_its_pages_and_ends_the_engine_life(rank, tape):
-    rank.carry_out(EPOCH, 1, 0, stamped(1, 2, 3, generation=4))
-    before = tape.table.generation
+    rank.carry_out(EPOCH, 1, 0, stamped(1, 2, 3))
     rank.invalidate(EPOCH, [2])
     rank.invalidate(EPOCH, [2, 4])
-    one, three = (Stamp(4, EPOCH, 10 + block).pack() for block in (1, 3))
+    one, three = (Stamp(0, EPOCH, 10 + block).pack() for block in (1, 3))
     assert tape.table.read_all() == (0, one, 0, three, 0, 0, 0, 0)
-    assert tape.table.generation == before == 4, "what was not overwritten counts as before"
     for seq, part in ((1, 0), (1, 1), (2, 0)):
         with pytest.raises(FailedPrecondition, match="launch without an answer"):
             rank.carry_out(EPOCH, seq, part, Orders())
@@ -197,7 +195,7 @@ def test_one_rank_that_invalidates_is_enough():
 @pytest.mark.parametrize(
     ("orders", "field"),
     [
-        (Orders(stamp_block=[0], stamp=[1]), "stamp_block"),
+        (Orders(stamp_block=[-1], stamp=[1]), "stamp_block"),
         (Orders(stamp_block=[BLOCKS], stamp=[1]), "stamp_block"),
         (Orders(stamp_block=[1], stamp=[0]), "stamp"),
         (Orders(stamp_block=[1], stamp=[1 << 64]), "stamp"),
@@ -262,18 +260,18 @@ def test_stamps_of_before_a_reset_count_no_more():
     group = RankGroup(tables)
     for stamps in tables:
         stamps.write([1, 2], [Stamp(0, EPOCH, 1).pack(), Stamp(0, EPOCH, 2).pack()])
-    tables[0].write([2], [Stamp(1, EPOCH, 3).pack()])
-    assert group.agreed_stamps() == (0,) * BLOCKS
-    tables[1].write([2], [Stamp(1, EPOCH, 3).pack()])
-    assert group.agreed_stamps() == (0, 0, Stamp(1, EPOCH, 3).pack(), *(0,) * 5)
+    reset, later = Stamp(0, EPOCH, 3).pack(), Stamp(0, EPOCH, 4).pack()
+    tables[0].write([0, 2], [reset, later])
+    assert group.agreed_stamps() == (reset, *(0,) * 7), "one rank that knows of it is enough"
+    tables[1].write([2], [later])
+    assert group.agreed_stamps() == (reset, 0, later, *(0,) * 5)
 
 
-def test_a_service_that_begins_anew_leaves_earlier_stamps_standing():
+def test_stamps_are_ordered_by_epoch_before_generation():
     stamps = table()
-    earlier = Stamp(2, EPOCH, 1).pack()
-    stamps.write([1], [earlier])
-    stamps.write([2], [Stamp(0, EPOCH + 1, 1).pack()])
-    assert RankGroup([stamps]).agreed_stamps()[:3] == (0, earlier, Stamp(0, EPOCH + 1, 1).pack())
+    reset, later = Stamp(3, EPOCH, 9).pack(), Stamp(0, EPOCH + 1, 1).pack()
+    stamps.write([0, 1, 2, 3], [reset, Stamp(2, EPOCH, 10).pack(), Stamp(3, EPOCH, 10).pack(), later])
+    assert RankGroup([stamps]).agreed_stamps()[:4] == (reset, 0, Stamp(3, EPOCH, 10).pack(), later)
 
 
 def test_ranks_have_equal_pools():

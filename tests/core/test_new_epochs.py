@@ -216,9 +216,11 @@ def test_stamps_that_run_out_on_the_way_go_on_in_the_next_generation():
     engine = Engine(full(), num_blocks=30)
     engine.serve(0, "a" * 40)
     engine.pool._counter = MAX_COUNTER - 1
-    before = engine.pool.generation
-    engine.replica.begin_epoch(1, [0] * 30)
-    assert engine.pool.generation == before + 1
+    for _ in engine.replica.end_epoch([0] * 30):
+        pass
+    assert engine.pool.generation == 1
+    engine.replica.enter_epoch(1, [0] * 30)
+    assert engine.pool.generation == 0
     inspect.check(engine.replica)
 
 

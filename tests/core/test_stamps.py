@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvplane.base.groups import AlignSpec
-from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
+from kvplane.base.stamps import MAX_COUNTER, Stamp
 from kvplane.base.step import End, Facts, Part, RowFlag
 from tests.core.builders import Engine, admit_row, full, state
 
@@ -111,18 +111,17 @@ def test_a_state_that_moves_renews_both_stamps_before_the_page_is_overwritten():
     assert target in engine.keyed()
 
 
-def test_reset_restamps_what_had_a_key_under_the_next_generation():
+def test_reset_restamps_what_had_a_key_and_then_the_null_block():
     engine = Engine(full())
     engine.serve(0, "aaaabbbbc")
     result = engine.cache(reset=True)
-    assert sorted(ordered(result)) == [1, 2]
-    assert {Stamp.unpack(stamp).generation for stamp in result.orders.stamp} == {1}
+    assert [*ordered(result)] == [1, 2, 0]
+    assert max(result.orders.stamp) == engine.pool.stamp[0]
 
 
-def test_a_reset_shows_its_generation_where_nothing_had_a_key():
+def test_a_reset_shows_where_nothing_had_a_key():
     engine = Engine(full())
-    (stamp,) = engine.cache(reset=True).orders.stamp
-    assert Stamp.unpack(stamp).generation == 1
+    assert [*ordered(engine.cache(reset=True))] == [0]
 
 
 def test_stamps_carry_the_epoch():
@@ -138,14 +137,6 @@ def test_a_counter_that_is_used_up_begins_the_next_generation():
     engine.pool._counter = MAX_COUNTER - 1
     engine.admit(0, "aaaabbbb")
     assert [Stamp.unpack(engine.pool.stamp[block]) for block in (1, 2)] == [Stamp(0, 0, MAX_COUNTER), Stamp(1, 0, 1)]
-
-
-def test_the_last_generation_stays_and_its_counter_grows():
-    engine = Engine(full())
-    engine.pool.generation = MAX_GENERATION
-    engine.serve(0, "aaaa")
-    engine.cache(reset=True)
-    assert Stamp.unpack(engine.pool.stamp[1]) == Stamp(MAX_GENERATION, 0, 2)
 
 
 MOVES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(1, 9)), max_size=30)

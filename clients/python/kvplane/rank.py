@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Protocol
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, SequenceError, StaleEpoch
+from kvplane.base.groups import NULL_BLOCK
 from kvplane.base.stamp_table import StampTable, agreed_stamps
 from kvplane.base.step import Orders
 
@@ -292,8 +293,9 @@ def check_orders(orders: Orders, num_blocks: int, num_groups: int) -> None:
     for names in (("stamp_block", "stamp"), ("zero_block", "zero_group"), ("copy_src", "copy_dst", "copy_group")):
         if len({len(getattr(orders, name)) for name in names}) != 1:
             raise InvalidArgument("columns of different lengths", field=f"orders.{names[0]}", remedy="send them whole")
-    for name in ("stamp_block", "zero_block", "copy_src", "copy_dst"):
-        _check_range(f"orders.{name}", getattr(orders, name), 1, num_blocks - 1)
+    _check_range("orders.stamp_block", orders.stamp_block, NULL_BLOCK, num_blocks - 1)
+    for name in ("zero_block", "copy_src", "copy_dst"):
+        _check_range(f"orders.{name}", getattr(orders, name), NULL_BLOCK + 1, num_blocks - 1)
     for name in ("zero_group", "copy_group"):
         _check_range(f"orders.{name}", getattr(orders, name), 0, num_groups - 1)
     _check_range("orders.stamp", orders.stamp, 1, MAX_STAMP)

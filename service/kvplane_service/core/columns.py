@@ -12,8 +12,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvplane.base.stamps import COUNTER_BITS, EPOCH_BITS, GENERATION_BITS, MAX_COUNTER, MAX_EPOCH, Stamp, in_time
+
 U32, U64 = "I", "Q"  # type codes of columns
 SLICE_BLOCKS = 4096  # handled between two yields by what passes over many blocks: a few milliseconds at most
+
+_COUNTERS, _EPOCHS = np.uint64(MAX_COUNTER), np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
+_COUNTER_BITS, _GENERATION_BITS = np.uint64(COUNTER_BITS), np.uint64(GENERATION_BITS)
+_GENERATION_AT = np.uint64(EPOCH_BITS + COUNTER_BITS)
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
@@ -36,6 +42,15 @@ def column(code: str, values: npt.NDArray[Any]) -> array[int]:
 def words_of(values: Sequence[int]) -> Words:
     """u64 values for numpy; those of a column are not copied."""
     return np.frombuffer(values if isinstance(values, array | memoryview) else array(U64, values), np.uint64)
+
+
+def behind_reset(stamps: Words, last_reset: int) -> Mask:
+    """Which of these stamps were given behind a reset; 0 = there was none."""
+    if not last_reset:
+        return np.ones(len(stamps), np.bool_)
+    generations = stamps >> _GENERATION_AT << _COUNTER_BITS
+    given: Words = (stamps & _EPOCHS) << _GENERATION_BITS | generations | stamps & _COUNTERS  # as `in_time`
+    return given > np.uint64(in_time(last_reset))
 
 
 def are_equal(some: Sequence[int], others: Sequence[int]) -> bool:

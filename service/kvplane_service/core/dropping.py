@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from kvplane.base.groups import NULL_BLOCK
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
-from kvplane_service.core.columns import SLICE_BLOCKS, Ints, Words, words_of
+from kvplane_service.core.columns import SLICE_BLOCKS, Ints, Words, behind_reset, words_of
 from kvplane_service.core.keys import UNTOUCHED, Key
 
 if TYPE_CHECKING:
@@ -33,12 +34,15 @@ def keyed_blocks(pool: BlockPool) -> Iterator[Ints]:
 def confirm(pool: BlockPool, blocks: Ints, shown: Words) -> Ints:
     """Those of these keyed blocks whose content is not proven; the keys of the others are of an executed step now.
 
-    `shown`: stamps of the page memory by block. What is proven shows the pool's stamp, and its step was executed.
+    `shown`: stamps of the page memory by block. What is proven shows the pool's stamp, behind the last reset of the
+    memory, and its step was executed.
     """
     within = blocks[: np.searchsorted(blocks, len(shown))]
     stamps, steps = np.frombuffer(pool.stamp, np.uint64), np.frombuffer(pool.key_step, np.uint64)
     proven = np.zeros(len(blocks), np.bool_)
     proven[: len(within)] = (shown[within] == stamps[within]) & (steps[within] <= pool.executed_through)
+    if len(shown):
+        proven[: len(within)] &= behind_reset(shown[within], int(shown[NULL_BLOCK]))
     steps[blocks[proven]] = 0
     return blocks[~proven]
 

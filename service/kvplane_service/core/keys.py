@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-NULL_BLOCK = 0
+from kvplane.base.groups import NULL_BLOCK as NULL_BLOCK
 
 
 class Key(NamedTuple):

@@ -7,7 +7,6 @@ references, never copied; the same content may lie in several blocks under one k
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
@@ -263,7 +262,6 @@ class BlockPool:
         self.key, self.key_tokens, self.stamp = regained.key, regained.key_tokens, regained.stamp
         for block, stamp in stamps_of_reserved:
             self.stamp[block] = stamp
-        self.generation = max(self.generation, regained.generation)
         self.free.replace(regained.links)
         table = regained.table
         if not table.num_keys:
@@ -401,25 +399,18 @@ class BlockPool:
         """Forget every key, unless a request holds a block; the order of the free list stays."""
         if not self.is_unused:
             return False
-        is_last = self.generation == MAX_GENERATION
-        self._next_generation()
-        had_keys = self.clear()
-        # A store may bring back keys that are not known here: `regain` takes no stamp of an older generation for proof.
-        # So one of the new one must reach the memory; all of them, where generations have come to their end.
-        unshown = (block for block in range(1, self.num_blocks) if block not in self.stamped)
-        for block in unshown if is_last else islice(self.free, int(not had_keys)):
-            self.restamp(block)
+        self.clear()
+        # A store may bring back keys that are not known here: nothing that was stamped before this proves any of them.
+        self.restamp(NULL_BLOCK)
         if self.with_events:
             self.events.append(CacheEvent(EventKind.CLEARED))
         return True
 
-    def clear(self) -> bool:
-        """Take every key from every block and restamp them, without an event. False if there was none."""
-        had_keys = self.has_keys
+    def clear(self) -> None:
+        """Take every key from every block and restamp them, without an event."""
         for blocks in keyed_blocks(self):
             forget_all_keys(self, blocks)
             self.stamped.update(dict.fromkeys(blocks.tolist()))
-        return had_keys
 
     def _evict(self, block: int) -> None:
         keys = self.unregister(block)
@@ -473,9 +464,9 @@ class BlockPool:
         self._counter += len(blocks)
 
     def _next_generation(self) -> None:
-        """Old stamps of this epoch can be told by their generation; the last one stays, its counter still grows."""
-        assert self._counter < MAX_COUNTER or self.generation < MAX_GENERATION, "10^12 stamps in one epoch"
-        self.generation = min(self.generation + 1, MAX_GENERATION)
+        """The counter of this epoch is used up."""
+        assert self.generation < MAX_GENERATION, "10^12 stamps in one epoch"
+        self.generation += 1
         self._stamp_base = Stamp(self.generation, self.epoch, 0).pack()
 
     @property
@@ -486,8 +477,8 @@ class BlockPool:
     def begin_epoch(self, epoch: int) -> None:
         """Stamps from now on carry the epoch; counters and steps start again. The keys that are left are executed."""
         assert epoch > self.epoch, f"epoch {epoch} after {self.epoch}: stamps would be used twice"
-        self.epoch = epoch
-        self._stamp_base = Stamp(self.generation, epoch, 0).pack()
+        self.epoch, self.generation = epoch, 0
+        self._stamp_base = Stamp(0, epoch, 0).pack()
         self._age_base += self.step
         self._counter = self.step = self.executed_through = 0
         self.residency = Residency.empty()

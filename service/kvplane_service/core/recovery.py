@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvplane.base.stamps import MAX_EPOCH, Stamp
+from kvplane.base.groups import NULL_BLOCK
+from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
 from kvplane_service.core.columns import (
     SLICE_BLOCKS,
     U32,
@@ -25,6 +26,7 @@ from kvplane_service.core.columns import (
     Ints,
     Mask,
     Words,
+    behind_reset,
     column,
     rows_in_order,
     words_of,
@@ -106,7 +108,6 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
             repeated=len(others.block) - len(further),
             impossible=sum(map(len, entries)) - len(possible.block),
         ),
-        max(_generations(*shown), default=0),
         max(_epochs(rows.stamp, *foreign, *shown), default=0),
         column(U64, stamp),
         column(U32, num_tokens),
@@ -116,11 +117,6 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
         table.shared_keys(),
         further,
     )
-
-
-def _generations(*stamps: Words) -> set[int]:
-    """The highest of each."""
-    return {Stamp.unpack(int(some.max())).generation for some in stamps if some.size}
 
 
 def _epochs(*stamps: Words) -> set[int]:
@@ -158,12 +154,12 @@ def _are_possible(rows: _Rows, pairs: Pairs, shape: PoolShape) -> Mask:
 
 
 def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
-    """Rows whose stamp every rank shows; a block that is held for ever is nobody's.
+    """Rows whose stamp every rank shows, given behind the last reset that any of them knows of.
 
-    A reset raises the generation on every rank: older stamps stand for what was there before it.
+    A block that is held for ever is nobody's.
     """
-    oldest = Stamp(max(_generations(*shown), default=0), 0, 0).pack()
-    proven = (rows.stamp != 0) & (rows.stamp >= np.uint64(oldest))
+    last_reset = max((int(table[NULL_BLOCK]) for table in shown if table.size), key=in_time, default=0)
+    proven = (rows.stamp != 0) & behind_reset(rows.stamp, last_reset)
     for table in shown:
         seen = np.zeros(shape.num_blocks, np.uint64)
         seen[: len(table)] = table

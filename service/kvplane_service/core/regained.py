@@ -33,7 +33,6 @@ class Regained:
 
     Attributes:
         outcome: for those who watch.
-        generation: the highest that the memory shows.
         epoch: the highest that memory or entries show; stamps were given in it.
         stamp, key_tokens: of blocks with a key, 0 for the others.
         key: UNTOUCHED or None.
@@ -44,7 +43,6 @@ class Regained:
     """
 
     outcome: Recovered
-    generation: int
     epoch: int
     stamp: array[int]
     key_tokens: array[int]

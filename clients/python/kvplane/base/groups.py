@@ -14,6 +14,7 @@ from kvplane.base.errors import InvalidArgument
 
 MAX_GROUPS = 64
 MAX_BLOCKS = 1 << 28
+NULL_BLOCK = 0  # holds no page: stands in tables where a request has no block
 MAX_TOKENS = 1 << 30
 
 

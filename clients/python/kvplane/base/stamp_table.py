@@ -1,13 +1,14 @@
 """The stamp table: what each page holds, written beside the pages, and by whom it may be written.
 
     byte 0     8         12         16          24          32         40      48      56       64
-         | magic | version | blocks | incarnation | owner epoch | generation | seq | part+bits | executed | stamps ...
+         | magic | version | blocks | incarnation | owner epoch |      0     | seq | part+bits | executed | stamps ...
 
 All little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = nothing is known. Eight bytes are written
 at a time, so that a reader in another process sees an old value or the new one.
 
 The table lies in memory that outlives the engine, so it also keeps what must outlive it: which engine life owns the
-pages (the *owner epoch*, which never goes back), and how far its orders were carried out.
+pages (the *owner epoch*, which never goes back), how far its orders were carried out, and, as the null block's stamp,
+the last reset of the cache.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, StaleEpoch
-from kvplane.base.groups import MAX_BLOCKS
-from kvplane.base.stamps import MAX_EPOCH, Stamp
+from kvplane.base.groups import MAX_BLOCKS, NULL_BLOCK
+from kvplane.base.stamps import MAX_EPOCH, in_time
 
 MAGIC = b"kvpstamp"
 VERSION = 1
@@ -28,7 +29,7 @@ STAMP_BYTES = 8
 
 _PREFIX = struct.Struct("<8sII")
 _WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
-_INCARNATION, _OWNER_EPOCH, _GENERATION, _SEQ, _PART, _EXECUTED = range(2, 8)
+_INCARNATION, _OWNER_EPOCH, _, _SEQ, _PART, _EXECUTED = range(2, 8)
 _BUSY = 1 << 32
 _ALL_PARTS = _BUSY - 1  # no part follows it
 _EARLIER = 1 << 33  # launches of earlier engine lives may still run on this rank
@@ -50,21 +51,18 @@ class StampReading:
 
     Attributes:
         incarnation: names the life of the page memory.
-        generation: of the stamp written last.
-        stamps: one per block.
+        stamps: one per block; that of the null block is of the last reset.
     """
 
     incarnation: int
-    generation: int
     stamps: Sequence[int]
 
 
 def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
     """One stamp per block that every rank vouches for, 0 where they do not: for `OpenRequest.stamp_table`.
 
-    A stamp counts only where all ranks show the same one. Stamps of before the last reset count no more, and none
-    counts when the ranks do not even agree on the reset. A service that lost its state begins with generation 0 in a
-    later epoch, so a higher generation than the last is no reason for doubt.
+    A stamp counts only where all ranks show the same one, and only behind the last reset that any rank knows of,
+    which the null block's stamp names.
 
     Raises:
         InvalidArgument: no readings, or pools of different sizes.
@@ -72,14 +70,13 @@ def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
     sizes = {len(reading.stamps) for reading in readings}
     if len(sizes) != 1:
         raise InvalidArgument(f"pools of {sorted(sizes)} blocks", field="readings", remedy="read every rank's table")
-    first = readings[0]
-    if any(reading.generation != first.generation for reading in readings):
-        return (0,) * sizes.pop()
-    lowest = Stamp(first.generation, 0, 0).pack()
-    return tuple(
-        each[0] if each[0] >= lowest and each.count(each[0]) == len(each) else 0
-        for each in zip(*(reading.stamps for reading in readings), strict=True)
-    )
+    last_reset = max((reading.stamps[NULL_BLOCK] for reading in readings), key=in_time)
+    before = in_time(last_reset)
+    blocks = zip(*(reading.stamps for reading in readings), strict=True)
+    agreed = (each[0] if each.count(each[0]) == len(each) else 0 for each in blocks)
+    stamps = (stamp if stamp and in_time(stamp) > before else 0 for stamp in agreed) if last_reset else agreed
+    next(stamps)  # the null block's
+    return (last_reset, *stamps)
 
 
 class StampTable:
@@ -141,11 +138,6 @@ class StampTable:
     def owner_epoch(self) -> int:
         """The engine life that may write."""
         return self._words[_OWNER_EPOCH]
-
-    @property
-    def generation(self) -> int:
-        """Of the stamp written last; older ones are of before a reset."""
-        return self._words[_GENERATION]
 
     @property
     def executed(self) -> int:
@@ -253,12 +245,10 @@ class StampTable:
             )
 
     def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
-        """Write stamps. Blocks must be in the pool and stamps u64: the caller has checked."""
+        """Write stamps; the null block's is that of a reset. Blocks must be in the pool and stamps u64."""
         entries = self._stamps
         for block, stamp in zip(blocks, stamps, strict=True):
             entries[block] = stamp
-        if stamps:
-            self._words[_GENERATION] = Stamp.unpack(stamps[-1]).generation
 
     def invalidate(self, blocks: Sequence[int]) -> None:
         """End this epoch's orders, then write stamp 0 on these blocks, which must be in the pool."""
@@ -280,7 +270,7 @@ class StampTable:
 
     def reading(self) -> StampReading:
         """What the table says now."""
-        return StampReading(self.incarnation, self.generation, self.read_all())
+        return StampReading(self.incarnation, self.read_all())
 
     def begin(self, seq: int, part: int) -> None:
         """Note that orders are being carried out. What is begun is never begun again."""

@@ -4,8 +4,11 @@
     | generation |      epoch       |      counter       |
 
 A stamp is never used twice in one incarnation of the memory, so equal stamps mean equal content. The
-generation rises at each reset of the cache, the epoch with each life of the engine, the counter with each
-page handed out.
+epoch rises with each life of the engine, the counter with each page handed out, and the generation when the
+counter of an epoch is used up.
+
+The null block holds no page. Its stamp is that of the last reset of the cache: whatever was stamped before it,
+by any service, proves nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +43,12 @@ class Stamp(NamedTuple):
         """The fields of a packed stamp."""
         above, counter = value >> COUNTER_BITS, value & MAX_COUNTER
         return cls(above >> EPOCH_BITS, above & MAX_EPOCH, counter)
+
+
+def in_time(stamp: int) -> int:
+    """Orders the stamps of one memory as they were given: by epoch, generation, counter."""
+    counted = stamp & MAX_COUNTER
+    return (stamp & MAX_EPOCH << COUNTER_BITS) << GENERATION_BITS | stamp >> 56 << COUNTER_BITS | counted
 
 
 def newest_epoch(stamps: Iterable[int]) -> int:

@@ -41,10 +41,9 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("replica", "worker", "generation", "carried_seq", "carried_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy")
+    __slots__ = ("replica", "worker", "carried_seq", "carried_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     CARRIED_SEQ_FIELD_NUMBER: _ClassVar[int]
     CARRIED_PART_FIELD_NUMBER: _ClassVar[int]
     EXECUTED_SEQ_FIELD_NUMBER: _ClassVar[int]
@@ -57,7 +56,6 @@ class DescribeResponse(_message.Message):
     BUSY_FIELD_NUMBER: _ClassVar[int]
     replica: str
     worker: _plan_pb2.WorkerInfo
-    generation: int
     carried_seq: int
     carried_part: int
     executed_seq: int
@@ -68,7 +66,7 @@ class DescribeResponse(_message.Message):
     attached_pid: int
     staging_rows: _containers.RepeatedScalarFieldContainer[int]
     busy: bytes
-    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., generation: _Optional[int] = ..., carried_seq: _Optional[int] = ..., carried_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., carried_seq: _Optional[int] = ..., carried_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("token", "pid", "start_ticks", "plan_digest", "stamps_only")
@@ -159,13 +157,11 @@ class ClaimRequest(_message.Message):
     def __init__(self, token: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class ClaimResponse(_message.Message):
-    __slots__ = ("incarnation", "generation", "stamps", "busy")
+    __slots__ = ("incarnation", "stamps", "busy")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     STAMPS_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
-    generation: int
     stamps: bytes
     busy: bytes
-    def __init__(self, incarnation: _Optional[int] = ..., generation: _Optional[int] = ..., stamps: _Optional[bytes] = ..., busy: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., stamps: _Optional[bytes] = ..., busy: _Optional[bytes] = ...) -> None: ...
