@@ -138,10 +138,11 @@ class EngineLife(RandomScheduler):
             fingerprint = history.fingerprint(answer.parts)
             self.world.tell(history.Answered(self.site.name, self.epoch, seq, answer.part, fingerprint))
         self._last_part[answer.seq] = answer.part + len(answer.parts) - 1
+        used = self._used()
         self.settle(parts, answer.parts)
         self._check_tables()
         self.queue.append(self.pending[-1])
-        self._emptied[answer.seq] = self._evicted_by(parts, answer.parts)
+        self._emptied[answer.seq] = self._evicted_by(parts, answer.parts) - used - self._used()
         self._work.set()
         self._note_progress()
         self.steps += 1
@@ -215,7 +216,7 @@ class EngineLife(RandomScheduler):
     def _spoil(self, blocks: set[int]) -> None:
         """Pages that were evicted or reset hold nothing that may be found, now that every rank has their stamps.
 
-        Not those that a request, a launch or a transfer has, which goes on with what is there.
+        Not those that a request, a launch or a transfer has, or had when they were evicted, and may have named again.
         """
         if blocks:
             blocks = blocks - self._used()
