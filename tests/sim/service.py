@@ -185,7 +185,7 @@ class Service:
         self.world.tell(history.Wrote(self.number, replica, is_owned))
         seen = self._seen.get(replica)
         if record and seen is not None and seen.host.is_retired and unpack_record(record).released:
-            self.world.sites[replica].note_flushed(seen.shown(), self.world)
+            self.world.sites[replica].note_flushed(seen.shown(), seen.incarnation, self.world)
 
     def _entered(self, entry: Entry) -> None:
         host = entry.host

@@ -77,9 +77,9 @@ class Site:
     def incarnation(self) -> int:
         return RankGroup([memory.table for memory in self.memories]).incarnation
 
-    def note_flushed(self, shown: frozenset[tuple[int, int]], world: World) -> None:
-        """A service has let go of the replica: these blocks with their stamps are in the store."""
-        self._flushed = Flushed(shown, self.incarnation, world.loop.clock_ns())
+    def note_flushed(self, shown: frozenset[tuple[int, int]], incarnation: int, world: World) -> None:
+        """A service has let go of the replica: these blocks of that memory, with their stamps, are in the store."""
+        self._flushed = Flushed(shown, incarnation, world.loop.clock_ns())
 
     def flushed(self, incarnation: int, entered_ns: int, world: World) -> frozenset[tuple[int, int]]:
         """What a service that adopted the replica then finds in the store, asked once, by the next engine life."""
