@@ -178,6 +178,22 @@ async def test_who_reads_that_a_replica_was_let_go_finds_all_that_was_published(
     assert found[True] == sum(map(len, net.store.logs.values())), "a chunk was written behind the record"
 
 
+async def test_a_replica_that_is_let_go_while_it_is_read_in_is_read_no_further(net):
+    _, second = await pair(net)
+    net.dead.add("a:1")
+    await second.ownership.bring("r")
+    keeper, written = second.keeper, unpack_record(net.store.records_by_name["r"])
+    keeper._restored["r"] = written  # as while its entries are being read
+
+    async def write_released(names):
+        await keeper._load_patiently("r", written)
+        return True
+
+    keeper._write_released = write_released
+    await keeper.release(["r"], Unavailable("the service is going away"))
+    assert (second.state(), keeper._restored) == (None, {})
+
+
 async def test_an_adoption_goes_on_when_the_caller_is_cancelled(net):
     first, second = await pair(net)
     await first.ownership.leave(())

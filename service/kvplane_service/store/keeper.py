@@ -185,6 +185,7 @@ class Keeper:
         assert self._writer is not None, "there is no store"
         for name in names:
             self._registry.let_go(name, reason)
+            self._restored.pop(name, None)  # what still reads it in looks here, and stops
         try:
             is_written = await self._write_released(names)
         except StoreUnavailable:
