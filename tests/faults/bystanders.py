@@ -32,7 +32,7 @@ QUICK_S = 2.0  # the deadline of who calls a service that answers nothing
 LATE_S = 10.0  # that a deadline may be late, on a machine that is overrun
 MODEL = ModelSource(model="llama-3.1-8b", num_blocks=700, max_model_len=10000)
 TOKENS = list(range(9000))
-_ONCE = RetryPolicy(attempts=0)
+_ONCE, _PATIENT = RetryPolicy(attempts=0), RetryPolicy(attempts=10)
 
 
 @dataclass
@@ -86,10 +86,12 @@ class Bystanders:
 
     def connect(self) -> None:
         """Register the replicas and open the session, or its successor. Raises KvplaneError."""
-        client = self._client(RetryPolicy(attempts=10))
+        if self.session is not None:
+            self.session.abort()  # or it would come back beside its successor
+        client = self._client(_PATIENT)
         for replica in REPLICAS:
             client.register_replica(replica, MODEL)
-        self.session = self._open(client, REPLICAS[0], RetryPolicy(attempts=10))
+        self.session = self._open(client, REPLICAS[0], _PATIENT)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -172,4 +174,4 @@ class Bystanders:
     def forget_guest(self) -> None:
         """Deregister what was registered, so that the next time it is new."""
         with contextlib.suppress(NotFound):
-            self._client(RetryPolicy(attempts=10)).deregister_replica(GUEST)
+            self._client(_PATIENT).deregister_replica(GUEST)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ class Engines:
         self._start = start
         self._open: dict[int, tuple[list[int], int]] = {}
         self._numbers: list[int] = []  # of the requests that the process was sent last, in order
+        self._last_words: KvplaneError | None = None  # of a process that ended when nobody listened
         self.process: Child | None = None
         self.ended: list[Ended] = []
         self.kept_keys = 0
@@ -141,15 +143,24 @@ class Engines:
         self._send()
 
     def ask(self, prompts: dict[int, tuple[list[int], int]], trap: child.Trap | None = None, act: str = "") -> None:
-        """Requests by number; a trap, and an act, are for the life that there is now."""
+        """Requests by number; a trap, and an act, are for the life that there is now, if there is one."""
         self._open = dict(prompts)
         self._send(trap, act)
 
     def _send(self, trap: child.Trap | None = None, act: str = "") -> None:
-        assert self.process is not None
         self._numbers = list(self._open)
-        if self._open:
-            self.process.connection.send(Work([self._open[number] for number in self._numbers], trap, act))
+        if self._open and self.process is not None:
+            try:
+                self.process.connection.send(Work([self._open[number] for number in self._numbers], trap, act))
+            except OSError:
+                self._note_last_words(self.process.connection)
+                self.bury()
+
+    def _note_last_words(self, connection: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                said = connection.recv()
+                self._last_words = said if isinstance(said, KvplaneError) else None
 
     @property
     def is_done(self) -> bool:
@@ -157,6 +168,9 @@ class Engines:
 
     def listen(self, limit_s: float) -> KvplaneError | None:
         """Take note of what ended in the next step, for so long at most; the refusal that the process ended with."""
+        if self._last_words is not None:
+            said, self._last_words = self._last_words, None
+            return said
         process = self.process
         if process is None or self.is_done:
             return None
