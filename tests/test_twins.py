@@ -20,7 +20,7 @@ ISSUED = """
     state of rejected drafts, load before launches, load behind writers only, load before stamps, zero after load,
     a load outlives its row, orders end when they are given, failed orders forgotten, two owners write,
     a drain loses what waits,
-    a cancel that leaks, no deadline of a step
+    a cancel that leaks, no deadline of a step, no deadline of the store
 """
 
 

@@ -398,6 +398,25 @@ def forget_that_it_is_away(real: Real) -> Real:
     return note_failure
 
 
+def wait_for_the_store(_: Real) -> Real:
+    """A call of the store is waited for."""
+
+    async def do(self: Any, call: Callable[[], Any]) -> Any:
+        return await self._offload(call)
+
+    return do
+
+
+def settle_at_any_time(_: Real) -> Real:
+    """A registration is answered when it is written."""
+
+    async def settle(self: Any, name: str) -> None:
+        if self._writer is not None and self.is_read:
+            await self._writer.write_record(name)
+
+    return settle
+
+
 def release_first(real: Real) -> Real:
     """Engines are told of a drain when every other replica was let go of, one after the other."""
 
@@ -636,6 +655,13 @@ TWINS: dict[str, Twin] = {
             Patch(f"{SERVICE}.store.redis_store:RedisStore.get_record", ask_on_shared_threads),
             Patch(f"{SERVICE}.store.redis_store:RedisStore.put_record", ask_on_shared_threads),
             Patch(f"{SERVICE}.store.writer:StoreWriter.note_failure", forget_that_it_is_away),
+        ),
+    ),
+    "no deadline of the store": Twin(
+        "a call of the store ends in time",
+        (
+            Patch(f"{SERVICE}.store.offloaded:Offloaded._do", wait_for_the_store),
+            Patch(f"{SERVICE}.store.keeper:Keeper.settle", settle_at_any_time),
         ),
     ),
     "releases before notices": Twin(

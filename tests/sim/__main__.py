@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from tests.sim import records
@@ -17,14 +18,15 @@ README = Path(__file__).with_name("README.md")
 BEGIN, END = "<!-- twins: written by `python -m tests.sim --twins` -->\n", "<!-- end of twins -->\n"
 
 
-def show(outcome: Outcome) -> None:
+def show(outcome: Outcome, hangs: bool) -> None:
     """A run that found something, and how to see it again."""
     if outcome.findings:
         faults = ", ".join(outcome.faults.elements())
         print(f"seed {outcome.seed} after {outcome.steps} steps ({faults})")
         for finding in outcome.findings[:10]:
             print(f"    {finding[:1000]}")
-        print(f"    again: make sim SEEDS=1 SEED_BASE={outcome.seed}", flush=True)
+        way = "python -m tests.sim --hangs --seeds 1 --base" if hangs else "make sim SEEDS=1 SEED_BASE"
+        print(f"    again: {way}={outcome.seed}", flush=True)
 
 
 def table(most: int) -> str:
@@ -44,6 +46,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--twins", action="store_true")
+    parser.add_argument("--hangs", action="store_true", help="parts hang, in place of half of the other faults")
     given = parser.parse_args()
     if given.twins:
         text = README.read_text()
@@ -51,7 +54,7 @@ def main() -> int:
         README.write_text(before + BEGIN + table(given.seeds) + END + after)
         return 0
     seeds = range(given.base, given.base + given.seeds)
-    totals = campaign(seeds, show, given.jobs)
+    totals = campaign(seeds, partial(show, hangs=given.hangs), given.jobs, given.hangs)
     if given.record:
         records.append(seeds, totals)
     print(f"seeds {seeds[0]}..{seeds[-1]}: ", end="")

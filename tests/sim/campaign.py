@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.sim.world import Outcome, run
 from tests.twins import TWINS, weakened
@@ -87,10 +88,12 @@ class Totals:
         )
 
 
-def campaign(seeds: Sequence[int], each: Callable[[Outcome], None] = lambda _: None, jobs: int = 1) -> Totals:
+def campaign(
+    seeds: Sequence[int], each: Callable[[Outcome], None] = lambda _: None, jobs: int = 1, hangs: bool = False
+) -> Totals:
     """Run the seeds in so many processes; `each` is called with every outcome, in the order of the seeds."""
     totals = Totals()
-    for outcome in _outcomes(seeds, jobs):
+    for outcome in _outcomes(seeds, jobs, hangs):
         totals.add(outcome)
         each(outcome)
     return totals
@@ -101,26 +104,27 @@ def default_jobs() -> int:
     return os.cpu_count() or 1
 
 
-def _outcomes(seeds: Sequence[int], jobs: int) -> Iterator[Outcome]:
+def _outcomes(seeds: Sequence[int], jobs: int, hangs: bool) -> Iterator[Outcome]:
     """By seed. A run depends on nothing but its seed, so who runs it does not matter."""
+    run_one = partial(_run_quietly, hangs=hangs)
     if jobs == 1:
-        yield from map(_run_quietly, seeds)
+        yield from map(run_one, seeds)
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap(_run_quietly, seeds, _SEEDS_AT_ONCE)
+        yield from pool.imap(run_one, seeds, _SEEDS_AT_ONCE)
 
 
-def _run_quietly(seed: int) -> Outcome:
+def _run_quietly(seed: int, hangs: bool) -> Outcome:
     with quiet():
-        return run(seed)
+        return run(seed, hangs)
 
 
-def seeds_until_caught(twin: str, seeds: Iterable[int]) -> tuple[int, str]:
+def seeds_until_caught(twin: str, seeds: Iterable[int], hangs: bool = False) -> tuple[int, str]:
     """How many seeds a twin survives, the last included, and the rule that caught it; (0, "") when none did."""
     assert twin in TWINS
     with quiet(), weakened(twin):
         for number, seed in enumerate(seeds, 1):
-            findings = run(seed).findings
+            findings = run(seed, hangs).findings
             if findings:
                 return number, findings[0].partition(":")[0]
     return 0, ""

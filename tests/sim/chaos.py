@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextvars import Context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.sim import history
 from tests.sim.loop import Process
@@ -26,12 +26,17 @@ class Chaos:
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, world.rng
         self._running: set[asyncio.Task[None]] = set()
-        kinds = self._rng.sample(sorted(KINDS), 4)
-        kinds += self._rng.choices(sorted(KINDS), k=NUM_FAULTS - len(kinds))
-        plan = [(self._rng.randint(FIRST_STEP, LAST_STEP), kind) for kind in kinds]
+        plan = [(self._rng.randint(FIRST_STEP, LAST_STEP), kind) for kind in self._draw_kinds()]
         plan += [(self._rng.randint(*when), "service dies") for when in ((80, 140), (170, 230))]
         plan.append((self._rng.randint(FIRST_STEP, LAST_STEP), "service drains"))
         self._plan = sorted(plan, reverse=True)
+
+    def _kinds(self) -> dict[str, Callable[[Any], Iterator[float]]]:
+        return KINDS
+
+    def _draw_kinds(self) -> list[str]:
+        kinds = self._rng.sample(sorted(KINDS), 4)
+        return kinds + self._rng.choices(sorted(KINDS), k=NUM_FAULTS - len(kinds))
 
     @property
     def is_done(self) -> bool:
@@ -67,7 +72,7 @@ class Chaos:
             task.cancel()
 
     async def _happen(self, kind: str) -> None:
-        lasts = KINDS[kind](self)
+        lasts = self._kinds()[kind](self)
         for seconds in lasts:
             await asyncio.sleep(seconds)
 

@@ -201,6 +201,16 @@ class Waited:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A bystander asked a service that ran, and waited so long while it did."""
+
+    service: int
+    what: str
+    seconds: float
+    is_answered: bool
+
+
+@dataclass(frozen=True)
 class Wrong:
     """A page that holds something else: `what` says which, and who looked."""
 
@@ -249,6 +259,7 @@ Record: TypeAlias = (
     | Moved
     | Lost
     | Waited
+    | Asked
     | Wrong
     | Misled
     | Broken

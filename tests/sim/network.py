@@ -25,6 +25,7 @@ from tests.sim.loop import Process, VirtualLoop, this_process
 
 EOF = object()
 _RETRANSMIT_S = 0.2
+_LOOK_S = 0.05
 
 
 @dataclass
@@ -105,7 +106,11 @@ class Pipe:
 
 
 class Stream:
-    """One call of a method. `client` and `server` are the processes at its ends."""
+    """One call of a method. `client` and `server` are the processes at its ends.
+
+    Attributes:
+        held: "reads": the handler gets no message; "writes": it can send none. Nothing breaks by that.
+    """
 
     def __init__(self, network: Network, client: Process, place: str, server: Server) -> None:
         ends = frozenset((place, server.address))
@@ -113,6 +118,12 @@ class Stream:
         self.outward, self.inward = Pipe(network, ends), Pipe(network, ends)
         self.ends = ends
         self.handler: asyncio.Task[None] | None = None
+        self.held = set[str]()
+
+    async def may(self, what: str) -> None:
+        """Wait until it is not held."""
+        while what in self.held:  # noqa: ASYNC110 - all time is virtual
+            await asyncio.sleep(_LOOK_S)
 
     @property
     def is_over(self) -> bool:
@@ -143,6 +154,7 @@ class Context:
             item = await self._stream.outward.receive()
         except Ended:
             return EOF
+        await self._stream.may("reads")
         self._heard_s = self._stream.network.loop.time()
         return item
 
@@ -150,6 +162,7 @@ class Context:
         network = self._stream.network
         if SessionResponse.FromString(raw).WhichOneof("kind") in ("result", "error"):
             network.longest_answer_s = max(network.longest_answer_s, network.loop.time() - self._heard_s)
+        await self._stream.may("writes")
         self._stream.inward.send(raw)
 
     async def abort_with_status(self, status: Any) -> None:

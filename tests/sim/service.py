@@ -15,7 +15,7 @@ from kvplane.base.worker import WorkerInfo
 from kvplane.v1 import allocation_pb2, plan_pb2
 from kvplane_service import decisions
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.claims import ClaimedPages
+from kvplane_service.claims import CLAIM_TIMEOUT_S, ClaimedPages
 from kvplane_service.config import Config
 from kvplane_service.contents import ContentHasher
 from kvplane_service.core import inspect
@@ -36,6 +36,7 @@ from tests.core.page_memory import WrongPage
 from tests.sim import history
 from tests.sim.network import Server
 from tests.sim.store import Access
+from tests.sim.workers import Worker
 
 if TYPE_CHECKING:
     from tests.sim.world import Site, World
@@ -59,7 +60,7 @@ class Service:
     def __init__(self, world: World, number: int, address: str) -> None:
         self.world, self.number, self.address = world, number, address
         self.process = world.processes.start(f"service {number} at {address}")
-        config = CONFIG.model_copy(update={"listen": address})
+        config = CONFIG.model_copy(update={"listen": address, "store_timeout_ms": world.store_timeout_ms})
         self.registry = Registry(config, world.loop.clock_ns)
         rng = world.rng
         self._access = Access(world.store, address, self._owned, self._wrote)
@@ -69,7 +70,7 @@ class Service:
         probe = partial(world.network.probe, place=address)
         self.ownership = Ownership(self.registry, config, self.keeper, around, probe)
         self.server = Server(world.network, address, self.process)
-        self._is_draining = False
+        self._is_draining = self.has_served = False
         self._tasks: list[asyncio.Task[None]] = []
         self._seen: dict[str, Seen] = {}
 
@@ -77,7 +78,8 @@ class Service:
         """From start to the end of the process."""
         self.registry.watch(self._entered)
         try:
-            await self.keeper.start(OffloadedShared(lambda: self.world.store, self._access.offload))
+            timeout_s = self.world.store_timeout_ms / 1000
+            await self.keeper.start(OffloadedShared(lambda: self.world.store, self._access.offload, timeout_s))
         except KvplaneError:
             self.process.kill()  # the store is away: whoever started it starts it again
             return
@@ -101,6 +103,7 @@ class Service:
         for descriptor, servicer in services:
             self.server.add_generic_rpc_handlers((service_handler(descriptor, servicer, Around(visible.bring)),))
         self.server.listen()
+        self.has_served = True
 
     def drain(self) -> None:
         """SIGTERM."""
@@ -131,9 +134,13 @@ class Service:
         here = site.workers[worker.rank]
         if self.address in site.remote:
             raise Unavailable("the worker is of another host")
-        if here.process.pid != worker.pid or not here.process.alive or here.process.paused:
+        if here.process.pid != worker.pid or not here.process.alive:
             raise Unavailable("the worker does not answer")
         table = here.memory.table
+        if here.process.paused:
+            self._claim_late(here, epoch)
+            await asyncio.sleep(CLAIM_TIMEOUT_S)
+            raise Unavailable("the worker does not answer in time")
         if epoch > table.owner_epoch:
             self.world.tell(history.Claimed((site.name, worker.rank, table.incarnation), epoch, 0, self.process.pid))
         table.begin_life(epoch)
@@ -142,6 +149,18 @@ class Service:
         if self.world.rng.random() < network.weather.lose:
             raise Unavailable("the answer was lost")
         return pages
+
+    def _claim_late(self, worker: Worker, epoch: int) -> None:
+        """What was asked of a worker that stood still may be done when it goes on, though nobody waits for it."""
+
+        async def claim() -> None:
+            table = worker.memory.table
+            if self.world.rng.random() < 0.5 and epoch > table.owner_epoch:
+                place = (worker.replica, worker.rank, table.incarnation)
+                self.world.tell(history.Claimed(place, epoch, 0, self.process.pid))
+                table.begin_life(epoch)
+
+        worker.process.spawn(claim())
 
     async def _register_all(self) -> None:
         """What an operator does: every replica is registered, whatever the store knew."""
@@ -173,6 +192,12 @@ class Service:
     # -- what is seen of it ------------------------------------------------------------------------------------------
 
     @property
+    def serves(self) -> bool:
+        """Whether it takes calls."""
+        listens = self.world.network.servers.get(self.address) is self.server
+        return listens and self.process.alive and not self._is_draining
+
+    @property
     def is_current(self) -> bool:
         """Whether this is the service that is reached at its address, not one that should have died."""
         return self.world.services[self.address] is self
@@ -189,6 +214,8 @@ class Service:
 
     def _entered(self, entry: Entry) -> None:
         host = entry.host
+        if host.name not in self.world.sites:
+            return  # a bystander's
         seen = self._seen[host.name] = Seen(host, self.world.loop.clock_ns())
         host.decisions.follow(partial(self._follow, host))
         seen.subscription = host.events.subscribe(None, lambda: None)

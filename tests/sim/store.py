@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from kvplane_service.store.errors import RecordRefused, StoreUnavailable
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.registration import pack_record, unpack_record
+
+_LOOK_S = 0.05
 
 
 @dataclass
@@ -36,6 +39,8 @@ class Access:
         await asyncio.sleep(store.draw_delay())
         if store.is_away(self.address):
             await asyncio.sleep(2.0)  # the driver's patience
+        while store.hanging[self.address] > 0:  # noqa: ASYNC110 - all time is virtual
+            await asyncio.sleep(_LOOK_S)
         outcome = store.do(call, self.address, lambda replica, raw: self.wrote(replica, replica in owned, raw))
         await asyncio.sleep(store.draw_delay())
         return outcome
@@ -46,7 +51,8 @@ class WildStore(MemoryStore):
 
     Attributes:
         away: it does not answer.
-        cut_off: addresses of services that it does not answer.
+        cut_off: addresses of services that it refuses.
+        hanging: addresses of services that it answers nothing, by how many faults; what they asked is done later.
         damages: how often its content was damaged.
         loses_answers: chance that a call is done and fails all the same.
         tears: chance that a chunk is stored in part.
@@ -58,6 +64,7 @@ class WildStore(MemoryStore):
         self._rng = rng
         self.away = False
         self.cut_off = set[str]()
+        self.hanging = Counter[str]()
         self.damages = 0
         self._caller = ""
         self._wrote: Callable[[str, bytes], None] = lambda replica, raw: None

@@ -57,6 +57,7 @@ BROKEN: dict[str, tuple[list[Record], Record]] = {
     "epochs never go back": ([began(5), h.Opened("a", 5, 4), began(6)], began(6)),
     "one service per epoch": ([*CLAIMED, carried(1), h.Claimed(HERE, 6, 0, 2)], carried(2, service=2)),
     "allocation never waits for the store": ([h.Waited(0.0)], h.Waited(0.1)),
+    "nothing hung takes its neighbours along": ([h.Asked(1, "step", 0.1, True)], h.Asked(1, "step", 0.1, False)),
 }
 
 

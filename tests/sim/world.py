@@ -20,6 +20,7 @@ from tests.core.page_requests import Texts, Transfer
 from tests.sim import history, rules
 from tests.sim.chaos import Chaos
 from tests.sim.engine import EngineLife
+from tests.sim.hanging import HangingChaos, begin_bystanders
 from tests.sim.loop import Process, VirtualLoop
 from tests.sim.network import Network, Server
 from tests.sim.service import ADDRESSES, Service
@@ -153,7 +154,10 @@ class Outcome:
 class World:
     """Everything of one run."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, hangs: bool = False) -> None:
+        """`hangs`: parts hang, and bystanders are asked what they are answered meanwhile."""
+        self.hangs = hangs
+        self.store_timeout_ms = 500 if hangs else 2000  # runs are short
         self.seed, self.rng = seed, Random(seed)
         self.loop = VirtualLoop(self.rng)
         self.network = Network(self.loop, self.rng)
@@ -161,7 +165,7 @@ class World:
         self.processes = Processes()
         self.history = history.History()
         self.sites = {name: Site(name, self.rng) for name in ("a", "b")}
-        self.chaos = Chaos(self)
+        self.chaos = HangingChaos(self) if hangs else Chaos(self)
         self.steps = self.num_services = 0
         self.is_finishing = self._has_hit_across = False
         self.ends: Counter[str] = Counter()
@@ -186,6 +190,8 @@ class World:
             for rank in range(history.RANKS):
                 self.start_worker(site, rank)
             self.start_life(site)
+        if self.hangs:
+            begin_bystanders(self)
         watch = asyncio.get_running_loop().create_task(self._supervise())
         while not self._is_over():  # noqa: ASYNC110 - all time is virtual
             await asyncio.sleep(0.05)
@@ -309,6 +315,6 @@ class World:
         )
 
 
-def run(seed: int) -> Outcome:
+def run(seed: int, hangs: bool = False) -> Outcome:
     """One run of the simulation."""
-    return World(seed).run()
+    return World(seed, hangs).run()

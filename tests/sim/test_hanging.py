@@ -1,0 +1,37 @@
+"""Parts hang, and who needs nothing of them is answered: some seeds of `python -m tests.sim --hangs`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.sim.campaign import campaign, seeds_until_caught
+from tests.sim.hanging import HANGING
+from tests.sim.history import Asked
+from tests.sim.world import World
+
+SEEDS = range(1, 8)
+
+
+@pytest.mark.timeout(300)
+def test_no_rule_is_broken_whatever_hangs():
+    totals = campaign(SEEDS, hangs=True)
+    assert not totals.failed, "\n".join(
+        f"python -m tests.sim --hangs --seeds 1 --base {one.seed}: {one.findings[0]}" for one in totals.failed
+    )
+    assert set(totals.faults) >= set(HANGING), "each kind happened"
+
+
+def test_bystanders_ask_everything():
+    world = World(2, hangs=True)
+    world.run()
+    asked = Counter(one.what for one in world.history.of(Asked) if one.is_answered)
+    assert {"registration", "new session", "unary call", "step"} <= set(asked)
+    assert asked["step"] > 10
+
+
+def test_a_store_that_is_waited_for_is_seen():
+    number, rule = seeds_until_caught("no deadline of the store", SEEDS, hangs=True)
+    assert number
+    assert rule == "nothing hung takes its neighbours along"
