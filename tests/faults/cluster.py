@@ -432,8 +432,11 @@ def run_child(connection: Any, way: Way, target: Callable[..., None], *arguments
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process has been stopped by a signal."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    """Whether the process has been stopped by a signal; one that has ended is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def descriptors(pid: int) -> int:
