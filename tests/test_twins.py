@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,23 @@ ISSUED = """
 
 def test_the_twins_are_those_that_campaigns_must_catch():
     assert sorted(TWINS) == sorted(" ".join(name.split()) for name in ISSUED.split(","))
+
+
+# Of what hangs, the cheapest test that catches it.
+CAUGHT_BY = {
+    "shared executor": "cli/test_hung.py",
+    "releases before notices": "cli/test_hung.py",
+    "lapse by own delay": "service/test_lifecycle.py",
+    "no deadline of a step": "client/test_deadlines.py",
+    "no deadline of the store": "sim/test_hanging.py",
+    "a cancel that leaks": "client/test_cancelling.py",
+}
+
+
+@pytest.mark.parametrize("name", CAUGHT_BY)
+def test_a_twin_that_hangs_has_its_test(name):
+    assert name in TWINS
+    assert f'"{name}"' in (Path(__file__).parent / CAUGHT_BY[name]).read_text()
 
 
 @pytest.mark.parametrize("name", TWINS)
