@@ -220,6 +220,20 @@ def test_the_service_knows_best_when_a_stream_is_opened_again():
     assert state.busy_blocks == (5,)
 
 
+@pytest.mark.parametrize("held", [(), (2,)], ids=["as released", "as held"])
+def test_a_slot_whose_release_was_lost_is_held_and_released_again(held):
+    """Two services in a row know nothing of the held slot; the release is answered here, and never sent."""
+    state, told = SessionState(opened()), [StepResult(1, 0, [PartResult()])]
+    state.restarted(opened(epoch=4), Revival(held=(2,)), told)
+    state.register([Part(cache=Cache(released=[2]))], True, None)
+    state.restarted(opened(epoch=5), Revival(held=held), told)
+    made = state.take_made()
+    assert made is not None
+    state.answered(made)
+    again = state.register([Part(cache=Cache(released=[2]))], True, None)
+    assert state.outward(again).parts[0].cache.released == [2]
+
+
 def test_a_new_service_is_told_what_is_still_busy_and_says_what_it_holds():
     state = SessionState(replace(opened(), busy_blocks=(3, 5)))
     state.register([over(3)], True, None)

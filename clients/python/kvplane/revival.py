@@ -131,7 +131,7 @@ class Numbers:
         """The engine's next (step, part) is the first part of the step after the `used` ones of the new service."""
         self._ahead = next_step[0] - used - 1
         self._cut = next_step
-        self._held.update(dict.fromkeys(held))
+        self._held = dict.fromkeys(held)  # nothing of before is sent again
 
     @property
     def _has_restarted(self) -> bool:

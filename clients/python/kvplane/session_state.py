@@ -167,9 +167,11 @@ class SessionState:
         self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
         self.busy_blocks = tuple(block for block in opened.busy_blocks if block not in revival.taken_over)
         self._num_lost = len(self._unanswered)
-        self._made.extend(revival.answers(self.unanswered(), told))
+        lost = self.unanswered()
+        released = {slot for step in lost for part in step.parts for slot in part.cache.released}  # never sent again
+        self._made.extend(revival.answers(lost, told))
         self._num_unsent = 0
-        self._numbers.restart(self._next, opened.seq + len(told), revival.forgotten_held)
+        self._numbers.restart(self._next, opened.seq + len(told), revival.forgotten_held - released)
 
     def resumed(self, opened: Opened) -> list[Step]:
         """The stream was opened again: what must be sent again, in order.
