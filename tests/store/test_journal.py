@@ -14,7 +14,7 @@ from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions import Decision, Life
 from kvplane_service.store import journal
-from kvplane_service.store.interface import BlockingStore, LogName
+from kvplane_service.store.interface import BlockingStore, LogName, StoredChunk
 from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.memory import MemoryStore
 from tests.core.builders import GRANTED, Engine, full, state, window
@@ -243,6 +243,21 @@ def test_memory_anew_voids_what_was_told():
     engine.serve(0, PROMPT)
     engine.idle()
     assert engine.journal.take().log == new
+
+
+@pytest.mark.parametrize(("theirs", "after"), [(10, 50), (60, 50)], ids=["below", "above"])
+def test_chunks_of_another_service_in_the_same_log_hide_none(theirs, after):
+    """It wrote of this memory, and its log was never read here."""
+    engine = Journaled(full())
+    log = LogName("r", b"n" * 16, 2)
+    for seq in range(1, theirs + 1):
+        engine.store.append(log, StoredChunk(seq, b"theirs"), 0)
+    engine.journal.switch(log, after)
+    engine.serve(0, PROMPT)
+    engine.idle()
+    for _ in range(2):
+        engine.flush()
+    assert sorted(load_log(engine.store, log).entries()[0].block) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("most", [2, 3], ids=["by a resync", "one by one"])

@@ -32,6 +32,7 @@ _MAX_USED = 1 << 16  # uses that wait; more are forgotten: they only order evict
 _MAX_LOST = 8 * CHUNK_ROWS  # by a life, told one by one
 _MAX_LOOKS = 32  # chunks of blocks that `take` looks at in a row, some milliseconds
 _MAX_AGE = 0xFFFFFFFF
+_ABOVE_OTHERS = 1 << 40  # milliseconds: chunks of another service, whatever its clock says
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +265,14 @@ class ReplicaJournal:
             self._lost()
         return has_all
 
-    def switch(self, log: LogName) -> LogName:
-        """The page memory is another one: all that was told is void. Returns the log that can be dropped."""
+    def switch(self, log: LogName, after: int = 0) -> LogName:
+        """The page memory is another one: all that was told is void. Returns the log that can be dropped.
+
+        Another service may have written chunks of the new log, which has none with a number above `after`.
+        """
         old, self.log = self.log, log
         self._pending = None
-        self._seq = 0
+        self._seq = after
         self._forget_log()
         self._dirty.clear()
         self._used.clear()
@@ -292,7 +296,8 @@ class ReplicaJournal:
         self.written.resyncs += 1
 
     def _lost(self) -> None:
-        """The store has not what it was given: tell everything again, behind a clean start."""
+        """The store has not what it was given, or more: tell everything again, behind whatever is there."""
+        self._seq += _ABOVE_OTHERS  # a chunk whose number is there already would not be added
         self._forget_log()
         self._shed()
 

@@ -334,8 +334,8 @@ class Keeper:
         """The record has another epoch; on other page memory the log is another one too."""
         assert self._writer is not None, "there is no store"
         if life.incarnation not in (0, journal.log.incarnation):
-            log = journal.log
-            self._writer.drop(journal.switch(LogName(name, log.namespace, life.incarnation)))
+            log, now_ms = LogName(name, journal.log.namespace, life.incarnation), self._chance.wall_clock_ms()
+            self._writer.drop(journal.switch(log, after=now_ms))  # no log has had a chunk in each millisecond
         self._writer.record_changed(name)
 
     def _pack_record(self, entry: Entry, journal: ReplicaJournal) -> bytes:
