@@ -22,7 +22,6 @@ from kvplane.base.errors import (
     KvplaneError,
     OtherWriter,
     ReplicaLapsed,
-    ServiceRestarted,
     StaleEpoch,
 )
 from kvplane.base.groups import ReplicaSpec
@@ -36,7 +35,7 @@ from kvplane_service.decisions import DecisionLog, Life
 from kvplane_service.events import EventLog, PublicationHold
 from kvplane_service.executors import Offload
 from kvplane_service.lives import Clock, EngineLives, Opening, in_slices, tell_nobody
-from kvplane_service.open_checks import check_request
+from kvplane_service.open_checks import check_request, restarted
 from kvplane_service.order import StepOrder, Turn, check_step, part_that_ends_all
 from kvplane_service.packed_log import LogBudget
 from kvplane_service.recovering import Recovering
@@ -104,6 +103,7 @@ class ReplicaHost:
         self._order = StepOrder(config.max_steps_in_flight)
         self._session: SessionSlot | None = None
         self._resumable = False  # a session was opened in this epoch and has not closed
+        self._begun_by = 0  # nonce of the session that began this epoch
         self._left = False  # ... and has closed: the engine is gone, the epoch has ended
         self._retired: KvplaneError | None = None  # why nothing more is done here
         self._owner_epoch = 0  # that the memory names
@@ -186,7 +186,7 @@ class ReplicaHost:
 
         Raises:
             StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
-            ServiceRestarted: the same, because the service was started anew.
+            ServiceRestarted: the same, because the service was started anew, or began another life of this number.
             Unavailable: what was stored is still being read.
             InvalidArgument: the nonce of the present session, or stamps or blocks that are not of this pool.
         """
@@ -205,12 +205,9 @@ class ReplicaHost:
             return
         if self.recovering is not None:
             self.recovering.heard_of(request.epoch)
-            raise ServiceRestarted(
-                f"the service was started anew and knows nothing of what {self.name} ran",
-                field="epoch",
-                remedy="open with epoch 0 and the stamp table, and send the requests again",
-                metadata={"epoch": str(self.epoch)},
-            )
+            raise restarted(f"the service was started anew and knows nothing of what {self.name} ran", self.epoch)
+        if request.epoch == self.epoch and request.begun_by not in (0, self._begun_by):
+            raise restarted(f"this service began another engine life of this number on {self.name}", self.epoch)
         if request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
 
@@ -422,8 +419,9 @@ class ReplicaHost:
         return has_more
 
     def _began(self, life: Life) -> None:
-        assert life.epoch > self.epoch, f"epoch {life.epoch} has begun"
-        self.epoch = life.epoch
+        opening = self._lives.opening
+        assert opening is not None and life.epoch > self.epoch, f"epoch {life.epoch} has begun"
+        self.epoch, self._begun_by = life.epoch, opening.nonce
         self._resumable = self._left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
         self.decisions.append(life)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplane.base.errors import InvalidArgument
+from kvplane.base.errors import InvalidArgument, ServiceRestarted
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 
@@ -34,3 +34,13 @@ def check_request(request: OpenRequest, num_blocks: int) -> None:
             field="owner_epoch",
             remedy=f"give the highest owner epoch of the stamp tables, 0 to {MAX_EPOCH - 1}",
         )
+
+
+def restarted(why: str, epoch: int) -> ServiceRestarted:
+    """The refusal to resume an engine life that this service does not know; `epoch` is the newest that it knows."""
+    return ServiceRestarted(
+        why,
+        field="epoch",
+        remedy="open with epoch 0 and the stamp table, and send the requests again",
+        metadata={"epoch": str(epoch)},
+    )

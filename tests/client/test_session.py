@@ -15,6 +15,7 @@ from kvplane.base.errors import (
     NotFound,
     OtherWriter,
     SequenceError,
+    ServiceRestarted,
     StaleEpoch,
     Unavailable,
 )
@@ -304,6 +305,17 @@ def test_after_close_nothing_goes(session, transport):
     ends_with(session, FailedPrecondition)
     session.beat()
     assert transport.calls[-1] == "close"
+
+
+def test_another_life_of_the_same_number_is_not_continued(session, world, transport):
+    """As two services begin them that do not know of each other."""
+    session.apply(ASK)
+    epoch, _ = session.epoch, world.forget()
+    world.host.open(OpenRequest(world.replica, 99, owner_epoch=epoch - 1))
+    world.host.lost(99)
+    assert world.host.epoch == epoch
+    transport.breaks = breaking("receive")
+    ends_with(session, ServiceRestarted)
 
 
 # ---- leases

@@ -353,7 +353,7 @@ def test_a_spec_comes_back_as_it_was(spec):
 OPENED_WITH = (names, u64, u64, st.booleans(), names, flat(u64).map(tuple), u64, flat().map(tuple))
 
 
-@given(st.builds(OpenRequest, *OPENED_WITH, owner_epoch=u64))
+@given(st.builds(OpenRequest, *OPENED_WITH, owner_epoch=u64, begun_by=u64))
 def test_an_open_request_comes_back_as_it_was(request):
     decoded = wire.decode_open(over_the_wire(wire.encode_open(request)))
     assert replace(decoded, stamp_table=tuple(decoded.stamp_table)) == request

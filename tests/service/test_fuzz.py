@@ -159,7 +159,7 @@ CASES += [(method, STATES, requests) for method, requests in VALID_ON_STATES.ite
 NAMES = [f"{method}{' on states' if spec is STATES else ''}" for method, spec, _ in CASES]
 
 OPEN = pb.SessionRequest(
-    open={"replica": "r", "nonce": 7, "client": "c", "with_events": True, "busy_blocks": column(30)}
+    open={"replica": "r", "nonce": 7, "client": "c", "with_events": True, "busy_blocks": column(30), "owner_epoch": 1}
 )
 STEP_ONE = pb.SessionRequest(
     step={

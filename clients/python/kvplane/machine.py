@@ -32,7 +32,7 @@ from kvplane.base.errors import (
     StaleEpoch,
     Unavailable,
 )
-from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
 from kvplane.driving import Pause, Work
 from kvplane.known import KnownRequests
@@ -117,6 +117,7 @@ class SessionMachine:
         self.ended: KvplaneError | None = None
         self.resume_refused: KvplaneError | None = None
         self._is_up = False
+        self._begun_by = 0  # nonce of the stream that began the present life, 0 = none of this session's
         self._broken_by: KvplaneError = Unavailable("no stream is open")
         self._is_new_life = False  # the next call begins one
         self._is_silent = False  # it did not answer in time, nor take a stream since: a call tries once
@@ -149,6 +150,7 @@ class SessionMachine:
                 request = replace(request, nonce=self._nonces())
             else:
                 self.state, self._is_up = SessionState(opened), True
+                self._begun_by = request.nonce if request.epoch == NEW_EPOCH else 0
                 return
 
     def apply(self, parts: Sequence[Part], executed_through: int | None, moving: bool) -> Doing[StepResult]:
@@ -291,7 +293,7 @@ class SessionMachine:
     def _reopen(self) -> Doing[None]:
         """Go on in this engine life: send what was not answered."""
         begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # what only a new life needs
-        request = replace(begun, epoch=self.state.epoch, nonce=self._nonces())
+        request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), begun_by=self._begun_by)
         try:
             opened: Opened = yield from self._use(Open(request))
         except ServiceRestarted:
@@ -326,6 +328,7 @@ class SessionMachine:
                 self.resume_refused = refusal
                 revival = revival.without_resume()
         self.state.restarted(opened, revival, told)
+        self._begun_by = request.nonce
         self._refusal, self._is_new_life, self._is_up = None, False, True
 
     def _ask(self, step: Step) -> Doing[StepResult]:

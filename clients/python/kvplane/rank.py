@@ -188,6 +188,8 @@ class Rank:
         that arrives late speaks of pages as they were. Begin a new life with `RankGroup.agreed_stamps`; requests that
         hold such a page are not part of its image (`Revival.resume`). Again, with more pages, is allowed.
 
+        Not while a call of the session is under way: it may have sent stamps of before, and go on with their life.
+
         Raises:
             StaleEpoch: this engine life does not own the pages.
             InvalidArgument: a page is not in the pool. Nothing was written.

@@ -31,6 +31,8 @@ class OpenRequest:
         step_version: of the steps to come; another one than the service's is refused.
         owner_epoch: new engine life: the highest that owns a rank's memory (`RankGroup.owner_epoch`); the new life is
             numbered above it, whatever its service and store know. 0 = none, or not known.
+        begun_by: to resume: nonce of the stream that began the epoch, 0 = not known; two services that do not know of
+            each other may give two lives the same number.
     """
 
     replica: str
@@ -43,6 +45,7 @@ class OpenRequest:
     busy_blocks: tuple[int, ...] = ()
     step_version: int = STEP_VERSION
     owner_epoch: int = 0
+    begun_by: int = 0
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for steps of another version than this code's."""

@@ -577,7 +577,7 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch")
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch", "begun_by")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -588,6 +588,7 @@ class SessionOpen(_message.Message):
     STEP_VERSION_FIELD_NUMBER: _ClassVar[int]
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_BY_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     nonce: int
@@ -598,7 +599,8 @@ class SessionOpen(_message.Message):
     step_version: int
     busy_blocks: bytes
     owner_epoch: int
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ...) -> None: ...
+    begun_by: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., begun_by: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "heartbeat", "close")

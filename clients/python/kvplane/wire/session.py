@@ -40,6 +40,7 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "busy_blocks": pack(request.busy_blocks, U32, "open", "busy_blocks"),
         "step_version": request.step_version,
         "owner_epoch": request.owner_epoch,
+        "begun_by": request.begun_by,
     }
     try:
         return build(allocation_pb2.SessionOpen, "open", fields)
@@ -66,6 +67,7 @@ def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview 
         busy_blocks=tuple(unpack(message.busy_blocks, U32, "open", "busy_blocks")),
         step_version=message.step_version or STEP_VERSION,
         owner_epoch=message.owner_epoch,
+        begun_by=message.begun_by,
     )
 
 
