@@ -19,8 +19,8 @@ ISSUED = """
     a removal of a held key is swallowed, withdrawn keys stay shown,
     shared executor, releases before notices, lapse by own delay,
     state of rejected drafts, load before launches, load behind writers only, load before stamps, zero after load,
-    a load outlives its row, orders end when they are given, failed orders forgotten, two owners write,
-    a drain loses what waits,
+    a load outlives its row, orders end when they are given, load beside launches of the life before,
+    owner not asked, failed orders forgotten, two owners write, a drain loses what waits,
     a cancel that leaks, no deadline of a step, no deadline of the store
 """
 

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -175,6 +175,11 @@ def lend_while_lent(real: Real) -> Real:
 def answer(value: Any) -> Callable[[Real], Real]:
     """A question has one answer."""
     return lambda _: lambda *arguments: value
+
+
+def ask_no_memory(real: Real) -> Real:
+    """What the engine says of the owner of its memory is not heard."""
+    return lambda self, begun, request: real(self, begun, replace(request, owner_epoch=0))
 
 
 def free_when_silent(real: Real) -> Real:
@@ -604,6 +609,14 @@ TWINS: dict[str, Twin] = {
     "load before stamps": Twin(
         "a load starts when the stamps, zeroes and copies of its step are done",
         (Patch(f"{ENGINE}._has_obeyed", obeyed_before_all),),
+    ),
+    "load beside launches of the life before": Twin(
+        "a load of a new engine life starts behind the launches of the life before",
+        (Patch("kvplane.base.stamp_table:StampTable._may_run", answer(False)),),
+    ),
+    "owner not asked": Twin(
+        "an engine life is numbered above the owner epoch that the memory shows",
+        (Patch(f"{SERVICE}.lives:EngineLives.next_epoch", ask_no_memory),),
     ),
     "zero after load": Twin(
         "a page that a transfer fills is in no zero order",

@@ -39,6 +39,8 @@ FIRST_SEED = {
     "a drain loses what waits": 6,
     "lease expiry frees pages": 3,
     "resume forgets held pages": 9,
+    "load beside launches of the life before": 5,
+    "owner not asked": 6,
 }
 
 

@@ -158,11 +158,14 @@ class Chaos:
 
     def worker_dies(self) -> Iterator[float]:
         """And its memory with it."""
-        site = self._site()
+        self._lose_memory(self._site())
+        yield 0.1
+
+    def _lose_memory(self, site: Site) -> None:
+        """Of one rank: no stamp is agreed on from then on, while the other rank's table still names its owner."""
         rank = self._rng.randrange(history.RANKS)
         site.life.ranks[rank].process.kill()
         site.workers[rank].process.kill()
-        yield 0.1
 
     # -- network -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +258,10 @@ class Chaos:
         yield from self._damage(self._world.store.restore)
 
     def store_is_emptied_for_a_while(self) -> Iterator[float]:
-        """Another server answers in its place, with nothing; then the first one is back."""
+        """Another server answers in its place, with nothing; then the first one is back. Memory may be lost with it."""
+        for site in self._world.sites.values():
+            if self._rng.random() < 0.4:
+                self._lose_memory(site)
         self._empty_store()
         yield self._rng.uniform(0.5, 3.0)
         yield from self._damage(self._world.store.restore)

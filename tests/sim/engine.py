@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tests.sim.world import Site, World
 
 _THINK_S = 0.04
+_LOOK_S = 0.004
 _PIECE_S = 0.05  # between the pieces of a transfer
 _ATTEMPTS = 40
 _PATIENCE_S = (None, None, 0.2, 1.0)  # with a step that is not answered
@@ -64,20 +65,23 @@ class EngineLife(RandomScheduler):
         self.process.on_death.append(self._leave_movers)
         self.epoch = self.steps = 0
         self.queue: list[Launch] = []  # answered steps whose ranks have not finished, in order
-        self._busy = False  # the first of them is with the ranks
+        self._busy = 0  # so many of them are with the ranks
         self._lane, self._work = asyncio.Event(), asyncio.Event()  # some of the queue is done; there may be more to do
         self._claimed_for: Server | None = None  # the service whose life ranks were claimed for
+        self._left: list[Launch] = []  # launches that ran when the next engine life began
         self._owner_shown = 0  # by the ranks' tables, before the session was opened
         self._brackets: dict[int, dict[int, int]] = {}
         self._has_lost = False
         self._last_part: dict[int, int] = {}  # of the answers to steps
         self._corrected = set[int]()  # slots that went back in the last step: windows may have left those pages
         self._unloaded = set[tuple[int, int]]()  # stays whose load was given up
-        self._emptied: dict[int, set[int]] = {}  # blocks that were evicted or reset, by step
+        self._emptied: dict[int, tuple[set[int], int]] = {}  # blocks that were evicted or reset, by step; see _spoil
+        self._newest_stamp = 0  # of those in answers, and of the memory before
         super().__init__(site.texts, [rank.memory.pages for rank in self.ranks], world.rng, site.most_drafts)
         self._group = RankGroup([rank.memory.table for rank in self.ranks])
         self.incarnation = self._group.incarnation
         self._patience_s = world.rng.choice(_PATIENCE_S)
+        self._stamps_ahead = world.rng.random() < 0.5  # ranks obey a step while the launch before it runs
         self._transport = SentTransport(world.network, world.draw_owners(), site.name)
         self._transport.heeds_notices = world.rng.random() < 0.75
         self.process.spawn(self._main())
@@ -113,7 +117,7 @@ class EngineLife(RandomScheduler):
         self.session = Session(self._transport, request, retry=retry, nonces=nonces, revive=self._revive)
         await self.session.open()
         await self._claim(self.session.next_seq, 0)
-        self.process.spawn(self._launch_all())
+        self._launching = self.process.spawn(self._launch_all())
         self.process.spawn(self._load_all())
         while not self.world.is_finishing:
             if not self.failed and len(self.pending) > self._busy and self._chance(4):
@@ -142,7 +146,7 @@ class EngineLife(RandomScheduler):
         self.settle(parts, answer.parts)
         self._check_tables()
         self.queue.append(self.pending[-1])
-        self._emptied[answer.seq] = self._evicted_by(parts, answer.parts) - used - self._used()
+        self._emptied[answer.seq] = self._evicted_by(parts, answer.parts) - used, self._note_stamps(answer.parts)
         self._work.set()
         self._note_progress()
         self.steps += 1
@@ -169,6 +173,7 @@ class EngineLife(RandomScheduler):
     async def _claim(self, next_seq: int, ahead: int) -> None:
         self.epoch, self._claimed_for = self.session.epoch, self.server
         self.world.tell(history.Opened(self.site.name, self.epoch, self._owner_shown))
+        self._newest_stamp = max(stamp for rank in self.ranks for stamp in rank.memory.table.read_all())
         for rank in self.ranks:
             await rank.ask(Claim(self.epoch, next_seq, ahead, self._service))
 
@@ -192,42 +197,58 @@ class EngineLife(RandomScheduler):
 
     async def _launch_all(self) -> None:
         """Give the ranks one step after the other. What follows a failed step waits until the failure is told."""
+        self._running = self.process.spawn(asyncio.sleep(0))
+        while True:
+            while len(self.queue) <= self._busy or self.failed:
+                self._work.clear()
+                await self._work.wait()
+            launch = self.queue[self._busy]
+            self._busy += 1
+            self._running = self.process.spawn(self._launch(launch, self._running))
+            step, look_s = (self.epoch, launch.seq), _LOOK_S if self._stamps_ahead else None
+            while not (self._running.done() or (look_s and all(rank.obeyed == step for rank in self.ranks))):
+                await asyncio.wait([self._running], timeout=look_s)
+
+    async def _launch(self, launch: Launch, before: asyncio.Task[None]) -> None:
         try:
-            while True:
-                while not self.queue or self.failed:
-                    self._work.clear()
-                    await self._work.wait()
-                self._busy = True
-                launch = self.queue[0]
-                work = self._work_of(launch)
-                await asyncio.gather(*(rank.ask(work) for rank in self.ranks))
-                self._busy = False
-                self._spoil(self._emptied.pop(launch.seq, set()))
-                self.queue.pop(0)
-                self._note_progress()
+            work = self._work_of(launch)
+            await asyncio.gather(before, *(rank.ask(work) for rank in self.ranks))
         except EXPLAINED as error:
             self.world.note_end(self, error)
             self.process.kill()
+        else:
+            self._busy -= 1
+            self._spoil(*self._emptied.pop(launch.seq, (set(), 0)))
+            self.queue.remove(launch)
+            self._note_progress()
 
     def _evicted_by(self, parts: list[Part], answers: list[PartResult]) -> set[int]:
         given = zip(parts, answers, strict=True)
-        return {b for part, of in given for b in (range(self.spec.num_blocks) if of.reset_done else part.cache.evicted)}
+        gone = {b for part, of in given for b in (range(self.spec.num_blocks) if of.reset_done else part.cache.evicted)}
+        return gone - self._used() if gone else gone  # a request registers what it has again
 
-    def _spoil(self, blocks: set[int]) -> None:
+    def _note_stamps(self, answers: list[PartResult]) -> int:
+        """The newest stamp up to these answers."""
+        self._newest_stamp = max([self._newest_stamp, *(stamp for of in answers for stamp in of.orders.stamp)])
+        return self._newest_stamp
+
+    def _spoil(self, blocks: set[int], newest_stamp: int) -> None:
         """Pages that were evicted or reset hold nothing that may be found, now that every rank has their stamps.
 
-        Not those that a request, a launch or a transfer has, or had when they were evicted, and may have named again.
+        Not those that a request, a launch or a transfer has, or had when they were evicted, and may have named again;
+        nor those that were handed out since: a later stamp says so.
         """
         if blocks:
-            blocks = blocks - self._used()
+            tables = [rank.memory.table for rank in self.ranks]
+            blocks = {block for block in blocks if max(table.read(block) for table in tables) <= newest_stamp}
             for rank in self.ranks:
-                for block in blocks:
+                for block in blocks - self._used():
                     rank.memory.pages.pages.pop(block, None)
 
     def _used(self) -> set[int]:
         tables = [self.tables[slot] for slot in self.requests if slot in self.tables]
         tables += [one.tables for one in self.requests.values() if one.tables is not None]
-        tables += [row.tables for launch in self.queue for row in launch.rows]
+        tables += [row.tables for launch in [*self.queue, *self._left] for row in launch.rows]
         copied = {block for launch in self.queue for orders in launch.orders for block in orders.copy_src}
         return copied.union(self.site.busy_blocks(), *(table for of in tables for table in of))
 
@@ -258,7 +279,7 @@ class EngineLife(RandomScheduler):
         await asyncio.gather(*(rank.ask(work) for rank in self.ranks))
 
     def _fail(self) -> None:
-        self.fail(int(self._busy))
+        self.fail(self._busy)
 
     def plan(self) -> list[Part]:
         self._corrected = set()
@@ -282,16 +303,21 @@ class EngineLife(RandomScheduler):
     # -- after a restart of the service ------------------------------------------------------------------------------
 
     def _revive(self) -> Revival:
-        """Quiesce, then say what there is."""
-        dropped = {row.life for launch in self.queue[int(self._busy) :] for row in launch.rows}
+        """Say what there is, with nothing that waits to be launched; a launch that runs may go on."""
+        if self._busy == 1 and self._may_leave_launch():
+            self._left.append(self.queue[0])
+            self._launching.cancel()
+            self._running.cancel()  # nobody waits for the launch any more, and it runs to its end
+            self._launching, self._busy = self.process.spawn(self._launch_all()), 0
+        dropped = {row.life for launch in self.queue[self._busy :] for row in launch.rows}
         if dropped or self.failed or self.lost:
             self._has_lost = True  # until the service has preempted everybody
-        del self.queue[int(self._busy) :]
+        del self.queue[self._busy :]
         for request in self.requests.values():
             request.checked *= request.life not in dropped  # what a transfer may find of it
         self.pending = [launch for launch in self.pending if launch in self.queue]
         if self._busy:
-            raise Unavailable("a launch is running")
+            raise Unavailable("a launch is running, or waits")
         self.failed, self.lost = [], set()
         for slot, request in self.requests.items():
             self._give_up(request, keeps_tables=request.is_held)
@@ -310,6 +336,11 @@ class EngineLife(RandomScheduler):
         self._offered = resume is not None
         stamps, busy = self._group.agreed_stamps(), self.site.busy_blocks()
         return Revival(stamps, self._group.incarnation, news, running, held, resume, busy, self._owner_epoch())
+
+    def _may_leave_launch(self) -> bool:
+        """Whether the launch in front runs on every rank: who waits for it could go on with its requests."""
+        step = self.epoch, self.queue[0].seq
+        return all(rank.launched == step for rank in self.ranks) and self._chance(80)
 
     def _resume(self, running: tuple[int, ...]) -> Resume:
         """Who runs on with its blocks: all whose pages hold what they have computed, and nothing that is a guess."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tests.sim.world import Site, World
 
 _ASK_AGAIN_S = 0.05
-_LAUNCH_S = 0.004
+_LAUNCH_S, _LONG_LAUNCH_S = 0.004, 0.6
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,11 @@ Reply = Callable[[KvplaneError | None], None]
 
 
 class RankProcess:
-    """Attaches to the memory of its rank when nobody else has it, then does what it is told, one by one."""
+    """Attaches to the memory of its rank when nobody else has it, then does what it is told, one by one.
+
+    Launches run on its device, one by one too; meanwhile a new engine life may begin, and give orders. Zeroes and
+    copies come behind the launches, stamps need not.
+    """
 
     def __init__(self, world: World, site: Site, rank: int) -> None:
         self._world, self._site = world, site
@@ -69,7 +73,9 @@ class RankProcess:
         self.place = (site.name, rank, self.memory.table.incarnation)
         self.mover = FragileMover(self.memory.pages, self.process)
         self.attached = False
+        self.obeyed = self.launched = (0, 0)  # the last (epoch, step) whose orders are done, and that the device began
         self._done = set[tuple[int, int]]()
+        self._queued: list[tuple[int, int]] = []  # launches that the device was given, up to their end
         self._mail: deque[tuple[Message, Reply]] = deque()
         self._woken = asyncio.Event()
         self.process.spawn(self._main())
@@ -117,47 +123,73 @@ class RankProcess:
                 await self._woken.wait()
             message, reply = self._mail.popleft()
             try:
-                await self._do(rank, message)
+                await self._do(rank, message, reply)
             except KvplaneError as error:
                 reply(error)
-            else:
-                reply(None)
 
-    async def _do(self, rank: Rank, message: Message) -> None:
+    async def _do(self, rank: Rank, message: Message, reply: Reply) -> None:
+        if isinstance(message, Work):
+            await self._work(rank, message, reply)
+            return
         if isinstance(message, Claim):
             rank.claim(message.epoch, message.next_seq)
-            rank.launches_ended()  # this process runs one after the other
+            if not self._queued:
+                rank.launches_ended()
             self._world.tell(history.Claimed(self.place, message.epoch, message.ahead, message.service))
-        elif isinstance(message, Unanswered):
-            await self._run_alone(rank, message)
         else:
-            await self._work(rank, message)
+            await self._run_alone(rank, message)
+        reply(None)
 
-    async def _work(self, rank: Rank, message: Work) -> None:
+    async def _work(self, rank: Rank, message: Work, reply: Reply) -> None:
+        step = message.epoch, message.seq
+        if step in self._queued:
+            return  # a message that was repeated
+        if any(orders.zero_block or orders.copy_src for orders in message.orders):
+            await self._idle()
         try:
             for part, orders in enumerate(message.orders):
                 self._carry_out(rank, message, part, orders)
         except SequenceError:
-            if (message.epoch, message.seq) in self._done:
-                return  # a message that was repeated, or overtaken by its repetition
-            raise FailedPrecondition("the launch of this step was cut short") from None
-        while not message.is_ready():  # noqa: ASYNC110 - all time is virtual
+            if step not in self._done:  # of a message that was repeated, or overtaken by its repetition
+                raise FailedPrecondition("the launch of this step was cut short") from None
+            reply(None)
+            return
+        self._queued.append(step)
+        self.obeyed = step
+        self.process.spawn(self._run(rank, message, reply))
+
+    async def _run(self, rank: Rank, message: Work, reply: Reply) -> None:
+        """On the device, behind the launch before."""
+        step = message.epoch, message.seq
+        while self._queued[0] != step or not message.is_ready():  # noqa: ASYNC110 - time is virtual
             await asyncio.sleep(_LAUNCH_S)
+        self.launched = step
         await self._launch(message.launch, set(message.lost))
-        rank.executed(message.seq)
-        self._done.add((message.epoch, message.seq))
-        self._world.tell(history.Executed(self.place, message.epoch, message.seq))
+        self._queued.remove(step)
+        if self.memory.table.owner_epoch == message.epoch:
+            rank.executed(message.seq)
+            self._done.add(step)
+            self._world.tell(history.Executed(self.place, message.epoch, message.seq))
+        elif not self._queued and self._world.rng.random() < 0.5:
+            rank.launches_ended()  # or the first step of the new life says so
+        reply(None)
+
+    async def _idle(self) -> None:
+        while self._queued:  # noqa: ASYNC110 - all time is virtual
+            await asyncio.sleep(_LAUNCH_S)
 
     async def _run_alone(self, rank: Rank, message: Unanswered) -> None:
         if (message.epoch, 0) in self._done:
             return  # repeated
+        await self._idle()
         rank.invalidate(message.epoch, message.blocks)
         self._done.add((message.epoch, 0))
         self._world.tell(history.Invalidated(self.place, message.epoch, message.blocks))
         await self._launch(message.launch, set())
 
     async def _launch(self, launch: Launch, lost: set[tuple[int, int]]) -> None:
-        await asyncio.sleep(self._world.rng.random() * _LAUNCH_S)
+        rng = self._world.rng
+        await asyncio.sleep(rng.random() * (_LONG_LAUNCH_S if rng.random() < 0.1 else _LAUNCH_S))
         try:
             self.memory.pages.run(launch, lost)
         except WrongPage as error:

@@ -96,10 +96,22 @@ def stamps_version_content(history: History) -> Iterator[str]:
 
 
 def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
-    """A new engine life keeps a key only where every rank's table shows its stamp. No stamp, no hit."""
-    for record in history.of(Began):
+    """A new engine life keeps a key only where every rank's table shows its stamp. No stamp, no hit.
+
+    An opening whose engine gave it up, and then launched without an answer, has stamps of before that launch where no
+    worker could be claimed. No rank obeys the orders of such a life.
+    """
+    obeyed = {(record.place[0], record.epoch) for record in history.of(CarriedOut)}
+    invalid = defaultdict[str, set[int]](set)
+    for _, record in history.records:
+        if isinstance(record, Invalidated):
+            invalid[record.place[0]].update(record.blocks)
+        if not isinstance(record, Began):
+            continue
+        given_up = invalid[record.replica] if (record.replica, record.epoch) not in obeyed else set()
         for block, stamp in record.kept:
-            if not stamp or any(table[block] != stamp for table in record.shown):
+            says = {table[block] for table in record.shown}
+            if not stamp or (says != {stamp} and not (block in given_up and says <= {0, stamp})):
                 shown = " ".join(f"{table[block]:x}" for table in record.shown)
                 yield f"{record.replica}, epoch {record.epoch}: block {block} is kept under {stamp:x}, not {shown}"
 
@@ -221,14 +233,15 @@ def epochs_never_go_back(history: History) -> Iterator[str]:
 
 
 def one_service_per_epoch(history: History) -> Iterator[str]:
-    """A memory obeys orders of an epoch from one service, which alone owned the memory under this number."""
+    """A memory obeys orders of an epoch from one service.
+
+    Another one may have begun a life of this number for an attempt to open that was not answered; nobody continues it.
+    """
     service_of: dict[tuple[Place, int], int] = {}
-    for _, record in history.records:
-        match record:
-            case Claimed(place, epoch) | CarriedOut(place, epoch):
-                first = service_of.setdefault((place, epoch), record.service)
-                if first != record.service:
-                    yield f"{place}: epoch {epoch} is of services {first} and {record.service}"
+    for record in history.of(CarriedOut):
+        first = service_of.setdefault((record.place, record.epoch), record.service)
+        if first != record.service:
+            yield f"{record.place}: epoch {record.epoch} is obeyed from services {first} and {record.service}"
 
 
 def allocation_never_waits_for_the_store(history: History) -> Iterator[str]:

@@ -55,7 +55,7 @@ BROKEN: dict[str, tuple[list[Record], Record]] = {
     "copies out of a page are bracketed": ([h.Moved("a", True)], h.Moved("a", False)),
     "a repeat gets the same answer": ([APPLIED, h.Answered("a", 5, 1, 0, "answer")], h.Answered("a", 5, 1, 0, "other")),
     "epochs never go back": ([began(5), h.Opened("a", 5, 4), began(6)], began(6)),
-    "one service per epoch": ([*CLAIMED, carried(1), h.Claimed(HERE, 6, 0, 2)], carried(2, service=2)),
+    "one service per epoch": ([h.Claimed(HERE, 5, 0, 2), carried(1)], carried(2, service=2)),
     "allocation never waits for the store": ([h.Waited(0.0)], h.Waited(0.1)),
     "nothing hung takes its neighbours along": ([h.Asked(1, "step", 0.1, True)], h.Asked(1, "step", 0.1, False)),
 }
@@ -88,7 +88,10 @@ def test_further_ways_to_break_one():
     claims: list[Record] = [*CLAIMED, h.Claimed(HERE, 4, 0, 1)]
     assert list(RULES["the epoch lives where the pages live"](history(claims)))
     assert list(RULES["epochs never go back"](history([h.Opened("a", 5, 5)])))
-    assert list(RULES["one service per epoch"](history([*CLAIMED, h.Claimed(HERE, 5, 0, 2)])))
+    late: list[Record] = [h.Invalidated(BESIDE, 4, (1,)), h.Began(1, "a", 5, ((1, 8),), (), (), ((0, 8), (0, 0)))]
+    assert not list(RULES["the stamp table belongs to the memory"](history(late))), "an opening that was given up"
+    assert list(RULES["the stamp table belongs to the memory"](history([*late, carried(1)])))
+    assert list(RULES["the stamp table belongs to the memory"](history(late[1:])))
     assert list(RULES["orders run once"](history([carried(1), h.Executed(HERE, 5, 2)])))
     assert list(RULES["a repeat gets the same answer"](history([APPLIED, APPLIED])))
 

@@ -30,6 +30,7 @@ from tests.sim.workers import Processes, RankMemory, Worker, plan_of
 
 STEPS, MOST_STEPS = 300, 900  # a run without a hit across services goes on until there is one
 _SETTLED_S = 10.0  # behind the last fault
+_LAST_WORDS_S = 0.01  # tasks of killed processes end
 LONGEST_S = 600.0  # of virtual time: a run that takes longer is stuck
 
 MIXES: tuple[tuple[tuple[GroupSpec, ...], dict[str, Any]], ...] = (
@@ -68,7 +69,7 @@ class Site:
         self.workers: list[Worker] = []
         self.lives: list[EngineLife] = []
         self.begun_by: dict[int, int] = {}
-        self.remote = {address for address in ADDRESSES if rng.random() < 0.2}
+        self.remote = set(rng.choice([(), (), ADDRESSES[:1], ADDRESSES[1:], ADDRESSES]))
         self.is_alike = rng.random() < 0.7
         self.is_finished = False
         self._flushed: Flushed | None = None
@@ -203,6 +204,7 @@ class World:
             for bug in process.bugs:
                 self.tell(history.Broken(f"{process.name}: {type(bug).__name__}: {bug}"))
             process.kill()
+        await asyncio.sleep(_LAST_WORDS_S)
 
     async def _settle(self) -> None:
         """Services have time to find out who owns what."""
