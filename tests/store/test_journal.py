@@ -260,6 +260,22 @@ def test_chunks_of_another_service_in_the_same_log_hide_none(theirs, after):
     assert sorted(load_log(engine.store, log).entries()[0].block) == [1, 2, 3]
 
 
+def test_a_late_chunk_of_the_process_before_hides_none():
+    """It was written behind what the next one read."""
+    engine = Journaled(full())
+    engine.serve(0, PROMPT)
+    engine.idle()
+    engine.flush()
+    engine.restart()
+    engine.store.append(LOG, StoredChunk(max(logs_of(engine)[LOG]) + 1, b"late"), 0)
+    engine.serve(1, "eeeeffffg")
+    engine.idle()
+    for _ in range(2):
+        engine.flush()
+    engine.restart()
+    assert [engine.outside(text) for text in (PROMPT, "eeeeffffg")] == [12, 8]
+
+
 @pytest.mark.parametrize("most", [2, 3], ids=["by a resync", "one by one"])
 def test_a_life_that_kept_nothing_takes_back_what_was_told(most, monkeypatch):
     monkeypatch.setattr(journal, "_MAX_LOST", most)

@@ -32,6 +32,7 @@ _MAX_USED = 1 << 16  # uses that wait; more are forgotten: they only order evict
 _MAX_LOST = 8 * CHUNK_ROWS  # by a life, told one by one
 _MAX_LOOKS = 32  # chunks of blocks that `take` looks at in a row, some milliseconds
 _MAX_AGE = 0xFFFFFFFF
+_ABOVE_LATE = 1 << 20  # chunks that the process before may still write behind what was read
 _ABOVE_OTHERS = 1 << 40  # milliseconds: chunks of another service, whatever its clock says
 
 
@@ -284,7 +285,7 @@ class ReplicaJournal:
         assert not self._chunks and not self._dirty, "this journal has begun"
         self._chunks, self._home, self._age = past.chunks, past.home, past.age
         self._log_bytes = sum(kept.num_bytes for kept in past.chunks)
-        self._seq = max((kept.seq for kept in past.chunks), default=0)
+        self._seq = max((kept.seq for kept in past.chunks), default=0) + _ABOVE_LATE
         self._tick = min(past.tick + 1, _MAX_AGE)
 
     def resync(self) -> None:
