@@ -249,7 +249,8 @@ class EngineLife(RandomScheduler):
         tables = [self.tables[slot] for slot in self.requests if slot in self.tables]
         tables += [one.tables for one in self.requests.values() if one.tables is not None]
         tables += [row.tables for launch in [*self.queue, *self._left] for row in launch.rows]
-        copied = {block for launch in self.queue for orders in launch.orders for block in orders.copy_src}
+        orders = [one for launch in self.queue for one in launch.orders]
+        copied = {block for one in orders for block in (*one.copy_src, *one.copy_dst)}
         return copied.union(self.site.busy_blocks(), *(table for of in tables for table in of))
 
     def _work_of(self, launch: Launch) -> Work:
