@@ -178,7 +178,7 @@ async def test_who_reads_that_a_replica_was_let_go_finds_all_that_was_published(
     assert found[True] == sum(map(len, net.store.logs.values())), "a chunk was written behind the record"
 
 
-async def test_a_replica_that_is_let_go_while_it_is_read_in_is_read_no_further(net):
+async def test_a_replica_that_is_let_go_while_it_is_read_in_is_read_no_further(net, monkeypatch):
     _, second = await pair(net)
     net.dead.add("a:1")
     await second.ownership.bring("r")
