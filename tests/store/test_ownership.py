@@ -189,7 +189,7 @@ async def test_a_replica_that_is_let_go_while_it_is_read_in_is_read_no_further(n
         await keeper._load_patiently("r", written)
         return True
 
-    keeper._write_released = write_released  # type: ignore[method-assign]
+    monkeypatch.setattr(keeper, "_write_released", write_released)
     await keeper.release(["r"], Unavailable("the service is going away"))
     assert (second.state(), keeper._restored) == (None, {})
 
