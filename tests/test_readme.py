@@ -16,7 +16,7 @@ import pytest
 
 import kvplane
 from kvplane_service.cli.child import ServiceChild
-from kvplane_service.models import MODELS
+from kvplane_service.models.catalogue import MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

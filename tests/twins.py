@@ -561,8 +561,8 @@ TWINS: dict[str, Twin] = {
     "incarnation ignored": Twin(
         "entries are of one life of the page memory",
         (
-            Patch(f"{SERVICE}.recovering:Recovering.belongs_to", answer(True)),
-            Patch(f"{SERVICE}.lives:EngineLives._is_other", answer(False)),
+            Patch(f"{SERVICE}.replicas.recovery:Recovering.belongs_to", answer(True)),
+            Patch(f"{SERVICE}.replicas.engine_lives:EngineLives._is_other", answer(False)),
         ),
     ),
     "one rank unchecked": Twin(
@@ -570,7 +570,7 @@ TWINS: dict[str, Twin] = {
         (
             Patch("kvplane.rank:RankGroup.agreed_stamps", show_rank_zero),
             Patch("kvplane.rank:RankGroup.incarnation", show_rank_zero),
-            Patch(f"{SERVICE}.claims:_proven", believe_the_engine),
+            Patch(f"{SERVICE}.rpc.claims:_proven", believe_the_engine),
         ),
     ),
     "publication before execution": Twin(
@@ -579,17 +579,17 @@ TWINS: dict[str, Twin] = {
             Patch(f"{CORE}.replica:Replica.end_epoch", with_all_executed_meanwhile),
             Patch(f"{CORE}.replica:Replica.entries", with_all_executed),
             Patch(f"{CORE}.replica:Replica.lookup", with_all_executed),
-            Patch(f"{SERVICE}.events:PublicationHold.release", release_all),
+            Patch(f"{SERVICE}.replicas.events:PublicationHold.release", release_all),
             Patch(f"{SERVICE}.store.journal:ReplicaJournal.note", mark_at_once),
         ),
     ),
     "a removal of a held key is swallowed": Twin(
         "whenever nothing is in flight others see what is published, by block",
-        (Patch(f"{SERVICE}.events:PublicationHold.add", swallow_removals_of_held_content),),
+        (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", swallow_removals_of_held_content),),
     ),
     "withdrawn keys stay shown": Twin(
         "others never see a key whose step did not run",
-        (Patch(f"{SERVICE}.events:PublicationHold.add", ignore_withdrawals),),
+        (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", ignore_withdrawals),),
     ),
     "state of rejected drafts": Twin(
         "a state is named only for a verified length",
@@ -616,7 +616,7 @@ TWINS: dict[str, Twin] = {
     ),
     "owner not asked": Twin(
         "an engine life is numbered above the owner epoch that the memory shows",
-        (Patch(f"{SERVICE}.lives:EngineLives.next_epoch", ask_no_memory),),
+        (Patch(f"{SERVICE}.replicas.engine_lives:EngineLives.next_epoch", ask_no_memory),),
     ),
     "zero after load": Twin(
         "a page that a transfer fills is in no zero order",
@@ -659,12 +659,12 @@ TWINS: dict[str, Twin] = {
     ),
     "lease expiry frees pages": Twin(
         "a lease that lapses withdraws entries from what others see, and nothing else",
-        (Patch(f"{SERVICE}.host:ReplicaHost.expire", free_when_silent),),
+        (Patch(f"{SERVICE}.replicas.host:ReplicaHost.expire", free_when_silent),),
     ),
     "shared executor": Twin(
         "each resource has its own threads, and a store that does not answer is asked by its writer alone",
         (
-            Patch(f"{SERVICE}.executors:Executor.__call__", run_on_shared_threads),
+            Patch(f"{SERVICE}.runtime.executors:Executor.__call__", run_on_shared_threads),
             Patch(f"{SERVICE}.store.redis_store:RedisStore.get_record", ask_on_shared_threads),
             Patch(f"{SERVICE}.store.redis_store:RedisStore.put_record", ask_on_shared_threads),
             Patch(f"{SERVICE}.store.writer:StoreWriter.note_failure", forget_that_it_is_away),
@@ -690,7 +690,7 @@ TWINS: dict[str, Twin] = {
     ),
     "resume forgets held pages": Twin(
         "a session that resumes finds its held pages held",
-        (Patch(f"{SERVICE}.host:ReplicaHost.open_in_slices", release_held_at_resume),),
+        (Patch(f"{SERVICE}.replicas.host:ReplicaHost.open_in_slices", release_held_at_resume),),
     ),
 }
 

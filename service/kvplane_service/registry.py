@@ -11,11 +11,11 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.rank_plan import RankPlan
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
-from kvplane_service.host import ReplicaHost, new_replica
-from kvplane_service.lives import Clock
-from kvplane_service.packed_log import LogBudget
-from kvplane_service.unary import UnaryCalls
-from kvplane_service.workers import WorkerRoster
+from kvplane_service.decisions.packed_log import LogBudget
+from kvplane_service.replicas.engine_lives import Clock
+from kvplane_service.replicas.host import ReplicaHost, new_replica
+from kvplane_service.replicas.workers import WorkerRoster
+from kvplane_service.unary.service import UnaryCalls
 
 _NAME = re.compile(r"[a-zA-Z0-9._/-]{1,128}", re.ASCII)
 MAX_RANKS = 65536

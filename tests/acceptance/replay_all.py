@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvplane_service.workloads.lines import TraceLines
+from kvplane_replay.workloads.lines import TraceLines
 
 WEKA_SESSIONS = 100
 MODELS = {"llama-3.1-70b": 4, "gpt-oss-120b": 1, "gemma-3-27b": 1, "jamba-v0.1": 1}  # to tensor-parallel ranks

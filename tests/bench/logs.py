@@ -34,7 +34,7 @@ import gc, json, os, statistics, sys, time
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
-from kvplane_service import garbage
+from kvplane_service.process import gc_policy as garbage
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 

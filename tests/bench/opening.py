@@ -39,9 +39,9 @@ import kvplane
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, End, Facts, News, Part
 from kvplane.retry import RetryPolicy
-from kvplane_service import garbage
 from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
+from kvplane_service.process import gc_policy as garbage
 from tests.bench.machine import machine_line
 
 RESULTS = Path(__file__).parent / "results"
@@ -122,8 +122,8 @@ def _timed_life(replica: Replica, stamps: Any) -> tuple[float, list[float]]:
 
 def serve(holds: str, arguments: list[str]) -> None:
     """`kvplane serve`, and a task that writes when the loop was held: `[at, ms, CPU ms of its thread]` in lines."""
-    from kvplane_service import app as service
     from kvplane_service.cli import main
+    from kvplane_service.process import app as service
 
     start, tasks, out = service.App.start, [], Path(holds).open("a")  # noqa: SIM115 - until the process ends
 

@@ -28,12 +28,12 @@ from pathlib import Path
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, Facts, News, Part, Run, Step
-from kvplane_service import garbage
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import digest
-from kvplane_service.decisions import Entry
-from kvplane_service.host import ReplicaHost, new_replica
-from kvplane_service.packed_log import LogBudget
+from kvplane_service.decisions.log import Entry
+from kvplane_service.decisions.packed_log import LogBudget
+from kvplane_service.process import gc_policy as garbage
+from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.telemetry.tracing import Tracing
 from tests.bench.machine import machine_line
 

@@ -25,10 +25,10 @@ import xxhash
 
 from kvplane.base.groups import DENSE_RETENTION, GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
-from kvplane_service import garbage
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
-from kvplane_service.recovering import Recovering
+from kvplane_service.process import gc_policy as garbage
+from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
 from kvplane_service.store.memory import MemoryStore

@@ -23,10 +23,10 @@ from pathlib import Path
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, Budget, End, Facts, News, Part, Run, Step
-from kvplane_service import garbage
 from kvplane_service.config import Config
-from kvplane_service.host import ReplicaHost, new_replica
-from kvplane_service.packed_log import LogBudget
+from kvplane_service.decisions.packed_log import LogBudget
+from kvplane_service.process import gc_policy as garbage
+from kvplane_service.replicas.host import ReplicaHost, new_replica
 from tests.bench.machine import machine, machine_line
 from tests.bench.peer.models import MODELS, Model
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from kvplane_service.decisions import Entry
-from kvplane_service.host import ReplicaHost
+from kvplane_service.decisions.log import Entry
+from kvplane_service.replicas.host import ReplicaHost
 from tests.bench.overhead import Side, always_on, bootstrap, log_only, measure, table, unwatched
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplane.base.step import Admit, Cache, End, Facts, News, Part, PartResult, Peek, Resume, Run, Step, StepResult
-from kvplane_service.decisions import Decision
+from kvplane_service.decisions.log import Decision
 from kvplane_service.telemetry.ops import pack
 from tests.service.hosts import HostWorld
 

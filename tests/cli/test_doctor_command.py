@@ -23,7 +23,7 @@ from kvplane.workers import WorkersClient
 from kvplane_service.cli import checks
 from kvplane_service.config import Config
 from kvplane_service.core.program import PATIENT_ROWS
-from kvplane_service.executors import Executor
+from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded
 from tests.service.rig import WAIT_S, Service, column, running

@@ -70,7 +70,7 @@ def test_a_decision_that_differs_fails(kvplane, tmp_path):
         with client.session("r") as session:
             serve(session, 0, 7)
             record(service.address, "r", path, 3)
-    from kvplane_service.recording import MAGIC, Frames, write_frame
+    from kvplane_service.decisions.recording import MAGIC, Frames, write_frame
 
     frames = list(Frames(path))
     frames[-1].decision.result_digest = bytes(32)

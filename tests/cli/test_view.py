@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kvplane_replay import CostModel, Tally
+from kvplane_replay.engine import TOO_LONG, Refusal
+from kvplane_replay.summary import ServiceCounts, Summary
 from kvplane_service.cli import live, report
 from kvplane_service.cli.demo_show import complaints, summary_line
 from kvplane_service.cli.pace import Pace
 from kvplane_service.cli.watch import Look, Pool, Trend
-from kvplane_service.replay import CostModel, Tally
-from kvplane_service.replay.engine import TOO_LONG, Refusal
-from kvplane_service.replay.summary import ServiceCounts, Summary
 from tests.service.replaying import SPECS
 
 COUNTS = ServiceCounts(

@@ -22,8 +22,8 @@ from kvplane.revival import Revival
 from kvplane.rows import AdmitRow, NewsRow, part_of
 from kvplane.session import Session
 from kvplane_service.config import Config
-from kvplane_service.recovering import Recovering
 from kvplane_service.registry import Registry
+from kvplane_service.replicas.recovery import Recovering
 from tests.client.loop_thread import Awaited, on_shared_loop, shared_loop
 from tests.client.worlds import GrpcWorld, InProcessWorld
 from tests.twins import weakened

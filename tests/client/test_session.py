@@ -24,7 +24,7 @@ from kvplane.base.step import Cache, Part, PartResult, StepResult
 from kvplane.retry import RetryPolicy
 from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.session import Session
-from kvplane_service.host import ReplicaState
+from kvplane_service.replicas.host import ReplicaState
 from tests.client.flaky import FlakyTransport, breaking, never
 from tests.client.loop_thread import Awaited, Blocking, shared_loop
 from tests.client.mini_engine import MiniEngine

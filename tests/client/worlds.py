@@ -6,12 +6,12 @@ from kvplane.base.session import SessionTransport
 from kvplane.channel import open_channel
 from kvplane.transport import GrpcTransport
 from kvplane.unary import Client
-from kvplane_service.app import App
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import digest
-from kvplane_service.host import ReplicaHost
-from kvplane_service.inprocess import InProcessTransport
+from kvplane_service.process.app import App
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.client.loop_thread import shared_loop
 from tests.client.mini_engine import HYBRID
 

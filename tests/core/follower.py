@@ -15,8 +15,8 @@ from typing import NamedTuple
 from kvplane.base.step import CacheEvent, EventKind, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
-from kvplane_service.events import Batch, EventLog, PublicationHold
-from kvplane_service.packed_log import LogBudget
+from kvplane_service.decisions.packed_log import LogBudget
+from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
 
 
 class Shown(NamedTuple):

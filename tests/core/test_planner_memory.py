@@ -12,7 +12,7 @@ from kvplane.base.groups import MambaMode
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import CrossAttentionSpec, Layer, RingSpec
 from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache
-from kvplane_service.models import ModelOptions, model_layers
+from kvplane_service.models.catalogue import ModelOptions, model_layers
 from tests.core.planner_layers import (
     PAGE,
     SMALL,

@@ -9,9 +9,9 @@ from kvplane.base.session import Opened, OpenRequest, SessionTransport
 from kvplane.base.step import Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.resume import Resumption
-from kvplane_service.inprocess import InProcessTransport
-from kvplane_service.recovering import Recovering
 from kvplane_service.registry import Registry
+from kvplane_service.replicas.inprocess import InProcessTransport
+from kvplane_service.replicas.recovery import Recovering
 from tests.engine.stress import MIXES, Mix, Report, Side
 from tests.engine.world import World
 

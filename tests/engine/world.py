@@ -20,9 +20,9 @@ from kvplane.wire.sources import encode_layer_source
 from kvplane_service.config import Config
 from kvplane_service.core import inspect
 from kvplane_service.core.planner import Layout, PlanOptions, Worker, plan_cache, to_rank_plan
-from kvplane_service.host import ReplicaHost
-from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.rpc.sources import plan_source
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.config import MIXED, ModelConfig

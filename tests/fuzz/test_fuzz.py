@@ -15,7 +15,7 @@ from kvplane.base.step import Part, StepResult
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.inspect import digest
-from kvplane_service.host import ReplicaHost, UnaryStep
+from kvplane_service.replicas.host import ReplicaHost, UnaryStep
 from tests.fuzz import mutator, world
 
 SECONDS = 8

@@ -30,15 +30,15 @@ from google.rpc import code_pb2
 from kvplane.base.errors import PermissionDenied, Unauthenticated
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.spec import decode_spec
-from kvplane_service.about import About
 from kvplane_service.auth.gate import CALL, NOBODY, Gate
 from kvplane_service.auth.identity import Identities, Proof
 from kvplane_service.auth.scopes import METHODS as RULES
 from kvplane_service.auth.scopes import Scope
 from kvplane_service.core.inspect import check, digest
-from kvplane_service.executors import Executor
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import Outside, RpcServer
+from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
 from kvplane_service.store.writer import Surroundings

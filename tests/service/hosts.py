@@ -14,7 +14,7 @@ from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, digest
-from kvplane_service.host import ReplicaHost, new_replica
+from kvplane_service.replicas.host import ReplicaHost, new_replica
 
 BLOCK = 16
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK)

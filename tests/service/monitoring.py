@@ -19,12 +19,12 @@ from prometheus_client.registry import Collector
 
 from kvplane.base.session import OpenRequest
 from kvplane.session import Session
-from kvplane_service.inprocess import InProcessTransport
+from kvplane_replay import Engine, EngineConfig, Fleet
+from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.registry import Registration
-from kvplane_service.replay import Engine, EngineConfig, Fleet
+from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.telemetry.collector import ServiceCollector
-from kvplane_service.workloads import ChatShape, chat_workload
 from tests.service.replaying import BUDGET, COST, SPECS
 from tests.service.rig import until
 from tests.store.test_restart import Life

@@ -9,13 +9,13 @@ from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, Repl
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part, StepResult
 from kvplane.session import Session
+from kvplane_replay import CostModel, Engine, EngineConfig, Fleet, Routing
+from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, digest
 from kvplane_service.core.replica import Replica
-from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.replay import CostModel, Engine, EngineConfig, Fleet, Routing
-from kvplane_service.workloads import Span, TokenSource, TraceRequest
+from kvplane_service.replicas.inprocess import InProcessTransport
 
 BUDGET = 256
 COST = CostModel(prefill_tokens_per_second=10_000, decode_step_us=10_000, step_overhead_us=1_000)

@@ -21,8 +21,8 @@ from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.v1.replica_pb2 import GroupSpec, ReplicaSpec
 from kvplane.v1.step_pb2 import StepError
-from kvplane_service.app import App
 from kvplane_service.config import Config
+from kvplane_service.process.app import App
 
 T = TypeVar("T")
 WAIT_S = 20  # for what must happen; reached only by a failure

@@ -15,10 +15,10 @@ from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError, No
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, OnRefusal, Part, Run, Step
 from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane_service import applying
-from kvplane_service.executors import Busy, Executor
-from kvplane_service.host import ReplicaState, UnaryStep
-from kvplane_service.lives import tell_nobody
+from kvplane_service.replicas import applying
+from kvplane_service.replicas.engine_lives import tell_nobody
+from kvplane_service.replicas.host import ReplicaState, UnaryStep
+from kvplane_service.runtime.executors import Busy, Executor
 from tests.service.hosts import NONCES, HostWorld
 
 PROMPT = list(range(64))

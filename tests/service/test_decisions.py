@@ -7,8 +7,8 @@ import pytest
 from kvplane import wire
 from kvplane.base.step import Admit, Budget, Cache, End, EventKind, Facts, News, Part, Run, StepResult
 from kvplane_service.config import Config
-from kvplane_service.decisions import Decision, Life, hashed_step, hashes_of_news
-from kvplane_service.host import new_replica
+from kvplane_service.decisions.log import Decision, Life, hashed_step, hashes_of_news
+from kvplane_service.replicas.host import new_replica
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
 CANARY = 987_654_321

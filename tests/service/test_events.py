@@ -10,8 +10,8 @@ from kvplane.base.errors import InvalidArgument, LimitExceeded, NotFound
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.keys import Key
-from kvplane_service.events import Batch, EventLog, PublicationHold
-from kvplane_service.packed_log import LogBudget
+from kvplane_service.decisions.packed_log import LogBudget
+from kvplane_service.replicas.events import Batch, EventLog, PublicationHold
 from tests.core.follower import Follower, Shown
 
 

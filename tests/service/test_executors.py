@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from kvplane_service import executors
-from kvplane_service.executors import Busy, Executor
+from kvplane_service.runtime import executors
+from kvplane_service.runtime.executors import Busy, Executor
 from tests.store.servers import wait_until
 
 

@@ -27,10 +27,10 @@ from kvplane.base.step import (
 from kvplane.v1 import admin_pb2 as pb
 from kvplane.v1.allocation_pb2 import RequestContent
 from kvplane_service.config import Config
-from kvplane_service.contents import hash_tokens
-from kvplane_service.executors import Executor
-from kvplane_service.explain import Cause
-from kvplane_service.explaining import Explanation, Prompt, explain_prompt, explain_request
+from kvplane_service.explain.causes import Cause
+from kvplane_service.explain.service import Explanation, Prompt, explain_prompt, explain_request
+from kvplane_service.runtime.executors import Executor
+from kvplane_service.unary.hashing import hash_tokens
 from tests.core.builders import chunked, full, replica_spec, state, window
 from tests.service.hosts import HostWorld
 from tests.service.rig import Stream, column, running

@@ -17,9 +17,9 @@ import pytest
 
 from kvplane.base.groups import GroupKind
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, Cache, End, ExtraKeys, Facts, Part, Run
-from kvplane_service.executors import Executor
-from kvplane_service.explain import Cause, Why
-from kvplane_service.explaining import Explanation, explain_request
+from kvplane_service.explain.causes import Cause, Why
+from kvplane_service.explain.service import Explanation, explain_request
+from kvplane_service.runtime.executors import Executor
 from tests.core.builders import chunked, full, replica_spec, state, window
 from tests.service.test_explain import SPARSE, Desk
 

@@ -16,7 +16,7 @@ def test_what_the_decision_log_keeps_is_not_visited_again_and_again():
     collections = lines_of(
         """
 import gc
-from kvplane_service import garbage
+from kvplane_service.process import gc_policy as garbage
 from tests.bench.overhead import Side, always_on
 
 for settle in (lambda: None, garbage.settle):
@@ -36,7 +36,7 @@ for settle in (lambda: None, garbage.settle):
 def test_young_cycles_are_still_found():
     program = """
 import gc, weakref
-from kvplane_service import garbage
+from kvplane_service.process import gc_policy as garbage
 
 garbage.settle()
 class Cycle:
@@ -51,8 +51,8 @@ print(first() is None)
 def test_a_service_settles_before_it_says_that_it_is_ready():
     program = """
 import asyncio, gc, os, signal
-from kvplane_service import garbage
-from kvplane_service.app import serve
+from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process.app import serve
 from kvplane_service.config import Config
 
 def ready(app):

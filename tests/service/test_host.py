@@ -22,8 +22,8 @@ from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.step import AdmitStatus, Cache, End, EventKind, Part, RemoveReason, RowFlag, Step
 from kvplane.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
 from kvplane_service.config import Config
-from kvplane_service.host import ReplicaHost, ReplicaState, UnaryStep, new_replica
-from kvplane_service.recovering import Recovering
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState, UnaryStep, new_replica
+from kvplane_service.replicas.recovery import Recovering
 from tests.service.hosts import HostWorld, spec_of
 
 PROMPT = list(range(40))  # two full blocks and a half

@@ -11,9 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvplane.base.errors import DeadlineExceeded, InternalError
-from kvplane_service import app
-from kvplane_service.app import serve
 from kvplane_service.config import Config, is_open_to_all
+from kvplane_service.process import app
+from kvplane_service.process.app import serve
 from kvplane_service.rpc import session
 from kvplane_service.store.sqlite import SqliteStore
 from tests.service.rig import WAIT_S, Service, Stream, running, until

@@ -8,8 +8,8 @@ import pytest
 
 from kvplane.base.errors import OtherWriter
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service import applying
 from kvplane_service.core.replica import Replica
+from kvplane_service.replicas import applying
 from kvplane_service.rpc import session
 from tests.service.rig import NONCES, WAIT_S, Stream, column, running, until
 

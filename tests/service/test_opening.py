@@ -17,9 +17,9 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, OtherWr
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import End, Part, Step
 from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
-from kvplane_service import lives
 from kvplane_service.core import dropping, freelist, inspect, ledger
-from kvplane_service.host import ReplicaState, UnaryStep
+from kvplane_service.replicas import engine_lives as lives
+from kvplane_service.replicas.host import ReplicaState, UnaryStep
 from tests.core.follower import Follower
 from tests.service.hosts import NONCES, HostWorld, spec_of
 

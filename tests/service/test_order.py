@@ -6,7 +6,7 @@ import pytest
 
 from kvplane.base.errors import SequenceError
 from kvplane.base.step import Facts, Part, Peek, Step, StepResult
-from kvplane_service.order import StepOrder, count_rows
+from kvplane_service.replicas.step_order import StepOrder, count_rows
 
 
 def step(seq: int, part: int = 0, parts: int = 1, last: bool = True) -> Step:

@@ -14,11 +14,11 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, CacheEvent, End, EventKind, Facts, News, Part, RemoveReason, Step
 from kvplane_service.config import Config
 from kvplane_service.core.cache_events import CacheEvents
-from kvplane_service.decisions import Decision, DecisionLog, Life
-from kvplane_service.events import EventLog
-from kvplane_service.explaining import explain_request
-from kvplane_service.packed_log import LogBudget, PackedLog
+from kvplane_service.decisions.log import Decision, DecisionLog, Life
+from kvplane_service.decisions.packed_log import LogBudget, PackedLog
+from kvplane_service.explain.service import explain_request
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.replicas.events import EventLog
 from kvplane_service.rpc.batches import NewestMessages
 from tests.bench.overhead import Side, always_on
 from tests.service.hosts import BLOCK, HostWorld, spec_of

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from kvplane.base import step as types
 from kvplane.base.step import CacheEvent, End, EventKind, Facts, Part, PartResult, Step, StepResult
 from kvplane_service.core.cache_events import CacheEvents, runs_of
-from kvplane_service.decisions import Decision, without_tokens
-from kvplane_service.events import Batch
-from kvplane_service.packing import pack_decision, unpack_decision
+from kvplane_service.decisions.log import Decision, without_tokens
+from kvplane_service.decisions.packing import pack_decision, unpack_decision
+from kvplane_service.replicas.events import Batch
 
 KINDS, REASONS, REFUSALS = tuple(EventKind), tuple(types.RemoveReason), tuple(types.OnRefusal)
 LOWEST, HIGHEST = (0, 0, -(2**31), 0, -(2**63)), (255, 2**32 - 1, 2**31 - 1, 2**64 - 1, 2**63 - 1)

@@ -28,18 +28,18 @@ from kvplane.base.step import (
 from kvplane.rows import AdmitRow, NewsRow, part_of
 from kvplane.session import Session
 from kvplane.v1.admin_pb2 import RecordResponse
+from kvplane_replay import Engine, EngineConfig, Fleet
+from kvplane_replay.from_log import Outcome, replay_log
+from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.config import Config
 from kvplane_service.core.image import image_of
-from kvplane_service.decisions import Decision
-from kvplane_service.history import NOW, read_history
-from kvplane_service.host import ReplicaHost
-from kvplane_service.inprocess import InProcessTransport
-from kvplane_service.readable import operation_lines
-from kvplane_service.recording import MAGIC, Frames, header_of, message_of, result_digest, write_frame
+from kvplane_service.decisions.log import Decision
+from kvplane_service.decisions.recording import MAGIC, Frames, header_of, message_of, result_digest, write_frame
+from kvplane_service.decisions.text import operation_lines
+from kvplane_service.explain.history import NOW, read_history
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.replay import Engine, EngineConfig, Fleet
-from kvplane_service.replay.from_log import Outcome, replay_log
-from kvplane_service.workloads import ChatShape, chat_workload
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.core.builders import full, replica_spec
 from tests.service.hosts import HostWorld
 from tests.service.replaying import BUDGET, COST, SPECS
@@ -226,7 +226,7 @@ def test_a_recording_of_the_first_version_decides_the_same_again():
 
 
 def test_a_recording_of_the_first_version_read_as_the_second_does_not(monkeypatch):
-    monkeypatch.setattr("kvplane_service.recording._ALIGNED_BY_DEFAULT", 0)
+    monkeypatch.setattr("kvplane_service.decisions.recording._ALIGNED_BY_DEFAULT", 0)
     assert replay_log(FIRST_VERSION).identical < 53
 
 

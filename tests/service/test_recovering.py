@@ -12,8 +12,8 @@ import pytest
 from kvplane.base.errors import LimitExceeded
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
-from kvplane_service.host import new_replica
-from kvplane_service.recovering import Recovering
+from kvplane_service.replicas.host import new_replica
+from kvplane_service.replicas.recovery import Recovering
 from tests.service.hosts import spec_of
 from tests.service.rig import SPEC, WAIT_S, column, running, until
 

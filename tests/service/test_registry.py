@@ -11,8 +11,8 @@ import pytest
 from kvplane.base.errors import AlreadyExists, InvalidArgument, KvplaneError, LimitExceeded, NotFound, StaleEpoch
 from kvplane.v1.allocation_pb2 import DeregisterReplicaRequest
 from kvplane_service.config import Config
-from kvplane_service.host import ReplicaHost
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.replicas.host import ReplicaHost
 from tests.service.hosts import FULL, spec_of
 from tests.service.rig import running, until
 

@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from kvplane.base.step import Admit, AdmitStatus, Part, PartResult, StepResult
-from kvplane_service.replay import CostModel, Engine, EngineConfig, Routing
-from kvplane_service.replay.engine import NEVER_FITS, TOO_LONG
-from kvplane_service.workloads import ChatShape, TraceRequest, chat_workload
+from kvplane_replay import CostModel, Engine, EngineConfig, Routing
+from kvplane_replay.engine import NEVER_FITS, TOO_LONG
+from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
 from tests.service.replaying import BUDGET, COST, SPECS, answer, begin, request, run, text
 
 NS = 1_000_000_000

@@ -17,7 +17,7 @@ from kvplane.base.errors import (
 )
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.config import Config
-from kvplane_service.lives import EngineLives
+from kvplane_service.replicas.engine_lives import EngineLives
 from tests.service.rig import NONCES, Stream, column, refusal, running, until
 
 ADMIT = {

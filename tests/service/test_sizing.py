@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import InvalidArgument, NotFound
-from kvplane_service.model_config import model_of
-from kvplane_service.models import MODELS, ModelOptions, Sliding
-from kvplane_service.sizing import Figures, Sizing, figures_of, find_model, parse_bytes, shortest_with_gain
+from kvplane_service.models.catalogue import MODELS, ModelOptions, Sliding
+from kvplane_service.models.hf_config import model_of
+from kvplane_service.models.sizing import Figures, Sizing, figures_of, find_model, parse_bytes, shortest_with_gain
 from tests.service.test_models import GOLDEN_ROWS
 
 GIB = 1 << 30

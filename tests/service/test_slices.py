@@ -11,12 +11,12 @@ import pytest
 from prometheus_client.exposition import choose_encoder
 
 from kvplane.base.step import Admit, News, Part
-from kvplane_service import slices
 from kvplane_service.config import Config
-from kvplane_service.executors import Busy, Executor
-from kvplane_service.explaining import explain_request
+from kvplane_service.explain.service import explain_request
 from kvplane_service.registry import Registration, Registry
-from kvplane_service.slices import Turns, in_slices
+from kvplane_service.runtime import slices
+from kvplane_service.runtime.executors import Busy, Executor
+from kvplane_service.runtime.slices import Turns, in_slices
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.holds import Holds
 from kvplane_service.telemetry.http import MetricsServer

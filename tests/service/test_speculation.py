@@ -20,7 +20,7 @@ from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.sources import LayerSource, ModelSource
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.replica import Replica
-from kvplane_service.models import MAX_SPECULATIVE_TOKENS, MODELS
+from kvplane_service.models.catalogue import MAX_SPECULATIVE_TOKENS, MODELS
 from kvplane_service.rpc.sources import plan_source
 
 HYBRID = ["jamba-v0.1", "qwen3-next-80b"]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvplane.base import stamps as base
 from kvplane.base.stamp_table import StampReading, agreed_stamps
-from kvplane_service import stamps
-from kvplane_service.claims import _proven
+from kvplane_service.replicas import stamps
+from kvplane_service.rpc.claims import _proven
 
 tables = st.lists(st.integers(0, 3).map(lambda number: number << 56 | number << 32 | number), min_size=6, max_size=6)
 readings = st.builds(StampReading, st.just(1), st.one_of(tables, st.just([1, 2])))

@@ -15,8 +15,8 @@ import zstandard
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvplane.base.hashing import unpack_tokens
-from kvplane_service.workloads import MalformedTrace, Span, TokenSource, TraceFile, TraceKind, TraceRequest
-from kvplane_service.workloads import lines as lines_module
+from kvplane_replay.workloads import MalformedTrace, Span, TokenSource, TraceFile, TraceKind, TraceRequest
+from kvplane_replay.workloads import lines as lines_module
 
 
 def mooncake(

@@ -23,7 +23,7 @@ from kvplane.base.trace import TraceContext, is_sampled, parse_traceparent
 from kvplane.requests import Allocate, Content
 from kvplane.tracing import current_traceparent
 from kvplane_service.config import Config
-from kvplane_service.decisions import Decision
+from kvplane_service.decisions.log import Decision
 from kvplane_service.telemetry.ops import MAX_PACKED_CHARS, pack, unpack
 from kvplane_service.telemetry.sampling import Sampling, is_asked_for
 from tests.service.collector import Collector, collecting

@@ -7,9 +7,9 @@ import pytest
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, LimitExceeded, NotFound, OtherWriter
 from kvplane.base.step import CacheEvent, ExtraKeys, RowFlag
 from kvplane_service.config import Config
-from kvplane_service.contents import hash_tokens
-from kvplane_service.host import UnaryStep
-from kvplane_service.unary import (
+from kvplane_service.replicas.host import UnaryStep
+from kvplane_service.unary.hashing import hash_tokens
+from kvplane_service.unary.service import (
     AllocateCall,
     AllocationStatus,
     Appended,

@@ -23,7 +23,7 @@ from kvplane.v1 import plan_pb2
 from kvplane.workers import WorkersClient
 from kvplane_service.config import Config
 from kvplane_service.core.planner import to_rank_plan
-from kvplane_service.workers import WorkerRoster
+from kvplane_service.replicas.workers import WorkerRoster
 from tests.core.planner_layers import full, named, plan, window
 from tests.service.rig import SPEC, Service, running
 

@@ -19,7 +19,7 @@ from kvplane.rank import RankGroup
 from kvplane.retry import RetryPolicy
 from kvplane.revival import Revival
 from kvplane.rows import ResumeRow, resume_of
-from kvplane_service.host import ReplicaHost
+from kvplane_service.replicas.host import ReplicaHost
 from tests.core.builders import tokens
 from tests.core.page_memory import Launch, Row, WrongPage
 from tests.core.page_requests import PlannedRow, Request, Transfer

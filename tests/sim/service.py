@@ -13,16 +13,15 @@ from kvplane.base.stamp_table import agreed_stamps
 from kvplane.base.step import EventKind
 from kvplane.base.worker import WorkerInfo
 from kvplane.v1 import allocation_pb2, plan_pb2
-from kvplane_service import decisions
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.claims import CLAIM_TIMEOUT_S, ClaimedPages
 from kvplane_service.config import Config
-from kvplane_service.contents import ContentHasher
 from kvplane_service.core import inspect
-from kvplane_service.events import Batch, Subscription
-from kvplane_service.host import ReplicaHost, new_replica
+from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registration, Registry, UnknownReplica
+from kvplane_service.replicas.events import Batch, Subscription
+from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.rpc.allocation import AllocationServicer
+from kvplane_service.rpc.claims import CLAIM_TIMEOUT_S, ClaimedPages
 from kvplane_service.rpc.methods import Around, service_handler
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.workers import WorkersServicer
@@ -31,6 +30,7 @@ from kvplane_service.store.offloaded import OffloadedShared
 from kvplane_service.store.ownership import Durable, Ownership, OwnerUnknown
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Surroundings
+from kvplane_service.unary.hashing import ContentHasher
 from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
 from tests.sim import history

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane_service import applying
-from kvplane_service.applying import Applying
+from kvplane_service.replicas import applying
+from kvplane_service.replicas.applying import Applying
 from tests.sim import world
 from tests.sim.campaign import quiet
 

@@ -14,7 +14,7 @@ from kvplane.base.groups import AlignSpec, GroupSpec, ReplicaSpec
 from kvplane.base.stamp_table import StampReading
 from kvplane.owners import Owners
 from kvplane.rank import RankGroup
-from kvplane_service.host import new_replica
+from kvplane_service.replicas.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_requests import Texts, Transfer
 from tests.sim import history, rules

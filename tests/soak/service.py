@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvplane_service.app import App
 from kvplane_service.cli import main
+from kvplane_service.process.app import App
 
 LOOK_S = 0.002
 SAMPLE_S = 1.0
@@ -57,8 +57,8 @@ class SampledApp(App):
 
 if __name__ == "__main__":
     SAMPLES = Path(sys.argv.pop(1))
-    import kvplane_service.app
+    import kvplane_service.process.app
 
-    kvplane_service.app.App = SampledApp  # type: ignore[misc]
+    kvplane_service.process.app.App = SampledApp  # type: ignore[misc]
     sys.argv[0] = "kvplane"
     main()

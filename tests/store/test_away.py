@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from kvplane_service.config import Config
+from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.journal import Lag
-from kvplane_service.store.writer import Limits, StoreReport, StoreState, StoreWriter, Surroundings, Watch
+from kvplane_service.store.writer import Limits, StoreWriter, Surroundings, Watch
 from tests.core.builders import full
 from tests.store import servers
 from tests.store.contract import opened, run

@@ -12,7 +12,7 @@ from kvplane.base.groups import AlignSpec
 from kvplane.base.step import Part, RowFlag, Step
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
-from kvplane_service.decisions import Decision, Life
+from kvplane_service.decisions.log import Decision, Life
 from kvplane_service.store import journal
 from kvplane_service.store.interface import BlockingStore, LogName, StoredChunk
 from kvplane_service.store.journal import Past, ReplicaJournal

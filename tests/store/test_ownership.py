@@ -13,8 +13,8 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import End, Step
 from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.config import Config
-from kvplane_service.host import ReplicaState
 from kvplane_service.registry import Registration, Registry, UnknownReplica
+from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import BlockingSharedStore
 from kvplane_service.store.keeper import Chance, Keeper

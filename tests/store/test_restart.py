@@ -19,14 +19,15 @@ from kvplane.session import Session
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.core.replica import Replica
-from kvplane_service.host import ReplicaHost, ReplicaState, UnaryStep
-from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState, UnaryStep
+from kvplane_service.replicas.inprocess import InProcessTransport
+from kvplane_service.runtime.reports import StoreState
 from kvplane_service.store.errors import ClockBehindStore, StoreUnavailable
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
-from kvplane_service.store.writer import StoreState, Surroundings
+from kvplane_service.store.writer import Surroundings
 from tests.client.lasting import HYBRID, STATE, LastingEngine, PageMemory
 
 NAME = "small"

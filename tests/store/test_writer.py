@@ -8,11 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from kvplane_service.config import Config
+from kvplane_service.runtime.reports import StoreState
 from kvplane_service.store.errors import StoreFull, StoreUnavailable
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
-from kvplane_service.store.writer import Limits, StoreState, StoreWriter, Surroundings, Watch
+from kvplane_service.store.writer import Limits, StoreWriter, Surroundings, Watch
 from tests.core.builders import full
 from tests.store import servers
 from tests.store.contract import Blocking, load_log, opened, run

@@ -15,16 +15,16 @@ from rich.console import Console
 from rich.live import Live
 
 from kvplane.unary import connect
+from kvplane_replay import CostModel, EngineConfig
+from kvplane_replay.run import ReplayRun, RunPlan
+from kvplane_replay.summary import Summary
+from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
 from kvplane_service.cli import FAILED, INTERRUPTED
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.engines import Engines, running
 from kvplane_service.cli.live import View, line, picture
 from kvplane_service.cli.pace import Pace
 from kvplane_service.cli.watch import Look, Watcher
-from kvplane_service.replay import CostModel, EngineConfig
-from kvplane_service.replay.run import ReplayRun, RunPlan
-from kvplane_service.replay.summary import Summary
-from kvplane_service.workloads import ChatShape, TraceRequest, chat_workload
 
 MAX_MODEL_LEN = 4096
 NUM_REQUESTS = 300

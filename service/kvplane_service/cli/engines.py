@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from kvplane.base.errors import KvplaneError
-from kvplane_service.replay.run import ReplayRun
+from kvplane_replay.run import ReplayRun
 
 
 class EngineThread(threading.Thread):

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from kvplane_replay.from_log import Outcome, replay_log
 from kvplane_service.cli import FAILED
 from kvplane_service.cli.asking import columns
-from kvplane_service.replay.from_log import Outcome, replay_log
 
 
 def show_log(path: Path, pool_blocks: int | None, as_json: bool) -> int:

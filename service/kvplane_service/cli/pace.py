@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.replay.cost import NS_PER_SECOND
+from kvplane_replay.cost import NS_PER_SECOND
 
 
 class Pace:

@@ -12,14 +12,14 @@ from kvplane.base.groups import Drafter
 from kvplane_service.cli.asking import Form, Output, columns, plain_text
 
 if TYPE_CHECKING:
-    from kvplane_service.sizing import Figures, Sizing
+    from kvplane_service.models.sizing import Figures, Sizing
 
 _BAR_CELLS = 40
 
 
 def _complete_model(incomplete: str) -> list[str]:
     """Names of the catalogue for the shell."""
-    from kvplane_service.models import MODELS
+    from kvplane_service.models.catalogue import MODELS
 
     return [name for name in MODELS if name.startswith(incomplete)]
 
@@ -49,8 +49,8 @@ def command(
     Hybrid (window and state layers give back what they no longer need) beside uniform, where every layer keeps every
     token; other data types and numbers of ranks; other context lengths.
     """
-    from kvplane_service.models import ModelOptions
-    from kvplane_service.sizing import Sizing, figures_of, find_model, parse_bytes
+    from kvplane_service.models.catalogue import ModelOptions
+    from kvplane_service.models.sizing import Sizing, figures_of, find_model, parse_bytes
 
     options = ModelOptions(
         tensor_parallel, cache_dtype, block_size, context, speculative_tokens=speculative_tokens, drafter=drafter
@@ -88,7 +88,7 @@ def _groups(figures: Figures) -> str:
 
 
 def _variants(sizing: Sizing) -> str:
-    from kvplane_service.sizing import figures_by_layout
+    from kvplane_service.models.sizing import figures_by_layout
 
     rows = [("DTYPE", "TP", "BYTES/TOKEN", "BLOCKS", "AT ONCE", "UNIFORM")]
     for options, told in figures_by_layout(sizing):
@@ -100,7 +100,7 @@ def _variants(sizing: Sizing) -> str:
 
 def _lengths(sizing: Sizing) -> str:
     """Requests at once by context length, as bars."""
-    from kvplane_service.sizing import figures_by_length
+    from kvplane_service.models.sizing import figures_by_length
 
     told = figures_by_length(sizing)
     most = max((figures.concurrency for _, figures in told), default=1.0)
@@ -113,7 +113,7 @@ def _lengths(sizing: Sizing) -> str:
 
 def _plain(sizing: Sizing, figures: Figures) -> dict[str, object]:
     """All that the table shows, as plain data."""
-    from kvplane_service.sizing import figures_by_layout, figures_by_length
+    from kvplane_service.models.sizing import figures_by_layout, figures_by_length
 
     layouts = [
         {"cache_dtype": options.cache_dtype, "tensor_parallel": options.tensor_parallel, **_counts(told)}
@@ -130,7 +130,7 @@ def _counts(figures: Figures) -> dict[str, object]:
 
 def _draw(title: str, sizing: Sizing, path: Path) -> None:
     from kvplane_service.cli.plan_plot import check_path, draw
-    from kvplane_service.sizing import figures_by_length
+    from kvplane_service.models.sizing import figures_by_length
 
     check_path(path)
     draw(title, figures_by_length(sizing), path)

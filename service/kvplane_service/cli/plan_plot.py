@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvplane import FailedPrecondition, InvalidArgument
 
 if TYPE_CHECKING:
-    from kvplane_service.sizing import Figures
+    from kvplane_service.models.sizing import Figures
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _SIZE_INCHES = (7.0, 4.2)

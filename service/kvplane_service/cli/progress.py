@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvplane_service.replay import Fleet
-from kvplane_service.replay.cost import NS_PER_SECOND
-from kvplane_service.workloads import TraceFile
+from kvplane_replay import Fleet
+from kvplane_replay.cost import NS_PER_SECOND
+from kvplane_replay.workloads import TraceFile
 
 _LINE_INTERVAL_S = 5.0
 

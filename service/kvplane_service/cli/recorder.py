@@ -15,7 +15,7 @@ from kvplane.status import RpcOutcome, error_of_rpc
 from kvplane.v1.admin_pb2 import RecordRequest, RecordResponse
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane_service.cli.access import given_access
-from kvplane_service.recording import MAGIC, write_frame
+from kvplane_service.decisions.recording import MAGIC, write_frame
 
 
 def record(service: str, replica: str, path: Path, decisions: int | None) -> int:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvplane_service.replay import CostModel, EngineConfig, Routing
+from kvplane_replay import CostModel, EngineConfig, Routing
 
 _POOL_BLOCKS = 65_536
 
@@ -48,8 +48,8 @@ def command(
         from kvplane_service.cli.log_show import show_log
 
         raise typer.Exit(show_log(file, pool_blocks, as_json))
+    from kvplane_replay.run import RunPlan
     from kvplane_service.cli.replay_show import ReplayOptions, show_replay
-    from kvplane_service.replay.run import RunPlan
 
     engine = EngineConfig(
         max_running=1 if one_at_a_time else concurrency, token_budget=token_budget, max_output=max_output

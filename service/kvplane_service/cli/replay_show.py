@@ -14,15 +14,15 @@ from rich.console import Console
 
 from kvplane.access import PLAIN
 from kvplane.unary import connect
+from kvplane_replay.run import ReplayRun, RunPlan
+from kvplane_replay.summary import Summary
+from kvplane_replay.workloads import TraceFile
 from kvplane_service.cli import FAILED, INTERRUPTED, report
 from kvplane_service.cli.access import given_access
 from kvplane_service.cli.child import ServiceChild
 from kvplane_service.cli.engines import running
 from kvplane_service.cli.pace import Pace
 from kvplane_service.cli.progress import Extent, progress_of
-from kvplane_service.replay.run import ReplayRun, RunPlan
-from kvplane_service.replay.summary import Summary
-from kvplane_service.workloads import TraceFile
 
 _VIEW_INTERVAL_S = 0.2
 

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from kvplane.base.groups import GroupSpec, ReplicaSpec
-from kvplane_service.replay.summary import Summary
+from kvplane_replay.summary import Summary
 
 _NAMED_REFUSALS = 5
 

@@ -10,7 +10,7 @@ import typer
 from kvplane_service.cli.options import ConfigFile, Listen, Settings, load_config
 
 if TYPE_CHECKING:
-    from kvplane_service.app import App
+    from kvplane_service.process.app import App
 
 
 def command(
@@ -23,7 +23,7 @@ def command(
     import asyncio
     import logging
 
-    from kvplane_service.app import serve
+    from kvplane_service.process.app import serve
 
     if metrics is not None:
         settings = [*(settings or ()), f"metrics_listen={metrics}"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from kvplane.base.groups import GroupSpec
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
-from kvplane_service.replay.cost import NS_PER_SECOND
-from kvplane_service.replay.run import ReplayRun, counts_of
-from kvplane_service.replay.summary import ServiceCounts
+from kvplane_replay.cost import NS_PER_SECOND
+from kvplane_replay.run import ReplayRun, counts_of
+from kvplane_replay.summary import ServiceCounts
 
 HISTORY = 60
 

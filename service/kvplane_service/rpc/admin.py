@@ -13,18 +13,18 @@ from kvplane.base.errors import FailedPrecondition, InternalError, InvalidArgume
 from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
-from kvplane_service.about import About
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.contents import ContentHasher, hash_tokens
 from kvplane_service.core.inspect import take_snapshot
-from kvplane_service.decisions import Entry
-from kvplane_service.executors import Executor
-from kvplane_service.explaining import Prompt, explain_prompt, explain_request, reaches_registration
-from kvplane_service.host import ReplicaHost, ReplicaState
-from kvplane_service.recording import header_of, message_of
+from kvplane_service.decisions.log import Entry
+from kvplane_service.decisions.recording import header_of, message_of
+from kvplane_service.explain.service import Prompt, explain_prompt, explain_request, reaches_registration
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.rpc import decode
+from kvplane_service.rpc.about import About
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
-from kvplane_service.slices import Turns
+from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.slices import Turns
+from kvplane_service.unary.hashing import ContentHasher, hash_tokens
 
 NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096

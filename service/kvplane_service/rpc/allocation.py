@@ -13,17 +13,17 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument, NotFound, Unavailable
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.contents import ContentHasher
 from kvplane_service.core.lookup import Hit
-from kvplane_service.executors import Executor
-from kvplane_service.host import ReplicaHost, UnaryStep, new_replica
 from kvplane_service.registry import Entry, Registration, UnknownReplica
+from kvplane_service.replicas.host import ReplicaHost, UnaryStep, new_replica
 from kvplane_service.rpc import decode, encode
 from kvplane_service.rpc.methods import Context
 from kvplane_service.rpc.session import SessionStreams, fingerprint
 from kvplane_service.rpc.sources import Planned, plan_source
+from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.ownership import Durable, OwnerUnknown
-from kvplane_service.unary import Appended, Hashes
+from kvplane_service.unary.hashing import ContentHasher
+from kvplane_service.unary.service import Appended, Hashes
 
 Act: TypeAlias = Callable[[], Message]
 

@@ -13,7 +13,7 @@ from kvplane import wire
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane.v1 import events_pb2, step_pb2
 from kvplane_service.core.cache_events import runs_of
-from kvplane_service.events import Batch, EventLog
+from kvplane_service.replicas.events import Batch, EventLog
 
 _BLOCK_BYTES = 4
 _KEPT_MESSAGES = 2

@@ -10,10 +10,10 @@ from kvplane.base.hashing import HashScheme
 from kvplane.base.step import ANY_HIT, UNCHANGED, UNLIMITED, News, RowFlag, Watermark
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
-from kvplane_service.contents import ContentHasher
-from kvplane_service.host import ReplicaHost, UnaryStep
-from kvplane_service.requests import KnownRequest
-from kvplane_service.unary import AllocateCall, Appended, CommitCall, Content, EndKind
+from kvplane_service.replicas.host import ReplicaHost, UnaryStep
+from kvplane_service.unary.hashing import ContentHasher
+from kvplane_service.unary.requests import KnownRequest
+from kvplane_service.unary.service import AllocateCall, Appended, CommitCall, Content, EndKind
 
 _MAX_COLUMN = 2**31 - 1  # of i32 columns, which hold -1 for "absent"
 

@@ -11,13 +11,13 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.inspect import Snapshot
 from kvplane_service.core.replica import Replica
-from kvplane_service.decisions import Decision
-from kvplane_service.explaining import Explanation
-from kvplane_service.host import ReplicaHost, ReplicaState
+from kvplane_service.decisions.counters import REFUSALS, REMOVALS
+from kvplane_service.decisions.log import Decision
+from kvplane_service.explain.service import Explanation
 from kvplane_service.registry import Entry
-from kvplane_service.store.writer import StoreReport, StoreState
-from kvplane_service.telemetry.tally import REFUSALS, REMOVALS
-from kvplane_service.unary import Allocated, Hashes
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState
+from kvplane_service.runtime.reports import StoreReport, StoreState
+from kvplane_service.unary.service import Allocated, Hashes
 
 SLOWEST_STEPS = 5
 _STATES = {

@@ -12,13 +12,12 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
-from kvplane_service.about import About
 from kvplane_service.auth.gate import Gate
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.config import Config
-from kvplane_service.contents import ContentHasher
 from kvplane_service.registry import Registry
 from kvplane_service.rpc import health
+from kvplane_service.rpc.about import About
 from kvplane_service.rpc.admin import AdminServicer
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
@@ -28,6 +27,7 @@ from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.tls import server_credentials
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.ownership import Durable
+from kvplane_service.unary.hashing import ContentHasher
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops

@@ -30,10 +30,10 @@ from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import CALL
 from kvplane_service.auth.patterns import ALL
 from kvplane_service.auth.visible import VisibleReplicas
-from kvplane_service.claims import Claim, claim_worker, claimed
-from kvplane_service.executors import Executor, Offload
-from kvplane_service.host import ReplicaHost
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.rpc.claims import Claim, claim_worker, claimed
 from kvplane_service.rpc.methods import Context
+from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.store.ownership import Ownership
 
 FIRST_MESSAGE_S = 10.0  # a client has so long to open the session

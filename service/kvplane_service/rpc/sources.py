@@ -23,7 +23,7 @@ from kvplane_service.core.planner import (
     to_groups,
     to_rank_plan,
 )
-from kvplane_service.models import ModelOptions, check_speculation, model_layers
+from kvplane_service.models.catalogue import ModelOptions, check_speculation, model_layers
 
 MAX_LAYERS = 4096
 _AnyLayer: TypeAlias = Layer | KVSharingLayer

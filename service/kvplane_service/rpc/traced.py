@@ -13,8 +13,8 @@ import grpc
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from kvplane.base.trace import TraceContext
+from kvplane_service.replicas.trace_context import CURRENT, UNTRACED
 from kvplane_service.rpc.methods import Context
-from kvplane_service.telemetry.context import CURRENT, UNTRACED
 from kvplane_service.telemetry.tracing import Tracing, context_of
 
 Unary = Callable[[bytes, Context], Awaitable[bytes]]

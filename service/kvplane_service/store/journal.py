@@ -22,7 +22,7 @@ from kvplane.base.step import AdmitStatus, EventKind, Part, PartResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica
-from kvplane_service.decisions import Decision, Entry, Life
+from kvplane_service.decisions.log import Decision, Entry, Life
 from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.record import ROW_BYTES, pack_chunk
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvplane.base.errors import KvplaneError, Unavailable
-from kvplane_service import decisions
 from kvplane_service.config import Config
-from kvplane_service.host import new_replica
-from kvplane_service.recovering import Recovering
+from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registry
+from kvplane_service.replicas.host import new_replica
+from kvplane_service.replicas.recovery import Recovering
+from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.errors import (
     STORE_ERRORS,
     ClockBehindStore,
@@ -34,7 +35,7 @@ from kvplane_service.store.interface import IndexStore, LogName, SharedStore
 from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.loading import LoadedLog
 from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record, unpack_record
-from kvplane_service.store.writer import Limits, StoreReport, StoreState, StoreWriter, Surroundings, Watch
+from kvplane_service.store.writer import Limits, StoreWriter, Surroundings, Watch
 
 _CLOCK_TOLERANCE_MS = 5 * 60 * 1000
 _LAST_WRITE_S = 5.0

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from kvplane.base.errors import KvplaneError
-from kvplane_service.executors import Offload
+from kvplane_service.runtime.executors import Offload
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import BlockingSharedStore, BlockingStore, LogName, StoredChunk
 

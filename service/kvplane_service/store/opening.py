@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane_service.config import Config
-from kvplane_service.executors import Executor
+from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.interface import IndexStore
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded, OffloadedShared

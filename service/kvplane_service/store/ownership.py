@@ -20,8 +20,8 @@ from weakref import WeakValueDictionary
 
 from kvplane.base.errors import KvplaneError, Moved, Unavailable
 from kvplane_service.config import Config
-from kvplane_service.host import ReplicaState
 from kvplane_service.registry import Registry, UnknownReplica
+from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.store.errors import STORE_ERRORS, RecordRefused, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, SharedStore
 from kvplane_service.store.keeper import Keeper

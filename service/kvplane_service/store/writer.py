@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from enum import Enum
 
 from kvplane.base.errors import KvplaneError
-from kvplane_service.executors import Offload
+from kvplane_service.runtime.executors import Offload
+from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
@@ -25,15 +25,6 @@ _RENEWALS_PER_TTL = 4
 _MAX_DROPS = 4096
 
 _log = logging.getLogger(__name__)
-
-
-class StoreState(Enum):
-    """How the durable side is."""
-
-    OFF = "off"  # none is configured
-    OK = "ok"
-    CATCHING_UP = "catching up"  # a resync is under way
-    DEGRADED = "degraded"  # the store is away, or more changes wait than may
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,25 +69,6 @@ class Watch:
     settled: Callable[[], Awaitable[None]]
     record_due: bool = True
     renewed_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreReport:
-    """What operators see.
-
-    Attributes:
-        lag_entries, lag_ms: changes that wait, and for how long the oldest has.
-        resync_left: blocks that must still be gone through.
-        failures: calls of the store that failed, since the start.
-        problem: the last failure, "" when the last call went well.
-    """
-
-    state: StoreState
-    lag_entries: int = 0
-    lag_ms: int = 0
-    resync_left: int = 0
-    failures: int = 0
-    problem: str = ""
 
 
 class StoreWriter:

@@ -18,11 +18,11 @@ from prometheus_client.samples import Exemplar
 
 from kvplane.base.trace import parse_traceparent
 from kvplane_service.core.managers import GroupManager
-from kvplane_service.host import ReplicaHost, ReplicaState
+from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.registry import Entry, Registry
-from kvplane_service.store.writer import StoreReport, StoreState
+from kvplane_service.replicas.host import ReplicaHost, ReplicaState
+from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.telemetry.holds import BOUNDS_S, Holds
-from kvplane_service.telemetry.tally import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 
 _NS = 1e-9
 _MAX_STEPS_EXPONENT = 20  # of histograms in steps; longer spans count in the last bucket

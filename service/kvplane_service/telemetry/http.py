@@ -15,8 +15,8 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 
 from kvplane.base.errors import Unavailable
-from kvplane_service.executors import Busy
-from kvplane_service.slices import Turns, in_slices
+from kvplane_service.runtime.executors import Busy
+from kvplane_service.runtime.slices import Turns, in_slices
 from kvplane_service.telemetry.collector import ServiceCollector
 
 _PATH = "/metrics"

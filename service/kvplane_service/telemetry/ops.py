@@ -17,7 +17,7 @@ from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Blocks, Orders, Part, PartResult, Step, StepResult
 from kvplane.v1.admin_pb2 import Decision as Message
-from kvplane_service.decisions import Decision
+from kvplane_service.decisions.log import Decision
 
 MAX_PACKED_CHARS = 32 << 10
 _MAX_UNPACKED_BYTES = 16 << 20

@@ -17,8 +17,8 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.session import Session, draw_nonce
 from kvplane_service.config import Config
-from kvplane_service.inprocess import InProcessTransport
 from kvplane_service.registry import Registration, Registry
+from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.bench.peer.plan import IN_PROCESS, TCP, UNIX
 
 SERVE = "from kvplane_service.cli import main; main()"

@@ -9,11 +9,11 @@ import pytest
 from kvplane import ModelSource, connect
 from kvplane.access import Tls
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, PermissionDenied
-from kvplane_service.app import App
 from kvplane_service.auth.owners import Owner, read_owners
 from kvplane_service.auth.patterns import is_pattern, matches, overlap
 from kvplane_service.auth.tokens import line_of
 from kvplane_service.config import Config
+from kvplane_service.process.app import App
 from tests.service.certificates import Authority
 from tests.service.guarded import Guard
 from tests.service.rig import running

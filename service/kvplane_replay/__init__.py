@@ -1,0 +1,23 @@
+"""A true engine over a session: requests of a trace are queued, prefilled in chunks, decoded, preempted and ended.
+
+Nothing here computes a model. What the model would take is said by a cost model that moves a virtual clock, so two runs
+of one trace are identical. Blocks, hits and preemptions are the service's answers; the engine counts them.
+"""
+
+from kvplane_replay.cost import CostModel
+from kvplane_replay.engine import Engine, EngineConfig, StepSession
+from kvplane_replay.fleet import Fleet, Progress, Routing
+from kvplane_replay.request import LiveRequest
+from kvplane_replay.tally import Tally
+
+__all__ = [
+    "CostModel",
+    "Engine",
+    "EngineConfig",
+    "Fleet",
+    "LiveRequest",
+    "Progress",
+    "Routing",
+    "StepSession",
+    "Tally",
+]

@@ -1,0 +1,306 @@
+"""The loop of one engine: what it says to the service at each step, and what it makes of the answer.
+
+The loop is that of a continuous-batching engine: running requests first, in order; then admissions from the head of the
+queue as long as token budget, places and blocks last. The order and the budgets go to the service as one program, the
+decisions come back, so a step is one message each way.
+
+    facts of the last step, new requests, running, waiting  ->  Part  ->  service
+    tokens to compute, preempted, admitted with hits        <-  answer
+    one sampled token for each request that has reached its end; these are the facts of the next step
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.hashing import HashScheme
+from kvplane.base.step import (
+    Admit,
+    AdmitStatus,
+    Budget,
+    End,
+    Facts,
+    News,
+    OnRefusal,
+    Part,
+    PartResult,
+    RowFlag,
+    Run,
+    StepResult,
+)
+from kvplane_replay.cost import CostModel
+from kvplane_replay.request import NO_SLOT, LiveRequest
+from kvplane_replay.slots import SlotTable
+from kvplane_replay.tally import Tally
+from kvplane_replay.workloads import TraceRequest
+
+UNLIMITED_OUTPUT = 1 << 30
+
+TOO_LONG = "longer than max_model_len"
+NEVER_FITS = "never fits the empty pool"
+
+# Steps in a row that compute nothing, before the engine says that it is stuck. A deferred admission takes one.
+_MAX_IDLE_STEPS = 3
+_MAX_NEWS_BYTES = 8 << 20
+
+
+class StepSession(Protocol):
+    """What the engine needs of `kvplane.Session`."""
+
+    @property
+    def spec(self) -> ReplicaSpec:
+        """Of the replica."""
+        ...
+
+    def submit(self, *parts: Part) -> int:
+        """Send one whole step without waiting."""
+        ...
+
+    def receive(self) -> StepResult:
+        """The next answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The scheduler's limits.
+
+    Attributes:
+        max_running: requests that run at once.
+        token_budget: tokens scheduled in one step.
+        admit_rows: admissions asked for in one step, so requests announced before their turn.
+        max_output: most tokens a request generates; 1 leaves the prefill alone.
+    """
+
+    max_running: int = 256
+    token_budget: int = 8192
+    admit_rows: int = 16
+    max_output: int = UNLIMITED_OUTPUT
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise InvalidArgument("must be 1 or more", field=name)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request that was never run, or given up, and why."""
+
+    request_id: str
+    reason: str
+    detail: str
+
+
+class Engine:
+    """One replica's scheduler. Every request handed to `submit` ends in `completed` or in `refusals`.
+
+    Attributes:
+        spec: of the replica.
+        clock_ns: virtual time.
+        completed: requests that generated all their tokens.
+        refusals: requests refused by name.
+        tally: what the answers said.
+    """
+
+    def __init__(self, session: StepSession, config: EngineConfig, cost: CostModel) -> None:
+        self.clock_ns = 0
+        self.completed = 0
+        self.refusals: list[Refusal] = []
+        self.tally = Tally(num_groups=len(session.spec.groups))
+        self._session = session
+        self._config = config
+        self._cost = cost
+        self.spec = session.spec
+        self._scheme = HashScheme.of(session.spec)
+        self._slots = SlotTable(session.spec.hash_block_size, session.spec.hash_lookahead_tokens)
+        self._waiting: deque[LiveRequest] = deque()
+        self._running: list[int] = []
+        self._facts = Facts()
+        self._idle_steps = 0
+        self._budget = Budget(tokens=config.token_budget)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold blocks."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether some request is waiting or running."""
+        return bool(self._waiting or self._running)
+
+    def submit(self, trace: TraceRequest) -> None:
+        """Queue a request that arrives now, or refuse it when it could never end within max_model_len."""
+        request = LiveRequest(trace, self._config.max_output)
+        if request.num_tokens > self.spec.max_model_len:
+            detail = f"{request.num_tokens} tokens with its output, max_model_len is {self.spec.max_model_len}"
+            self.refusals.append(Refusal(trace.name, TOO_LONG, detail))
+            return
+        self._waiting.append(request)
+
+    def step(self) -> None:
+        """One scheduler iteration: send, hash what comes next while the service works, settle the answer."""
+        part = self._build()
+        self._session.submit(part)
+        for request in islice(self._waiting, self._config.admit_rows):
+            request.hash_prompt(self._scheme)
+        (answer,) = self._session.receive().parts
+        self.tally.count(part, answer)
+        self._settle(part, answer)
+
+    def finish(self) -> None:
+        """Send the ends of the last requests. Call when there is no work left."""
+        assert not self.has_work, "finish comes after the last request"
+        if self._facts.slot:
+            part = self._build()
+            self._session.submit(part)
+            (answer,) = self._session.receive().parts
+            self.tally.count(part, answer)
+
+    def _build(self) -> Part:
+        facts, self._facts = self._facts, Facts()
+        self.tally.ended += facts.end.count(End.FREE)
+        news, admit = self._ask_admissions()
+        run = Run(slot=list(self._running), on_refusal=OnRefusal.PREEMPT)
+        return Part(facts=facts, news=news, run=run, admit=admit, budget=self._budget)
+
+    def _ask_admissions(self) -> tuple[News, Admit]:
+        """Rows for the head of the queue, and the news of those that the service does not know yet."""
+        places = min(self._config.max_running - len(self._running), self._config.admit_rows)
+        news, hashes, news_bytes = News(), [], 0
+        admit = Admit(max_running=self._config.max_running, only_if_no_preemption=True)
+        for request in islice(self._waiting, max(0, places)):
+            if request.slot == NO_SLOT:
+                if news_bytes > _MAX_NEWS_BYTES:
+                    break
+                hashes.append(self._announce(request, news))
+                news_bytes += len(hashes[-1])
+            admit.slot.append(request.slot)
+        news.hashes = b"".join(hashes)
+        admit.flags = [int(RowFlag.FULL_FIT)] * len(admit.slot)
+        return news, admit
+
+    def _announce(self, request: LiveRequest, news: News) -> bytes:
+        request.hash_prompt(self._scheme)
+        hashes = request.take_prompt_hashes()
+        news.slot.append(self._slots.take(request))
+        news.num_tokens.append(request.num_prompt)
+        news.num_hashes.append(len(hashes) // self._scheme.digest.size)
+        news.request_id.append(request.trace.name)
+        news.max_tokens.append(request.num_tokens)
+        return hashes
+
+    def _settle(self, part: Part, answer: PartResult) -> None:
+        """Make the answer true: compute, admit, preempt, move the clock, sample."""
+        reached = self._compute(part.run.slot, answer.granted)
+        scheduled = sum(answer.granted) + self._admit(len(part.admit.slot), answer, reached)
+        if answer.preempted:
+            gone = set(answer.preempted)
+            self._preempt(answer.preempted, gone)
+            reached = [slot for slot in reached if slot not in gone]
+        decode_rows = answer.granted.count(1)
+        self.clock_ns += self._cost.step_ns(scheduled - decode_rows, decode_rows)
+        self._sample(reached)
+        self._watch(scheduled > 0 or bool(answer.preempted or self._facts.slot))
+
+    def _compute(self, slots: list[int], granted: list[int]) -> list[int]:
+        """Add what was granted; returns the slots that have no token left to compute."""
+        computed, known = self._slots.computed, self._slots.known
+        reached = []
+        for slot, tokens in zip(slots, granted, strict=True):
+            if tokens:
+                computed[slot] += tokens
+                if computed[slot] == known[slot]:
+                    reached.append(slot)
+        return reached
+
+    def _admit(self, num_rows: int, answer: PartResult, reached: list[int]) -> int:
+        """Move what was admitted from the head of the queue to the running requests; returns tokens scheduled."""
+        head = [self._waiting.popleft() for _ in range(num_rows)]
+        stay, scheduled = [], 0
+        for request, status, hit, granted in zip(
+            head, answer.admit_status, answer.admit_hit, answer.admit_granted, strict=True
+        ):
+            if status == AdmitStatus.GRANTED:
+                scheduled += granted
+                self._start(request, hit, granted)
+                if hit + granted == self._slots.known[request.slot]:
+                    reached.append(request.slot)
+            elif status == AdmitStatus.NEVER_FITS:
+                self._give_up(request)
+            else:
+                stay.append(request)
+        self._waiting.extendleft(reversed(stay))
+        return scheduled
+
+    def _start(self, request: LiveRequest, hit: int, granted: int) -> None:
+        slot = request.slot
+        self.tally.count_admission(self._slots.known[slot], hit, granted, request.admitted)
+        request.admitted = True
+        self._slots.computed[slot] = hit + granted
+        self._running.append(slot)
+
+    def _preempt(self, slots: list[int], gone: set[int]) -> None:
+        """Back to the front of the queue, with all their tokens and none of them computed."""
+        self._running = [slot for slot in self._running if slot not in gone]
+        for slot in slots:
+            self._slots.computed[slot] = 0
+            self._waiting.appendleft(self._slots.holder(slot))
+
+    def _give_up(self, request: LiveRequest) -> None:
+        """Refuse a request whose known tokens alone are more than the pool holds."""
+        detail = f"{self._slots.known[request.slot]} tokens, the pool has {self.spec.num_blocks - 1} blocks"
+        self.refusals.append(Refusal(request.trace.name, NEVER_FITS, detail))
+        self._end(request.slot, appended=0, hashes=b"")
+
+    def _sample(self, reached: list[int]) -> None:
+        """Each request that has reached its end gets one token more, and ends with its last one."""
+        slots, ended = self._slots, set()
+        for slot in reached:
+            request = slots.holder(slot)
+            appended = min(1, request.num_tokens - slots.known[slot])
+            slots.known[slot] += appended
+            hashes = slots.hash_if_due(slot)
+            if slots.known[slot] < request.num_tokens:
+                self._add_fact(slot, appended, hashes, End.NONE)
+            else:
+                ended.add(slot)
+                self._complete(request)
+                self._end(slot, appended, hashes)
+        if ended:
+            self._running = [slot for slot in self._running if slot not in ended]
+
+    def _complete(self, request: LiveRequest) -> None:
+        self.completed += 1
+        self.tally.prompt_tokens += request.num_prompt
+        self.tally.generated_tokens += request.num_tokens - request.num_prompt
+
+    def _end(self, slot: int, appended: int, hashes: bytes) -> None:
+        self._add_fact(slot, appended, hashes, End.FREE)
+        self._slots.release(slot)
+
+    def _add_fact(self, slot: int, appended: int, hashes: bytes, end: End) -> None:
+        facts = self._facts
+        facts.slot.append(slot)
+        facts.appended.append(appended)
+        facts.num_hashes.append(len(hashes) // self._scheme.digest.size)
+        facts.hashes += hashes
+        facts.end.append(end)
+
+    def _watch(self, moved: bool) -> None:
+        """Steps in which nothing can happen would go on for ever: that is a bug of one side, and loud."""
+        self._idle_steps = 0 if moved else self._idle_steps + 1
+        assert self._idle_steps < _MAX_IDLE_STEPS, (
+            f"{self._idle_steps} steps computed nothing, with {self.num_running} running and {self.num_waiting} waiting"
+        )

@@ -1,0 +1,194 @@
+"""Recorded decisions, decided again: bit for bit in the same pool, or as a what-if in one of another size.
+
+In another pool refusals fall differently, and the engine that would have reacted is not here. So the recorded steps are
+sent as they were, with two things that any engine does: who was refused or preempted here asks again with every step,
+and what was said of blocks by their ids is left out. Outputs are those recorded, whenever they come.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument, KvplaneError
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.hashing import HashScheme
+from kvplane.base.step import (
+    UNCHANGED,
+    Admit,
+    AdmitStatus,
+    Budget,
+    Cache,
+    End,
+    Facts,
+    OnRefusal,
+    Part,
+    Step,
+    StepResult,
+)
+from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife
+from kvplane_service.core.replica import Replica
+from kvplane_service.decisions.recording import Frames, result_digest, step_of
+
+_FIRST_EPOCH = 1
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a replay of a log came to.
+
+    Attributes:
+        decisions: steps, or pieces of steps.
+        identical: of these, with the very answer that was recorded.
+        first_difference: number of the first other step, as "epoch/seq"; "" when there is none.
+        not_applied: steps of a what-if that could not be applied.
+        is_cut: the file ended inside a decision, which is left out.
+    """
+
+    replica: str
+    version: str
+    num_blocks: int
+    recorded_blocks: int
+    decisions: int = 0
+    identical: int = 0
+    first_difference: str = ""
+    not_applied: int = 0
+    is_cut: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_what_if(self) -> bool:
+        """In another pool than the recorded one."""
+        return self.num_blocks != self.recorded_blocks
+
+
+def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
+    """Decide a recording again, in a pool of `num_blocks` blocks (None = the recorded size).
+
+    Raises:
+        NotFound, InvalidArgument: as `Frames`; or a pool that cannot be.
+        KvplaneError: the same pool refuses a step that was applied then.
+    """
+    file = Frames(path)
+    frames = iter(file)
+    first = next(frames, None)
+    if first is None or first.WhichOneof("entry") != "header":
+        raise InvalidArgument(f"{path} does not begin with a header", field="--log", remedy="record anew")
+    spec = wire.decode_spec(first.header.spec)
+    outcome = Outcome(first.header.replica, first.header.version, num_blocks or spec.num_blocks, spec.num_blocks)
+    again = _Again(replace(spec, num_blocks=outcome.num_blocks), outcome, first.header.step_version or 1)
+    for frame in frames:
+        if frame.WhichOneof("entry") == "decision":
+            again.decide(frame.decision)
+        else:
+            again.begin_life(frame.life)
+    outcome.counts, outcome.is_cut = again.counts(), file.is_cut
+    return outcome
+
+
+class _Again:
+    """A replica that decides again."""
+
+    def __init__(self, spec: ReplicaSpec, outcome: Outcome, step_version: int) -> None:
+        self._replica = Replica(spec)
+        self._replica.begin_epoch(_FIRST_EPOCH)
+        if step_version == 1:
+            self._replica.store_empty_ranges()
+        self._digest_size = HashScheme.of(spec).digest.size
+        self._outcome = outcome
+        self._step_version = step_version
+        self._waiting: dict[int, None] = {}  # slots of a what-if that ask again, in order
+        self._never_fits = 0  # requests
+        self._too_long: set[int] = set()  # slots of those that are still there
+
+    def begin_life(self, life: RecordedLife) -> None:
+        if self._outcome.is_what_if:  # whose blocks are not those that were said to be busy
+            self._replica.begin_epoch(life.epoch, memory_is_new=True)
+        else:
+            stamps, busy = array("Q", life.stamp_table), array("I", life.busy_blocks)
+            self._replica.begin_epoch(life.epoch, stamps, busy, life.memory_is_new)
+        self._replica.take_events()
+        self._waiting.clear()
+
+    def decide(self, recorded: RecordedDecision) -> None:
+        step, outcome = step_of(recorded, self._digest_size, self._step_version), self._outcome
+        outcome.decisions += 1
+        if outcome.is_what_if:
+            self._decide_otherwise(step)
+            return
+        result = self._replica.apply(step)
+        self._note_too_long(step, result)
+        if result_digest(result, tuple(part.events for part in result.parts)) == recorded.result_digest:
+            outcome.identical += 1
+        elif not outcome.first_difference:
+            outcome.first_difference = f"{step.epoch}/{step.seq}"
+
+    def _decide_otherwise(self, step: Step) -> None:
+        for part in step.parts:
+            self._waiting |= dict.fromkeys(part.resume.slot if part.resume is not None else ())
+        step = replace(step, parts=[self._fitting(part) for part in step.parts])
+        spoken_for = {slot for part in step.parts for slot in (*part.admit.slot, *_ended(part.facts))}
+        again = [slot for slot in self._waiting if slot not in spoken_for]
+        if again and step.last:
+            budget = Budget(tokens=self._replica.spec.max_in_flight_tokens)
+            step.parts.append(Part(admit=Admit(slot=again, on_refusal=OnRefusal.STOP), budget=budget))
+        try:
+            result = self._replica.apply(step)
+        except KvplaneError:
+            self._outcome.not_applied += 1
+            return
+        self._note_waiting(step, result)
+
+    def _note_waiting(self, step: Step, result: StepResult) -> None:
+        self._note_too_long(step, result)
+        requests = self._replica.requests
+        asked = [slot for part in step.parts for slot in part.admit.slot]
+        preempted = [slot for part in result.parts for slot in part.preempted]
+        for slot in dict.fromkeys([*self._waiting, *preempted, *asked]):
+            if requests.is_live(slot) and not requests.running[slot] and not requests.held[slot]:
+                self._waiting[slot] = None
+            else:
+                self._waiting.pop(slot, None)
+
+    def _note_too_long(self, step: Step, result: StepResult) -> None:
+        for part, told in zip(step.parts, result.parts, strict=True):
+            self._too_long.difference_update(part.news.slot)
+            for slot, status in zip(part.admit.slot, told.admit_status, strict=True):
+                if status == AdmitStatus.NEVER_FITS and slot not in self._too_long:
+                    self._too_long.add(slot)
+                    self._never_fits += 1
+
+    def _fitting(self, part: Part) -> Part:
+        """Without what was true of the recorded pool alone."""
+        held = [slot for slot in part.cache.released if slot in self._replica.ledger.held]
+        cache = Cache(part.cache.failed_steps, [], held, part.cache.reset)
+        return replace(part, facts=self._fitting_facts(part.facts), cache=cache, resume=None)
+
+    def _fitting_facts(self, facts: Facts) -> Facts:
+        if not (facts.computed or facts.commit):
+            return facts
+        return replace(
+            facts,
+            computed=[self._at_most(slot, count) for slot, count in zip(facts.slot, facts.computed, strict=False)],
+            commit=[self._at_most(slot, count) for slot, count in zip(facts.slot, facts.commit, strict=False)],
+        )
+
+    def _at_most(self, slot: int, count: int) -> int:
+        """What the request has here, when that is less than was recorded."""
+        if count == UNCHANGED or not self._replica.requests.is_live(slot):
+            return UNCHANGED
+        return min(count, self._replica.requests.computed[slot])
+
+    def counts(self) -> dict[str, int]:
+        """What the replica counted."""
+        counters = self._replica.counters
+        names = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens")
+        evicted = sum(group.evicted_blocks for group in self._replica.group_counters())
+        told = {name: getattr(counters, name) for name in names}
+        return {**told, "never_fits": self._never_fits, "evicted_keys": evicted}
+
+
+def _ended(facts: Facts) -> list[int]:
+    return [slot for slot, end in zip(facts.slot, facts.end, strict=False) if end in (End.FREE, End.HELD)]

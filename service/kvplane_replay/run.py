@@ -1,0 +1,157 @@
+"""One workload on the replicas of one model, against a running service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from types import TracebackType
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.sources import ModelSource
+from kvplane.unary import Client
+from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
+from kvplane_replay.cost import CostModel
+from kvplane_replay.engine import Engine, EngineConfig
+from kvplane_replay.fleet import Fleet, Routing
+from kvplane_replay.summary import ServiceCounts, Summary
+from kvplane_replay.workloads import MalformedTrace, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """What is registered and how it is driven.
+
+    Attributes:
+        model: name in the service's catalogue.
+        tensor_parallel: ranks of each replica.
+        replicas: equal ones, each with its own engine.
+        pool_blocks: of each replica.
+        block_size: tokens per attention block, before the planner makes pages equal.
+        max_model_len: longest request in tokens.
+        engine, cost, routing: see there.
+        with_events: answers carry cache events, so that the engines can count evictions too.
+    """
+
+    model: str
+    tensor_parallel: int = 1
+    replicas: int = 1
+    pool_blocks: int = 65_536
+    block_size: int = 16
+    max_model_len: int = 131_072
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cost: CostModel = field(default_factory=CostModel)
+    routing: Routing = Routing.STICKY
+    with_events: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise InvalidArgument("must be 1 or more", field="replicas")
+
+    def source(self) -> ModelSource:
+        """As the service is told."""
+        return ModelSource(
+            model=self.model,
+            tensor_parallel=self.tensor_parallel,
+            num_blocks=self.pool_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            max_batched_tokens=self.engine.token_budget,
+        )
+
+
+class ReplayRun:
+    """Registers replicas, opens their sessions, and takes everything back at the end. A context manager.
+
+    Attributes:
+        names: of the replicas.
+        fleet: the engines.
+        fault: why reading stopped early, "" when it did not.
+    """
+
+    def __init__(self, client: Client, plan: RunPlan, name: str, trace: Iterable[TraceRequest]) -> None:
+        """`name` is what the replicas are called, with a number behind when there are several."""
+        self.names = [name] if plan.replicas == 1 else [f"{name}/{i}" for i in range(plan.replicas)]
+        self.fault = ""
+        self._client = client
+        self._plan = plan
+        self._wall_s = 0.0
+        with ExitStack() as if_failed:
+            self.fleet = Fleet([self._engine(each, if_failed) for each in self.names], trace, plan.routing)
+            self._undo = if_failed.pop_all()
+
+    def __enter__(self) -> ReplayRun:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._undo.close()
+
+    def run(self, after_step: Callable[[], bool]) -> None:
+        """Step until all is done or `after_step` answers False. A fault of the trace ends reading, not the run."""
+        started = time.monotonic()
+        while self._step() and after_step():
+            pass
+        self._wall_s += time.monotonic() - started
+
+    def describe(self) -> list[DescribeReplicaResponse]:
+        """What the service says of each replica now."""
+        return [self._client.describe_replica(name) for name in self.names]
+
+    def summary(self, workload: str) -> Summary:
+        """Where it stands; call it when `run` has ended."""
+        progress = self.fleet.progress
+        described = self.describe()
+        return Summary(
+            workload=workload,
+            model=self._plan.model,
+            spec=self.fleet.engines[0].spec,
+            num_replicas=self._plan.replicas,
+            cost=self._plan.cost,
+            requests=progress.read,
+            completed=progress.completed,
+            refusals=[refusal for engine in self.fleet.engines for refusal in engine.refusals],
+            counts=reduce(add, map(counts_of, described)),
+            tally=self.fleet.tally(),
+            counts_evictions=self._plan.with_events,
+            virtual_ns=progress.clock_ns,
+            wall_s=self._wall_s,
+            fault=self.fault,
+        )
+
+    def _engine(self, name: str, undo: ExitStack) -> Engine:
+        self._client.register_replica(name, self._plan.source(), num_ranks=self._plan.tensor_parallel)
+        undo.callback(self._client.deregister_replica, name)
+        session = self._client.session(name, with_events=self._plan.with_events)
+        undo.callback(session.close)
+        return Engine(session, self._plan.engine, self._plan.cost)
+
+    def _step(self) -> bool:
+        try:
+            return self.fleet.run_step()
+        except MalformedTrace as error:
+            self.fault = str(error)
+            self.fleet.stop_reading()
+            return True
+
+
+def counts_of(described: DescribeReplicaResponse) -> ServiceCounts:
+    """The counters of one replica."""
+    counters, groups = described.counters, described.counters.groups
+    return ServiceCounts(
+        steps=counters.steps,
+        admitted=counters.admitted,
+        ended=counters.ended,
+        preempted=counters.preempted,
+        refused=counters.refused,
+        queried_tokens=counters.queried_tokens,
+        hit_tokens=counters.hit_tokens,
+        granted_tokens=counters.granted_tokens,
+        allocated_blocks=tuple(group.allocated_blocks for group in groups),
+        hit_blocks=tuple(group.hit_blocks for group in groups),
+        evicted_blocks=tuple(group.evicted_blocks for group in groups),
+    )

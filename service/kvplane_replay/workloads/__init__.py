@@ -1,0 +1,18 @@
+"""Workloads: public serving traces, streamed, and a built-in one from a seed. All yield `TraceRequest`."""
+
+from kvplane_replay.workloads.chat import ChatShape, chat_workload
+from kvplane_replay.workloads.lines import MalformedTrace
+from kvplane_replay.workloads.requests import TraceRequest
+from kvplane_replay.workloads.tokens import Span, TokenSource
+from kvplane_replay.workloads.trace_file import TraceFile, TraceKind
+
+__all__ = [
+    "ChatShape",
+    "MalformedTrace",
+    "Span",
+    "TokenSource",
+    "TraceFile",
+    "TraceKind",
+    "TraceRequest",
+    "chat_workload",
+]

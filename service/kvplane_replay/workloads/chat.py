@@ -1,0 +1,141 @@
+"""The built-in workload: chats and agents that share system prompts, made from a seed.
+
+    chat    system | user 1 | answer 1 | user 2 | answer 2 | ...        a person reads and thinks between
+    turns agent   tools  | task   | call 1   | result | call 2   | ...        a tool answers within seconds
+
+Each turn's prompt is the one before, its generated answer, and something new: what multi-turn traffic looks
+like to a prefix cache. Lengths follow log-normal laws whose medians are shares of `max_model_len`, so that a
+session fills the model's context in the course of its turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_replay.workloads.requests import TraceRequest, overlay
+from kvplane_replay.workloads.tokens import Span, TokenSource
+
+MIN_MODEL_LEN = 256
+_SCALED_MODEL_LEN = 16_384  # longer contexts do not make people write more
+_SECONDS_PER_TOKEN = 0.02  # an answer has been read, or run, no sooner
+
+
+@dataclass(frozen=True, slots=True)
+class ChatShape:
+    """How much of what. Rates and counts are those of typical services; the caller sizes the pool, not the
+    text.
+
+    Attributes:
+        max_model_len: no prompt with its output is longer; `MIN_MODEL_LEN` or more.
+        num_sessions: chats and agents together.
+        sessions_per_s: rate at which they start, at random.
+        agent_share: of the sessions, 0..1.
+        num_system_prompts: of chats; a few are much more in use than the others. Agents have one for each
+            four.
+    """
+
+    max_model_len: int
+    num_sessions: int = 100
+    sessions_per_s: float = 1.0
+    agent_share: float = 0.3
+    num_system_prompts: int = 8
+
+    def __post_init__(self) -> None:
+        _require(self.max_model_len >= MIN_MODEL_LEN, "max_model_len", f"must be {MIN_MODEL_LEN} or more")
+        _require(self.num_sessions >= 0, "num_sessions", "must be 0 or more")
+        _require(self.sessions_per_s > 0, "sessions_per_s", "must be above 0")
+        _require(0 <= self.agent_share <= 1, "agent_share", "must be in 0..1")
+        _require(self.num_system_prompts >= 1, "num_system_prompts", "must be 1 or more")
+
+    @property
+    def unit(self) -> int:
+        """The length, in tokens, that the medians are multiples of."""
+        return min(self.max_model_len, _SCALED_MODEL_LEN) // 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What chats and agents differ in; lengths are medians in units, `gap_s` is the mean between answer and
+    turn.
+    """
+
+    name: str
+    first_system: int
+    num_systems: int
+    system_units: int
+    new_units: float
+    output_units: float
+    mean_turns: float
+    gap_s: float
+
+
+def chat_workload(rng: Random, shape: ChatShape) -> Iterator[TraceRequest]:
+    """The requests of all sessions in order of arrival; equal `rng` and shape, equal requests."""
+    clock = Random(rng.getrandbits(64))
+    starts_s = list(accumulate(clock.expovariate(shape.sessions_per_s) for _ in range(shape.num_sessions)))
+    chat = _Kind("chat", 0, shape.num_system_prompts, 5, 1.0, 1.5, 5, 15.0)
+    agent = _Kind("agent", shape.num_system_prompts, -(-shape.num_system_prompts // 4), 10, 2.5, 0.6, 12, 1.0)
+
+    def sessions() -> Iterator[list[TraceRequest]]:
+        for number, start_s in enumerate(starts_s):
+            own = Random(rng.getrandbits(64))
+            kind = agent if own.random() < shape.agent_share else chat
+            yield list(_Session(kind, shape, number, own).turns(start_s))
+
+    return overlay(starts_s, sessions())
+
+
+class _Session:
+    """One chat or agent: a shared system prompt and two streams of its own, said and answered."""
+
+    def __init__(self, kind: _Kind, shape: ChatShape, number: int, rng: Random) -> None:
+        self._kind, self._shape, self._rng = kind, shape, rng
+        self._name = f"{kind.name}-{number}"
+        self._number = number
+        self._said = self._answered = 0
+
+    def turns(self, start_s: float) -> Iterator[TraceRequest]:
+        """As many as it wants, or as fit `max_model_len`."""
+        kind, rng, now_s = self._kind, self._rng, start_s
+        wanted = 1 + int(rng.expovariate(1 / kind.mean_turns))
+        prompt = self._system()
+        for turn in range(wanted):
+            prompt += self._new_text()
+            output = self._answer()
+            if len(prompt) + len(output) > self._shape.max_model_len:
+                return
+            yield TraceRequest(f"{self._name}/{turn}", now_s, self._name, prompt, output)
+            prompt += output
+            now_s += len(output) * _SECONDS_PER_TOKEN + rng.expovariate(1 / kind.gap_s)
+
+    def _system(self) -> TokenSource:
+        """One of the shared prompts; the k-th is used 1/k as often as the first."""
+        kind = self._kind
+        choices = range(kind.num_systems)
+        choice = self._rng.choices(choices, [1 / (k + 1) for k in choices])[0]
+        length = kind.system_units * self._shape.unit + choice * self._shape.unit // 2
+        stream = kind.first_system + choice
+        return TokenSource((Span(stream, 0, min(length, self._shape.max_model_len // 3)),))
+
+    def _new_text(self) -> TokenSource:
+        start = self._said
+        self._said += self._length(self._kind.new_units)
+        shared = self._shape.num_system_prompts * 2
+        return TokenSource((Span(shared + self._number, start, self._said),))
+
+    def _answer(self) -> TokenSource:
+        start = self._answered
+        self._answered += self._length(self._kind.output_units)
+        return TokenSource((Span(self._number, start, self._answered, generated=True),))
+
+    def _length(self, median_units: float) -> int:
+        return max(1, round(self._rng.lognormvariate(0.0, 0.7) * median_units * self._shape.unit))
+
+
+def _require(holds: bool, field: str, problem: str) -> None:
+    if not holds:
+        raise InvalidArgument(problem, field=field)

@@ -1,0 +1,111 @@
+"""Checked access to the JSON records of a trace: what is missing or mistyped is named with its line."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import NoReturn, cast
+
+from kvplane_replay.workloads.lines import Line, MalformedTrace
+from kvplane_replay.workloads.tokens import POSITIONS
+
+_MAX_TIME = 10**15  # ms: 30,000 years
+
+
+class Record:
+    """A JSON object on a line of a trace, or nested in one."""
+
+    def __init__(self, line: Line, values: object, place: str = "") -> None:
+        """`place` says where in the line: "" or like "requests[3]."."""
+        self._line = line
+        self._place = place
+        if not isinstance(values, dict):
+            raise self.malformed(f"{place.rstrip('.') or 'the line'} is no JSON object")
+        self._values: dict[str, object] = values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def malformed(self, cause: str) -> MalformedTrace:
+        """The error that blames this line."""
+        return self._line.malformed(cause)
+
+    def count(self, name: str, least: int = 0) -> int:
+        """A whole number from `least` to the longest text that there can be."""
+        value = self._get(name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._bad(name, f"{_brief(value)} is no whole number")
+        if not least <= value <= POSITIONS:
+            raise self._bad(name, f"{_brief(value)} is out of {least}..{POSITIONS}")
+        return value
+
+    def time(self, name: str) -> float:
+        """A time of at least 0, in the unit of the trace."""
+        value = self._get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._bad(name, f"{_brief(value)} is no time")
+        if not 0 <= value <= _MAX_TIME:
+            raise self._bad(name, f"{_brief(value)} is out of 0..{_MAX_TIME}")
+        return float(value)
+
+    def text(self, name: str) -> str:
+        """A text, not empty."""
+        value = self._get(name)
+        if not isinstance(value, str) or not value:
+            raise self._bad(name, f"{_brief(value)} is no text")
+        return value
+
+    def ids(self, name: str, tokens_per_id: int) -> array[int]:
+        """Hash ids: whole numbers from 0, as large as streams have room for."""
+        values = self._list(name)
+        limit = POSITIONS // tokens_per_id
+        try:
+            ids = array("I", cast("list[int]", values))
+        except (TypeError, OverflowError):
+            raise self._bad(name, f"holds something that is no whole number of 0..{limit - 1}") from None
+        if ids and max(ids) >= limit:
+            raise self._bad(name, f"{max(ids)} is beyond {limit - 1}")
+        return ids
+
+    def records(self, name: str) -> list[Record]:
+        """A list of objects."""
+        values = self._list(name)
+        return [Record(self._line, value, f"{self._place}{name}[{at}].") for at, value in enumerate(values)]
+
+    def _list(self, name: str) -> list[object]:
+        value = self._get(name)
+        if not isinstance(value, list):
+            raise self._bad(name, f"{_brief(value)} is no list")
+        return value
+
+    def _get(self, name: str) -> object:
+        if name not in self._values:
+            raise self._bad(name, "is missing")
+        return self._values[name]
+
+    def _bad(self, name: str, cause: str) -> MalformedTrace:
+        return self.malformed(f"{self._place}{name}: {cause}")
+
+
+def parse(line: Line) -> Record:
+    """The object on a line.
+
+    Raises:
+        MalformedTrace: it is no JSON object.
+    """
+    try:
+        values = json.loads(line.text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise line.malformed("broken JSON: nested too deeply") from None
+    except ValueError as error:
+        raise line.malformed(f"broken JSON: {error}") from error
+    return Record(line, values)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _brief(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

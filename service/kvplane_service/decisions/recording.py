@@ -1,0 +1,159 @@
+"""Decisions on their way into a file and back: the messages of Admin.Record, framed and checked.
+
+    file    magic, then frames
+    frame   u32 length, u32 CRC-32, RecordResponse (little-endian)
+
+A file that was cut off ends with its last whole frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import BinaryIO
+
+from google.protobuf.message import DecodeError
+
+from kvplane import wire
+from kvplane.base.errors import InvalidArgument, NotFound
+from kvplane.base.groups import ReplicaSpec
+from kvplane.base.step import STEP_VERSION, CacheEvent, Part, RemoveReason, RowFlag, Step, StepResult
+from kvplane.v1.admin_pb2 import RecordedDecision, RecordedLife, RecordHeader, RecordResponse
+from kvplane_service.core.columns import words_of
+from kvplane_service.decisions.log import Decision, Entry, hashed_step
+
+MAGIC = b"kvplane decisions 2\n"
+_READS = (MAGIC, b"kvplane decisions 1\n")
+_ALIGNED_BY_DEFAULT, _ALIGNED = 2, 1  # since this version of steps; the bit that aligned a row before
+_FRAME = struct.Struct("<II")
+_MAX_FRAME_BYTES = 256 << 20
+
+
+def header_of(replica: str, spec: ReplicaSpec) -> RecordResponse:
+    """The first message of a recording."""
+    return RecordResponse(
+        header=RecordHeader(
+            replica=replica, version=version("kvplane"), spec=wire.encode_spec(spec), step_version=STEP_VERSION
+        )
+    )
+
+
+def message_of(entry: Entry, digest_size: int) -> RecordResponse:
+    """An entry of the decision log as it is recorded."""
+    if not isinstance(entry, Decision):
+        stamps = words_of(entry.stamp_table).tobytes()
+        life = RecordedLife(epoch=entry.epoch, stamp_table=stamps, memory_is_new=entry.memory_is_new)
+        life.busy_blocks = array("I", entry.busy).tobytes()
+        return RecordResponse(life=life)
+    step = hashed_step(entry, digest_size)
+    step = replace(step, traceparent="", parts=[_anonymous(part) for part in step.parts])
+    digest = result_digest(entry.result, entry.events)
+    return RecordResponse(
+        decision=RecordedDecision(step=wire.encode_step(step), result_digest=digest, took_ns=entry.took_ns)
+    )
+
+
+def result_digest(result: StepResult, events: tuple[Sequence[CacheEvent], ...]) -> bytes:
+    """Stands for an answer and its cache events but moves, which follow from its copies and were not always told."""
+    parts = [replace(part, events=_without_moves(of_part)) for part, of_part in zip(result.parts, events, strict=True)]
+    return hashlib.sha256(wire.encode_result(replace(result, parts=parts)).SerializeToString()).digest()
+
+
+def _without_moves(events: Sequence[CacheEvent]) -> list[CacheEvent]:
+    kept, moved = list[CacheEvent](), False
+    for event in events:
+        if not moved and event.reason is not RemoveReason.MOVED:
+            kept.append(event)
+        moved = event.reason is RemoveReason.MOVED  # the next one stores the key in the copy
+    return kept
+
+
+def write_frame(file: BinaryIO, message: RecordResponse) -> None:
+    """Append a message."""
+    raw = message.SerializeToString()
+    file.write(_FRAME.pack(len(raw), zlib.crc32(raw)) + raw)
+
+
+class Frames:
+    """The messages of a file, one after the other.
+
+    Attributes:
+        is_cut: the file ended inside a frame; known at the end.
+
+    Raises:
+        NotFound: there is none.
+        InvalidArgument: it is no recording, one of another version, or damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.is_cut = False
+        self._path = path
+
+    def __iter__(self) -> Iterator[RecordResponse]:
+        path = self._path
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            problem = f"{path}: {error.strerror}"
+            raise NotFound(problem, field="--log", remedy="name a file of `kvplane record`") from None
+        with file:
+            _check_magic(path, file.read(len(MAGIC)))
+            while head := file.read(_FRAME.size):
+                frame = _read_frame(path, file, head)
+                self.is_cut = frame is None
+                if frame is None:
+                    return
+                yield frame
+
+
+def _check_magic(path: Path, magic: bytes) -> None:
+    if magic in _READS:
+        return
+    of_us = magic.startswith(MAGIC[: MAGIC.rindex(b" ")])
+    problem = f"is a recording of version {magic.split()[-1].decode(errors='replace')}" if of_us else "is no recording"
+    remedy = f"this kvplane reads versions up to {MAGIC.split()[-1].decode()}; use the kvplane that recorded it"
+    raise InvalidArgument(f"{path} {problem}", field="--log", remedy=remedy if of_us else "make one: kvplane record")
+
+
+def _read_frame(path: Path, file: BinaryIO, head: bytes) -> RecordResponse | None:
+    """The message behind its head; None when it was cut off."""
+    if len(head) < _FRAME.size:
+        return None
+    length, checksum = _FRAME.unpack(head)
+    damaged = InvalidArgument(f"{path} is damaged at byte {file.tell()}", field="--log", remedy="record anew")
+    if length > _MAX_FRAME_BYTES:
+        raise damaged
+    raw = file.read(length)
+    if len(raw) < length:
+        return None
+    try:
+        message = RecordResponse.FromString(raw) if zlib.crc32(raw) == checksum else None
+    except DecodeError:
+        message = None
+    if message is None:
+        raise damaged
+    return message
+
+
+def step_of(message: RecordedDecision, digest_size: int, version: int) -> Step:
+    """The step of a recorded decision, whose columns mean what they did in that version of steps."""
+    step = wire.decode_step(message.step, digest_size)
+    if version < _ALIGNED_BY_DEFAULT:
+        for part in step.parts:
+            for rows in (part.run, part.admit):
+                flags = rows.flags or [0] * len(rows.slot)
+                rows.flags = [bits if bits & _ALIGNED else bits | RowFlag.UNALIGNED for bits in flags]
+    return step
+
+
+def _anonymous(part: Part) -> Part:
+    """Without what could tell who asked: salts, adapters, traces."""
+    if not (part.news.extra_keys or part.news.traceparent):
+        return part
+    return replace(part, news=replace(part.news, extra_keys=[], traceparent=[]))

@@ -1,0 +1,225 @@
+"""Why a prompt, or a request, hit so much and not more.
+
+    Account (core)   what each group has alone, who cut the hit, which block it lacked
+    History (log)    what became of that block's content
+
+An answer is exact or says that the log does not reach so far. It names positions, requests, domains and adapters, never
+a token or a salt. Positions are known to one hash block, since the log holds hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvplane.base.groups import GroupKind, ReplicaSpec
+from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
+from kvplane_service.core.account import Account, Lacking
+from kvplane_service.explain.history import NOW, History, KeyName, Known, Spot
+
+MAX_ALTERNATIVES = 32  # salts and adapters that a prompt is hashed anew with
+
+
+class Cause(StrEnum):
+    """Why a hit is not longer."""
+
+    NOTHING = "nothing"  # it is as long as it can be: the last token is always computed
+    CACHING_OFF = "caching_off"
+    NOT_READ = "not_read"  # the request asked for no look-up
+    BELOW_ONE_BLOCK = "below_one_block"
+    EVICTED = "evicted"
+    DROPPED = "dropped"
+    WITHDRAWN = "withdrawn"
+    UNVERIFIED = "unverified"
+    WITHOUT_STAMPS = "without_stamps"  # an engine life began that showed none, and so kept no key
+    RESET = "reset"
+    TENTATIVE = "tentative"
+    WINDOW_NOT_RESIDENT = "window_not_resident"
+    NO_STATE_AT_BOUNDARY = "no_state_at_boundary"
+    OTHER_DOMAIN = "other_domain"
+    OTHER_SALT = "other_salt"
+    OTHER_LORA = "other_lora"
+    OTHER_MULTIMODAL = "other_multimodal"
+    DIFFERS = "differs"
+    NEVER_CACHED = "never_cached"
+    LAST_BLOCK_DROPPED = "last_block_dropped"
+    NOT_RECORDED = "not_recorded"
+
+
+_OF_REMOVAL = {
+    RemoveReason.EVICTED: Cause.EVICTED,
+    RemoveReason.DROPPED: Cause.DROPPED,
+    RemoveReason.WITHDRAWN: Cause.WITHDRAWN,
+    RemoveReason.PROMOTED: Cause.DROPPED,
+    RemoveReason.UNVERIFIED: Cause.UNVERIFIED,
+    RemoveReason.MOVED: Cause.DROPPED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """A cause and what is known of it.
+
+    Attributes:
+        start, end: the tokens that were lacking; for DIFFERS, those among which the first different one is.
+        by: the request that evicted the block, the other domain, or the other adapter.
+        epoch, seq, at_ns: the step in which it happened, and when; 0 when it is no event.
+    """
+
+    cause: Cause
+    start: int = 0
+    end: int = 0
+    by: str = ""
+    epoch: int = 0
+    seq: int = 0
+    at_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A look-up whose outcome is to be explained.
+
+    Attributes:
+        digests, domain, num_tokens: what was looked up.
+        at: before which event of the log.
+        reads: off: the request asked for no look-up.
+        alternatives: the same tokens hashed with other extra keys; empty when the tokens are not known.
+        own_keys: with which they were hashed for the look-up.
+    """
+
+    digests: Sequence[bytes]
+    domain: str
+    num_tokens: int
+    at: Spot = NOW
+    reads: bool = True
+    alternatives: Sequence[tuple[ExtraKeys, Sequence[bytes]]] = ()
+    own_keys: ExtraKeys = NO_EXTRA_KEYS
+
+
+class Explainer:
+    """Finds causes in a history.
+
+    Args:
+        spec: of the replica.
+        history: of its log.
+        is_complete: the log reaches back to the registration, and the replica tells of its keys.
+    """
+
+    def __init__(self, spec: ReplicaSpec, history: History, is_complete: bool) -> None:
+        self._spec = spec
+        self._history = history
+        self._is_complete = is_complete and spec.events
+
+    def why(self, question: Question, account: Account) -> Why:
+        """Why the account's hit is not longer."""
+        if not self._spec.enable_caching:
+            return Why(Cause.CACHING_OFF)
+        if not question.reads:
+            return Why(Cause.NOT_READ)
+        if question.num_tokens - 1 < self._spec.hit_alignment:
+            return Why(Cause.BELOW_ONE_BLOCK)
+        if not account.cut_by:
+            return Why(Cause.NOTHING)
+        if account.lacking is None:
+            return Why(Cause.LAST_BLOCK_DROPPED)
+        return self._of_block(question, account.lacking)
+
+    def _of_block(self, question: Question, lacking: Lacking) -> Why:
+        for look in (self._removed, self._elsewhere, self._differs):
+            found = look(question, lacking)
+            if found is not None:
+                return found
+        cause = Cause.NEVER_CACHED if self._is_complete else Cause.NOT_RECORDED
+        return Why(cause, lacking.start, lacking.end)
+
+    def _removed(self, question: Question, lacking: Lacking) -> Why | None:
+        """The key was there and went."""
+        key = KeyName(question.domain, lacking.group, question.digests[lacking.num_hashes - 1])
+        change = self._history.last_change(key, question.at)
+        if change is None or change.kind is EventKind.STORED:
+            return None
+        # What left its block before such a life would have gone with all else when it began.
+        change = self._history.cleared_by_life(change.at, question.at) or change
+        cause = Cause.RESET if change.reason is RemoveReason.NONE else _OF_REMOVAL[change.reason]
+        cause = Cause.WITHOUT_STAMPS if change.without_stamps else cause
+        return Why(cause, lacking.start, lacking.end, change.by, change.epoch, change.seq, change.at_ns)
+
+    def _elsewhere(self, question: Question, lacking: Lacking) -> Why | None:
+        """The content was computed, but for other groups, domains, salts or adapters."""
+        digest, span = question.digests[lacking.num_hashes - 1], (lacking.start, lacking.end)
+        if self._was_computed(question.domain, digest, question):
+            kind = self._spec.groups[lacking.group].kind
+            if kind is GroupKind.MAMBA:
+                return Why(Cause.NO_STATE_AT_BOUNDARY, *span)
+            if kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.CHUNKED_LOCAL):
+                return Why(Cause.WINDOW_NOT_RESIDENT, *span)
+            return None
+        for domain in sorted({request.domain for request in self._history.admitted(question.at)} - {question.domain}):
+            if self._was_computed(domain, digest, question):
+                return Why(Cause.OTHER_DOMAIN, *span, by=domain)
+        for keys, digests in question.alternatives:
+            if self._was_computed(question.domain, digests[lacking.num_hashes - 1], question):
+                cause = _difference(question.own_keys, keys)
+                name = keys.lora[0] if keys.lora and cause is Cause.OTHER_LORA else ""
+                return Why(cause, *span, by=name)
+        return None
+
+    def _was_computed(self, domain: str, digest: bytes, question: Question) -> bool:
+        keys = (KeyName(domain, group, digest) for group in range(len(self._spec.groups)))
+        if any(self._history.is_stored(key, question.at) for key in keys):
+            return True
+        size = self._spec.hash_block_size
+        return any(
+            digest in request.digests[: request.computed_at(question.at) // size]
+            for request in self._requests(domain, question)
+        )
+
+    def _requests(self, domain: str, question: Question) -> Iterator[Known]:
+        """Those of a domain that had blocks by then."""
+        return (request for request in self._history.admitted(question.at) if request.domain == domain)
+
+    def _differs(self, question: Question, lacking: Lacking) -> Why | None:
+        """Another prompt shares the start and goes on otherwise: the longest such start.
+
+        Hashes of other salts, adapters and pictures differ though tokens are equal: they say nothing about tokens.
+        """
+        size, own = self._spec.hash_block_size, question.own_keys
+        alike = [one.digests for one in self._requests(question.domain, question) if one.extra_keys == own]
+        shared = max((_common(chain, question.digests) for chain in alike), default=0)
+        if shared >= lacking.num_hashes:
+            return None
+        if any(len(chain) > shared and _common(chain, question.digests) == shared for chain in alike):
+            return Why(Cause.DIFFERS, shared * size, (shared + 1) * size)
+        return None
+
+
+def other_keys(history: History, own: ExtraKeys) -> list[ExtraKeys]:
+    """Extra keys of other requests that had blocks, the latest first, so many at most."""
+    keys = dict.fromkeys(request.extra_keys for request in reversed(list(history.admitted(NOW))))
+    keys.pop(own, None)
+    return list(keys)[:MAX_ALTERNATIVES]
+
+
+def _difference(own: ExtraKeys, other: ExtraKeys) -> Cause:
+    """What parts two requests with the same tokens; the first that differs."""
+    if own.lora != other.lora:
+        return Cause.OTHER_LORA
+    return Cause.OTHER_SALT if own.salt != other.salt else Cause.OTHER_MULTIMODAL
+
+
+def _common(chain: Sequence[bytes], digests: Sequence[bytes]) -> int:
+    """Leading hashes that are equal; since hashes are chained, the last equal one says it all."""
+    low, high = 0, min(len(chain), len(digests))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if chain[middle - 1] == digests[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def with_hit_checked(why: Why, account: Account, hit: int) -> Why:
+    """NOT_RECORDED when the account does not come to the hit that was answered: the log does not tell enough."""
+    return why if account.hit.num_tokens == hit else Why(Cause.NOT_RECORDED, start=hit)

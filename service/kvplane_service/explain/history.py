@@ -1,0 +1,323 @@
+"""What the decision log says about keys and requests: when each key came and went, and who was behind it.
+
+Works on a copy of the log's entries, so it may run in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+from kvplane.base.step import (
+    NO_EXTRA_KEYS,
+    AdmitStatus,
+    CacheEvent,
+    End,
+    EventKind,
+    ExtraKeys,
+    Facts,
+    News,
+    Part,
+    PartResult,
+    RemoveReason,
+)
+from kvplane_service.decisions.log import Decision, Entry, hashed_step
+
+Spot: TypeAlias = tuple[int, int, int]  # entry, part, event: the order in which things happened
+NOW: Spot = (1 << 62, 0, 0)
+
+
+class Change(NamedTuple):
+    """A key joined a block, or left it.
+
+    Attributes:
+        by: the request behind it, "" when unknown.
+        seq: 0 when an engine life began.
+        without_stamps: that life showed no stamps.
+    """
+
+    at: Spot
+    kind: EventKind
+    block: int
+    reason: RemoveReason
+    by: str
+    epoch: int
+    seq: int
+    at_ns: int
+    without_stamps: bool = False
+
+
+class KeyName(NamedTuple):
+    """A key without its block."""
+
+    domain: str
+    group: int
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Known:
+    """One stay of a request in its slot, as far as the log tells.
+
+    Attributes:
+        digests: of its full hash blocks.
+        admitted_at: when it was first granted blocks; NOW while it was not.
+        position: tokens of its prompt that are hit or granted now; later ones are not followed.
+        computed: the most that they have been, and since when.
+    """
+
+    name: str
+    domain: str
+    num_tokens: int
+    digests: list[bytes]
+    extra_keys: ExtraKeys = NO_EXTRA_KEYS
+    skip_reading: bool = False
+    admitted_at: Spot = NOW
+    position: int = 0
+    computed: list[tuple[Spot, int]] = field(default_factory=list)
+
+    def move_to(self, position: int, at: Spot) -> None:
+        """So many are hit or granted from now on."""
+        self.position = position
+        if position > self.computed_at(NOW):
+            self.computed.append((at, position))
+
+    def computed_at(self, at: Spot) -> int:
+        """Tokens computed before `at`."""
+        return next((count for then, count in reversed(self.computed) if then < at), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """An attempt to admit a request, as it was then; `at` is the first event that came after its look-up."""
+
+    request: Known
+    at: Spot
+    status: AdmitStatus
+    hit: int
+    epoch: int
+    seq: int
+    at_ns: int
+
+
+@dataclass(slots=True)
+class History:
+    """All that the entries tell.
+
+    Attributes:
+        changes: of each key, in order.
+        cleared: when all keys went at once.
+        requests: every stay, in order.
+        attempts: the last attempt to admit each request, by its name.
+    """
+
+    changes: dict[KeyName, list[Change]] = field(default_factory=dict)
+    cleared: list[Change] = field(default_factory=list)
+    requests: list[Known] = field(default_factory=list)
+    attempts: dict[str, Attempt] = field(default_factory=dict)
+
+    def blocks_at(self, key: KeyName, at: Spot, now: Iterable[int]) -> set[int]:
+        """Blocks that carried the key just before `at`; `now` carry it at the end of the log."""
+        blocks = set(now)
+        for change in reversed(self._all_changes(key)):
+            if change.at < at:
+                break
+            if change.kind is EventKind.STORED:
+                blocks.discard(change.block)
+            elif change.kind is EventKind.REMOVED:
+                blocks.add(change.block)
+        return blocks
+
+    def last_change(self, key: KeyName, at: Spot) -> Change | None:
+        """What happened to the key last before `at`."""
+        return next((change for change in reversed(self._all_changes(key)) if change.at < at), None)
+
+    def cleared_by_life(self, after: Spot, before: Spot) -> Change | None:
+        """The first engine life begun between the two that kept no key."""
+        return next((one for one in self.cleared if one.seq == 0 and after < one.at < before), None)
+
+    def _all_changes(self, key: KeyName) -> list[Change]:
+        """Of the key, with the resets that took it: those that found it there."""
+        told, carried = [], set[int]()
+        for change in sorted([*self.changes.get(key, ()), *self.cleared]):
+            if change.kind is EventKind.CLEARED:
+                if not carried:
+                    continue
+                carried.clear()
+            elif change.kind is EventKind.STORED:
+                carried.add(change.block)
+            else:
+                carried.discard(change.block)
+            told.append(change)
+        return told
+
+    def is_stored(self, key: KeyName, at: Spot) -> bool:
+        """Whether the log saw the key come before `at`."""
+        changes = self.changes.get(key, ())
+        return any(change.kind is EventKind.STORED and change.at < at for change in changes)
+
+    def admitted(self, at: Spot) -> Iterator[Known]:
+        """Requests that were given blocks before `at`."""
+        return (request for request in self.requests if request.admitted_at < at)
+
+
+def read_history(entries: Iterable[Entry], digest_size: int, first: int = 0) -> History:
+    """Read a log's entries, oldest first; `first` is the number of the first of them."""
+    reader = HistoryReader(digest_size)
+    for number, entry in enumerate(entries, first):
+        reader.add(number, entry)
+    return reader.history
+
+
+class HistoryReader:
+    """Follows slots through the log.
+
+    Attributes:
+        history: of what was added.
+    """
+
+    def __init__(self, digest_size: int) -> None:
+        self._size = digest_size
+        self._slots: dict[int, Known] = {}
+        self._partial: set[int] = set()  # slots of requests whose prompt is not computed to its end
+        self.history = History()
+
+    def add(self, number: int, entry: Entry) -> None:
+        """The next entry of the log, and its number."""
+        if isinstance(entry, Decision):
+            step = hashed_step(entry, self._size)
+            for at in range(len(step.parts)):
+                self._part(_Piece(number, at, entry, step.parts[at]))
+            return
+        self._slots.clear()
+        self._partial.clear()
+        for at, event in enumerate(entry.events):
+            # Told as cleared when no key was kept: nothing proved any of them.
+            stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns, not entry.stamp_table)
+            self._event(event, Change((number, 0, at), *stamp))
+
+    def _part(self, piece: _Piece) -> None:
+        self._facts(piece.part.facts)
+        self._news(piece.part.news)
+        self._resume(piece)
+        self._run(piece)
+        for row, slot in enumerate(piece.part.admit.slot):
+            if slot in self._slots:
+                self._attempt(piece, row, self._slots[slot])
+        takers, decision = piece.takers(), piece.decision
+        for at, event in enumerate(piece.events):
+            taker = takers.get(event.blocks[0], -1) if event.blocks else -1
+            by = self._slots.get(event.slot if event.kind is EventKind.STORED else taker)
+            stamp = (event.kind, 0, event.reason, by.name if by else "")
+            when = (decision.step.epoch, decision.step.seq, decision.at_ns)
+            self._event(event, Change((piece.entry, piece.number, at), *stamp, *when))
+
+    def _event(self, event: CacheEvent, change: Change) -> None:
+        if event.kind is EventKind.CLEARED:
+            self.history.cleared.append(change)
+            return
+        for digest, block in zip(event.hashes, event.blocks, strict=True):
+            key = KeyName(event.domain, event.group, digest)
+            self.history.changes.setdefault(key, []).append(change._replace(block=block))
+
+    def _facts(self, facts: Facts) -> None:
+        at = 0
+        for row, slot in enumerate(facts.slot):
+            count = facts.num_hashes[row] if facts.num_hashes else 0
+            request = self._slots.get(slot)
+            if request is not None:
+                request.num_tokens += facts.appended[row] if facts.appended else 0
+                request.digests.extend(_split(facts.hashes, at, count, self._size))
+            at += count
+            if facts.end and facts.end[row] in (End.FREE, End.HELD):
+                self._slots.pop(slot, None)
+
+    def _news(self, news: News) -> None:
+        at = 0
+        for row, slot in enumerate(news.slot):
+            count = news.num_hashes[row] if news.num_hashes else 0
+            request = Known(
+                name=(news.request_id[row] if news.request_id else "") or f"slot {slot}",
+                domain=news.domain[row] if news.domain else "",
+                num_tokens=news.num_tokens[row],
+                digests=_split(news.hashes, at, count, self._size),
+                extra_keys=news.extra_keys[row] if news.extra_keys else NO_EXTRA_KEYS,
+                skip_reading=bool(news.skip_reading and news.skip_reading[row]),
+            )
+            at += count
+            self._slots[slot] = request
+            self.history.requests.append(request)
+
+    def _resume(self, piece: _Piece) -> None:
+        """Requests of an engine life before run on with their blocks."""
+        resume, at = piece.part.resume, (piece.entry, piece.number, -1)
+        for slot, computed in zip(resume.slot, resume.computed, strict=True) if resume is not None else ():
+            if slot in self._slots:
+                self._slots[slot].admitted_at = at
+                self._move(slot, computed, at)
+
+    def _run(self, piece: _Piece) -> None:
+        if self._partial.isdisjoint(piece.part.run.slot):
+            return
+        for slot, granted in zip(piece.part.run.slot, piece.result.granted, strict=True):
+            if slot in self._partial and slot in self._slots:
+                self._move(slot, self._slots[slot].position + granted, (piece.entry, piece.number, -1))
+
+    def _move(self, slot: int, position: int, at: Spot) -> None:
+        request = self._slots[slot]
+        request.move_to(position, at)
+        (self._partial.add if position < request.num_tokens else self._partial.discard)(slot)
+
+    def _attempt(self, piece: _Piece, row: int, request: Known) -> None:
+        result, step = piece.result, piece.decision.step
+        status = AdmitStatus(result.admit_status[row])
+        if status in (AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING):
+            return
+        then = replace(request, digests=list(request.digests))
+        at = (piece.entry, piece.number, piece.first_event_of(row))
+        when = (step.epoch, step.seq, piece.decision.at_ns)
+        self.history.attempts[request.name] = Attempt(then, at, status, result.admit_hit[row], *when)
+        if status is AdmitStatus.GRANTED:
+            request.admitted_at = min(request.admitted_at, at)
+            external = piece.part.admit.external[row] if piece.part.admit.external else 0
+            self._move(piece.part.admit.slot[row], result.admit_hit[row] + external + result.admit_granted[row], at)
+
+
+class _Piece(NamedTuple):
+    """One part of one decision."""
+
+    entry: int
+    number: int
+    decision: Decision
+    part: Part
+
+    @property
+    def result(self) -> PartResult:
+        return self.decision.result.parts[self.number]
+
+    @property
+    def events(self) -> Sequence[CacheEvent]:
+        return self.decision.events[self.number]
+
+    def takers(self) -> dict[int, int]:
+        """The slot that each new block went to."""
+        slots = [*self.part.run.slot, *self.part.admit.slot]
+        rows = [*self.result.tables.by_row().items(), *self.result.new_blocks.by_row().items()]
+        return {block: slots[row] for row, groups in rows for blocks in groups.values() for block in blocks}
+
+    def first_event_of(self, row: int) -> int:
+        """The first event that this admit row, or one behind it, brought about; the end when there is none."""
+        late = set(self.part.admit.slot[row:])
+        takers = self.takers()
+        for at, event in enumerate(self.events):
+            if event.kind is EventKind.STORED:
+                if event.slot in late:
+                    return at
+            elif event.reason is RemoveReason.EVICTED and takers.get(event.blocks[0]) in late:
+                return at
+        return len(self.events)
+
+
+def _split(hashes: bytes, first: int, count: int, size: int) -> list[bytes]:
+    return [hashes[at * size : (at + 1) * size] for at in range(first, first + count)]

@@ -1,0 +1,184 @@
+"""What a model's cache takes and how many requests fit: figures of a plan, hybrid beside uniform."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import Drafter, GroupKind, MambaMode
+from kvplane_service.core.planner import CacheGroup, CachePlan, PlanOptions, Worker, plan_cache
+from kvplane_service.models.catalogue import MODELS, Model, ModelOptions, model_layers
+from kvplane_service.models.hf_config import read_model
+
+_LENGTHS = (4096, 8192, 16384, 32768, 65536, 131_072, 262_144)
+_DTYPES = ("bfloat16", "fp8")
+_RANKS = (1, 2, 4, 8)
+Label = TypeVar("Label")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """What is to be planned: a model, how it is served, and the memory of one rank.
+
+    Attributes:
+        prefix_caching: off: recurrent states are not cached, and prompts not shared.
+    """
+
+    model: Model
+    options: ModelOptions
+    memory_bytes: int
+    max_batched_tokens: int = 8192
+    max_concurrent_batches: int = 1
+    prefix_caching: bool = True
+
+    def plan(self, hybrid: bool = True) -> CachePlan:
+        """The plan; `hybrid` off: every layer keeps every token. Raises InvalidArgument when that cannot be."""
+        mode = MambaMode.ALIGN if self.prefix_caching else MambaMode.NONE
+        layers = self.model.layers(replace(self.options, mamba_mode=mode))
+        return plan_cache(
+            [Worker(layers, self.memory_bytes)],
+            PlanOptions(
+                max_model_len=self.options.max_model_len,
+                max_batched_tokens=self.max_batched_tokens,
+                max_concurrent_batches=self.max_concurrent_batches,
+                hybrid=hybrid,
+                prefix_caching=self.prefix_caching,
+                tp_size=self.options.tensor_parallel,
+                drop_draft_block=self.options.drafter is not Drafter.NONE,
+            ),
+        )
+
+    def at(self, max_model_len: int) -> Sizing:
+        """The same at another context length."""
+        return replace(self, options=replace(self.options, max_model_len=max_model_len))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFigures:
+    """One KV cache group. `bytes_per_token` is of all its layers, 0 for states, which do not grow with tokens."""
+
+    kind: GroupKind
+    num_layers: int
+    block_size: int
+    page_bytes: int
+    bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A plan in numbers, of one rank.
+
+    Attributes:
+        bytes_per_token: of all layers, as long as every token is kept.
+        blocks_per_request: of a request of the context length.
+        concurrency: such requests that fit at once.
+        uniform_concurrency: the same when every layer keeps every token; None when that cannot be planned.
+    """
+
+    groups: tuple[GroupFigures, ...]
+    bytes_per_token: float
+    bytes_per_block: int
+    num_blocks: int
+    blocks_per_request: int
+    concurrency: float
+    uniform_concurrency: float | None
+
+    @property
+    def gain(self) -> float | None:
+        """Hybrid over uniform."""
+        return self.concurrency / self.uniform_concurrency if self.uniform_concurrency else None
+
+
+def find_model(name: str) -> Model:
+    """A model of the catalogue, or of a config.json when the name is a file's. Raises NotFound or InvalidArgument."""
+    path = Path(name)
+    if name not in MODELS and (path.suffix == ".json" or path.exists()):
+        return read_model(path / "config.json" if path.is_dir() else path)
+    model_layers(name, ModelOptions())
+    return MODELS[name]
+
+
+def parse_bytes(text: str) -> int:
+    """Like "40GiB", "80 GB" or "1073741824". Raises InvalidArgument."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise InvalidArgument(f"{text!r} is no size", field="memory", remedy="write it like 40GiB")
+    return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
+
+
+def figures_of(sizing: Sizing) -> Figures:
+    """Plan and count. Raises InvalidArgument when not one request fits."""
+    plan = sizing.plan()
+    groups = tuple(map(_group_figures, plan.groups))
+    return Figures(
+        groups=groups,
+        bytes_per_token=sum(group.bytes_per_token for group in groups),
+        bytes_per_block=plan.bytes_per_block,
+        num_blocks=plan.num_blocks,
+        blocks_per_request=plan.blocks_per_request,
+        concurrency=plan.max_concurrency,
+        uniform_concurrency=_uniform(sizing),
+    )
+
+
+def figures_by_layout(sizing: Sizing) -> list[tuple[ModelOptions, Figures]]:
+    """The same with other data types and numbers of ranks, where the heads can be divided and a request fits."""
+    options = [
+        replace(sizing.options, cache_dtype=dtype, tensor_parallel=ranks) for dtype in _DTYPES for ranks in _RANKS
+    ]
+    return _where_possible((each, replace(sizing, options=each)) for each in options)
+
+
+def figures_by_length(sizing: Sizing) -> list[tuple[int, Figures]]:
+    """The same at other context lengths, up to the longest that fits."""
+    return _where_possible((length, sizing.at(length)) for length in _LENGTHS)
+
+
+def _where_possible(sizings: Iterable[tuple[Label, Sizing]]) -> list[tuple[Label, Figures]]:
+    told = []
+    for label, sizing in sizings:
+        with suppress(InvalidArgument):
+            told.append((label, figures_of(sizing)))
+    return told
+
+
+def shortest_with_gain(sizing: Sizing, gain: float, longest: int) -> int | None:
+    """The shortest context up to `longest`, in blocks of 16 tokens, at which hybrid over uniform reaches `gain`.
+
+    None when none does. Raises InvalidArgument when `longest` does not fit.
+    """
+    return _first(16, longest, 16, lambda length: (figures_of(sizing.at(length)).gain or 0.0) >= gain)
+
+
+def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int | None:
+    """By bisection: what holds once holds beyond."""
+    if not holds(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2 // step * step
+        if holds(max(middle, low)):
+            high = max(middle, low)
+        else:
+            low = middle + step
+    return low
+
+
+def _group_figures(group: CacheGroup) -> GroupFigures:
+    per_token = 0.0 if group.spec.is_state else group.bytes_per_block / group.block_size
+    return GroupFigures(group.kind, len(group.layer_names), group.block_size, group.spec.page_bytes, per_token)
+
+
+def _uniform(sizing: Sizing) -> float | None:
+    try:
+        return sizing.plan(hybrid=False).max_concurrency
+    except InvalidArgument:
+        return None

@@ -1,0 +1,251 @@
+"""The composition root: everything that a service process is made of, from start to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING
+
+from kvplane.base.errors import InternalError, KvplaneError
+from kvplane_service.auth.opening import open_gate
+from kvplane_service.config import Config, is_open_to_all
+from kvplane_service.process import gc_policy as garbage
+from kvplane_service.registry import Registry
+from kvplane_service.rpc.about import About
+from kvplane_service.rpc.server import Outside, RpcServer
+from kvplane_service.runtime.executors import Executor, share_interpreter
+from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.opening import make_store
+from kvplane_service.store.ownership import Durable, Ownership, is_gone
+from kvplane_service.store.writer import Surroundings
+from kvplane_service.telemetry.collector import ServiceCollector
+from kvplane_service.telemetry.holds import Holds
+from kvplane_service.telemetry.http import MetricsServer
+from kvplane_service.telemetry.sampling import is_asked_for
+
+if TYPE_CHECKING:
+    from kvplane_service.rpc.traced import TracingInterceptor
+    from kvplane_service.telemetry.tracing import Tracing
+
+_SWEEPS_PER_LEASE = 4
+_LAST_WORDS_S = 1.7  # after the grace, to stop and to write what waits
+_LEAST_S = 0.2  # each part has so long, even when the time is over
+
+_log = logging.getLogger(__name__)
+
+
+class App:
+    """One service process. Create it inside the running event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Callable[[], int] = time.monotonic_ns,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`environment`: OpenTelemetry's variables.
+
+        Raises:
+            InvalidArgument: for a variable that cannot be, values that contradict each other, a file of who may call.
+            NotFound: such a file cannot be read.
+        """
+        self.config = config
+        self.registry = Registry(config, clock)
+        around = Surroundings(clock, asyncio.sleep, Executor("replicas that come back"), random.random)
+        chance = Chance(lambda: time.time_ns() // 1_000_000, lambda: secrets.randbelow((1 << 64) - 1) + 1)
+        self.keeper = Keeper(self.registry, config, around, chance)
+        self.ownership = Ownership(self.registry, config, self.keeper, around, is_gone)
+        self.address = self.metrics_address = ""  # once it serves
+        self._tracing: Tracing | None = None
+        self.about = About()
+        self._gate = open_gate(config, clock)
+        outside = Outside(self._gate, self._start_tracing(environment))
+        durable = Durable(self.keeper, self.ownership)
+        self._server = RpcServer(self.registry, config, self.about, durable, outside)
+        self._holds = Holds()
+        self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report, self._holds))
+        self._tasks: list[asyncio.Task[None]] = []
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # which task ended, and why
+
+    async def start(self) -> str:
+        """Begin to serve; returns the address. Entries that were stored are read meanwhile.
+
+        Raises:
+            Unavailable: the address, or that of metrics, is taken.
+            KvplaneError: the store cannot be used; it was not touched.
+        """
+        store = make_store(self.config)
+        if store is not None:
+            await self.keeper.start(store)
+            await self.ownership.beat()
+        if self.config.metrics_listen:
+            self.metrics_address = await self._metrics.start(self.config.metrics_listen)
+        self.about.metrics_address, self.about.tracing = self.metrics_address, self._tracing is not None
+        try:
+            self.address = await self._server.start()
+        except KvplaneError:
+            await self._metrics.stop()
+            raise
+        self._start_task("leases", self._sweep())
+        self._start_task("loop holds", self._holds.watch())
+        self._start_task("logs", self.registry.logs.pack_beside())
+        if store is None:
+            await self._server.announce_ready()
+        else:
+            await self._server.announce_store(self.keeper.is_there)
+            if self.keeper.shared_store is not None:
+                self._start_task("owner's lease", self.ownership.keep())
+            self._start_task("store", self._follow_store())
+        return self.address
+
+    @property
+    def health_address(self) -> str:
+        """Of the port with health alone, "" when there is none."""
+        return self._server.health_address
+
+    async def drain(self) -> None:
+        """Go without losing an answer: unhealthy first, then no new sessions, then wait for the open ones.
+
+        Whatever hangs, it is over a moment after `drain_grace_ms`.
+        """
+        self.about.draining = True
+        await self._server.announce_drain()
+        await asyncio.sleep(self.config.drain_delay_ms / 1000)
+        ends_at = time.monotonic() + self.config.drain_grace_ms / 1000 + _LAST_WORDS_S
+        await self._server.drain(self.config.drain_grace_ms)
+        await self._end(ends_at)
+
+    async def stop(self) -> None:
+        """Go at once."""
+        await self._server.stop()
+        await self._end(time.monotonic() + _LAST_WORDS_S)
+
+    def _start_tracing(self, environment: Mapping[str, str]) -> list[TracingInterceptor]:
+        """Trace what the environment asks for; the library is loaded only then."""
+        if not is_asked_for(environment):
+            return []
+        from kvplane_service.rpc.traced import TracingInterceptor
+        from kvplane_service.telemetry.tracing import Tracing
+
+        self._tracing = tracing = Tracing(environment)
+        self.registry.watch(lambda entry: entry.host.decisions.follow(tracing.follower(entry.host.name)))
+        return [TracingInterceptor(tracing)]
+
+    def _start_task(self, name: str, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """What runs beside the calls ends with the service. When it ends before, that is a bug: the service ends."""
+        if not task.cancelled() and not self.failed.done():
+            _log.critical("the task %r ended: a bug in the service", task.get_name(), exc_info=task.exception())
+            self.failed.set_result(f"the task {task.get_name()!r} ended: {task.exception()!r}")
+
+    async def _follow_store(self) -> None:
+        """Read what was stored, then be ready and store what is published; a store that is away comes later."""
+        if not self.keeper.is_read:
+            _log.warning("the service serves without what is stored until the store is back")
+            await self._server.announce_ready()
+        await self.keeper.load()
+        await self._server.announce_ready()
+        await self.keeper.write()
+
+    async def _sweep(self) -> None:
+        """Withdraw what silent replicas have published, and break off who may no longer call."""
+        pause_s = self.config.lease_ms / 1000 / _SWEEPS_PER_LEASE
+        while True:
+            began_s = time.monotonic()
+            await asyncio.sleep(pause_s)
+            late_ns = int((time.monotonic() - began_s - pause_s) * 1e9)
+            self._expire(late_ns)
+            if self._gate is not None:
+                self._gate.recheck()
+            if self.keeper.is_on:
+                await self._server.announce_store(self.keeper.is_there)
+
+    def _expire(self, late_ns: int) -> None:
+        """In a function: a variable of `_sweep` would keep the last replica in memory after it was deregistered."""
+        for entry in self.registry:
+            entry.forgive(late_ns)  # nobody was heard while this process stood still
+            entry.host.expire()
+
+    async def _end(self, ends_at: float) -> None:
+        """Write and deliver what waits, the store first, until then at most (of time.monotonic)."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_LEAST_S)
+        await self.keeper.stop(max(_LEAST_S, ends_at - time.monotonic()))
+        last = {"metrics": self._metrics.stop()}
+        if self._gate is not None:
+            last["the audit log"] = Executor("the audit log")(self._gate.close)
+        if self._tracing is not None:
+            last["traces"] = Executor("traces")(self._tracing.shutdown)
+        tasks = [asyncio.create_task(work, name=name) for name, work in last.items()]
+        _, hung = await asyncio.wait(tasks, timeout=max(_LEAST_S, ends_at - time.monotonic()))
+        for task in hung:
+            _log.warning("%s did not end in time, and are left behind", task.get_name())
+            task.cancel()
+
+
+async def serve(config: Config, ready: Callable[[App], None]) -> None:
+    """Serve until SIGTERM, SIGINT or a Drain, then drain; the next signal stops at once.
+
+    Args:
+        ready: called once calls are answered.
+
+    Raises:
+        Unavailable: an address is taken.
+        InternalError: a part of the service broke; it has drained nevertheless.
+    """
+    signals: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number.name)
+    app = App(config)
+    if is_open_to_all(config):
+        _log.warning(
+            "whoever reaches %s may call: set tls_cert and auth_owners, or listen on 127.0.0.1 or unix:PATH",
+            config.listen,
+        )
+    await app.start()
+    garbage.settle()
+    share_interpreter()
+    ready(app)
+    reason = await _first_call(app, signals)
+    _log.info("%s: draining", reason)
+    draining = asyncio.create_task(app.drain())
+    second = asyncio.create_task(signals.get())
+    await asyncio.wait((draining, second), return_when=asyncio.FIRST_COMPLETED)
+    if draining.done():
+        second.cancel()
+        await draining
+        _log.info("drained")
+    else:
+        _log.info("%s: stopping at once", second.result())
+        draining.cancel()
+        await app.stop()
+        with contextlib.suppress(asyncio.CancelledError):
+            await draining
+    if app.failed.done():
+        raise InternalError(app.failed.result(), remedy="report it, with the log of the service")
+
+
+async def _first_call(app: App, signals: asyncio.Queue[str]) -> str:
+    """Wait for a signal, an operator's Drain, or the end of a task that never ends; returns which it was."""
+    signalled = asyncio.create_task(signals.get())
+    asked = asyncio.create_task(app.about.drain_asked.wait())
+    await asyncio.wait((signalled, asked, app.failed), return_when=asyncio.FIRST_COMPLETED)
+    asked.cancel()
+    if signalled.done():
+        return signalled.result()
+    signalled.cancel()
+    return app.failed.result() if app.failed.done() else "Admin.Drain"

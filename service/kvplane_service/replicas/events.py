@@ -1,0 +1,334 @@
+"""What one replica shows of its prefix cache to others: numbered batches that a subscriber can resume.
+
+    StepResult -> PublicationHold -> EventLog -> Subscription (a cursor into the log)
+
+Only executed content is shown: what a step stored is held until the step has been executed. What is removed
+is removed for others at once, because its page may be overwritten from now on.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
+from kvplane.base.step import CacheEvent, EventKind
+from kvplane_service.core.cache_events import CacheEvents
+from kvplane_service.decisions.packed_log import LogBudget, PackedLog
+from kvplane_service.decisions.packing import pack_events, unpack_events
+
+Wake = Callable[[], None]
+_EVER = 1 << 63  # a step that no engine reaches
+_HEAD = struct.Struct("<BQ")  # of a packed batch: bits of what it tells of the replica, and its epoch
+_GAP, _WITHDRAWN, _RESTORED = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the Events service sends at once; `seq` rises by one each.
+
+    Attributes:
+        gap: batches before this one are lost to the subscriber, who drops what it knows of the replica.
+        withdrawn: the replica lapsed; its entries must not be used until `restored`.
+        restored: the replica is back and its entries hold.
+    """
+
+    seq: int
+    epoch: int
+    events: Sequence[CacheEvent] = ()
+    gap: bool = False
+    withdrawn: bool = False
+    restored: bool = False
+
+    @property
+    def bits(self) -> int:
+        """What it tells of the replica."""
+        return self.gap * _GAP | self.withdrawn * _WITHDRAWN | self.restored * _RESTORED
+
+    def pack(self) -> bytes:
+        """Without its number."""
+        return _HEAD.pack(self.bits, self.epoch) + pack_events(self.events)
+
+    @classmethod
+    def unpack(cls, seq: int, raw: bytes) -> Batch:
+        """The batch that was packed, with its number."""
+        bits, epoch = _HEAD.unpack_from(raw)
+        events = unpack_events(raw, _HEAD.size)
+        return cls(seq, epoch, events, bool(bits & _GAP), bool(bits & _WITHDRAWN), bool(bits & _RESTORED))
+
+
+class _Stored:
+    """A held STORED event and which of its hashes have gone since."""
+
+    __slots__ = ("_at", "event", "gone")
+
+    def __init__(self, event: CacheEvent) -> None:
+        self.event = event
+        self.gone: set[int] = set()
+        self._at: dict[tuple[int, bytes], int] = {}  # made when something goes
+
+    def forget(self, removed: CacheEvent, block: int, digest: bytes) -> bool:
+        """Take a removed key out of it; False when it was not there."""
+        event = self.event
+        if event.group != removed.group or event.domain != removed.domain:
+            return False
+        if not self._at:
+            self._at = {pair: at for at, pair in enumerate(zip(event.blocks, event.hashes, strict=True))}
+        at = self._at.pop((block, digest), -1)
+        if at >= 0:
+            self.gone.add(at)
+        return at >= 0
+
+    def left(self) -> CacheEvent | None:
+        """The event without the hashes that have gone; None when none is left."""
+        event = self.event
+        if not self.gone:
+            return event
+        left = [at for at in range(len(event.hashes)) if at not in self.gone]
+        if not left:
+            return None
+        return replace(
+            event,
+            hashes=tuple(event.hashes[at] for at in left),
+            blocks=tuple(event.blocks[at] for at in left),
+            block_starts=tuple(event.block_starts[at] for at in left) if event.block_starts else (),
+        )
+
+
+class PublicationHold:
+    """Holds what steps stored until they have been executed; works on runs of events (`cache_events`).
+
+    A key is stored in a block that lacks it and removed from one that has it, and the core tells each of that, a move
+    included. So a removed key was either held, then it is never shown, or has been shown, then its removal is too.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, _Stored]] = deque()
+        self._held: dict[int, tuple[_Stored, ...]] = {}  # by block: what stored keys of it that are not shown yet
+
+    def step(self, seq: int, executed_through: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """Step `seq` was applied, which says what has been executed: what others see now, in order."""
+        return [*self.release(executed_through), *self.add(seq, events)]
+
+    def begin_life(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """A new engine life lost these keys: what others see now. What it kept is published, also if it was held."""
+        return [*self.add(0, events), *self.release(_EVER)]
+
+    def add(self, seq: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
+        """Take the events of step `seq`, in order; returns those that others must see at once.
+
+        These are removals of published keys. A key that is removed while it is held is never shown.
+        """
+        at_once: list[CacheEvent] = []
+        for event in events:
+            if event.kind is EventKind.STORED:
+                self._hold(seq, event)
+            elif event.kind is EventKind.CLEARED:
+                self._steps.clear()
+                self._held.clear()
+                at_once.append(event)
+            elif self._held.keys().isdisjoint(event.blocks):
+                at_once.append(event)
+            else:
+                at_once.extend(self._forget(event))
+        return at_once
+
+    def release(self, executed_through: int) -> list[CacheEvent]:
+        """What may be shown now that all steps up to `executed_through` have been executed, in order."""
+        shown: list[CacheEvent] = []
+        while self._steps and self._steps[0][0] <= executed_through:
+            stored = self._steps.popleft()[1]
+            for at, block in enumerate(stored.event.blocks):
+                if at not in stored.gone:
+                    self._unhold(block, stored)
+            event = stored.left()
+            if event is not None:
+                shown.append(event)
+        return shown
+
+    def _hold(self, seq: int, event: CacheEvent) -> None:
+        stored = _Stored(event)
+        self._steps.append((seq, stored))
+        if self._held.keys().isdisjoint(event.blocks):
+            self._held.update(dict.fromkeys(event.blocks, (stored,)))
+        else:
+            for block in event.blocks:
+                self._held[block] = (*self._held.get(block, ()), stored)
+
+    def _unhold(self, block: int, stored: _Stored) -> None:
+        held = self._held[block]
+        if len(held) == 1:
+            del self._held[block]
+        else:
+            self._held[block] = tuple(one for one in held if one is not stored)
+
+    def _forget(self, removed: CacheEvent) -> list[CacheEvent]:
+        """Take removed keys out of what is held; the event of those that were not there."""
+        shown = []
+        for digest, block in zip(removed.hashes, removed.blocks, strict=True):
+            stored = next((one for one in self._held.get(block, ()) if one.forget(removed, block, digest)), None)
+            if stored is None:
+                shown.append((digest, block))
+            else:
+                self._unhold(block, stored)
+        hashes, blocks = [digest for digest, _ in shown], [block for _, block in shown]
+        return [replace(removed, hashes=hashes, blocks=blocks)] if shown else []
+
+
+class EventLog(PackedLog[Batch, bytes]):
+    """The last batches of a replica, packed, bounded by number and the budget, and who follows them."""
+
+    def __init__(self, max_batches: int, budget: LogBudget, max_subscribers: int) -> None:
+        super().__init__(max_batches, budget)
+        self._max_subscribers = max_subscribers
+        self._subscribers: set[Subscription] = set()
+        self._last_seq = 0
+        self._epoch = 0
+        self._withdrawn = False
+        self._withdrawn_before = False  # state before the oldest batch that is kept
+        self.num_withdrawals = 0
+        self.closed: KvplaneError | None = None
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest batch, 0 when there was none."""
+        return self._last_seq
+
+    @property
+    def num_subscribers(self) -> int:
+        """Who follows now."""
+        return len(self._subscribers)
+
+    @property
+    def oldest_resumable(self) -> int:
+        """The lowest `after_seq` that a subscriber can go on from without a gap."""
+        return self._last_seq - len(self)
+
+    def publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
+        """Append a batch of events, or runs of events, unless there are none."""
+        shown = CacheEvents(events)
+        self._epoch = epoch
+        if shown.runs:
+            self._append(Batch(self._last_seq + 1, epoch, shown))
+
+    def withdraw(self) -> None:
+        """Tell that the replica has lapsed; nothing when that is known."""
+        if not self._withdrawn:
+            self._withdrawn = True
+            self.num_withdrawals += 1
+            self._append(Batch(self._last_seq + 1, self._epoch, withdrawn=True))
+
+    def restore(self) -> None:
+        """Tell that the replica is back; nothing when it was not withdrawn."""
+        if self._withdrawn:
+            self._withdrawn = False
+            self._append(Batch(self._last_seq + 1, self._epoch, restored=True))
+
+    def subscribe(self, after_seq: int | None, wake: Wake) -> Subscription:
+        """Follow the log behind batch `after_seq` (None: from now on). `wake` is called when there is
+        something to take.
+
+        Raises:
+            InvalidArgument: `after_seq` has not been reached yet.
+            LimitExceeded: too many subscribers.
+            KvplaneError: the log has been closed.
+        """
+        if self.closed is not None:
+            raise self.closed
+        if len(self._subscribers) >= self._max_subscribers:
+            raise LimitExceeded(
+                f"the replica has {self._max_subscribers} subscribers",
+                field="replica",
+                remedy="end one, or raise max_subscribers",
+            )
+        if after_seq is not None and after_seq > self._last_seq:
+            raise InvalidArgument(
+                f"batch {after_seq} has not been reached, the last is {self._last_seq}",
+                field="after_seq",
+                remedy="leave it out after a restart of the service",
+            )
+        subscription = Subscription(self, self._opening(after_seq), wake)
+        self._subscribers.add(subscription)
+        return subscription
+
+    def close(self, reason: KvplaneError) -> None:
+        """End every subscription with `reason`, after what it has not taken yet."""
+        self.closed = reason
+        self.leave_budget()
+        self._wake()
+
+    def after(self, seq: int, at_most: int | None = None) -> list[Batch]:
+        """The batches behind `seq`, which must be resumable, or the first of them."""
+        start = seq - self.oldest_resumable
+        assert start >= 0, (seq, self.oldest_resumable)
+        stop = None if at_most is None else start + at_most
+        return [
+            Batch.unpack(number, kept) if isinstance(kept, bytes) else kept
+            for number, kept in enumerate(islice(self._kept, start, stop), seq + 1)
+        ]
+
+    def discard(self, subscription: Subscription) -> None:
+        """Forget a subscriber."""
+        self._subscribers.discard(subscription)
+
+    def _opening(self, after_seq: int | None) -> Batch:
+        """What a subscriber has to know first; its number is where the subscriber goes on from."""
+        if after_seq is None:
+            return Batch(self._last_seq, self._epoch, withdrawn=self._withdrawn)
+        if after_seq < self.oldest_resumable:
+            return Batch(self.oldest_resumable, self._epoch, gap=True, withdrawn=self._withdrawn_before)
+        return Batch(after_seq, self._epoch)
+
+    def _append(self, batch: Batch) -> None:
+        self._keep(batch)
+        self._last_seq = batch.seq
+        self._wake()
+
+    def _pack(self, entry: Batch) -> bytes:
+        return entry.pack()
+
+    def _dropped(self, entry: Batch | bytes) -> None:
+        bits = _HEAD.unpack_from(entry)[0] if isinstance(entry, bytes) else entry.bits
+        self._withdrawn_before = bool(bits & _WITHDRAWN or (self._withdrawn_before and not bits & _RESTORED))
+
+    def _wake(self) -> None:
+        for subscription in self._subscribers:
+            subscription.wake()
+
+
+class Subscription:
+    """A cursor into a log. The log is the queue: who falls behind its oldest batch is too slow."""
+
+    def __init__(self, log: EventLog, opening: Batch, wake: Wake) -> None:
+        self._log = log
+        self._seq = opening.seq
+        self._opening = [opening] if opening.gap or opening.withdrawn else []
+        self.wake = wake
+
+    def take(self, at_most: int | None = None) -> list[Batch]:
+        """The batches not taken yet, or the first of them; none when there is nothing new.
+
+        Raises:
+            LimitExceeded: batches that were not taken are no longer kept.
+            KvplaneError: the log was closed and everything has been taken.
+        """
+        if self._seq < self._log.oldest_resumable:
+            raise LimitExceeded(
+                f"batch {self._seq + 1} is no longer kept: the subscriber is too slow",
+                remedy=f"subscribe again with after_seq = {self._seq}, or raise events_resume and log_bytes",
+                metadata={"after_seq": str(self._seq)},
+            )
+        batches = self._opening + self._log.after(self._seq, at_most)
+        self._opening = []
+        if batches:
+            self._seq = batches[-1].seq
+        elif self._log.closed is not None:
+            raise self._log.closed
+        return batches
+
+    def cancel(self) -> None:
+        """Follow no longer."""
+        self._log.discard(self)

@@ -1,0 +1,188 @@
+"""Claims: an engine life begins by raising the owner epoch in every rank's stamp table, through its worker.
+
+    claim, rank 0 first -> the old life's orders are refused by every rank -> read stamps -> admit entries
+
+A worker can be claimed where the service may enter its directory, as the same user of the same host. Of the others the
+engine itself claims the tables when its session is open, and what it has shown counts; so do the tables' epochs, which
+no claim takes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from kvplane.base.errors import KvplaneError, StaleEpoch, Unavailable
+from kvplane.base.session import NEW_EPOCH, OpenRequest
+from kvplane.base.stamp_table import StampReading
+from kvplane.base.stamps import MAX_EPOCH
+from kvplane.base.worker import WorkerInfo, WorkerState
+from kvplane.status import error_of_rpc
+from kvplane.v1 import worker_pb2 as pb
+from kvplane.wire.columns import U32, unpack
+from kvplane_service.registry import Entry
+from kvplane_service.replicas.stamps import confirmed
+
+CLAIM_TIMEOUT_S = 1.0
+MAX_ATTEMPTS = 4
+_SERVICE = "/kvplane.v1.Worker"
+_TOKEN = "token"
+_TOKEN_BYTES = 4096
+_OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # the stamps of 2^27 blocks
+
+
+class ClaimedPages(NamedTuple):
+    """What a worker says behind a claim.
+
+    Attributes:
+        reading: of its stamp table.
+        busy: blocks that a transfer writes, which may have begun for an earlier engine life; none begins for one later.
+    """
+
+    reading: StampReading
+    busy: Sequence[int] = ()
+
+
+Claim = Callable[[WorkerInfo, int], Awaitable[ClaimedPages]]
+
+_Answer = TypeVar("_Answer", bound=Message)
+
+_log = logging.getLogger(__name__)
+
+
+async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[OpenRequest, int]:
+    """Claim the workers for the engine life that a session begins.
+
+    Returns its request, with the stamps and busy blocks that hold behind the claim, and the life for
+    `ReplicaHost.open`, to be begun at once: NEW_EPOCH where nothing was claimed.
+
+    A worker that cannot be reached, and one that is silent, are left to the engine.
+
+    Raises:
+        KvplaneError: the session cannot be opened, as `ReplicaHost.check_open`; no worker was claimed then.
+    """
+    host = entry.host
+    for _ in range(MAX_ATTEMPTS):
+        host.check_open(request)
+        workers = [worker for worker in entry.workers.alive() if worker.state is not WorkerState.STARTING]
+        if request.epoch != NEW_EPOCH or not workers:
+            return request, NEW_EPOCH
+        epoch = host.next_epoch(request)
+        try:
+            pages = await _claim_all(workers, epoch, claim)
+        except StaleEpoch as error:
+            host.follow_owner(_owner_of(error))
+            continue
+        stamps = await _proven(request.stamp_table, [one.reading for one in pages])
+        await host.settled()
+        if epoch > host.epoch:  # nobody else began it meanwhile
+            busy = _busy(request, pages, host.replica.spec.num_blocks)
+            return replace(request, stamp_table=stamps, busy_blocks=busy), epoch
+    raise Unavailable(f"engine lives of {host.name} begin faster than its workers can be told", remedy="try again")
+
+
+async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[ClaimedPages]:
+    """What those say that could be claimed. Raises StaleEpoch."""
+    first, *others = workers
+    answers = [*await _answers([first], epoch, claim), *await _answers(others, epoch, claim)]
+    claimed_pages = []
+    for worker, answer in zip(workers, answers, strict=True):
+        if isinstance(answer, ClaimedPages):
+            claimed_pages.append(answer)
+        elif isinstance(answer, StaleEpoch):
+            raise answer
+        else:
+            _log.info("the worker of rank %d is left to the engine to claim: %s", worker.rank, answer)
+    return claimed_pages
+
+
+async def _answers(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[ClaimedPages | KvplaneError]:
+    async def ask(worker: WorkerInfo) -> ClaimedPages | KvplaneError:
+        try:
+            return await claim(worker, epoch)
+        except KvplaneError as error:
+            return error
+
+    return list(await asyncio.gather(*map(ask, workers)))
+
+
+def _owner_of(error: StaleEpoch) -> int:
+    """The epoch that a worker says owns its pages, 0 when that cannot be one."""
+    text = error.metadata.get("epoch", "")
+    return int(text) if text.isdecimal() and int(text) < MAX_EPOCH else 0
+
+
+async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Sequence[int]:
+    """What the engine showed, where every table that was read says the same now."""
+    for reading in readings if shown else ():
+        shown = confirmed(shown, reading)
+        await asyncio.sleep(0)  # a large memory takes some milliseconds
+    return shown
+
+
+def _busy(request: OpenRequest, pages: Sequence[ClaimedPages], num_blocks: int) -> tuple[int, ...]:
+    """Blocks that a load may still write, as the engine and its workers say."""
+    listed = {block for one in pages for block in one.busy if 0 < block < num_blocks}
+    return tuple(sorted(listed.union(request.busy_blocks)))
+
+
+async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
+    """Claim the pages of a worker of this host.
+
+    Raises:
+        StaleEpoch: a newer engine life owns them.
+        Unavailable: it cannot be reached from here, or does not answer within CLAIM_TIMEOUT_S; or another one serves
+            its address. Who may register a worker knows the numbers of its own workers alone.
+        KvplaneError: it refuses.
+    """
+    request = pb.ClaimRequest(token=_token_of(worker.address), epoch=epoch)
+    async with grpc.aio.insecure_channel(worker.address, _OPTIONS) as channel:
+        described = await _ask(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse)
+        if described.worker.worker_id != worker.worker_id:
+            raise Unavailable(f"another worker than the one that was registered serves {worker.address}")
+        answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
+    busy = unpack(answer.busy, U32, "claim", "busy")
+    return ClaimedPages(StampReading(answer.incarnation, _unpack(answer.stamps)), busy)
+
+
+async def _ask(channel: grpc.aio.Channel, method: str, request: Message, answer_type: type[_Answer]) -> _Answer:
+    call = channel.unary_unary(
+        f"{_SERVICE}/{method}",
+        request_serializer=type(request).SerializeToString,
+        response_deserializer=answer_type.FromString,
+    )
+    try:
+        return await call(request, timeout=CLAIM_TIMEOUT_S)
+    except grpc.aio.AioRpcError as outcome:
+        raise error_of_rpc(outcome) from None
+
+
+def _token_of(address: str) -> str:
+    """The token beside the socket; only of a directory that nobody else could have made."""
+    path = Path(address.removeprefix("unix:"))
+    try:
+        found = path.parent.lstat()
+        if not address.startswith("unix:") or not _is_private(found):
+            raise Unavailable(f"{address} is not a socket in a directory of user {os.getuid()} alone")
+        with (path.parent / _TOKEN).open() as file:
+            return file.read(_TOKEN_BYTES)
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{address} is not of this host and user: {error}") from None
+
+
+def _is_private(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def _unpack(stamps: bytes) -> Sequence[int]:
+    """Stamps, u64 little-endian each, as this machine's words are: the worker is of this host."""
+    return memoryview(stamps[: len(stamps) // 8 * 8]).cast("Q")
