@@ -141,6 +141,20 @@ async def test_nobody_there(tmp_path):
 
 
 @on_shared_loop
+async def test_a_session_that_did_not_open_says_so(tmp_path):
+    once = RetryPolicy(attempts=1)
+    async with open_aio_channel(f"unix:{tmp_path}/nobody") as channel:
+        session = aio.Session(aio.GrpcTransport(channel), OpenRequest("x", 1), retry=once)
+        with pytest.raises(Unavailable):
+            await session.open()
+        with pytest.raises(FailedPrecondition, match="not open"):
+            await session.apply(Part())
+        with pytest.raises(FailedPrecondition, match="not open"):
+            assert session.epoch
+        await session.close()
+
+
+@on_shared_loop
 async def test_an_open_has_a_deadline():
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]

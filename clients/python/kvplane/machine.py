@@ -94,12 +94,9 @@ class SessionMachine:
     """One session. One piece of work at a time, `end` at any time.
 
     Attributes:
-        state: numbers of steps; there once `open` has returned.
         ended: why the session is over; None while it is not.
         resume_refused: why requests lost their blocks at the last revival; None when none did.
     """
-
-    state: SessionState
 
     def __init__(
         self,
@@ -114,6 +111,7 @@ class SessionMachine:
         self._opening, self._patience = retry or OPENING, retry or PATIENCE
         self._nonces, self._clock, self._can_revive = nonces, clock, revive is not None
         self._known = revive if isinstance(revive, KnownRequests) else None
+        self._state: SessionState | None = None
         self.ended: KvplaneError | None = None
         self.resume_refused: KvplaneError | None = None
         self._is_up = False
@@ -122,6 +120,13 @@ class SessionMachine:
         self._is_new_life = False  # the next call begins one
         self._is_silent = False  # it did not answer in time, nor take a stream since: a call tries once
         self._refusal: KvplaneError | None = None  # of the oldest step, until its followers' were taken as well
+
+    @property
+    def state(self) -> SessionState:
+        """Numbers of steps, and what the service said at `open`. Raises FailedPrecondition before that has returned."""
+        if self._state is None:
+            raise FailedPrecondition("the session is not open", remedy="use it once `open` has returned")
+        return self._state
 
     def check(self) -> None:
         """Raise why the session is over."""
@@ -149,7 +154,7 @@ class SessionMachine:
                 yield Pause(attempts.pause_s(error))
                 request = replace(request, nonce=self._nonces())
             else:
-                self.state, self._is_up = SessionState(opened), True
+                self._state, self._is_up = SessionState(opened), True
                 self._begun_by = request.nonce if request.epoch == NEW_EPOCH else 0
                 return
 
