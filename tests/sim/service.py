@@ -281,9 +281,10 @@ class Service:
             self.world.tell(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
     def _show(self, host: ReplicaHost, batches: Iterable[Batch]) -> None:
-        for event in (event for batch in batches for event in batch.events if event.kind is EventKind.STORED):
+        stored = ((batch.epoch, one) for batch in batches for one in batch.events if one.kind is EventKind.STORED)
+        for epoch, event in stored:
             for digest, block in zip(event.hashes, event.blocks, strict=True):
-                self.world.tell(history.Published(self.number, host.name, host.epoch, event.group, block, digest))
+                self.world.tell(history.Published(self.number, host.name, epoch, event.group, block, digest))
 
     def _look_at_pages(self, host: ReplicaHost) -> None:
         """Unless the engine finds out that this service believes what is no longer so: its worker died, or another

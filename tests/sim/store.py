@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from random import Random
@@ -33,9 +33,13 @@ class Access:
     owned: Callable[[], Collection[str]]
     wrote: Callable[[str, bool, bytes], None]
 
-    async def offload(self, call: Callable[[], Any]) -> Any:
-        """Runs a call of the store beside the loop: it takes a while before, and after."""
-        store, owned = self.store, self.owned()
+    def offload(self, call: Callable[[], Any]) -> Awaitable[Any]:
+        """Runs a call of the store beside the loop, with what the service owns now, not when a task begins."""
+        return self._carry_out(call, self.owned())
+
+    async def _carry_out(self, call: Callable[[], Any], owned: Collection[str]) -> Any:
+        """It takes a while before, and after."""
+        store = self.store
         await asyncio.sleep(store.draw_delay())
         if store.is_away(self.address):
             await asyncio.sleep(2.0)  # the driver's patience
