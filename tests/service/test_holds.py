@@ -57,7 +57,7 @@ def test_what_is_not_ours_is_not_blamed():
     seen = []
     for module in ("kvplane_service.cli.serve", "json.decoder", "kvplane_service.replicas.host"):
         handler_of_ours(module)(lambda: seen.append(holds._describe(sys._getframe())))
-    assert seen == ["", "", "host.handle, in host.decide"]
+    assert seen == ["", "", "replicas.host.handle, in replicas.host.decide"]
 
 
 async def test_a_hold_is_counted_and_its_cause_logged(monkeypatch, caplog):
