@@ -54,6 +54,7 @@ PLANTED = {
     "private_places": ("README.md", "see /tm" + "p/x\n", "see https://example.org/work/x and a/tmp/b\n"),
     "file_length": (LIBRARY, "x = 1\n" * 501, "x = 1\n" * 500),
     "core_purity": (CORE, "def f() -> None:\n    import time\n", "import math\n"),
+    "plain_words": ("docs/glossary.md", "It is to" + "ld so.\n", "The report is sent.\n"),
 }
 
 
@@ -83,6 +84,8 @@ def test_a_planted_fault_is_found_and_its_neighbour_is_not(rule):
         (tidy.private_places, "tests/test_x.py", "home = '/wor" + "k/x'\n"),
         (tidy.private_places, "notes.md", "https://py" + "pi.org/simple\n"),
         (tidy.core_purity, CORE, "from google.protobuf import message\n"),
+        (tidy.plain_words, "docs/glossary.md", "class To" + "ldTwice:\n"),
+        (tidy.plain_words, "docs/glossary.md", "in pl" + "ace\n# of\n"),
     ],
 )
 def test_further_ways_to_break_a_rule(rule, path, bad):

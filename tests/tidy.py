@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+from tests import words
+
 SOURCE_ROOTS = ("clients/python", "service", "gpu_worker")
 OUR_CODE = (*SOURCE_ROOTS, "scripts")
 
@@ -279,6 +281,12 @@ def imports(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.module or ""
 
 
+def plain_words(tree: Tree) -> Iterator[str]:
+    for f in tree.files:
+        if words.is_checked(f.path) and f.is_in(*words.PLAIN):
+            yield from (complaint(f, line, f"{word!r}: write {remedy}") for line, word, remedy in words.banned(f.text))
+
+
 RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     function_length,
     shape,
@@ -291,4 +299,5 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     private_places,
     file_length,
     core_purity,
+    plain_words,
 )

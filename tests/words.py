@@ -1,0 +1,97 @@
+"""The words that the tree does not use, each with what to write instead: standard terms, so that readers can search.
+
+`python -m tests.words [PATH ...]` lists what is found under the paths (the whole tree without any).
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Words, also as parts of identifiers (`_told_by`, `ToldTwice`). A phrase may be broken over two lines.
+REPLACEMENTS: dict[str, str] = {
+    "told|tell|tells|telling": "report, notify, state, send, or distinguish",
+    "anew": "again",
+    "whoever|whomever": "any client that, the process that",
+    "nobody|somebody|whom": "no client, a client, no process, none",
+    "he|she|his|her|hers|himself": "it, its",
+    "mend|mends|mended|mending": "fix",
+    "bring|brings|brought|bringing": "load, fetch, make available, recover",
+    "heard|hear|hears|hearing": "receive, observe",
+    "beside|besides": "off (the event loop), next to, concurrently with, also",
+    "shall": "will, must",
+    "junction": "the longest hit of a single group (`longest_single_group_hit`)",
+    "standing": "progress",
+    "settle|settles|settled|settling|unsettled": "normalize, flush, wait until idle",
+    "regain|regained|regains|retell|retelling": "recover, replay events",
+    "surroundings": "runtime, dependencies",
+    "witness|witnessed": "monitor, observer",
+    "polite|impolite": "well-behaved",
+    "stranger|strangers": "another client, an untrusted client, a third-party engine",
+    "believe|believes|believed": "expect, consider, trust",
+    "speak|speaks|spoke|spoken|unspoken": "use (a protocol), state",
+    "lies|lie|lay|lain": "is at, is stored in",
+    "so many|so much": "that number of, `count`",
+    "without a word": "silently, without emitting events",
+    "goes on|go on|going on|went on": "continue",
+    "in place of": "instead of",
+    "for ever": "forever, indefinitely",
+    "now and then": "periodically",
+    "again and again": "repeatedly",
+    "all the same": "anyway, still",
+    "says so|say so|said so|say nothing|says nothing": "states it, is silent",
+    "not ours|not theirs|one's": "name the owner",
+    "for good": "permanently",
+    "a moment ago|in a moment": "just before, soon, after a retry",
+    "as if nothing": "unchanged",
+    "make of it|makes of it|make of them": "handle, return",
+}
+
+# Folders and files that are checked. The list grows until it is the whole tree.
+PLAIN: tuple[str, ...] = ("docs/glossary.md",)
+
+# Where the words are the subject, or not written by this project.
+EXEMPT = ("tests/words.py", "CHANGELOG.md", "LICENSE")
+SUFFIXES = (".py", ".pyi", ".proto", ".md", ".toml", ".yaml", ".yml", ".tpl", ".sh", ".txt", "Makefile", "Dockerfile")
+
+
+def _pattern(alternatives: str) -> re.Pattern[str]:
+    words = "|".join(
+        rf"[{word[0].upper()}{word[0]}]{word[1:]}".replace(" ", r"(?:\s|#|//|\*)+") for word in alternatives.split("|")
+    )
+    return re.compile(rf"(?<![A-Za-z])(?:{words})(?![a-z])")
+
+
+_PATTERNS = [(_pattern(words), remedy) for words, remedy in REPLACEMENTS.items()]
+
+
+def is_checked(path: str) -> bool:
+    """Whether a file is text that this project writes."""
+    return path.endswith(SUFFIXES) and path not in EXEMPT and "_pb2" not in path
+
+
+def banned(text: str) -> Iterator[tuple[int, str, str]]:
+    """Line, word and replacement of every banned word, by line."""
+    found = [
+        (text.count("\n", 0, one.start()) + 1, one[0], remedy) for p, remedy in _PATTERNS for one in p.finditer(text)
+    ]
+    yield from sorted((line, " ".join(word.split()), remedy) for line, word, remedy in found)
+
+
+def main(paths: list[str]) -> int:
+    """Print what is found; 1 when anything is."""
+    listed = subprocess.run(["git", "ls-files", "--", *paths], check=True, capture_output=True, text=True).stdout
+    count = 0
+    for path in filter(is_checked, listed.splitlines()):
+        for line, word, remedy in banned(Path(path).read_text(encoding="utf-8")):
+            count += 1
+            print(f"{path}:{line}: {word}: write {remedy}")
+    print(f"{count} found")
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
