@@ -15,6 +15,7 @@ from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.replicas.workers import WorkerRoster
+from kvplane_service.unary.hashing import ContentHasher
 from kvplane_service.unary.service import UnaryCalls
 
 _NAME = re.compile(r"[a-zA-Z0-9._/-]{1,128}", re.ASCII)
@@ -78,6 +79,7 @@ class Registry:
     def __init__(self, config: Config, clock: Clock) -> None:
         self._config = config
         self._clock = clock
+        self._hasher = ContentHasher(config)
         self.logs = LogBudget(config.log_bytes)
         self._entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[Entry], None]] = []
@@ -145,7 +147,7 @@ class Registry:
             host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
             lease_ms = self._config.worker_lease_ms
             workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock)
-            entry = Entry(registration, host, UnaryCalls(host, self._config), workers)
+            entry = Entry(registration, host, UnaryCalls(host, self._config, self._hasher), workers)
             self._entries[name] = entry
             for watcher in self._watchers:
                 watcher(entry)

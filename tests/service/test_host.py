@@ -198,7 +198,7 @@ class TestLoads:
 
     def test_a_reset_is_done_beside_them_and_a_session_of_unary_calls_too(self, world, engine):
         world.host.close(engine.nonce)
-        world.host.revive()
+        world.host.begin_unary(UnaryStep())
         (told,) = world.host.apply_unary(UnaryStep(), [Part(cache=Cache(reset=True))]).parts
         assert told.reset_done
         assert world.host.replica.busy_blocks == (1, 2)
@@ -461,7 +461,7 @@ class TestClosing:
         world.host.close(engine.nonce)
         with world.refuses(StaleEpoch, "which has ended"):
             world.host.check_unary(UnaryStep(epoch=engine.opened.epoch))
-        world.host.revive()
+        world.host.begin_unary(UnaryStep())
         assert world.host.epoch == engine.opened.epoch + 1
         hit = world.host.apply_unary(UnaryStep(), [part_of(NewsRow(0, PROMPT), PeekRow(0))])
         assert hit.parts[0].peek_hit == [0]

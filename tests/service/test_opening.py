@@ -181,7 +181,7 @@ async def test_a_unary_call_begins_a_life_of_its_own_when_the_caller_has_left():
     await turns(4)
     first.cancel()
     await turns(1)
-    world.host.revive()
+    world.host.begin_unary(UnaryStep())
     world.host.apply_unary(UnaryStep(), [Part()])
     assert (world.host.state, world.host.replica.count_keys()) == (ReplicaState.IDLE, 0)
     world.host.check_readable()
@@ -284,7 +284,7 @@ class Schedule:
     async def unary(self):
         with suppress(KvplaneError):
             self.host.check_unary(UnaryStep())
-            self.host.revive()
+            self.host.begin_unary(UnaryStep())
             self.host.apply_unary(UnaryStep(), [Part()])
 
 

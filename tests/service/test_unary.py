@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from kvplane.base.errors import FailedPrecondition, InvalidArgument, LimitExceeded, NotFound, OtherWriter
+from kvplane.base.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    LimitExceeded,
+    NotFound,
+    OpIdReused,
+    OtherWriter,
+)
 from kvplane.base.step import CacheEvent, ExtraKeys, RowFlag
 from kvplane_service.config import Config
 from kvplane_service.replicas.host import UnaryStep
-from kvplane_service.unary.hashing import hash_tokens
-from kvplane_service.unary.service import (
+from kvplane_service.unary.calls import (
     AllocateCall,
     AllocationStatus,
     Appended,
+    CallHeader,
     CommitCall,
     Content,
     EndKind,
-    UnaryCalls,
-    unary_field,
+    FreeCall,
+    UnaryCall,
 )
+from kvplane_service.unary.fields import unary_field
+from kvplane_service.unary.hashing import ContentHasher, hash_tokens
+from kvplane_service.unary.service import UnaryCalls
 from tests.service.hosts import HostWorld, spec_of
 
 NOW = UnaryStep()
@@ -28,16 +41,18 @@ PROMPT = list(range(40))
 class World(HostWorld):
     def __init__(self, config: Config | None = None, num_blocks: int = 21) -> None:
         super().__init__(config, spec_of(num_blocks))
-        self.calls = UnaryCalls(self.host, self.config)
+        self.calls = UnaryCalls(self.host, self.config, ContentHasher(self.config))
 
     def content(self, tokens, **fields) -> Content:
         hashed = hash_tokens(self.host.scheme, tokens, fields.get("extra_keys", ExtraKeys()), None)
         return Content(len(tokens), hashed.hashes, len(hashed.hashes) // 32, hashed.tail, **fields)
 
     def appended(self, name: str, tokens) -> Appended:
-        known = self.calls.known(name)
-        hashed = hash_tokens(self.host.scheme, tokens, known.extra_keys, known.tail)
-        return Appended(len(tokens), hashed.hashes, len(hashed.hashes) // 32, known.tail, hashed.tail)
+        return asyncio.run(self.calls.hash_appended(name, Appended(len(tokens), token_ids=tokens)))
+
+    def do(self, call: UnaryCall[Any], op_id: str, fingerprint: bytes = b"f") -> bytes:
+        header = CallHeader(NOW, op_id, fingerprint)
+        return asyncio.run(self.calls.do(header, call, encode))
 
     def allocate(self, name: str, tokens=None, **fields):
         content = None if tokens is None else self.content(tokens)
@@ -45,6 +60,10 @@ class World(HostWorld):
 
     def decode(self, name: str, tokens, **fields):
         return self.calls.allocate(NOW, AllocateCall(name, appended=self.appended(name, tokens), **fields))
+
+
+def encode(answer: object) -> bytes:
+    return repr(answer).encode()
 
 
 @pytest.fixture
@@ -76,7 +95,7 @@ class TestAllocating:
     def test_hashes_of_appended_tokens_continue_those_of_the_prompt(self, world):
         world.allocate("a", PROMPT)
         world.decode("a", range(40, 64))
-        assert world.allocate("b", list(range(64))).hashes.last == world.calls.commit(NOW, CommitCall("a"))[1].last
+        assert world.allocate("b", list(range(64))).hashes.last == world.calls.commit(NOW, CommitCall("a")).hashes.last
 
     def test_computed_tokens_go_back_after_rejected_drafts(self, world):
         world.allocate("a", PROMPT)
@@ -133,7 +152,7 @@ class TestAllocating:
     def test_delayed_keys_are_registered_by_a_commit(self, world):
         answer = world.allocate("a", PROMPT, flags=RowFlag.DELAY_CACHING)
         assert answer.step.parts[0].events == []
-        step, _ = world.calls.commit(NOW, CommitCall("a", commit=40))
+        step = world.calls.commit(NOW, CommitCall("a", commit=40)).step
         assert isinstance(step.parts[0].events[0], CacheEvent)
 
     def test_requests_of_hashes_go_on_with_hashes(self, world):
@@ -241,7 +260,7 @@ class TestEnding:
         world.allocate("a", PROMPT)
         free = [
             world.calls.free(UnaryStep(executed_through=0), "a", EndKind.FREE, 1).parts[0].free_blocks,
-            world.calls.commit(UnaryStep(executed_through=1), CommitCall())[0].parts[0].free_blocks,
+            world.calls.commit(UnaryStep(executed_through=1), CommitCall()).step.parts[0].free_blocks,
         ]
         assert free == [17, 20]
 
@@ -302,6 +321,42 @@ class TestEnding:
         assert world.allocate("a", PROMPT).hit == 0
 
 
+class TestIdempotency:
+    def test_a_repeated_op_id_gets_the_first_answer_and_changes_nothing(self, world):
+        first = world.do(AllocateCall("a", world.content(PROMPT)), "op")
+        before = world.digest
+        assert world.do(AllocateCall("a", world.content(PROMPT)), "op") == first
+        assert world.digest == before
+
+    def test_an_empty_op_id_applies_each_call(self, world):
+        first = world.do(CommitCall(), "")
+        assert world.do(CommitCall(), "") != first
+
+    def test_a_reused_op_id_is_refused_before_its_tokens_are_hashed(self, world):
+        world.do(CommitCall(), "op")
+        unknown = CommitCall("no such request", appended=Appended(1, token_ids=[1]))  # hashing would raise NotFound
+        with world.refuses(OpIdReused, field="header.op_id"):
+            world.do(unknown, "op", b"other content")
+
+    def test_a_refused_call_keeps_no_answer(self, world):
+        with world.refuses(NotFound):
+            world.do(FreeCall("a"), "op")
+        world.allocate("a", PROMPT)
+        assert b"seq=2" in world.do(FreeCall("a"), "op")
+
+    def test_a_call_is_applied_once_when_its_repeat_arrives_while_it_is_hashed(self):
+        world = World(Config(hash_inline_tokens=0))  # every content is hashed on a thread
+
+        async def both() -> list[bytes]:
+            call = AllocateCall("a", Content(len(PROMPT), b"", 0, token_ids=PROMPT))
+            header = CallHeader(NOW, "op", b"f")
+            return await asyncio.gather(*(world.calls.do(header, call, encode) for _ in range(2)))
+
+        first, second = asyncio.run(both())
+        assert first == second
+        assert world.host.seq == 1
+
+
 class TestEngineLives:
     def test_a_session_ends_what_unary_calls_began(self, world):
         world.allocate("a", PROMPT)
@@ -310,15 +365,15 @@ class TestEngineLives:
             world.allocate("b", PROMPT)
         world.host.close(engine.nonce)
         with pytest.raises(NotFound):
-            world.calls.known("a")
+            world.appended("a", [1])
         answer = world.allocate("a", PROMPT)
         assert (answer.hit, answer.step.seq) == (0, 1)
         assert world.host.epoch == engine.opened.epoch + 1
 
     def test_answers_by_op_id_are_of_one_life(self, world):
-        world.calls.ops.keep("op", b"f", b"answer")
+        first = world.do(AllocateCall("a", world.content(PROMPT)), "op")
         world.host.close(world.open().nonce)
-        assert world.calls.ops.find("op", b"f") is None
+        assert world.do(AllocateCall("a", world.content(PROMPT)), "op") != first
 
 
 def test_columns_of_a_step_have_names_in_a_call():

@@ -30,7 +30,6 @@ from kvplane_service.store.offloaded import OffloadedShared
 from kvplane_service.store.ownership import Durable, Ownership, OwnerUnknown
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.writer import Surroundings
-from kvplane_service.unary.hashing import ContentHasher
 from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
 from tests.sim import history
@@ -95,7 +94,7 @@ class Service:
         visible = VisibleReplicas(self.registry, self.ownership.bring)
         self.streams = SessionStreams(visible, self.ownership, self._claim)
         durable = Durable(self.keeper, self.ownership)
-        self.allocation = AllocationServicer(visible, self.streams, ContentHasher(CONFIG), durable)
+        self.allocation = AllocationServicer(visible, self.streams, durable)
         services = (
             (allocation_pb2.DESCRIPTOR.services_by_name["Allocation"], self.allocation),
             (plan_pb2.DESCRIPTOR.services_by_name["Workers"], WorkersServicer(visible)),

@@ -284,7 +284,7 @@ def test_unary_calls_after_a_restart_begin_with_an_empty_cache():
     world, _, _ = used_world()
     world.restart()
     host = world.life.host
-    host.revive()
+    host.begin_unary(UnaryStep())
     host.apply_unary(UnaryStep(), [Part()])
     assert host.replica.count_keys() == 0
     world.life.flush()
@@ -321,7 +321,7 @@ def test_while_the_store_is_read_nobody_opens():
     with pytest.raises(Unavailable, match="recovering"):
         reopen(world, memory)
     with pytest.raises(Unavailable, match="recovering"):
-        world.life.host.revive()
+        world.life.host.begin_unary(UnaryStep())
     recovering.loading = False
     reopen(world, memory)
 

@@ -349,8 +349,13 @@ class ReplicaHost:
         order.advance(step, rows)
         return result
 
-    def revive(self) -> None:
-        """Begin an engine life for unary calls when the last one has left, whatever becomes of the call."""
+    def begin_unary(self, at: UnaryStep) -> None:
+        """Prepare for a unary call: begin an engine life when the last one has ended, whether the call succeeds or not.
+
+        Raises:
+            OtherWriter, StaleEpoch: as check_unary.
+        """
+        self.check_unary(at)
         if self._left:
             request = OpenRequest(self.name, 0)
             opening = self._start_opening(request, tell_nobody, NEW_EPOCH)

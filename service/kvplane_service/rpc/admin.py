@@ -13,6 +13,7 @@ from kvplane.base.errors import FailedPrecondition, InternalError, InvalidArgume
 from kvplane.base.hashing import split_hashes
 from kvplane.base.step import ExtraKeys
 from kvplane.v1 import admin_pb2 as pb
+from kvplane.v1 import allocation_pb2
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.inspect import take_snapshot
 from kvplane_service.decisions.log import Entry
@@ -24,7 +25,8 @@ from kvplane_service.rpc.about import About
 from kvplane_service.rpc.encode import encode_explanation, encode_snapshot
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.runtime.slices import Turns
-from kvplane_service.unary.hashing import ContentHasher, hash_tokens
+from kvplane_service.unary.calls import Content
+from kvplane_service.unary.hashing import hash_tokens
 
 NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096
@@ -36,9 +38,8 @@ _LOOK_S = 0.5  # so often a recording looks whether its replica is still there
 class AdminServicer:
     """Looks inside replicas, and sends the process away."""
 
-    def __init__(self, registry: VisibleReplicas, hasher: ContentHasher, about: About) -> None:
+    def __init__(self, registry: VisibleReplicas, about: About) -> None:
         self._registry = registry
-        self._hasher = hasher
         self._about = about
         self._explaining = Turns("explanations", MAX_EXPLANATIONS)
         self._offload = Executor("explanations")
@@ -87,17 +88,18 @@ class AdminServicer:
             return await self._explain(request)
 
     async def _explain(self, request: pb.ExplainRequest) -> Message:
-        host = self._registry.get(request.replica).host
-        kind = request.WhichOneof("what")
+        entry = self._registry.get(request.replica)
+        host, kind = entry.host, request.WhichOneof("what")
         if kind is None:
             raise InvalidArgument("nothing to explain", field="what", remedy="give content or request_id")
         if kind == "request_id":
             return encode_explanation(host, await explain_request(host, request.request_id, self._offload))
         await host.settled()
         host.check_readable(_WITHOUT_ENGINE)
-        prompt = await self._prompt(host, request)
+        content = await entry.unary.hash_content(decode.decode_content(request.content, host.scheme))
         await host.settled()
         host.check_readable(_WITHOUT_ENGINE)
+        prompt = _prompt(host, content, request.content)
         return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
 
     async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
@@ -128,17 +130,18 @@ class AdminServicer:
         finally:
             log.unfollow(queue.put_nowait)
 
-    async def _prompt(self, host: ReplicaHost, request: pb.ExplainRequest) -> Prompt:
-        content = await decode.decode_content(request.content, host, self._hasher)
-        scheme, tokens = host.scheme, request.content.token_ids
 
-        def hash_with(keys: ExtraKeys) -> list[bytes]:
-            return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
+def _prompt(host: ReplicaHost, content: Content, message: allocation_pb2.RequestContent) -> Prompt:
+    """A hashed content to explain, and how to hash its token ids with other extra keys."""
+    scheme, tokens = host.scheme, message.token_ids
 
-        return Prompt(
-            digests=host.replica.digests_of(decode.as_probe(content)),
-            num_tokens=content.num_tokens,
-            domain=content.domain,
-            extra_keys=wire.decode_extra_keys(request.content.extra_keys),
-            hash_with=hash_with if tokens else None,
-        )
+    def hash_with(keys: ExtraKeys) -> list[bytes]:
+        return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
+
+    return Prompt(
+        digests=host.replica.digests_of(content.as_probe()),
+        num_tokens=content.num_tokens,
+        domain=content.domain,
+        extra_keys=wire.decode_extra_keys(message.extra_keys),
+        hash_with=hash_with if tokens else None,
+    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeAlias
 
 from google.protobuf.message import Message
 
@@ -15,17 +13,14 @@ from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.lookup import Hit
 from kvplane_service.registry import Entry, Registration, UnknownReplica
-from kvplane_service.replicas.host import ReplicaHost, UnaryStep, new_replica
+from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.rpc import decode, encode
 from kvplane_service.rpc.methods import Context
-from kvplane_service.rpc.session import SessionStreams, fingerprint
+from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.sources import Planned, plan_source
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.ownership import Durable, OwnerUnknown
-from kvplane_service.unary.hashing import ContentHasher
-from kvplane_service.unary.service import Appended, Hashes
-
-Act: TypeAlias = Callable[[], Message]
+from kvplane_service.unary.calls import EvictCall, Hashes, ResetCall
 
 MAX_PAGE = 1000
 DEFAULT_PAGE = 100
@@ -34,12 +29,9 @@ DEFAULT_PAGE = 100
 class AllocationServicer:
     """Adapters from requests to the registry, hosts and unary calls."""
 
-    def __init__(
-        self, registry: VisibleReplicas, streams: SessionStreams, hasher: ContentHasher, durable: Durable
-    ) -> None:
+    def __init__(self, registry: VisibleReplicas, streams: SessionStreams, durable: Durable) -> None:
         self._registry = registry
         self._streams = streams
-        self._hasher = hasher
         self._keeper = durable.keeper
         self._draining = False
         self._offload = Executor("new replicas")
@@ -99,7 +91,8 @@ class AllocationServicer:
 
     async def FindCacheHit(self, request: pb.FindCacheHitRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""
-        host = self._registry.get(request.replica).host
+        entry = self._registry.get(request.replica)
+        host = entry.host
         await host.settled()
         host.check_readable()
         kind = request.WhichOneof("what")
@@ -107,70 +100,41 @@ class AllocationServicer:
             raise InvalidArgument("nothing to look up", field="what", remedy="give content or request_id")
         if kind == "request_id":
             return _hit_of_request(host, request)
-        content = await decode.decode_content(request.content, host, self._hasher)
+        content = await entry.unary.hash_content(decode.decode_content(request.content, host.scheme))
         await host.settled()
         host.check_readable()
         replica = host.replica
-        digests = replica.digests_of(decode.as_probe(content))
+        digests = replica.digests_of(content.as_probe())
         most = 1 if content.skip_reading else content.num_tokens  # of which the last is never hit
         hit = replica.lookup(digests, content.domain, most)
         return _found(hit, content.num_tokens, _hashes(digests), request.with_blocks)
 
     async def AllocateSlots(self, request: pb.AllocateSlotsRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-
-        async def prepare(entry: Entry, at: UnaryStep) -> Act:
-            content, appended = None, Appended()
-            if request.HasField("content") and request.HasField("appended"):
-                raise InvalidArgument("a new request has none", field="appended", remedy="put all tokens into content")
-            if request.HasField("content"):
-                content = await decode.decode_content(request.content, entry.host, self._hasher)
-            if request.HasField("appended"):
-                appended = await self._appended(entry, request.request_id, request.appended)
-            call = decode.decode_allocate(request, content, appended)
-            return lambda: encode.encode_allocated(entry.unary.allocate(at, call))
-
-        return await self._mutate(request.header, raw, prepare)
+        entry = self._entry(request.header)
+        call = decode.decode_allocate(request, entry.host.scheme)
+        return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_allocated)
 
     async def CommitBlocks(self, request: pb.CommitBlocksRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-
-        async def prepare(entry: Entry, at: UnaryStep) -> Act:
-            appended = Appended()
-            if request.HasField("appended"):
-                appended = await self._appended(entry, request.request_id, request.appended)
-            call = decode.decode_commit(request, appended)
-            return lambda: encode.encode_committed(*entry.unary.commit(at, call))
-
-        return await self._mutate(request.header, raw, prepare)
+        entry = self._entry(request.header)
+        call = decode.decode_commit(request, entry.host.scheme)
+        return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_committed)
 
     async def Free(self, request: pb.FreeRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-
-        async def prepare(entry: Entry, at: UnaryStep) -> Act:
-            end = decode.decode_end(request.end)
-            return lambda: pb.FreeResponse(
-                result=encode.encode_mutation(entry.unary.free(at, request.request_id, end, request.fence_seq))
-            )
-
-        return await self._mutate(request.header, raw, prepare)
+        entry, call = self._entry(request.header), decode.decode_free(request)
+        return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_freed)
 
     async def EvictBlocks(self, request: pb.EvictBlocksRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-
-        async def prepare(entry: Entry, at: UnaryStep) -> Act:
-            blocks = list(request.block_ids)
-            return lambda: pb.EvictBlocksResponse(result=encode.encode_mutation(entry.unary.evict(at, blocks)))
-
-        return await self._mutate(request.header, raw, prepare)
+        entry, call = self._entry(request.header), EvictCall(tuple(request.block_ids))
+        return await entry.unary.do(decode.decode_header(request.header, raw), call, encode.encode_evicted)
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, raw: bytes) -> bytes:  # noqa: N802
         """See the contract."""
-
-        async def prepare(entry: Entry, at: UnaryStep) -> Act:
-            return lambda: encode.encode_reset(entry.unary.reset(at))
-
-        return await self._mutate(request.header, raw, prepare)
+        entry = self._entry(request.header)
+        return await entry.unary.do(decode.decode_header(request.header, raw), ResetCall(), encode.encode_reset)
 
     async def Session(self, context: Context) -> None:  # noqa: N802
         """See the contract."""
@@ -178,36 +142,12 @@ class AllocationServicer:
 
     # ---- inside
 
-    async def _mutate(
-        self, header: pb.MutationHeader, raw: bytes, prepare: Callable[[Entry, UnaryStep], Awaitable[Act]]
-    ) -> bytes:
-        """The answer of a mutation; when the call has an op_id, the answer that its first call got.
-
-        `prepare` may wait (for hashes); the act that it returns is one uninterrupted piece.
-        """
-        entry, at = self._entry(header), decode.decode_header(header)
-        await entry.host.settled()
-        entry.host.check_unary(at)
-        bytes_of_call = fingerprint(raw) if header.op_id else b""
-        answer = entry.unary.ops.find(header.op_id, bytes_of_call)
-        if answer is None:
-            act = await prepare(entry, at)
-            answer = entry.unary.ops.find(header.op_id, bytes_of_call)
-            if answer is None:
-                answer = act().SerializeToString()
-                entry.unary.ops.keep(header.op_id, bytes_of_call, answer)
-        return answer
-
     def _entry(self, header: pb.MutationHeader) -> Entry:
         try:
             return self._registry.get(header.replica)
         except NotFound as error:
             error.field = "header.replica"
             raise
-
-    async def _appended(self, entry: Entry, name: str, message: pb.AppendedTokens) -> Appended:
-        known = entry.unary.known(name)
-        return await decode.decode_appended(message, known, entry.host.scheme, self._hasher)
 
 
 def _registered(planned: Planned, entry: Entry) -> pb.RegisterReplicaResponse:

@@ -1,111 +1,94 @@
-"""Unary requests -> our types. Checks shape; what the values mean is the host's and the core's to judge."""
+"""Messages of unary calls -> calls of the unary room. Checks the shape; host and core judge the values."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
 
 from kvplane import wire
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.hashing import HashScheme
-from kvplane.base.step import ANY_HIT, UNCHANGED, UNLIMITED, News, RowFlag, Watermark
+from kvplane.base.step import ANY_HIT, NO_EXTRA_KEYS, UNCHANGED, UNLIMITED, RowFlag, Watermark
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
-from kvplane_service.replicas.host import ReplicaHost, UnaryStep
-from kvplane_service.unary.hashing import ContentHasher
-from kvplane_service.unary.requests import KnownRequest
-from kvplane_service.unary.service import AllocateCall, Appended, CommitCall, Content, EndKind
+from kvplane_service.replicas.host import UnaryStep
+from kvplane_service.unary.calls import AllocateCall, Appended, CallHeader, CommitCall, Content, EndKind, FreeCall
 
 _MAX_COLUMN = 2**31 - 1  # of i32 columns, which hold -1 for "absent"
 
 
-def decode_header(header: pb.MutationHeader) -> UnaryStep:
-    """Where a mutation belongs."""
+def fingerprint(raw: bytes) -> bytes:
+    """Digest of a message; equal bytes have equal fingerprints."""
+    return hashlib.sha256(raw).digest()
+
+
+def decode_header(header: pb.MutationHeader, raw: bytes) -> CallHeader:
+    """The header of a mutation whose message is `raw`."""
     through = header.executed_through if header.HasField("executed_through") else None
-    return UnaryStep(header.epoch, header.more, through)
+    at = UnaryStep(header.epoch, header.more, through)
+    return CallHeader(at, header.op_id, fingerprint(raw) if header.op_id else b"")
 
 
-async def decode_content(message: pb.RequestContent, host: ReplicaHost, hasher: ContentHasher) -> Content:
-    """A new request's content, hashed.
+def decode_content(message: pb.RequestContent, scheme: HashScheme) -> Content:
+    """A new request's content, with token ids that are not hashed yet.
 
     Raises:
         InvalidArgument: naming a field below `content`.
-        PermissionDenied: the domain is not the caller's to use.
+        PermissionDenied: the caller may not use the domain.
     """
     CALL.get().check_domain(message.domain, "content.domain")
-    scheme = host.scheme
-    content = Content(
-        num_tokens=message.num_tokens,
-        hashes=_join(message.hashes, scheme, "content.hashes"),
+    hashes = _join(message.hashes, scheme, "content.hashes")
+    if not (message.token_ids or message.num_tokens):
+        raise InvalidArgument(
+            "neither tokens nor hashes are given",
+            field="content",
+            remedy="give token_ids, or num_tokens with the hashes of the full blocks",
+        )
+    if message.token_ids and (message.hashes or message.num_tokens):
+        raise InvalidArgument("both tokens and hashes are given", field="content.hashes", remedy="give token_ids alone")
+    return Content(
+        num_tokens=message.num_tokens or len(message.token_ids),
+        hashes=hashes,
         num_hashes=len(message.hashes),
+        extra_keys=wire.decode_extra_keys(message.extra_keys) if message.token_ids else NO_EXTRA_KEYS,
         domain=message.domain,
         skip_reading=message.skip_reading,
         max_tokens=message.max_tokens,
-    )
-    if not message.token_ids:
-        if not message.num_tokens:
-            raise InvalidArgument(
-                "neither tokens nor hashes are given",
-                field="content",
-                remedy="give token_ids, or num_tokens with the hashes of the full blocks",
-            )
-        return content
-    if message.hashes or message.num_tokens:
-        raise InvalidArgument("both tokens and hashes are given", field="content.hashes", remedy="give token_ids alone")
-    _check_length(len(message.token_ids), host)
-    keys = wire.decode_extra_keys(message.extra_keys)
-    hashed = await hasher.hash(scheme, message.token_ids, keys, field="content.token_ids")
-    return replace(
-        content,
-        num_tokens=len(message.token_ids),
-        hashes=hashed.hashes,
-        num_hashes=len(hashed.hashes) // scheme.digest.size,
-        tail=hashed.tail,
-        extra_keys=keys,
+        token_ids=message.token_ids or (),
     )
 
 
-async def decode_appended(
-    message: pb.AppendedTokens, request: KnownRequest, scheme: HashScheme, hasher: ContentHasher
-) -> Appended:
-    """Tokens that joined a known request, hashed. Raises InvalidArgument naming a field below `appended`."""
-    by_service = request.tail is not None
-    if message.token_ids:
-        if message.hashes or message.num_tokens or not by_service:
-            raise InvalidArgument(
-                "both tokens and hashes are given" if by_service else "this request came with hashes",
-                field="appended.token_ids",
-                remedy="go on as the request began: with tokens, or with num_tokens and hashes",
-            )
-        hashed = await hasher.hash(scheme, message.token_ids, request.extra_keys, request.tail, "appended.token_ids")
-        num_hashes = len(hashed.hashes) // scheme.digest.size
-        return Appended(len(message.token_ids), hashed.hashes, num_hashes, request.tail, hashed.tail)
-    if by_service and (message.num_tokens or message.hashes):
-        raise InvalidArgument("this request came with tokens", field="appended.num_tokens", remedy="give token_ids")
-    hashes = _join(message.hashes, scheme, "appended.hashes")
-    return Appended(message.num_tokens, hashes, len(message.hashes))
+def decode_appended(message: pb.AppendedTokens, scheme: HashScheme) -> Appended:
+    """Tokens appended to a request, with token ids that are not hashed yet.
 
-
-def _check_length(num_tokens: int, host: ReplicaHost) -> None:
-    """Before the work of hashing: nothing longer than a request can be."""
-    limit = host.replica.spec.max_model_len
-    if num_tokens > limit:
+    Raises:
+        InvalidArgument: naming a field below `appended`.
+    """
+    if message.token_ids and (message.hashes or message.num_tokens):
         raise InvalidArgument(
-            f"{num_tokens} tokens", field="content.token_ids", remedy=f"max_model_len of the replica is {limit}"
+            "both tokens and hashes are given",
+            field="appended.token_ids",
+            remedy="continue as the request began: with tokens, or with num_tokens and hashes",
         )
+    hashes = _join(message.hashes, scheme, "appended.hashes")
+    num_tokens = message.num_tokens or len(message.token_ids)
+    return Appended(num_tokens, hashes, len(message.hashes), token_ids=message.token_ids or ())
 
 
-def as_probe(content: Content) -> News:
-    """Content as a row of its own, for look-ups."""
-    return content.as_news(0, "")
+def decode_allocate(message: pb.AllocateSlotsRequest, scheme: HashScheme) -> AllocateCall:
+    """An AllocateSlots call.
 
-
-def decode_allocate(message: pb.AllocateSlotsRequest, content: Content | None, appended: Appended) -> AllocateCall:
-    """An AllocateSlots call with its tokens hashed."""
+    Raises:
+        InvalidArgument: naming the field.
+        PermissionDenied: the caller may not use the domain.
+    """
+    has_content = message.HasField("content")
+    if has_content and message.HasField("appended"):
+        raise InvalidArgument("a new request has none", field="appended", remedy="put all tokens into content")
     return AllocateCall(
         request_id=message.request_id,
-        content=content,
+        content=decode_content(message.content, scheme) if has_content else None,
         computed=_optional(message, "computed_tokens", UNCHANGED),
-        appended=appended,
+        appended=decode_appended(message.appended, scheme),
         cap=message.max_new_tokens if message.HasField("max_new_tokens") else UNLIMITED,
         extra=message.extra_tokens,
         lookahead=message.lookahead_tokens,
@@ -120,18 +103,22 @@ def decode_allocate(message: pb.AllocateSlotsRequest, content: Content | None, a
     )
 
 
-def decode_commit(message: pb.CommitBlocksRequest, appended: Appended) -> CommitCall:
-    """A CommitBlocks call with its tokens hashed."""
+def decode_commit(message: pb.CommitBlocksRequest, scheme: HashScheme) -> CommitCall:
+    """A CommitBlocks call. Raises InvalidArgument naming the field."""
     return CommitCall(
         request_id=message.request_id,
         computed=_optional(message, "computed_tokens", UNCHANGED),
-        appended=appended,
+        appended=decode_appended(message.appended, scheme),
         commit=_optional(message, "commit_tokens", UNCHANGED),
     )
 
 
-def decode_end(value: int) -> EndKind:
-    """How a request leaves."""
+def decode_free(message: pb.FreeRequest) -> FreeCall:
+    """A Free call. Raises InvalidArgument for an unknown EndKind."""
+    return FreeCall(message.request_id, _end(message.end), message.fence_seq)
+
+
+def _end(value: int) -> EndKind:
     if value == pb.END_KIND_UNSPECIFIED:
         return EndKind.FREE
     known = pb.EndKind.DESCRIPTOR.values_by_number.get(value)

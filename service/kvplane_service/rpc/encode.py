@@ -17,7 +17,7 @@ from kvplane_service.explain.service import Explanation
 from kvplane_service.registry import Entry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
 from kvplane_service.runtime.reports import StoreReport, StoreState
-from kvplane_service.unary.service import Allocated, Hashes
+from kvplane_service.unary.calls import Allocated, Committed
 
 SLOWEST_STEPS = 5
 _STATES = {
@@ -76,9 +76,9 @@ def encode_groups(groups: Iterable[Iterable[int]]) -> list[pb.GroupBlocks]:
     return [pb.GroupBlocks(block_ids=ids) for ids in groups]
 
 
-def encode_allocated(answer: Allocated) -> pb.AllocateSlotsResponse:
-    """The answer of an allocation."""
-    return pb.AllocateSlotsResponse(
+def encode_allocated(answer: Allocated) -> bytes:
+    """The AllocateSlotsResponse of an allocation."""
+    message = pb.AllocateSlotsResponse(
         status=f"ALLOCATION_STATUS_{answer.status.value}",
         hit_tokens=answer.hit,
         granted_tokens=answer.granted,
@@ -91,16 +91,30 @@ def encode_allocated(answer: Allocated) -> pb.AllocateSlotsResponse:
         num_hashes=answer.hashes.count,
         last_hash=answer.hashes.last,
     )
+    return message.SerializeToString()
 
 
-def encode_committed(step: StepResult, hashes: Hashes) -> pb.CommitBlocksResponse:
-    """The answer of a commit."""
-    return pb.CommitBlocksResponse(num_hashes=hashes.count, last_hash=hashes.last, result=encode_mutation(step))
+def encode_committed(answer: Committed) -> bytes:
+    """The CommitBlocksResponse of a commit."""
+    hashes, result = answer.hashes, encode_mutation(answer.step)
+    message = pb.CommitBlocksResponse(num_hashes=hashes.count, last_hash=hashes.last, result=result)
+    return message.SerializeToString()
 
 
-def encode_reset(step: StepResult) -> pb.ResetPrefixCacheResponse:
-    """The answer of a reset."""
-    return pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done, result=encode_mutation(step))
+def encode_freed(step: StepResult) -> bytes:
+    """The FreeResponse of the step that ended a request."""
+    return pb.FreeResponse(result=encode_mutation(step)).SerializeToString()
+
+
+def encode_evicted(step: StepResult) -> bytes:
+    """The EvictBlocksResponse of the step that dropped the keys."""
+    return pb.EvictBlocksResponse(result=encode_mutation(step)).SerializeToString()
+
+
+def encode_reset(step: StepResult) -> bytes:
+    """The ResetPrefixCacheResponse of the step that reset the cache."""
+    done = step.parts[0].reset_done
+    return pb.ResetPrefixCacheResponse(done=done, result=encode_mutation(step)).SerializeToString()
 
 
 def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaResponse:

@@ -27,7 +27,6 @@ from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.tls import server_credentials
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.ownership import Durable
-from kvplane_service.unary.hashing import ContentHasher
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 _LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops
@@ -65,8 +64,7 @@ class RpcServer:
         visible = VisibleReplicas(registry, durable.ownership.bring)
         self._streams = SessionStreams(visible, durable.ownership)
         self._events = EventsServicer(visible)
-        hasher = ContentHasher(config)
-        self._allocation = AllocationServicer(visible, self._streams, hasher, durable)
+        self._allocation = AllocationServicer(visible, self._streams, durable)
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
         around = Around(visible.bring, outside.gate)
@@ -74,7 +72,7 @@ class RpcServer:
             service_handler(_ALLOCATION, self._allocation, around),
             service_handler(_EVENTS, self._events, around),
             service_handler(_WORKERS, WorkersServicer(visible), around),
-            service_handler(_ADMIN, AdminServicer(visible, hasher, about), around),
+            service_handler(_ADMIN, AdminServicer(visible, about), around),
         )
         self._server.add_generic_rpc_handlers(handlers)
         self._health_server = grpc.aio.server()

@@ -6,7 +6,6 @@ A long message is read, and a long step applied, on a thread; the next message o
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from kvplane_service.auth.patterns import ALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed
+from kvplane_service.rpc.decode import fingerprint
 from kvplane_service.rpc.methods import Context
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.store.ownership import Ownership
@@ -40,11 +40,6 @@ FIRST_MESSAGE_S = 10.0  # a client has so long to open the session
 _PROOFS_AT_ONCE = 4  # each takes memory and a while
 _LONG_MESSAGE_BYTES = 64 << 10  # takes about a millisecond to read
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
-
-
-def fingerprint(raw: bytes) -> bytes:
-    """Stands for the bytes of a message."""
-    return hashlib.sha256(raw).digest()
 
 
 @dataclass(frozen=True, slots=True)

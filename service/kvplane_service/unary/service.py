@@ -1,132 +1,52 @@
-"""Unary calls: the operations of a step one at a time, with names in place of slots, for engines that start
-small.
-
-Each mutation is a step of its own (or, with `more`, a piece of one) with a single part. Tokens are hashed
-before they get here (`kvplane_service.unary.hashing`): the core sees hashes.
-"""
+"""Unary calls of one replica: each mutation is a step of a single part, or with `more` a piece of one."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
-from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError
+from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.hashing import HashTail
 from kvplane.base.step import (
-    ANY_HIT,
-    NO_EXTRA_KEYS,
     UNCHANGED,
-    UNLIMITED,
     Admit,
     AdmitStatus,
     Cache,
     End,
     ExtraKeys,
     Facts,
-    News,
     OnRefusal,
     Part,
     PartResult,
     RowFlag,
     Run,
     StepResult,
-    Watermark,
 )
 from kvplane_service.config import Config
 from kvplane_service.core.program import align_chunk
 from kvplane_service.replicas.host import ReplicaHost, UnaryStep
+from kvplane_service.unary.calls import (
+    AllocateCall,
+    Allocated,
+    AllocationStatus,
+    Appended,
+    CallHeader,
+    CommitCall,
+    Committed,
+    Content,
+    EndKind,
+    Hashes,
+    UnaryCall,
+)
+from kvplane_service.unary.fields import unary_fields
+from kvplane_service.unary.hashing import ContentHasher
 from kvplane_service.unary.idempotency import OpWindow
 from kvplane_service.unary.requests import KnownRequest, RequestBook
 
 MAX_REQUEST_ID_CHARS = 128
 
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a new request consists of. `tail` is where its hashes stand, None when the caller made them."""
-
-    num_tokens: int
-    hashes: bytes
-    num_hashes: int
-    tail: HashTail | None = None
-    extra_keys: ExtraKeys = NO_EXTRA_KEYS
-    domain: str = ""
-    skip_reading: bool = False
-    max_tokens: int = 0
-
-    def as_news(self, slot: int, name: str) -> News:
-        """The row that creates the request."""
-        return News(
-            slot=[slot],
-            num_tokens=[self.num_tokens],
-            num_hashes=[self.num_hashes],
-            hashes=self.hashes,
-            request_id=[name],
-            domain=[self.domain],
-            extra_keys=[self.extra_keys],
-            skip_reading=[int(self.skip_reading)],
-            max_tokens=[self.max_tokens],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Appended:
-    """Tokens that joined a request.
-
-    `was` and `tail`: where its hashes stood before, and stand after; None when the caller makes them.
-    """
-
-    num_tokens: int = 0
-    hashes: bytes = b""
-    num_hashes: int = 0
-    was: HashTail | None = None
-    tail: HashTail | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AllocateCall:
-    """One AllocateSlots, see the contract."""
-
-    request_id: str
-    content: Content | None = None
-    computed: int = UNCHANGED
-    appended: Appended = field(default_factory=Appended)
-    cap: int = UNLIMITED
-    extra: int = 0
-    lookahead: int = 0
-    flags: RowFlag = RowFlag.NONE
-    external: int = 0
-    encoder_tokens: int = 0
-    reserved: int = 0
-    watermark: Watermark = Watermark.AUTO
-    expected_hit: int = ANY_HIT
-    in_flight: int = -1
-    victims: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CommitCall:
-    """One CommitBlocks, see the contract; without a name it only ends the step."""
-
-    request_id: str = ""
-    computed: int = UNCHANGED
-    appended: Appended = field(default_factory=Appended)
-    commit: int = UNCHANGED
-
-
-class AllocationStatus(Enum):
-    """What became of an allocation; the value is the name in the contract."""
-
-    GRANTED = "GRANTED"
-    REFUSED = "REFUSED"
-    DEFERRED = "DEFERRED"
-    STALE_HIT = "STALE_HIT"
-    NOTHING_TO_DO = "NOTHING_TO_DO"
-    NEVER_FITS = "NEVER_FITS"
-
+_Answer = TypeVar("_Answer")
 
 _OF_ADMISSION = {
     AdmitStatus.NOT_REACHED: AllocationStatus.NOTHING_TO_DO,
@@ -140,62 +60,89 @@ _OF_ADMISSION = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Hashes:
-    """The block hashes that are known of a request: how many, and the last."""
-
-    count: int = 0
-    last: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Allocated:
-    """Answer of an allocation; blocks per group."""
-
-    step: StepResult
-    status: AllocationStatus
-    hit: int
-    granted: int
-    junction: int
-    load_after: int
-    new_blocks: list[list[int]]
-    table: list[list[int]]
-    preempted: list[str]
-    hashes: Hashes
-
-
-class EndKind(Enum):
-    """How a request leaves; the value is the name in the contract."""
-
-    FREE = "FREE"
-    HELD = "HELD"
-    PREEMPTED = "PREEMPTED"
-    RELEASED = "RELEASED"
-
-
 _ENDS = {EndKind.FREE: End.FREE, EndKind.HELD: End.HELD, EndKind.PREEMPTED: End.PREEMPTED}
 
 
 class UnaryCalls:
-    """Unary mutations of one replica, and the requests they know."""
+    """Unary mutations of one replica, the requests that they created, and the answers kept for repeated calls."""
 
-    def __init__(self, host: ReplicaHost, config: Config) -> None:
+    def __init__(self, host: ReplicaHost, config: Config, hasher: ContentHasher) -> None:
         self.host = host
         self._config = config
+        self._hasher = hasher
         self._epoch = host.epoch
         self._book = RequestBook(config.max_requests)
         self._ops = OpWindow(config.op_window, config.op_window_bytes)
 
-    @property
-    def ops(self) -> OpWindow:
-        """Answers by op_id, of the present engine life."""
-        self._follow_epoch()
-        return self._ops
+    async def do(self, header: CallHeader, call: UnaryCall[_Answer], encode: Callable[[_Answer], bytes]) -> bytes:
+        """Apply a call once and return its encoded answer; a repeat of its op_id gets the answer of the first call.
 
-    def known(self, name: str) -> KnownRequest:
-        """A request that unary calls made. Raises NotFound."""
-        self._follow_epoch()
-        return self._book.get(name)
+        Hashing may wait, and an equal call may be applied meanwhile: the answers are looked up again afterwards. From
+        there on nothing waits, so that no other call comes between the look-up, the mutation and the stored answer.
+
+        Raises:
+            OtherWriter: a session writes to the replica.
+            StaleEpoch: the header names an engine life that has ended.
+            OpIdReused: `op_id` was used with other content.
+            Busy: too many long contents wait to be hashed.
+            KvplaneError: the call is refused; nothing changes, and no answer is kept.
+        """
+        await self.host.settled()
+        self.host.check_unary(header.at)
+        answer = self._kept_answer(header)
+        if answer is None:
+            prepared = await call.prepare(self)
+            answer = self._kept_answer(header)
+            if answer is None:
+                answer = encode(prepared.apply(self, header.at))
+                self._ops.keep(header.op_id, header.fingerprint, answer)
+        return answer
+
+    async def hash_content(self, content: Content) -> Content:
+        """The content with its token ids hashed. Changes nothing.
+
+        Raises:
+            InvalidArgument: too many tokens, or a token id or extra key that is not accepted.
+            Busy: too many long contents wait to be hashed.
+        """
+        if not content.token_ids:
+            return content
+        limit = self.host.replica.spec.max_model_len
+        if content.num_tokens > limit:  # checked before the work of hashing
+            raise InvalidArgument(
+                f"{content.num_tokens} tokens",
+                field="content.token_ids",
+                remedy=f"max_model_len of the replica is {limit}",
+            )
+        hashes, tail = await self._hash(content.token_ids, content.extra_keys, None, "content.token_ids")
+        return replace(content, hashes=hashes, num_hashes=self._count(hashes), tail=tail, token_ids=())
+
+    async def hash_appended(self, name: str, appended: Appended) -> Appended:
+        """The tokens appended to request `name`, hashed from the end of its hash chain. Changes nothing.
+
+        Raises:
+            NotFound: no such request.
+            InvalidArgument: token ids for a request that was created with hashes, or the reverse; or as `hash_content`.
+            Busy: as `hash_content`.
+        """
+        if appended.is_empty:
+            return appended
+        request = self._known(name)
+        if not appended.token_ids:
+            if request.tail is not None:
+                raise InvalidArgument(
+                    "this request came with tokens", field="appended.num_tokens", remedy="give token_ids"
+                )
+            return appended
+        if request.tail is None:
+            raise InvalidArgument(
+                "this request came with hashes",
+                field="appended.token_ids",
+                remedy="continue as the request began: with tokens, or with num_tokens and hashes",
+            )
+        was = request.tail
+        hashes, tail = await self._hash(appended.token_ids, request.extra_keys, was, "appended.token_ids")
+        return Appended(appended.num_tokens, hashes, self._count(hashes), was, tail)
 
     def allocate(self, at: UnaryStep, call: AllocateCall) -> Allocated:
         """Give a request blocks; admits it first when it is not running. Raises as the contract's
@@ -220,7 +167,7 @@ class UnaryCalls:
         status = self._running_status(request.slot, call, result) if is_running else _admission_status(result)
         return self._allocated(step, request.slot, status)
 
-    def commit(self, at: UnaryStep, call: CommitCall) -> tuple[StepResult, Hashes]:
+    def commit(self, at: UnaryStep, call: CommitCall) -> Committed:
         """Append tokens and register full blocks."""
         self._begin(at)
         if not call.request_id:
@@ -228,11 +175,11 @@ class UnaryCalls:
                 raise InvalidArgument(
                     "no request is named", field="request_id", remedy="name it, or give the header alone"
                 )
-            return self._apply(at, Part()), Hashes()
+            return Committed(self._apply(at, Part()), Hashes())
         request = self._book.get(call.request_id)
         step = self._apply(at, Part(facts=self._facts(request, call.computed, call.appended, call.commit)))
         self._note_appended(request, call.appended)
-        return step, self._hashes(request.slot)
+        return Committed(step, self._hashes(request.slot))
 
     def free(self, at: UnaryStep, name: str, end: EndKind, fence: int) -> StepResult:
         """End, hold, preempt or release a request."""
@@ -261,9 +208,25 @@ class UnaryCalls:
 
     # ---- inside
 
+    def _kept_answer(self, header: CallHeader) -> bytes | None:
+        self._follow_epoch()
+        return self._ops.find(header.op_id, header.fingerprint)
+
+    def _known(self, name: str) -> KnownRequest:
+        self._follow_epoch()
+        return self._book.get(name)
+
+    async def _hash(
+        self, token_ids: Sequence[int], keys: ExtraKeys, tail: HashTail | None, field: str
+    ) -> tuple[bytes, HashTail]:
+        hashed = await self._hasher.hash(self.host.scheme, token_ids, keys, tail, field)
+        return hashed.hashes, hashed.tail
+
+    def _count(self, hashes: bytes) -> int:
+        return len(hashes) // self.host.scheme.digest.size
+
     def _begin(self, at: UnaryStep) -> None:
-        self.host.check_unary(at)
-        self.host.revive()
+        self.host.begin_unary(at)
         self._follow_epoch()
 
     def _follow_epoch(self) -> None:
@@ -330,7 +293,7 @@ class UnaryCalls:
         )
 
     def _apply(self, at: UnaryStep, part: Part) -> StepResult:
-        with _unary_fields():
+        with unary_fields():
             return self.host.apply_unary(at, [part])
 
     def _enter(self, request: KnownRequest) -> None:
@@ -420,56 +383,3 @@ def _check_name(name: str) -> None:
             field="request_id",
             remedy=f"give 1 to {MAX_REQUEST_ID_CHARS} characters",
         )
-
-
-# Columns of the step that a call becomes -> fields of the call.
-_FIELDS = {
-    "news.num_tokens": "content.num_tokens",
-    "news.num_hashes": "content.hashes",
-    "news.hashes": "content.hashes",
-    "news.max_tokens": "content.max_tokens",
-    "news.slot": "request_id",
-    "facts.slot": "request_id",
-    "facts.computed": "computed_tokens",
-    "facts.appended": "appended.num_tokens",
-    "facts.num_hashes": "appended.hashes",
-    "facts.hashes": "appended.hashes",
-    "facts.tokens": "appended.token_ids",
-    "facts.commit": "commit_tokens",
-    "facts.end": "end",
-    "facts.fence": "fence_seq",
-    "cache.evicted": "block_ids",
-    "cache.released": "end",
-    "cache.reset": "header",
-    "extra": "extra_tokens",
-    "cap": "max_new_tokens",
-    "lookahead": "lookahead_tokens",
-    "in_flight": "in_flight_tokens",
-    "external": "external_tokens",
-    "expected_hit": "expected_hit_tokens",
-    "encoder_tokens": "encoder_tokens",
-    "reserved": "reserved_blocks",
-    "watermark": "watermark",
-    "executed_through": "header.executed_through",
-    "parts": "header.more",
-}
-_COLUMN = re.compile(r"(?:parts\[\d+\]\.)?(?:run\.|admit\.)?([a-z_.]+)(\[\d+\])?")
-
-
-@contextmanager
-def _unary_fields() -> Iterator[None]:
-    """Let refusals name the field of the call in place of the step's column."""
-    try:
-        yield
-    except KvplaneError as error:
-        error.field = unary_field(error.field)
-        raise
-
-
-def unary_field(column: str) -> str:
-    """The field of a call that a column of its step came from."""
-    match = _COLUMN.fullmatch(column)
-    name = _FIELDS.get(match[1]) if match else None
-    if name is None or match is None:
-        return column
-    return f"{name}{match[2] or ''}" if name == "block_ids" else name
