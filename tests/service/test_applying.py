@@ -16,7 +16,7 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, OnRefusal, Part, Run, Step
 from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane_service.replicas import applying
-from kvplane_service.replicas.engine_lives import tell_nobody
+from kvplane_service.replicas.engine_lives import ignore_end
 from kvplane_service.replicas.host import ReplicaState, UnaryStep
 from kvplane_service.runtime.executors import Busy, Executor
 from tests.service.hosts import NONCES, HostWorld
@@ -68,7 +68,7 @@ class Stepping:
 
     def open(self, epoch=0):
         request = OpenRequest("r", next(NONCES), epoch)
-        return asyncio.ensure_future(self.host.open_in_slices(request, tell_nobody))
+        return asyncio.ensure_future(self.host.open_in_slices(request, ignore_end))
 
 
 def session_of(host):

@@ -11,7 +11,7 @@ from kvplane.v1 import events_pb2
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.keys import Key
 from kvplane_service.replicas.events import Batch
-from kvplane_service.rpc.batches import encode_batch
+from kvplane_service.rpc.events import encode_batch
 
 DIGESTS = st.sampled_from([b"a" * 16, b"b" * 32, b"c" * 16, b""])
 KEYS = st.builds(Key, st.sampled_from(["", "blue", "x" * 300]), st.integers(0, 300), DIGESTS)

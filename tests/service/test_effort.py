@@ -8,7 +8,7 @@ import pytest
 
 from kvplane.base.groups import GroupKind, GroupSpec
 from kvplane.base.step import Admit, Budget, Cache, End, Facts, News, Part, Peek, Run, Step
-from kvplane_service.replicas.effort import MOST_INLINE, effort
+from kvplane_service.replicas.applying import MOST_INLINE, effort
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 
 LONG = 1 << 20  # tokens

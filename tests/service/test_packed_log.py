@@ -19,7 +19,7 @@ from kvplane_service.decisions.packed_log import LogBudget, PackedLog
 from kvplane_service.explain.service import explain_request
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.events import EventLog
-from kvplane_service.rpc.batches import NewestMessages
+from kvplane_service.rpc.events import NewestMessages
 from tests.bench.overhead import Side, always_on
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 from tests.service.test_decisions import decode, new

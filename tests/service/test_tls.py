@@ -27,7 +27,7 @@ from kvplane import (
 from kvplane.retry import RetryPolicy
 from kvplane_service.auth.certificates import read_certificates
 from kvplane_service.config import Config
-from kvplane_service.rpc.tls import server_credentials
+from kvplane_service.rpc.ports import server_credentials
 from tests.service.certificates import Authority
 from tests.service.rig import running
 

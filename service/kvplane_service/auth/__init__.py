@@ -1,10 +1,10 @@
-"""Who calls, and what they may: certificates, tokens, owners, scopes, limits, the audit log.
+"""Authentication and authorization: the credentials of a call come in, its owner or a refusal goes out.
 
-files           what is read again when it changes
-certificates    the service's own pair, checked before it is used
+gate                 what every call passes, `CALL` with its owner, and the gate that a configuration asks for
+identity             from the credentials of a call to its owner
 tokens, web_tokens   bearer tokens: static ones by their digests, JSON Web Tokens by public keys
-owners, scopes  what each may do; identity puts these together: from a call's proof to its owner
-quotas, audit   how much, and what is told of it
-gate            what every call passes; visible is the registry as its caller may see it
-opening         the gate of a configuration
+certificates, files  certificates, and files that are read again when they change
+owners, scopes       what each owner may use, and the scope that each method requires
+quotas, audit        limits per owner; the audit log
+visible              the registry as the caller may see it
 """

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +19,12 @@ from kvplane_service.auth.identity import Identities, Identity, Proof
 from kvplane_service.auth.owners import ANYONE, Owner
 from kvplane_service.auth.quotas import Quotas
 from kvplane_service.auth.scopes import METHODS
+from kvplane_service.config import Config, check_together
 from kvplane_service.registry import Registry
+
+_LOCAL = ("unix:", "127.0.0.1:", "localhost:", "[::1]:")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -156,3 +163,20 @@ class _Stay:
     proof: Proof
     identity: Identity | None
     task: asyncio.Task[object] | None
+
+
+def open_gate(config: Config, clock: Callable[[], int]) -> Gate | None:
+    """None when nobody is asked and nothing is told.
+
+    Raises:
+        InvalidArgument: values contradict each other, or a file says what cannot be.
+        NotFound: a file cannot be read, or the audit log not written.
+    """
+    check_together(config)
+    if not config.auth_owners and not config.audit_log:
+        return None
+    identities = Identities(config) if config.auth_owners else None
+    if identities and not config.tls_cert and not config.listen.startswith(_LOCAL):
+        _log.warning("tokens reach %s in plain text: set tls_cert and tls_key", config.listen)
+    audit = AuditLog(config.audit_log, lambda: time.time_ns() // 1_000_000) if config.audit_log else None
+    return Gate(identities, audit, clock)

@@ -16,14 +16,31 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from kvplane.base.errors import InvalidArgument
 from kvplane_service.auth.files import read_bytes
-from kvplane_service.auth.patterns import ALL, is_pattern, matches, overlap
 from kvplane_service.auth.scopes import Scope
 
 KEY = "auth_owners"
+ALL = "*"  # at the end of a pattern: any name that begins with what precedes it
 SUBJECT_KINDS = ("jwt:", "cert:")
 _WORKING = frozenset(Scope) - {Scope.ADMIN}
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+def is_pattern(pattern: str) -> bool:
+    """Whether a star, if there is one, stands at the end."""
+    return ALL not in pattern[:-1]
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether the name is the pattern's, or one of them."""
+    return name.startswith(pattern[:-1]) if pattern.endswith(ALL) else name == pattern
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether some name matches both."""
+    if one.endswith(ALL) and other.endswith(ALL):
+        return one.startswith(other[:-1]) or other.startswith(one[:-1])
+    return matches(one, other) if one.endswith(ALL) else matches(other, one)
 
 
 class OwnerLimits(BaseModel):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane_service.auth.opening import open_gate
+from kvplane_service.auth.gate import open_gate
 from kvplane_service.config import Config, is_open_to_all
 from kvplane_service.process import gc_policy as garbage
 from kvplane_service.registry import Registry

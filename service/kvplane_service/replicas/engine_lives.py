@@ -23,7 +23,7 @@ from kvplane_service.core.retelling import MAX_HASHES
 from kvplane_service.decisions.log import Life
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.recovery import Recovering
-from kvplane_service.replicas.session_slot import Told
+from kvplane_service.replicas.sessions import OnEnd
 from kvplane_service.replicas.stamps import newest_epoch
 
 Work = Generator[None]
@@ -39,7 +39,7 @@ class Opening:
     """A session that is being opened.
 
     Attributes:
-        told: is called once, with the reason, when the replica is taken from it.
+        on_end: called once, with the reason, when the replica is taken from it.
         epoch: that begins with it, or goes on.
         work: what is left to do.
         ended: why it will not be the newest session.
@@ -47,7 +47,7 @@ class Opening:
     """
 
     request: OpenRequest
-    told: Told
+    on_end: OnEnd
     epoch: int
     work: Work | None = None
     ended: KvplaneError | None = None
@@ -68,7 +68,7 @@ class Opening:
         """Tell the caller that it will not have the session."""
         self.ended = reason
         if not self.is_left:
-            self.told(reason)
+            self.on_end(reason)
 
     def take_work(self, request: OpenRequest) -> Work | None:
         """What was begun here, if it is right for this request too; None: it was given up."""
@@ -82,7 +82,7 @@ class Opening:
         return work
 
 
-def tell_nobody(_: KvplaneError) -> None:
+def ignore_end(_: KvplaneError) -> None:
     """For sessions that find out with their next message."""
 
 

@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from kvplane.base.errors import (
-    InvalidArgument,
-    KvplaneError,
-    OtherWriter,
-    ReplicaLapsed,
-    StaleEpoch,
-)
+from kvplane.base.errors import InvalidArgument, KvplaneError, OtherWriter, ReplicaLapsed, StaleEpoch
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
@@ -34,11 +28,10 @@ from kvplane_service.decisions.counters import Tally
 from kvplane_service.decisions.log import DecisionLog, Life
 from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.applying import Applying
-from kvplane_service.replicas.engine_lives import Clock, EngineLives, Opening, in_slices, tell_nobody
+from kvplane_service.replicas.engine_lives import Clock, EngineLives, Opening, ignore_end, in_slices
 from kvplane_service.replicas.events import EventLog, PublicationHold
-from kvplane_service.replicas.open_checks import check_request, restarted
 from kvplane_service.replicas.recovery import Recovering
-from kvplane_service.replicas.session_slot import SessionSlot, Told
+from kvplane_service.replicas.sessions import OnEnd, SessionSlot, check_request, restarted
 from kvplane_service.replicas.step_order import StepOrder, Turn, check_step, part_that_ends_all
 from kvplane_service.replicas.trace_context import CURRENT
 from kvplane_service.runtime.executors import Offload
@@ -224,28 +217,28 @@ class ReplicaHost:
         """The engine life that this request, which may open, begins now. Raises LimitExceeded."""
         return self._lives.next_epoch(max(self.epoch, self._owner_epoch), request)
 
-    def open(self, request: OpenRequest, told: Told | None = None, epoch: int = NEW_EPOCH) -> Opened:
-        """Make this the newest session. `told` is called once, with the reason, when the replica is taken from it.
+    def open(self, request: OpenRequest, on_end: OnEnd | None = None, epoch: int = NEW_EPOCH) -> Opened:
+        """Make this the newest session. `on_end` is called once, with the reason, when the replica is taken from it.
 
         A new engine life is `epoch` where the workers were claimed for that, and the next one elsewhere.
 
         Raises as `check_open`, and LimitExceeded for one engine life too many.
         """
-        opening = self._start_opening(request, told or tell_nobody, epoch)
+        opening = self._start_opening(request, on_end or ignore_end, epoch)
         while not self._go_on(opening):
             pass
         return self._opened()
 
-    async def open_in_slices(self, request: OpenRequest, told: Told, epoch: int = NEW_EPOCH) -> Opened:
+    async def open_in_slices(self, request: OpenRequest, on_end: OnEnd, epoch: int = NEW_EPOCH) -> Opened:
         """As `open`; while a large pool is gone through, the event loop serves other replicas.
 
         Until the session is open nobody else can use this replica, but open a session in place of this one. Goes on
         only while it is awaited: when it is cancelled, the work waits for the next session.
 
-        Raises the reason that `told` is called with, too.
+        Raises the reason that `on_end` is called with, too.
         """
         await self.settled()
-        opening = self._start_opening(request, told, epoch)
+        opening = self._start_opening(request, on_end, epoch)
         try:
             await in_slices(partial(self._go_on, opening), self._clock, self.events.withdraw)
             await in_slices(self._lives.forget_some, self._clock)
@@ -358,7 +351,7 @@ class ReplicaHost:
         self.check_unary(at)
         if self._left:
             request = OpenRequest(self.name, 0)
-            opening = self._start_opening(request, tell_nobody, NEW_EPOCH)
+            opening = self._start_opening(request, ignore_end, NEW_EPOCH)
             while self._work_on(opening):
                 pass
             self._lives.opening = None
@@ -379,17 +372,17 @@ class ReplicaHost:
         self.events.close(reason)
         self.decisions.leave_budget()
         if session is not None and not session.broken:
-            session.told(reason)
+            session.on_end(reason)
         if opening is not None:
             opening.end(reason)
 
     # ---- inside
 
-    def _start_opening(self, request: OpenRequest, told: Told, epoch: int) -> Opening:
+    def _start_opening(self, request: OpenRequest, on_end: OnEnd, epoch: int) -> Opening:
         """Take the replica from whoever has it. Raises as `open`, and changes nothing then."""
         self.check_open(request)
         session, before = self._session, self._lives.opening
-        opening = Opening(request, told, epoch or request.epoch or self.next_epoch(request))
+        opening = Opening(request, on_end, epoch or request.epoch or self.next_epoch(request))
         if request.epoch == NEW_EPOCH:
             begun = before.take_work(request) if before is not None else None
             opening.work = begun or self._lives.begin(request, self._began)
@@ -397,7 +390,7 @@ class ReplicaHost:
         self._lives.opening = opening
         newer = OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine")
         if session is not None and not session.broken:
-            session.told(newer)
+            session.on_end(newer)
         if before is not None:
             before.end(newer)
         return opening
@@ -408,7 +401,7 @@ class ReplicaHost:
             return False
         request, self._lives.opening = opening.request, None
         self._session = SessionSlot(
-            request.nonce, request.with_events, request.client, opening.told, self._deadline_ns()
+            request.nonce, request.with_events, request.client, opening.on_end, self._deadline_ns()
         )
         self._resumable = True
         self.events.restore()

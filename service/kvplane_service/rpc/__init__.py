@@ -1,10 +1,13 @@
-"""gRPC: thin adapters between messages and the host. No rule of allocation lives here.
+"""The gRPC edge: protobuf messages and bytes come in, calls on our own types go to the rooms below, answers go out.
 
-methods         bytes -> message -> servicer -> message -> bytes, refusals -> status; one wrapper for all
-session         the stream of an engine
-allocation, events, admin    servicers
-decode, encode  unary messages <-> our types (steps are in kvplane.wire)
-claims          raises the owner epoch in the stamp tables of the ranks, through their workers
-about           what the process says of itself
-server          everything put together
+Protobuf stops in this room and in `kvplane.wire`.
+
+server, ports, methods   what listens, with which certificates, and what surrounds every method
+allocation, session      the Allocation service: unary calls, and the stream of an engine
+workers, events, admin   the other services
+health                   gRPC health
+decode, encode, sources  messages to our types and back; what RegisterReplica plans
+claims                   how the pages of the workers are claimed for an engine life
+traced                   spans of unary calls
+about                    what a process reports about itself
 """

@@ -10,6 +10,9 @@ import grpc
 import grpc.aio
 
 from kvplane.base.errors import Unavailable
+from kvplane_service.auth.certificates import Certificates, read_certificates
+from kvplane_service.auth.files import Reloaded
+from kvplane_service.config import Config
 
 
 def add_port(
@@ -86,3 +89,21 @@ def _not_free(address: str, cause: str, key: str) -> Unavailable:
         field=key,
         remedy=f"choose another with {flag}; port 0 takes a free one",
     )
+
+
+def server_credentials(config: Config) -> grpc.ServerCredentials:
+    """Credentials of `tls_cert`, `tls_key` and `tls_client_ca`. Raises KvplaneError when they cannot be used."""
+    paths = (config.tls_cert, config.tls_key, config.tls_client_ca)
+    files = Reloaded([path for path in paths if path], lambda: read_certificates(*paths))
+
+    def newest() -> grpc.ServerCertificateConfiguration:
+        """Called by a thread of gRPC."""
+        return _configuration(files.get())
+
+    required = config.tls_client_auth == "require"
+    return grpc.dynamic_ssl_server_credentials(newest(), newest, required)
+
+
+def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    pair = (certificates.key, certificates.chain)
+    return grpc.ssl_server_certificate_configuration([pair], certificates.client_ca or None)

@@ -22,9 +22,8 @@ from kvplane_service.rpc.admin import AdminServicer
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
 from kvplane_service.rpc.methods import Around, service_handler
-from kvplane_service.rpc.ports import add_port
+from kvplane_service.rpc.ports import add_port, server_credentials
 from kvplane_service.rpc.session import SessionStreams
-from kvplane_service.rpc.tls import server_credentials
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.ownership import Durable
 

@@ -27,7 +27,7 @@ from kvplane.base.step import Step
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import CALL
-from kvplane_service.auth.patterns import ALL
+from kvplane_service.auth.owners import ALL
 from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed

@@ -9,8 +9,7 @@ import pytest
 from kvplane import ModelSource, connect
 from kvplane.access import Tls
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, PermissionDenied
-from kvplane_service.auth.owners import Owner, read_owners
-from kvplane_service.auth.patterns import is_pattern, matches, overlap
+from kvplane_service.auth.owners import Owner, is_pattern, matches, overlap, read_owners
 from kvplane_service.auth.tokens import line_of
 from kvplane_service.config import Config
 from kvplane_service.process.app import App

@@ -1,12 +1,35 @@
-"""What a request to open a session may say about any replica of its size."""
+"""The newest session of a replica, and the limits of a request to open one."""
 
 from __future__ import annotations
 
-from kvplane.base.errors import InvalidArgument, ServiceRestarted
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvplane.base.errors import InvalidArgument, KvplaneError, ServiceRestarted
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 
 MAX_CLIENT_CHARS = 128
+
+OnEnd: TypeAlias = Callable[[KvplaneError], None]  # called once, with the reason, when a session loses its replica
+
+
+@dataclass(slots=True)
+class SessionSlot:
+    """The session that may write to a replica.
+
+    Attributes:
+        deadline_ns: end of its lease, by the clock of the host.
+        broken: its stream ended without a close.
+    """
+
+    nonce: int
+    with_events: bool
+    client: str
+    on_end: OnEnd
+    deadline_ns: int
+    broken: bool = False
 
 
 def check_request(request: OpenRequest, num_blocks: int) -> None:
