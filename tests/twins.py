@@ -686,7 +686,7 @@ TWINS: dict[str, Twin] = {
     ),
     "lapse by own delay": Twin(
         "a service that stood still does not take its engines for silent",
-        (Patch(f"{SERVICE}.registry:Entry.forgive", forgive_nothing),),
+        (Patch(f"{SERVICE}.registry:Entry.extend_leases", forgive_nothing),),
     ),
     "resume forgets held pages": Twin(
         "a session that resumes finds its held pages held",

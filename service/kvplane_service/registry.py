@@ -55,10 +55,10 @@ class Entry:
     unary: UnaryCalls
     workers: WorkerRoster
 
-    def forgive(self, late_ns: int) -> None:
+    def extend_leases(self, late_ns: int) -> None:
         """Whoever was silent for so long could not be heard."""
-        self.host.forgive(late_ns)
-        self.workers.forgive(late_ns)
+        self.host.extend_lease(late_ns)
+        self.workers.extend_leases(late_ns)
 
 
 class UnknownReplica(NotFound):

@@ -30,14 +30,14 @@ from google.rpc import code_pb2
 from kvplane.base.errors import PermissionDenied, Unauthenticated
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.spec import decode_spec
-from kvplane_service.auth.gate import CALL, NOBODY, Gate
+from kvplane_service.auth.gate import ANONYMOUS, CALL, Gate
 from kvplane_service.auth.identity import Identities, Proof
 from kvplane_service.auth.scopes import METHODS as RULES
 from kvplane_service.auth.scopes import Scope
 from kvplane_service.core.inspect import check, digest
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.rpc.about import About
-from kvplane_service.rpc.server import Outside, RpcServer
+from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
@@ -114,10 +114,10 @@ class Grounds:
         around = Surroundings(self.clock, asyncio.sleep, Executor("replicas that come back"), random.Random(1).random)
         keeper = Keeper(self.registry, config, around, Chance(lambda: 0, lambda: 1))
         durable = Durable(keeper, Ownership(self.registry, config, keeper, around, is_gone))
-        outside = Outside(Gate(self.identities, None, self.clock))
+        filters = CallFilters(Gate(self.identities, None, self.clock))
         self.handlers = _Handlers()
         with _served_by(self.handlers):
-            RpcServer(self.registry, config, About(), durable, outside)
+            RpcServer(self.registry, config, About(), durable, filters)
 
     def clear(self) -> None:
         """No replicas, at the beginning of time."""
@@ -259,7 +259,7 @@ def encode(operations: list[tuple[int, bytes]]) -> bytes:
 
 def run(grounds: Grounds, data: bytes) -> None:
     """Run a program; AssertionError when something does not hold."""
-    CALL.set(NOBODY)
+    CALL.set(ANONYMOUS)
     operations = decode(data)
     world = World(grounds, any(kind == ON_STATES for kind, _ in operations))
     for kind, group in groupby(operations, key=lambda operation: operation[0]):

@@ -9,7 +9,7 @@ import threading
 import time
 
 from kvplane_service.telemetry import holds
-from kvplane_service.telemetry.holds import Holds, Witness
+from kvplane_service.telemetry.holds import Holds, LoopMonitor
 
 BLOCK = """
 def decide(wait):
@@ -26,10 +26,10 @@ def handler_of_ours(module="kvplane_service.rpc.some"):
     return space["handle"]
 
 
-def until_seen(witness, text=""):
+def until_seen(monitor, text=""):
     """Blocks this thread until it has been seen at this."""
     for _ in range(2000):
-        if witness.seen and text in witness.seen:
+        if monitor.seen and text in monitor.seen:
             return
         time.sleep(0.01)
     raise AssertionError("nobody looked")
@@ -45,12 +45,12 @@ async def until(condition):
 
 def test_a_thread_that_does_not_come_back_is_looked_at(monkeypatch):
     monkeypatch.setattr(holds, "_LONG_S", 0.02)
-    witness = Witness(threading.get_ident())
-    witness.start()
-    handler_of_ours()(lambda: until_seen(witness))
-    witness.end()
-    assert witness.take() == "rpc.some.handle, in rpc.some.decide"
-    assert witness.take() == "by the machine, or by what is not ours"
+    monitor = LoopMonitor(threading.get_ident())
+    monitor.start()
+    handler_of_ours()(lambda: until_seen(monitor))
+    monitor.end()
+    assert monitor.take() == "rpc.some.handle, in rpc.some.decide"
+    assert monitor.take() == "by the machine, or by what is not ours"
 
 
 def test_what_is_not_ours_is_not_blamed():
@@ -64,12 +64,12 @@ async def test_a_hold_is_counted_and_its_cause_logged(monkeypatch, caplog):
     monkeypatch.setattr(holds, "_LONG_S", 0.02)
     made = []
 
-    class Seen(Witness):
+    class Seen(LoopMonitor):
         def __init__(self, thread):
             super().__init__(thread)
             made.append(self)
 
-    monkeypatch.setattr(holds, "Witness", Seen)
+    monkeypatch.setattr(holds, "LoopMonitor", Seen)
     measured = Holds()
     watching = asyncio.ensure_future(measured.watch())
     with caplog.at_level(logging.WARNING):

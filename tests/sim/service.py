@@ -22,7 +22,7 @@ from kvplane_service.replicas.events import Batch, Subscription
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.claims import CLAIM_TIMEOUT_S, ClaimedPages
-from kvplane_service.rpc.methods import Around, service_handler
+from kvplane_service.rpc.methods import CallHooks, service_handler
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.keeper import Chance, Keeper
@@ -100,7 +100,8 @@ class Service:
             (plan_pb2.DESCRIPTOR.services_by_name["Workers"], WorkersServicer(visible)),
         )
         for descriptor, servicer in services:
-            self.server.add_generic_rpc_handlers((service_handler(descriptor, servicer, Around(visible.bring)),))
+            handler = service_handler(descriptor, servicer, CallHooks(visible.ensure_local))
+            self.server.add_generic_rpc_handlers((handler,))
         self.server.listen()
         self.has_served = True
 

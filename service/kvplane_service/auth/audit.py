@@ -34,7 +34,7 @@ class AuditLog:
         self._thread = threading.Thread(target=self._write_all, name="kvplane-audit", daemon=True)
         self._thread.start()
 
-    def tell(self, event: str, **facts: object) -> None:
+    def record(self, event: str, **facts: object) -> None:
         """Write what happened; empty facts are left out."""
         line = {"time_ms": self._wall_clock_ms(), "event": event, **{key: facts[key] for key in facts if facts[key]}}
         try:

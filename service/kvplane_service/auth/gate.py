@@ -45,11 +45,11 @@ class Call:
     replica: str = ""
     is_hidden: bool = False
     ended: KvplaneError | None = None
-    tell: Callable[[str, str], None] = field(default=lambda *_: None)  # event and outcome, to the audit log
+    record: Callable[[str, str], None] = field(default=lambda *_: None)  # event and outcome, to the audit log
 
     def name(self, replica: str) -> None:
         """Note which replica the call is about."""
-        if self is not NOBODY and Registry.is_name(replica):
+        if self is not ANONYMOUS and Registry.is_name(replica):
             self.replica = replica
 
     def check_domain(self, domain: str, field: str) -> None:
@@ -62,12 +62,12 @@ class Call:
             )
 
 
-NOBODY = Call()  # who calls in process, or where nobody is asked
-CALL: ContextVar[Call] = ContextVar("call", default=NOBODY)
+ANONYMOUS = Call()  # who calls in process, or where nobody is asked
+CALL: ContextVar[Call] = ContextVar("call", default=ANONYMOUS)
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class Incoming:
     """What gRPC says of a call."""
 
     method: str
@@ -86,16 +86,16 @@ class Gate:
         self._open: dict[Call, _Stay] = {}
 
     @contextmanager
-    def passing(self, brought: Brought) -> Iterator[Call]:
+    def passing(self, incoming: Incoming) -> Iterator[Call]:
         """Around a call, in a task of its own. Raises Unauthenticated, PermissionDenied, QuotaExceeded at first."""
-        call = Call(brought.method, brought.peer)
-        call.tell = lambda event, outcome: self._tell(event, call, outcome)
+        call = Call(incoming.method, incoming.peer)
+        call.record = lambda event, outcome: self._record(event, call, outcome)
         try:
-            identity = self._admit(call, brought.proof)
+            identity = self._admit(call, incoming.proof)
         except KvplaneError as error:
-            self._tell("refused", call, error.reason)
+            self._record("refused", call, error.reason)
             raise
-        self._open[call] = _Stay(brought.proof, identity, asyncio.current_task())
+        self._open[call] = _Stay(incoming.proof, identity, asyncio.current_task())
         CALL.set(call)
         outcome = "BROKEN_OFF"
         try:
@@ -107,7 +107,7 @@ class Gate:
         finally:
             del self._open[call]
             self._quotas.leave(call.owner)
-            self._tell_end(call, call.ended.reason if call.ended else outcome)
+            self._record_end(call, call.ended.reason if call.ended else outcome)
 
     def recheck(self) -> None:
         """Break off calls whose proof no longer holds; call now and then."""
@@ -144,16 +144,16 @@ class Gate:
         self._quotas.enter(owner)
         return identity
 
-    def _tell_end(self, call: Call, outcome: str) -> None:
+    def _record_end(self, call: Call, outcome: str) -> None:
         if call.ended is not None or call.is_hidden or outcome == PermissionDenied.reason:
-            self._tell("refused", call, outcome)
+            self._record("refused", call, outcome)
         elif METHODS[call.method].is_audited:
-            self._tell("call", call, outcome)
+            self._record("call", call, outcome)
 
-    def _tell(self, event: str, call: Call, outcome: str = "") -> None:
+    def _record(self, event: str, call: Call, outcome: str = "") -> None:
         if self._audit is not None:
             facts = {"peer": call.peer, "owner": call.owner.name, "method": call.method, "replica": call.replica}
-            self._audit.tell(event, **facts, outcome=outcome)
+            self._audit.record(event, **facts, outcome=outcome)
 
 
 @dataclass(frozen=True, slots=True)

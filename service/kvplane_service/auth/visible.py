@@ -20,10 +20,10 @@ from kvplane_service.registry import Entry, Registration, Registry, UnknownRepli
 class VisibleReplicas:
     """A registry for the caller of the running call."""
 
-    def __init__(self, registry: Registry, bring: Callable[[str], Awaitable[None]]) -> None:
-        """`bring` makes a replica of another service known here; see `Ownership`."""
+    def __init__(self, registry: Registry, ensure_local: Callable[[str], Awaitable[None]]) -> None:
+        """`ensure_local` makes a replica of another service known here; see `Ownership`."""
         self._registry = registry
-        self._bring = bring
+        self._ensure_local = ensure_local
 
     def __iter__(self) -> Iterator[Entry]:
         owner = CALL.get().owner
@@ -32,10 +32,10 @@ class VisibleReplicas:
     def __contains__(self, name: str) -> bool:
         return name in self._registry and _may_use(CALL.get().owner, self._registry.get(name))
 
-    async def bring(self, name: str) -> None:
+    async def ensure_local(self, name: str) -> None:
         """Make a replica known that is not, if it can be the caller's. Raises as Ownership, and NotFound."""
         self._check_reach(name)
-        await self._bring(name)
+        await self._ensure_local(name)
 
     def get(self, name: str) -> Entry:
         """The replica of that name. Raises NotFound."""

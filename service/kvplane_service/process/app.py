@@ -19,7 +19,7 @@ from kvplane_service.config import Config, is_open_to_all
 from kvplane_service.process import gc_policy as garbage
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.about import About
-from kvplane_service.rpc.server import Outside, RpcServer
+from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor, share_interpreter
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.opening import make_store
@@ -66,9 +66,9 @@ class App:
         self._tracing: Tracing | None = None
         self.about = About()
         self._gate = open_gate(config, clock)
-        outside = Outside(self._gate, self._start_tracing(environment))
+        filters = CallFilters(self._gate, self._start_tracing(environment))
         durable = Durable(self.keeper, self.ownership)
-        self._server = RpcServer(self.registry, config, self.about, durable, outside)
+        self._server = RpcServer(self.registry, config, self.about, durable, filters)
         self._holds = Holds()
         self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report, self._holds))
         self._tasks: list[asyncio.Task[None]] = []
@@ -174,7 +174,7 @@ class App:
     def _expire(self, late_ns: int) -> None:
         """In a function: a variable of `_sweep` would keep the last replica in memory after it was deregistered."""
         for entry in self.registry:
-            entry.forgive(late_ns)  # nobody was heard while this process stood still
+            entry.extend_leases(late_ns)  # nobody was heard while this process stood still
             entry.host.expire()
 
     async def _end(self, ends_at: float) -> None:

@@ -168,7 +168,7 @@ class ReplicaHost:
         self.epoch = max(self.epoch, recovering.epoch)
         self._left = True
 
-    def follow_owner(self, epoch: int) -> None:
+    def observe_owner_epoch(self, epoch: int) -> None:
         """The page memory names this engine life as its owner: the next one is numbered above it."""
         self._owner_epoch = max(self._owner_epoch, epoch)
 
@@ -197,7 +197,7 @@ class ReplicaHost:
         if request.epoch == NEW_EPOCH:
             return
         if self.recovering is not None:
-            self.recovering.heard_of(request.epoch)
+            self.recovering.observe_epoch(request.epoch)
             raise restarted(f"the service was started anew and knows nothing of what {self.name} ran", self.epoch)
         if request.epoch == self.epoch and request.begun_by not in (0, self._begun_by):
             raise restarted(f"this service began another engine life of this number on {self.name}", self.epoch)
@@ -301,7 +301,7 @@ class ReplicaHost:
             session.broken = True
             self.expire()
 
-    def forgive(self, late_ns: int) -> None:
+    def extend_lease(self, late_ns: int) -> None:
         """Let the session's lease end so much later."""
         if self._session is not None:
             self._session.deadline_ns += late_ns

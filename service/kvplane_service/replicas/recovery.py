@@ -68,7 +68,7 @@ class Recovering:
         """An epoch in which no stamp was given: none that was stored, that the memory shows, or that began unseen."""
         return max(self.epoch, self._proof_of(replica, shown).regained.epoch) + 1 + UNSTORED_EPOCHS
 
-    def heard_of(self, epoch: int) -> None:
+    def observe_epoch(self, epoch: int) -> None:
         """An engine says that this epoch had begun. One that nobody can have had is not believed."""
         if epoch < MAX_EPOCH // 2:
             self.epoch = max(self.epoch, epoch)

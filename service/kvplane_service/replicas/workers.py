@@ -57,7 +57,7 @@ class WorkerRoster:
         """Forget a worker; nothing when it is not known."""
         self._members = {rank: one for rank, one in self._members.items() if one.info.worker_id != worker_id}
 
-    def forgive(self, late_ns: int) -> None:
+    def extend_leases(self, late_ns: int) -> None:
         """Let every lease end so much later."""
         for member in self._members.values():
             member.deadline_ns += late_ns

@@ -61,7 +61,7 @@ class AllocationServicer:
         """Raise Moved when another service has the replica; a store that is away keeps nobody from registering one."""
         if name not in self._registry:
             with contextlib.suppress(UnknownReplica, OwnerUnknown):
-                await self._registry.bring(name)
+                await self._registry.ensure_local(name)
 
     async def DeregisterReplica(self, request: pb.DeregisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""

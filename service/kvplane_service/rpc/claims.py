@@ -80,7 +80,7 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
         try:
             pages = await _claim_all(workers, epoch, claim)
         except StaleEpoch as error:
-            host.follow_owner(_owner_of(error))
+            host.observe_owner_epoch(_owner_of(error))
             continue
         stamps = await _proven(request.stamp_table, [one.reading for one in pages])
         await host.settled()

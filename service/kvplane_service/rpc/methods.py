@@ -23,13 +23,13 @@ from grpc_status import rpc_status
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane.status import encode_status
 from kvplane.wire.parsing import parse
-from kvplane_service.auth.gate import Brought, Gate
+from kvplane_service.auth.gate import Gate, Incoming
 from kvplane_service.auth.identity import Proof
 from kvplane_service.registry import UnknownReplica
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
-Bring: TypeAlias = Callable[[str], Awaitable[None]]
+EnsureLocal: TypeAlias = Callable[[str], Awaitable[None]]
 ServerStream: TypeAlias = Callable[[Any], AsyncIterator[Message | bytes]]
 Stream: TypeAlias = Callable[[Context], Awaitable[None]]
 
@@ -41,62 +41,63 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
+class CallHooks:
     """What is around every method.
 
     Attributes:
-        bring: asked to make a replica known that is not; raises MOVED when another service owns it.
+        ensure_local: asked to make a replica known that is not; raises MOVED when another service owns it.
         gate: that calls pass; None when nobody is asked who it is.
     """
 
-    bring: Bring
+    ensure_local: EnsureLocal
     gate: Gate | None = None
 
 
-def service_handler(service: ServiceDescriptor, servicer: object, around: Around) -> grpc.GenericRpcHandler:
+def service_handler(service: ServiceDescriptor, servicer: object, hooks: CallHooks) -> grpc.GenericRpcHandler:
     """Handlers for every method of a service; the servicer has a method of each name.
 
     A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that
     streams answers gets the message and yields them alike; one that streams both ways gets the context.
     """
-    handlers = {method.name: _handler(method, servicer, around) for method in service.methods}
+    handlers = {method.name: _handler(method, servicer, hooks) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-def _handler(method: MethodDescriptor, servicer: object, around: Around) -> grpc.RpcMethodHandler[bytes, bytes]:
+def _handler(method: MethodDescriptor, servicer: object, hooks: CallHooks) -> grpc.RpcMethodHandler[bytes, bytes]:
     behaviour = getattr(servicer, method.name)
     request_class = GetMessageClass(method.input_type)
-    answered = partial(_answered, f"{method.containing_service.full_name}/{method.name}", around.gate)
+    answered = partial(_answered, f"{method.containing_service.full_name}/{method.name}", hooks.gate)
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(_stream(behaviour, answered))
     if method.server_streaming:
-        return grpc.unary_stream_rpc_method_handler(_server_stream(behaviour, request_class, around.bring, answered))
-    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, around.bring, answered))
+        serve = _server_stream(behaviour, request_class, hooks.ensure_local, answered)
+        return grpc.unary_stream_rpc_method_handler(serve)
+    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, hooks.ensure_local, answered))
 
 
 def _unary(
-    behaviour: Unary, request_class: type[Message], bring: Bring, answered: _Answered
+    behaviour: Unary, request_class: type[Message], ensure_local: EnsureLocal, answered: _Answered
 ) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def answer(raw: bytes) -> bytes:
         answer = await behaviour(parse(request_class, raw), raw)
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
     async def call(raw: bytes, context: Context) -> bytes:
-        given: bytes = await answered(context, partial(_with_replica, bring, partial(answer, raw)))
+        given: bytes = await answered(context, partial(_with_replica, ensure_local, partial(answer, raw)))
         return given
 
     return call
 
 
 def _server_stream(
-    behaviour: ServerStream, request_class: type[Message], bring: Bring, answered: _Answered
+    behaviour: ServerStream, request_class: type[Message], ensure_local: EnsureLocal, answered: _Answered
 ) -> Callable[[bytes, Context], Awaitable[None]]:
     async def answers(raw: bytes, context: Context) -> None:
         async for answer in behaviour(parse(request_class, raw)):
             await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
 
     async def call(raw: bytes, context: Context) -> None:
-        await answered(context, partial(_with_replica, bring, partial(answers, raw, context)))
+        await answered(context, partial(_with_replica, ensure_local, partial(answers, raw, context)))
 
     return call
 
@@ -125,7 +126,7 @@ async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> 
     proof = Proof.of(context.invocation_metadata() or (), context.auth_context())
     call = None
     try:
-        with gate.passing(Brought(method, context.peer(), proof)) as call:
+        with gate.passing(Incoming(method, context.peer(), proof)) as call:
             return await work()
     except asyncio.CancelledError:
         if call is None or call.ended is None:
@@ -136,14 +137,14 @@ async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> 
         raise call.ended from None
 
 
-async def _with_replica(bring: Bring, work: Work[_T]) -> _T:
+async def _with_replica(ensure_local: EnsureLocal, work: Work[_T]) -> _T:
     """What the work returns; a replica that it does not know is brought, if it can be."""
     try:
         return await work()
     except UnknownReplica as error:
         field, name = error.field, error.replica
     try:
-        await bring(name)
+        await ensure_local(name)
     except KvplaneError as error:
         error.field = field
         raise

@@ -21,7 +21,7 @@ from kvplane_service.rpc.about import About
 from kvplane_service.rpc.admin import AdminServicer
 from kvplane_service.rpc.allocation import AllocationServicer
 from kvplane_service.rpc.events import EventsServicer
-from kvplane_service.rpc.methods import Around, service_handler
+from kvplane_service.rpc.methods import CallHooks, service_handler
 from kvplane_service.rpc.ports import add_port, server_credentials
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.workers import WorkersServicer
@@ -39,7 +39,7 @@ _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class CallFilters:
     """What calls pass before they reach a servicer; gate None: everybody may."""
 
     gate: Gate | None = None
@@ -55,10 +55,10 @@ class RpcServer:
         config: Config,
         about: About,
         durable: Durable,
-        outside: Outside,
+        filters: CallFilters,
     ) -> None:
         self._config = config
-        self._server = grpc.aio.server(options=_options(config), interceptors=outside.interceptors)
+        self._server = grpc.aio.server(options=_options(config), interceptors=filters.interceptors)
         self._ownership = durable.ownership
         visible = VisibleReplicas(registry, durable.ownership.bring)
         self._streams = SessionStreams(visible, durable.ownership)
@@ -66,12 +66,12 @@ class RpcServer:
         self._allocation = AllocationServicer(visible, self._streams, durable)
         services = (_ALLOCATION.full_name, _EVENTS.full_name, _WORKERS.full_name, _ADMIN.full_name)
         self._health = health.Health(services)
-        around = Around(visible.bring, outside.gate)
+        hooks = CallHooks(visible.ensure_local, filters.gate)
         handlers = (
-            service_handler(_ALLOCATION, self._allocation, around),
-            service_handler(_EVENTS, self._events, around),
-            service_handler(_WORKERS, WorkersServicer(visible), around),
-            service_handler(_ADMIN, AdminServicer(visible, about), around),
+            service_handler(_ALLOCATION, self._allocation, hooks),
+            service_handler(_EVENTS, self._events, hooks),
+            service_handler(_WORKERS, WorkersServicer(visible), hooks),
+            service_handler(_ADMIN, AdminServicer(visible, about), hooks),
         )
         self._server.add_generic_rpc_handlers(handlers)
         self._health_server = grpc.aio.server()

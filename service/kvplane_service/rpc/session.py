@@ -82,7 +82,7 @@ class SessionStreams:
         self._check_stays()
         request = wire.decode_open(first.open, stamps)
         if request.replica not in self._registry:
-            await self._registry.bring(request.replica)
+            await self._registry.ensure_local(request.replica)
         entry = self._registry.get(request.replica)
         await entry.host.settled()
         if entry.host.recovering is not None:
@@ -168,13 +168,13 @@ class _Stream:
         finally:
             self._host.lost(self._request.nonce)
             if self._is_open:
-                self._call.tell("session_closed", self._ended.reason if self._ended else "OK")
+                self._call.record("session_closed", self._ended.reason if self._ended else "OK")
 
     async def _open(self, epoch: int) -> None:
         async with self._writing:  # nothing is sent before the answer to the open, not even a notice
             opened = await self._host.open_in_slices(self._request, self.end, epoch)
             self._is_open = True
-            self._call.tell("session_opened", "OK")
+            self._call.record("session_opened", "OK")
             await self._context.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
 
     async def write(self, raw: bytes) -> None:
@@ -224,7 +224,7 @@ class _Stream:
             raise
         except KvplaneError as error:
             if isinstance(error, PermissionDenied):
-                self._call.tell("refused", error.reason)
+                self._call.record("refused", error.reason)
             refusal = wire.encode_step_error(message.seq, message.part, error)
             return pb.SessionResponse(error=refusal).SerializeToString()
         return pb.SessionResponse(result=wire.encode_result(result)).SerializeToString()

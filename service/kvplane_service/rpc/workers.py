@@ -19,14 +19,14 @@ class WorkersServicer:
         """See the contract."""
         entry, worker = self._registry.get(request.replica), wire.decode_worker(request.worker)
         assignment = entry.workers.register(worker)
-        entry.host.follow_owner(worker.owner_epoch)
+        entry.host.observe_owner_epoch(worker.owner_epoch)
         return wire.encode_assignment(assignment)
 
     async def RenewWorker(self, request: pb.RenewWorkerRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""
         entry, worker = self._registry.get(request.replica), wire.decode_worker(request.worker)
         entry.workers.renew(worker)
-        entry.host.follow_owner(worker.owner_epoch)
+        entry.host.observe_owner_epoch(worker.owner_epoch)
         return pb.RenewWorkerResponse(lease_ms=entry.workers.lease_ms)
 
     async def DeregisterWorker(self, request: pb.DeregisterWorkerRequest, _: bytes) -> Message:  # noqa: N802

@@ -35,21 +35,21 @@ class Holds:
 
     async def watch(self) -> None:
         """Measure until cancelled; the log says what ran when it was held for long."""
-        witness = Witness(threading.get_ident())
-        witness.start()
+        monitor = LoopMonitor(threading.get_ident())
+        monitor.start()
         try:
             while True:
-                witness.back_s = began_s = time.monotonic()
+                monitor.back_s = began_s = time.monotonic()
                 await asyncio.sleep(_PAUSE_S)
-                away_s = time.monotonic() - began_s  # as the witness counts: what it saw is logged
+                away_s = time.monotonic() - began_s  # as the monitor counts: what it saw is logged
                 self.add(away_s - _PAUSE_S)
                 if away_s > _LONG_S:
-                    _log.warning("the event loop was held for %.2f s: %s", away_s, witness.take())
+                    _log.warning("the event loop was held for %.2f s: %s", away_s, monitor.take())
         finally:
-            witness.end()
+            monitor.end()
 
 
-class Witness:
+class LoopMonitor:
     """A thread that looks what another one does when that has not come back for long.
 
     Attributes:

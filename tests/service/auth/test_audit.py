@@ -95,10 +95,10 @@ def test_it_is_kept_without_owners_too(tmp_path):
 def test_a_file_that_was_moved_away_is_followed_by_a_new_one(tmp_path):
     path, old = tmp_path / "audit", tmp_path / "old"
     log = AuditLog(str(path), lambda: 0)
-    log.tell("one")
+    log.record("one")
     until(lambda: "one" in path.read_text())
     path.rename(old)
-    log.tell("two")
+    log.record("two")
     log.close()
     assert [[line["event"] for line in lines_of(file)] for file in (old, path)] == [["one"], ["two", "closed"]]
 
@@ -117,7 +117,7 @@ def test_lines_that_find_no_room_are_counted(tmp_path, monkeypatch):
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     log = AuditLog(str(path), lambda: 0)
     for at in range(5000):
-        log.tell("event", text="x" * 1000, at=at + 1)
+        log.record("event", text="x" * 1000, at=at + 1)
     os.set_blocking(reader, True)
     closing = threading.Thread(target=log.close)
     closing.start()
@@ -134,6 +134,6 @@ def test_lines_that_find_no_room_are_counted(tmp_path, monkeypatch):
 
 def test_standard_error_is_a_place(capsys):
     log = AuditLog("-", lambda: 0)
-    log.tell("seen", owner="acme")
+    log.record("seen", owner="acme")
     log.close()
     assert json.loads(capsys.readouterr().err.splitlines()[0])["owner"] == "acme"

@@ -16,7 +16,7 @@ from kvplane_service.registry import Registry, UnknownReplica
 ASKED: list[str] = []
 
 
-async def bring(name: str) -> None:
+async def ensure_local(name: str) -> None:
     ASKED.append(name)
     raise UnknownReplica(name)
 
@@ -24,11 +24,11 @@ async def bring(name: str) -> None:
 @pytest.mark.parametrize(("name", "is_asked"), [("acme/r", True), ("rival/r", False), ("acme", False)])
 async def test_no_other_service_is_asked_for_a_name_that_is_not_for_the_caller(name, is_asked):
     """Nor can he make this service adopt what is another's."""
-    visible = VisibleReplicas(Registry(Config(), lambda: 0), bring)
+    visible = VisibleReplicas(Registry(Config(), lambda: 0), ensure_local)
     ASKED.clear()
     CALL.set(Call("m", "p", Owner(name="acme")))
     with pytest.raises(NotFound) as caught:
-        await visible.bring(name)
+        await visible.ensure_local(name)
     assert caught.value.message == f"there is no replica {name!r}"
     assert bool(ASKED) is is_asked
     assert contextvars.copy_context()[CALL].is_hidden is not is_asked
