@@ -18,10 +18,11 @@ ISSUED = """
     launches without an answer keep their stamps, new life during a load, resume forgets held pages,
     a removal of a held key is swallowed, withdrawn keys stay shown,
     shared executor, releases before notices, lapse by own delay,
-    state of rejected drafts, load before launches, load behind writers only, load before stamps, zero after load,
+    state of rejected drafts, load before launches, load behind writers only, load into a block of the hit,
+    load before stamps, zero after load,
     a load outlives its row, orders end when they are given, load beside launches of the life before,
     owner not asked, failed orders forgotten, two owners write, a drain loses what waits,
-    a cancel that leaks, no deadline of a step, no deadline of the store
+    a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store
 """
 
 
@@ -36,6 +37,7 @@ CAUGHT_BY = {
     "lapse by own delay": "service/test_lifecycle.py",
     "no deadline of a step": "client/test_deadlines.py",
     "no deadline of the store": "sim/test_hanging.py",
+    "a process that continues trims the log": "store/test_ownership.py",
     "a cancel that leaks": "client/test_cancelling.py",
 }
 

@@ -466,6 +466,30 @@ def release_unread(_: Real) -> Real:
     return lambda self, slot, blocks: self.pool.release(blocks)
 
 
+def trims_always(_: Real) -> Real:
+    """A chunk that comes late is not added, and trims nevertheless."""
+
+    def append(self: Any, log: Any, chunk: Any, trim_below: int) -> int:
+        chunks = self.logs.setdefault(log, {})
+        if chunk.seq > max(chunks, default=-1):
+            chunks[chunk.seq] = chunk.raw
+        for seq in [seq for seq in chunks if seq < trim_below]:
+            del chunks[seq]
+        return len(chunks)
+
+    return append
+
+
+def without_hit(_: Real) -> Real:
+    """A block that the hit names is not written by the load, wherever it is in the tables."""
+
+    def loaded_blocks(self: Any, slot: int, hit: Sequence[Sequence[int]]) -> set[int]:
+        held = {block for table in self._blocks.tables(slot) for block in table}
+        return held.difference(*hit)
+
+    return loaded_blocks
+
+
 def note_writers(_: Real) -> Real:
     """Of a request that gives up its blocks, only those count that its launches in flight write."""
 
@@ -605,6 +629,14 @@ TWINS: dict[str, Twin] = {
             Patch(f"{CORE}.managers.base:GroupManager._give_up", release_unread),
             Patch(f"{CORE}.ledger:Ledger._note_use", note_writers),
         ),
+    ),
+    "load into a block of the hit": Twin(
+        "a block that the hit names, and that the load's request got for another position, is written by the load",
+        (Patch(f"{CORE}.ledger:Ledger._loaded_blocks", without_hit),),
+    ),
+    "a process that continues trims the log": Twin(
+        "a process that was stopped drops no chunk of the one that took its replica over",
+        (Patch("kvplane_service.store.memory:MemoryStore.append", trims_always),),
     ),
     "load before stamps": Twin(
         "a load starts when the stamps, zeroes and copies of its step are done",

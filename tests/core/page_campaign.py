@@ -21,6 +21,7 @@ PLANTED = (
     "state of rejected drafts",
     "load before launches",
     "load behind writers only",
+    "load into a block of the hit",
     "load before stamps",
     "zero after load",
     "new life during a load",

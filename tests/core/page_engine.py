@@ -14,7 +14,7 @@ from random import Random
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import ReplicaSpec
-from kvplane.base.step import News, Orders, Part, PartResult, Step
+from kvplane.base.step import End, News, Orders, Part, PartResult, Step
 from kvplane.rows import ResumeRow, resume_of
 from kvplane.tables import BlockTables
 from kvplane_service.core import inspect
@@ -43,6 +43,7 @@ class RandomEngine(RandomScheduler):
 
     ends_loads_by_rows = True
     deaths = 0  # percent of steps
+    launches = 60  # percent of strides after a step
     cells: Cells | None = None  # of a campaign
 
     def __init__(self, spec: ReplicaSpec, rng: Random, most_drafts: int = 0) -> None:
@@ -57,6 +58,10 @@ class RandomEngine(RandomScheduler):
         super().__init__(Texts(spec), [self.memory], rng, most_drafts)
         self.hashes, self.ends_late = self._chance(30), True
         self.deaths, self.loads = rng.choice([2, 3, 8]), rng.choice([20, 40, 60])
+        self.most_external = rng.choice([9, 9, 24])
+        if rng.randrange(3) == 0:  # thrashes: requests come back to their own blocks while their launches are in flight
+            self.launches = 15
+            self.ends, self.ways_to_end = 50, (End.PREEMPTED, End.PREEMPTED, End.PREEMPTED, End.FREE)
 
     def begin(self) -> None:
         """The engine before this one died, or there was none."""
@@ -66,6 +71,7 @@ class RandomEngine(RandomScheduler):
         self.spoilt: list[tuple[int, int, Page]] = []  # (step, block, what it held) of evictions and resets
         self.epoch += 1
         self.replica.begin_epoch(self.epoch, self.memory.stamps)
+        self._check_busy()
         self.followed.begin(self.epoch)
 
     def step(self) -> None:
@@ -78,8 +84,9 @@ class RandomEngine(RandomScheduler):
         self._send(self.plan())
         inspect.check(self.replica)
         self._check_loads()
+        self._check_new_loads()
         self.check_keys()
-        while self.queue and (len(self.queue) >= MOST_IN_FLIGHT or self._chance(60)):
+        while self.queue and (len(self.queue) >= MOST_IN_FLIGHT or self._chance(self.launches)):
             self._stride()
         self.check_keys()
 
@@ -199,6 +206,29 @@ class RandomEngine(RandomScheduler):
         """Transfers that may write now."""
         own = [one.load for one in self.requests.values() if one.load is not None]
         return [load for load in own if self._may_start(load)]
+
+    def _check_new_loads(self) -> None:
+        """No launch behind `load_after` that was sent before the load uses a block that the load writes. Of what is
+        loaded in front of a launch, the core knows every block: were the engine to die, it must hand out none of them.
+        """
+        for row in self.pending[-1].rows:
+            if row.loaded < row.start:
+                written = self._transfer(row.tables, row.script, row.loaded, row.start).blocks(self.spec)
+                unknown = written.difference(self.replica.ledger.filling.get(self.seq, ()))
+                assert not unknown, f"step {self.seq} loads blocks {unknown} of slot {row.life[0]}, which are not noted"
+        loads = [(slot, one.load) for slot, one in self.requests.items() if one.load is not None]
+        for slot, load in loads:
+            for launch in self.pending:
+                if load.after < launch.seq < load.seq:
+                    used = set[int]().union(*(row.used_blocks(self.spec) for row in launch.rows))
+                    used &= load.blocks(self.spec)
+                    assert not used, f"the load of slot {slot} may start while step {launch.seq} uses its blocks {used}"
+
+    def _check_busy(self) -> None:
+        """A new engine life hands out no block that a load of an earlier one may still write."""
+        writing = set[int]().union(*(load.blocks(self.spec) for load in self.movers))
+        free = writing.difference(self.replica.busy_blocks)
+        assert not free, f"loads of earlier engine lives write blocks {free}, which are not held"
 
     # -- deaths ------------------------------------------------------------------------------------------------------
 

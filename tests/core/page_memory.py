@@ -78,6 +78,13 @@ class Row:
     def end(self) -> int:
         return len(self.launched)
 
+    def used_blocks(self, spec: ReplicaSpec) -> set[int]:
+        """Blocks that the launch reads or writes."""
+        used = set[int]()
+        for group, table in zip(spec.groups, self.tables, strict=True):
+            used.update(table[first_seen(group, self.start) // group.block_size : -(-self.end // group.block_size)])
+        return used - {0}
+
     def resolve(self, lost: Container[tuple[int, int]]) -> None:
         """The launch begins, everything before it has run: what it computes is certain now."""
 

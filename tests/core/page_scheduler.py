@@ -45,6 +45,9 @@ class RandomScheduler(Answers):
     """
 
     ends_loads_by_rows = False
+    ends = 15  # percent of requests in each step
+    ways_to_end = (End.FREE, End.FREE, End.PREEMPTED, End.HELD)
+    most_external = 9  # tokens of an admission that come from outside
 
     def plan(self) -> list[Part]:
         """The parts of the next step; `told` is what it says to be executed."""
@@ -177,8 +180,8 @@ class RandomScheduler(Answers):
         if self._chance(15):
             commit = self._any_commit(request)
         end = End.NONE
-        if self._chance(15):
-            end = self.rng.choice([End.FREE, End.FREE, End.PREEMPTED, End.HELD])
+        if self._chance(self.ends):
+            end = self.rng.choice(self.ways_to_end)
         if appended or computed != UNCHANGED or commit != UNCHANGED or end:
             text = request.script[request.known : request.known + appended]
             request.known += appended
@@ -397,7 +400,7 @@ class RandomScheduler(Answers):
         admit.max_running = self.rng.choice([UNLIMITED, UNLIMITED, UNLIMITED, 2, 4])
         admit.only_if_no_preemption = self._chance(15)
         for slot in admit.slot:
-            external = self.rng.randint(1, 9) if self._chance(self.loads) else 0
+            external = self.rng.randint(1, self.most_external) if self._chance(self.loads) else 0
             late = bool(external) and self._chance(50)
             self.asked[slot] = external, late
             self.luck[slot] = tuple(self._chance(70) for _ in range(8))

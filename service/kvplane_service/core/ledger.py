@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import NamedTuple
 
 from kvplane.base.groups import CommitRule
@@ -116,8 +117,20 @@ class Ledger:
 
     def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
         """The step loads what the request has behind its hit before its launch: the load ends as the step does."""
-        held = {block for table in self._blocks.tables(slot) for block in table}
-        self.filling.setdefault(seq, []).extend(sorted(held.difference(*hit)))
+        self.filling.setdefault(seq, []).extend(sorted(self._loaded_blocks(slot, hit)))
+
+    def _loaded_blocks(self, slot: int, hit: Sequence[Sequence[int]]) -> set[int]:
+        """Blocks that a load may write: all of the tables but the hit where it was adopted.
+
+        Compared by position: a hit names blocks outside the window too. The request does not adopt those, so its own
+        allocation may reuse one of them at another position, where the load writes it.
+        """
+        return {
+            block
+            for table, adopted in zip(self._blocks.tables(slot), hit, strict=True)
+            for block, of_hit in zip_longest(table, adopted)
+            if block != of_hit
+        }
 
     def note_keys(self, slot: int, seq: int) -> None:
         """What was registered since the last call belongs to this request and step."""
@@ -281,11 +294,9 @@ class Ledger:
 
         Returns the last step in flight that may read or write one of them: the transfer starts after it.
         """
-        adopted = {block for blocks in hit for block in blocks}
-        fresh = [block for table in self._blocks.tables(slot) for block in table if block not in adopted]
         self._requests.loading.add(slot)
         self._requests.not_zeroed.add(slot)
-        self._requests.load_after[slot] = self._blocks.pool.last_use(fresh)
+        self._requests.load_after[slot] = self._blocks.pool.last_use(self._loaded_blocks(slot, hit))
         return self._requests.load_after[slot]
 
     def end(self, slot: int, seq: int, fence: int) -> list[int]:
