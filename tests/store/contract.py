@@ -6,7 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import pytest
+
 from kvplane_service.config import Config
+from kvplane_service.store.errors import LogSuperseded
 from kvplane_service.store.interface import BlockingStore, IndexStore, LogName, StoredChunk
 from kvplane_service.store.loading import LoadedLog
 from kvplane_service.store.opening import make_store
@@ -79,8 +82,23 @@ class StoreContract:
         store.append(LOG, chunk(1), 0)
         store.append(LOG, chunk(2), 0)
         assert store.append(LOG, chunk(2), 0) == 2
-        assert store.append(LOG, chunk(1), 0) == 2
         assert list(store.load(LOG)) == [chunk(1), chunk(2)]
+
+    def test_an_append_below_a_higher_number_is_superseded_and_trims_nothing(self, store):
+        for seq in (1, 2, 5):
+            store.append(LOG, chunk(seq), 0)
+        for seq in (1, 2, 4):
+            with pytest.raises(LogSuperseded) as caught:
+                store.append(LOG, chunk(seq), seq)
+            assert caught.value.number > seq
+        assert list(store.load(LOG)) == [chunk(1), chunk(2), chunk(5)]
+
+    def test_an_append_below_a_trimmed_number_is_superseded_while_the_log_has_a_higher_one(self, store):
+        for seq in range(1, 6):
+            store.append(LOG, chunk(seq), seq)
+        with pytest.raises(LogSuperseded):
+            store.append(LOG, chunk(3), 3)
+        assert list(store.load(LOG)) == [chunk(5)]
 
     def test_an_append_can_trim(self, store):
         for seq in range(1, 6):

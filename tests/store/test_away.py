@@ -27,6 +27,11 @@ class Over(Exception):
     """The time that a test gives the writer has passed."""
 
 
+async def unexpected(number):
+    """No other process writes the log."""
+    raise AssertionError(f"chunk {number} is another process's")
+
+
 class Hours:
     """An engine that serves a request whenever the writer pauses, and what it saw of the store.
 
@@ -41,7 +46,7 @@ class Hours:
         limits = Limits(config.store_flush_ms, config.store_lag_entries, config.store_lag_ms, config.store_ttl_ms)
         around = Surroundings(lambda: self.engine.now_ns, self.pause, self.offload, lambda: 0.0)
         self.writer = StoreWriter(self.store.store, limits, around)
-        self.writer.watch("r", Watch(self.engine.journal, lambda: b"record", settled))
+        self.writer.watch("r", Watch(self.engine.journal, lambda: b"record", settled, unexpected))
         self.reports: list[StoreReport] = []
         self.lags: list[Lag] = []
         self.served = 0

@@ -14,6 +14,7 @@ from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.log import Decision, Life
 from kvplane_service.store import journal
+from kvplane_service.store.errors import LogSuperseded
 from kvplane_service.store.interface import BlockingStore, LogName, StoredChunk
 from kvplane_service.store.journal import Past, ReplicaJournal
 from kvplane_service.store.memory import MemoryStore
@@ -55,8 +56,12 @@ class Journaled(Engine):
             batch = self.journal.take()
             if batch is None:
                 return count
-            kept = self.store.append(batch.log, batch.chunk, batch.trim_below)
-            self.journal.wrote(batch, kept)
+            try:
+                kept = self.store.append(batch.log, batch.chunk, batch.trim_below)
+            except LogSuperseded as error:
+                self.journal.restart_above(error.number)
+            else:
+                self.journal.wrote(batch, kept)
         raise AssertionError
 
     def restart(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+from copy import deepcopy
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry, UnknownReplica
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.store.errors import StoreUnavailable
-from kvplane_service.store.interface import BlockingSharedStore
+from kvplane_service.store.interface import BlockingSharedStore, StoredChunk
 from kvplane_service.store.keeper import Chance, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded, OffloadedShared
@@ -26,6 +28,7 @@ from kvplane_service.store.sqlite import SqliteStore
 from kvplane_service.store.writer import StoreWriter, Surroundings
 from tests.client.lasting import HYBRID, ONE_GROUP
 from tests.store.test_restart import NONCES, inline, no_pause
+from tests.twins import weakened
 
 LEASE_MS = 1000
 
@@ -46,6 +49,7 @@ class Net:
         kind = OffloadedShared if isinstance(self.store, BlockingSharedStore) else Offloaded
         self.awaited = kind(lambda: self.store, inline)
         self.dead: set[str] = set()
+        self.draws = itertools.count(5)
 
     async def is_gone(self, address: str) -> bool:
         return address in self.dead
@@ -66,8 +70,7 @@ class Service:
     def __init__(self, net: Net, config: Config) -> None:
         self.registry = Registry(config, net.clock)
         around = Surroundings(net.clock, no_pause, inline, lambda: 0.0)
-        draws = itertools.count(5)
-        self.keeper = Keeper(self.registry, config, around, Chance(lambda: 1, lambda: next(draws)))
+        self.keeper = Keeper(self.registry, config, around, Chance(lambda: 1, lambda: next(net.draws)))
         self.ownership = Ownership(self.registry, config, self.keeper, around, net.is_gone)
 
     async def register(self, name: str = "r", spec=HYBRID) -> None:
@@ -89,6 +92,14 @@ class Service:
 
     def open(self, name: str = "r") -> None:
         self.registry.get(name).host.open(OpenRequest(name, next(NONCES)))
+
+    def publish(self, tokens: range, name: str = "r") -> None:
+        """A request of these tokens is computed and ends."""
+        host = self.registry.get(name).host
+        assert host._session is not None
+        parts = ([part_of(NewsRow(0, tokens=tokens), AdmitRow(0))], [part_of(FactRow(0, end=End.FREE))])
+        for seq, some in enumerate(parts, host.seq + 1):
+            host.step(host._session.nonce, Step(host.epoch, seq, some, executed_through=seq - 1), bytes([seq]))
 
     def state(self, name: str = "r") -> ReplicaState | None:
         return self.registry.get(name).host.state if name in self.registry else None
@@ -159,12 +170,8 @@ async def test_who_lets_go_says_so_and_forgets(net):
 async def test_who_reads_that_a_replica_was_let_go_finds_all_that_was_published(net):
     first, _ = await pair(net)
     first.open()
+    first.publish(range(40))
     host = first.registry.get("r").host
-    assert host._session is not None
-    nonce, epoch = host._session.nonce, host.epoch
-    parts = ([part_of(NewsRow(0, tokens=range(40)), AdmitRow(0))], [part_of(FactRow(0, end=End.FREE))])
-    for seq, some in enumerate(parts, 1):
-        host.step(nonce, Step(epoch, seq, some, executed_through=seq - 1), bytes([seq]))
     put, found = net.store.put_record, dict[bool, int]()
 
     def put_record(replica, record):
@@ -172,7 +179,8 @@ async def test_who_reads_that_a_replica_was_let_go_finds_all_that_was_published(
         found[unpack_record(record).released] = sum(map(len, net.store.logs.values()))
 
     net.store.put_record = put_record
-    host.lost(nonce)
+    assert host._session is not None
+    host.lost(host._session.nonce)
     await first.ownership.release("r")
     assert found[True] > 0
     assert found[True] == sum(map(len, net.store.logs.values())), "a chunk was written behind the record"
@@ -252,6 +260,66 @@ async def test_who_gives_up_writes_nothing_more(net):
     assert first.state() is None
     await first.settled()
     assert net.owner() == ("b:1", False)
+
+
+async def stopped_and_replaced(net: Net) -> tuple[Service, Service]:
+    """A process that was stopped while its engine went to another one at the same address, and continues."""
+    first = await net.service("a:1")
+    await first.register()
+    first.open()
+    first.publish(range(40))
+    await first.settled()
+    second = await net.service("a:1")
+    await second.settled()
+    second.open()
+    for start in (40, 120, 160):
+        second.publish(range(start, start + 40))
+        await second.settled()  # a chunk of its own
+    return first, second
+
+
+async def logs_before_and_after_the_first_continues(net: Net) -> tuple[Any, Any]:
+    first, _ = await stopped_and_replaced(net)
+    before = deepcopy(net.store.logs)
+    first.publish(range(80, 120))
+    first.writer._watched["r"].journal.resync()
+    for _ in range(2):
+        await first.writer.write_all()
+    assert first.state() is ReplicaState.LIVE, "the store does not decide whose the engine is"
+    return before, net.store.logs
+
+
+async def test_a_process_that_continues_trims_no_chunk_of_its_successor(net):
+    before, after = await logs_before_and_after_the_first_continues(net)
+    assert after == before
+    with weakened("a process that continues trims the log"):
+        before, after = await logs_before_and_after_the_first_continues(Net())
+        assert after != before
+
+
+async def test_a_process_without_an_engine_gives_up_what_its_successor_writes(net):
+    first, second = await stopped_and_replaced(net)
+    first.publish(range(80, 120))
+    host = first.registry.get("r").host
+    assert host._session is not None
+    host.lost(host._session.nonce)
+    await first.writer.write_all()
+    assert (first.state(), second.state()) == (None, ReplicaState.LIVE)
+
+
+async def test_a_process_that_has_the_engine_replaces_what_an_earlier_one_writes_late(net):
+    _, second = await stopped_and_replaced(net)
+    (log,) = net.store.logs
+    net.store.append(log, StoredChunk(1 << 50, b"late"), 0)
+    second.publish(range(80, 120))
+    await second.settled()
+    assert min(net.store.logs[log]) > 1 << 50
+    third = await net.service("a:1")
+    await third.settled()
+    recovering = third.registry.get("r").host.recovering
+    assert recovering is not None
+    published = second.registry.get("r").host.replica.entries()
+    assert sum(map(len, recovering.entries)) == len(published) > 0
 
 
 async def test_a_record_that_the_store_lost_is_written_again(net):

@@ -53,14 +53,19 @@ class Bench:
     def __init__(self, store, **changes):
         self.engine = Journaled(full(), **changes)
         self.pauses: list[float] = []
+        self.superseded: list[int] = []
         self.journal = self.engine.journal
         around = Surroundings(lambda: self.engine.now_ns, self._sleep, self._offload, lambda: 0.0)
         self.store = store
         awaited = store.store if isinstance(store, Blocking) else Offloaded(lambda: store, self._offload)
         run(awaited.open())
         self.writer = StoreWriter(awaited, Limits(100, 100, 5000, 4000), around)
-        self.watch = Watch(self.journal, lambda: b"record", settled)
+        self.watch = Watch(self.journal, lambda: b"record", settled, self._superseded)
         self.writer.watch("r", self.watch)
+
+    async def _superseded(self, number):
+        self.superseded.append(number)
+        return False
 
     async def _sleep(self, seconds):
         self.pauses.append(seconds)

@@ -55,6 +55,16 @@ class StoreUnavailable(Unavailable):
     reason = "STORE_UNAVAILABLE"
 
 
+class LogSuperseded(FailedPrecondition):
+    """The log had a chunk with a higher number: another process writes it, or did. `number` is that of such a chunk."""
+
+    reason = "LOG_SUPERSEDED"
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"another process wrote chunk {number} of the log", field="store")
+        self.number = number
+
+
 STORE_ERRORS = (StoreNewer, StoreForeign, StoreDenied, StoreReadOnly, StoreFull, StoreDamaged, StoreUnavailable)
 
 

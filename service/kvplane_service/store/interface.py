@@ -55,6 +55,10 @@ class IndexStore(Protocol):
 
         Numbers rise. A chunk that is there already is not added again, so that a call whose answer was lost can be
         repeated. Returns how many chunks the log has now.
+
+        Raises:
+            LogSuperseded: the log has, or had, a chunk with a higher number; nothing changes. So a process that was
+                stopped, and continues after another one took over its replica, drops no chunk of its successor.
         """
         ...
 

@@ -292,6 +292,12 @@ class ReplicaJournal:
         """Tell everything anew."""
         self._shed()
 
+    def restart_above(self, number: int) -> None:
+        """Another process wrote this chunk of the log, and no longer writes it: write everything again above it."""
+        self._pending = None
+        self._seq = max(self._seq, number)
+        self._lost()
+
     def _begin_resync(self) -> None:
         self._shedding, self._cursor = False, 1
         self.written.resyncs += 1

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvplane.base.errors import KvplaneError, Unavailable
+from kvplane.base.errors import KvplaneError, Moved, Unavailable
 from kvplane_service.config import Config
 from kvplane_service.decisions import log as decisions
 from kvplane_service.registry import Entry, Registry
-from kvplane_service.replicas.host import new_replica
+from kvplane_service.replicas.host import ReplicaState, new_replica
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.errors import (
@@ -61,6 +61,7 @@ class Keeper:
         self._around = around
         self._chance = chance
         self.owner = config.advertise or config.listen
+        self.process = chance.draw()  # tells this process from an earlier one at the same address
         self.is_read = False  # what the store has of this service is registered
         self._restored: dict[str, ReplicaRecord] = {}
         self._released: set[str] = set()
@@ -318,7 +319,8 @@ class Keeper:
         journal = ReplicaJournal(log, host.replica, self._config.store_lag_entries, self._around.clock)
         self._journals[name] = journal
         host.decisions.follow(partial(self._follow, name, journal))
-        self._writer.watch(name, Watch(journal, partial(self._pack_record, entry, journal), host.settled))
+        pack = partial(self._pack_record, entry, journal)
+        self._writer.watch(name, Watch(journal, pack, host.settled, partial(self._superseded, name, journal)))
 
     def _removed(self, name: str) -> None:
         assert self._writer is not None, "there is no store"
@@ -342,11 +344,59 @@ class Keeper:
     def _pack_record(self, entry: Entry, journal: ReplicaJournal) -> bytes:
         now_ms = self._chance.wall_clock_ms()
         host = entry.host
-        incarnation = journal.log.incarnation
         released = host.name in self._released
-        return pack_record(
-            ReplicaRecord(host.name, entry.registration, host.epoch, incarnation, self.owner, now_ms, released)
-        )
+        by = (self.owner, now_ms, released, self.process)
+        return pack_record(ReplicaRecord(host.name, entry.registration, host.epoch, journal.log.incarnation, *by))
+
+    async def _superseded(self, name: str, journal: ReplicaJournal, number: int) -> bool:
+        """Another process wrote the replica's log: it took the replica over, or had it before and was late.
+
+        What that process wrote is replaced only when the record is this process's. While it is not, and an engine has
+        its session here, nothing is written: `Ownership.beat` confirms the record, or gives the replica up.
+        """
+        assert self._writer is not None, "there is no store"
+        record = await read_record(self._writer.store, name)
+        if self._journals.get(name) is not journal:
+            return False  # given up meanwhile
+        if record is None or self.wrote(record) or self.shared_store is None:
+            journal.restart_above(number)
+            self.confirm(name)
+            return True
+        if not self.has_engine(name):
+            self.give_up(name, moved(record))
+        return False
+
+    def has_engine(self, name: str) -> bool:
+        """Whether an engine has its session with the replica here, or opens it."""
+        return self._registry.get(name).host.state in (ReplicaState.LIVE, ReplicaState.OPENING)
+
+    def wrote(self, record: ReplicaRecord) -> bool:
+        """Whether this process wrote the record."""
+        return (record.owner, record.process) == (self.owner, self.process)
+
+    def is_recorded(self, name: str) -> bool:
+        """Whether the store has the replica's record as this process wrote it last, unless another wrote one since."""
+        return self._writer is not None and self._writer.is_recorded(name)
+
+
+async def read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
+    """The record of a replica, None when there is none that can be used."""
+    raw = await store.get_record(name)
+    try:
+        return unpack_record(raw) if raw is not None else None
+    except RecordRefused as error:
+        _log.warning("the store's record of %s is not used: %s", name, error)
+        return None
+
+
+def moved(record: ReplicaRecord) -> Moved:
+    """The error for clients of a replica that another service has."""
+    return Moved(
+        f"{record.name} is owned by the service at {record.owner}",
+        field="replica",
+        remedy="call there",
+        metadata={"address": record.owner},
+    )
 
 
 async def _read_records(store: IndexStore) -> list[ReplicaRecord]:

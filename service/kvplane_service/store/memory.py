@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from kvplane_service.store.errors import LogSuperseded
 from kvplane_service.store.interface import LogName, StoredChunk
 
 
@@ -21,7 +22,10 @@ class MemoryStore:
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """See IndexStore."""
         chunks = self.logs.setdefault(log, {})
-        if not chunks or chunk.seq > max(chunks):
+        newest = max(chunks, default=-1)
+        if newest > chunk.seq:
+            raise LogSuperseded(newest)
+        if newest < chunk.seq:
             chunks[chunk.seq] = chunk.raw
         for seq in [seq for seq in chunks if seq < trim_below]:
             del chunks[seq]

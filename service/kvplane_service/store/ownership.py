@@ -18,14 +18,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from kvplane.base.errors import KvplaneError, Moved, Unavailable
+from kvplane.base.errors import KvplaneError, Unavailable
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry, UnknownReplica
-from kvplane_service.replicas.host import ReplicaState
-from kvplane_service.store.errors import STORE_ERRORS, RecordRefused, StoreUnavailable
+from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, SharedStore
-from kvplane_service.store.keeper import Keeper
-from kvplane_service.store.registration import ReplicaRecord, unpack_record
+from kvplane_service.store.keeper import Keeper, moved, read_record
+from kvplane_service.store.registration import ReplicaRecord
 from kvplane_service.store.writer import Surroundings
 
 _BEATS_PER_LEASE = 3
@@ -79,7 +78,7 @@ class Ownership:
             if record is None:
                 raise UnknownReplica(name)
             if await self._is_owned(store, record):
-                raise _moved(record)
+                raise moved(record)
             if self._leaving:
                 raise _going()
             why = "let it go" if record.released else "is gone"
@@ -115,10 +114,11 @@ class Ownership:
         store = self._keeper.shared_store
         if store is None or not self._keeper.is_read:
             return
-        names = [entry.host.name for entry in self._registry if not self._is_moving(entry.host.name)]
+        held = [entry.host.name for entry in self._registry if not self._is_moving(entry.host.name)]
+        names = [name for name in held if self._keeper.is_recorded(name)]  # what is not written cannot be compared
         try:
             await store.announce(self._keeper.owner, self._lease_ms)
-            records = [await _read_record(store, name) for name in names]
+            records = [await read_record(store, name) for name in names]
         except STORE_ERRORS as error:
             self._keeper.note_failure(error)
             return
@@ -128,14 +128,13 @@ class Ownership:
 
     def _compare(self, name: str, record: ReplicaRecord | None) -> None:
         """Two services that say the same of themselves: who has the engine's session is right."""
-        if record is not None and record.owner == self._keeper.owner:
+        if record is not None and self._keeper.wrote(record):
             return
-        state = self._registry.get(name).host.state
-        if record is None or record.released or state in (ReplicaState.LIVE, ReplicaState.OPENING):
+        if record is None or record.released or self._keeper.has_engine(name):
             self._keeper.confirm(name)
         else:
             _log.info("%s is given up: the service at %s has it", name, record.owner)
-            self._keeper.give_up(name, _moved(record))
+            self._keeper.give_up(name, moved(record))
 
     async def _read(self, store: IndexStore, name: str) -> ReplicaRecord | None:
         try:
@@ -143,7 +142,7 @@ class Ownership:
         except StoreUnavailable as error:
             raise OwnerUnknown(name, error) from error
         try:
-            return await _read_record(store, name)
+            return await read_record(store, name)
         except STORE_ERRORS as error:
             self._keeper.note_failure(error)
             raise OwnerUnknown(name, error) from error
@@ -190,25 +189,6 @@ async def is_gone(address: str) -> bool:
         return False
     writer.close()
     return False
-
-
-async def _read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
-    """The record of a replica, None when there is none that can be used."""
-    raw = await store.get_record(name)
-    try:
-        return unpack_record(raw) if raw is not None else None
-    except RecordRefused as error:
-        _log.warning("the store's record of %s is not used: %s", name, error)
-        return None
-
-
-def _moved(record: ReplicaRecord) -> Moved:
-    return Moved(
-        f"{record.name} is owned by the service at {record.owner}",
-        field="replica",
-        remedy="call there",
-        metadata={"address": record.owner},
-    )
 
 
 def _going() -> KvplaneError:

@@ -33,6 +33,7 @@ from redis.exceptions import (
 
 from kvplane_service.config import Config
 from kvplane_service.store.errors import (
+    LogSuperseded,
     StoreDenied,
     StoreForeign,
     StoreFull,
@@ -98,18 +99,21 @@ class RedisStore:
         """See IndexStore."""
         key = self._log_key(log)
         async with self._named_errors() as client:
-            # XADD refuses a number that is not above the last: then this chunk has been added before.
+            try:
+                await client.xadd(key, {_CHUNK: chunk.raw}, id=f"{chunk.seq}-0")
+            except ResponseError as error:
+                # XADD refuses a number that is not above the newest: the chunk was added before, or is superseded.
+                if "equal or smaller" not in str(error):
+                    raise
+                found = await client.xrange(key, min=f"{chunk.seq}-0", count=2)
+                last = int(found[-1][0].partition(b"-")[0]) if found else chunk.seq
+                if not found or last > chunk.seq:
+                    raise LogSuperseded(last) from None
             pipeline = client.pipeline(transaction=not isinstance(client, RedisCluster))
-            pipeline.xadd(key, {_CHUNK: chunk.raw}, id=f"{chunk.seq}-0")
             pipeline.xtrim(key, minid=f"{trim_below}-0", approximate=False)
             pipeline.pexpire(key, self._ttl_ms)
             pipeline.xlen(key)
-            added, trimmed, kept, length = await pipeline.execute(raise_on_error=False)
-            for answer in (trimmed, kept, length):
-                if isinstance(answer, Exception):
-                    raise answer
-            if isinstance(added, Exception) and "equal or smaller" not in str(added):
-                raise added
+            _, _, length = await pipeline.execute()
             return int(length)
 
     async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:

@@ -33,6 +33,7 @@ class ReplicaRecord:
         owner: address of the service that wrote this.
         written_ms: wall clock, since 1970.
         released: the owner has let go of the replica, and decides nothing more for it.
+        process: random number of the process that wrote this: after a restart another one may have the same address.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ReplicaRecord:
     owner: str
     written_ms: int
     released: bool = False
+    process: int = 0
 
     @property
     def log(self) -> LogName:
@@ -73,6 +75,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
         "owner": record.owner,
         "written_ms": record.written_ms,
         "released": record.released,
+        "process": record.process,
     }
     return seal(REGISTRATION, json.dumps(content, separators=(",", ":")).encode())
 
@@ -98,6 +101,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             str(content["owner"]),
             _number(content["written_ms"], 1 << 64),
             bool(content.get("released", False)),
+            _number(content.get("process", 0), 1 << 64),  # records of earlier versions name none
         )
     except (ValueError, KeyError, TypeError, DecodeError, InvalidArgument, binascii.Error) as error:
         raise RecordRefused(Refusal.IMPOSSIBLE, f"{type(error).__name__}: {error}") from error

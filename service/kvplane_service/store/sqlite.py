@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvplane.base.errors import NotFound
 from kvplane_service.store.errors import (
+    LogSuperseded,
     StoreDamaged,
     StoreForeign,
     StoreFull,
@@ -109,9 +110,11 @@ class SqliteStore:
             run = self._connection.execute
             run("INSERT OR IGNORE INTO log (name) VALUES (?)", (str(log),))
             number = self._number(log)
+            (newest,) = run("SELECT max(seq) FROM chunk WHERE log = ?", (number,)).fetchone()
+            if newest is not None and newest > chunk.seq:
+                raise LogSuperseded(newest)
             run("DELETE FROM chunk WHERE log = ? AND seq < ?", (number, trim_below))
-            (last,) = run("SELECT max(seq) FROM chunk WHERE log = ?", (number,)).fetchone()
-            if chunk.seq >= trim_below and (last is None or chunk.seq > last):
+            if newest is None or newest < chunk.seq:
                 run("INSERT INTO chunk VALUES (?, ?, ?)", (number, chunk.seq, chunk.raw))
             count: int = run("SELECT count(*) FROM chunk WHERE log = ?", (number,)).fetchone()[0]
             return count

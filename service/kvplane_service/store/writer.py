@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvplane.base.errors import KvplaneError
 from kvplane_service.runtime.executors import Offload
 from kvplane_service.runtime.reports import StoreReport, StoreState
-from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
+from kvplane_service.store.errors import STORE_ERRORS, LogSuperseded, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
 
@@ -61,12 +61,15 @@ class Watch:
     Attributes:
         record: packs the record as it is now.
         settled: waits until the core may be read.
+        superseded: called when another process wrote the log, with the number of such a chunk; whether all is written
+            again now.
         record_due: it has changed since it was stored.
     """
 
     journal: ReplicaJournal
     record: Callable[[], bytes]
     settled: Callable[[], Awaitable[None]]
+    superseded: Callable[[int], Awaitable[bool]]
     record_due: bool = True
     renewed_ns: int = 0
 
@@ -110,6 +113,10 @@ class StoreWriter:
         self._drops[str(log)] = log
         if len(self._drops) > _MAX_DROPS:
             del self._drops[next(iter(self._drops))]
+
+    def is_recorded(self, name: str) -> bool:
+        """Whether the store has the replica's record as it is now."""
+        return name in self._watched and not self._watched[name].record_due
 
     def record_changed(self, name: str) -> None:
         """Store the replica's record anew."""
@@ -191,7 +198,11 @@ class StoreWriter:
                 any_left = any_left or journal.has_work
                 await asyncio.sleep(0)
                 continue
-            count = await self.store.append(batch.log, batch.chunk, batch.trim_below)
+            try:
+                count = await self.store.append(batch.log, batch.chunk, batch.trim_below)
+            except LogSuperseded as error:
+                any_left |= await watch.superseded(error.number)
+                continue
             if not journal.wrote(batch, count):
                 watch.record_due = True  # a store that lost chunks may have lost the record too
             any_left = any_left or journal.has_work
