@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvplane import AdmitRow, NewsRow, connect, part_of
-from kvplane_service.cli.recorder import record
+from kvplane_service.cli.query.recorder import record
 from tests.cli.processes import run_kvplane
 from tests.cli.test_serve import serving
 from tests.service.rig import running

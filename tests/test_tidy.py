@@ -105,5 +105,5 @@ def test_the_shape_rules_leave_generated_code_and_tests_alone():
 
 def test_the_flags_of_a_command_are_not_counted_as_parameters():
     flags = ", ".join(f"flag{i}: int" for i in range(9))
-    command = f"def command({flags}) -> None: ...\n"
+    command = f"def planted_command({flags}) -> None: ...\n"
     assert list(tidy.parameters(planted("service/kvplane_service/cli/planted.py", command))) == []

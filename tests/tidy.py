@@ -168,8 +168,8 @@ def parameters(tree: Tree) -> Iterator[str]:
 
 
 def is_command(f: SourceFile, node: Function) -> bool:
-    """True for the function `command` of a module of the command line (see COMMANDS there)."""
-    return node.name == "command" and (f.is_in("service/kvplane_service/cli") or f.path == WORKER_COMMAND)
+    """True for a function of the command line that implements a command (see COMMANDS there)."""
+    return node.name.endswith("command") and (f.is_in("service/kvplane_service/cli") or f.path == WORKER_COMMAND)
 
 
 def is_kernel(node: Function) -> bool:

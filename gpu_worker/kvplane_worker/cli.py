@@ -14,7 +14,7 @@ from kvplane.base.errors import NotFound
 
 def command(
     context: typer.Context,
-    service: Annotated[str, typer.Option(help="Address of the kvplane service, or several: A,B.")],
+    service: Annotated[str, typer.Option(envvar="KVPLANE_SERVICE", help="Address of the service, or several: A,B.")],
     replica: Annotated[str, typer.Option(help="Name of the replica, registered by a model or by layers.")],
     rank: Annotated[int, typer.Option(help="Rank whose pages to hold.")] = 0,
     device: Annotated[str, typer.Option(help="cpu (shared memory) or cuda:N.")] = "cpu",

@@ -4,11 +4,11 @@ Nothing here computes a model. What the model would take is said by a cost model
 of one trace are identical. Blocks, hits and preemptions are the service's answers; the engine counts them.
 """
 
-from kvplane_replay.cost import CostModel
-from kvplane_replay.engine import Engine, EngineConfig, StepSession
-from kvplane_replay.fleet import Fleet, Progress, Routing
-from kvplane_replay.request import LiveRequest
-from kvplane_replay.tally import Tally
+from kvplane_replay.engine import Engine, StepSession
+from kvplane_replay.fleet import Fleet, Progress
+from kvplane_replay.plan import CostModel, EngineConfig, Routing, RunPlan
+from kvplane_replay.requests import LiveRequest
+from kvplane_replay.summary import Tally
 
 __all__ = [
     "CostModel",
@@ -18,6 +18,7 @@ __all__ = [
     "LiveRequest",
     "Progress",
     "Routing",
+    "RunPlan",
     "StepSession",
     "Tally",
 ]

@@ -12,11 +12,9 @@ decisions come back, so a step is one message each way.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.hashing import HashScheme
 from kvplane.base.step import (
@@ -33,13 +31,10 @@ from kvplane.base.step import (
     Run,
     StepResult,
 )
-from kvplane_replay.cost import CostModel
-from kvplane_replay.request import NO_SLOT, LiveRequest
-from kvplane_replay.slots import SlotTable
-from kvplane_replay.tally import Tally
+from kvplane_replay.plan import CostModel, EngineConfig
+from kvplane_replay.requests import NO_SLOT, LiveRequest, SlotTable
+from kvplane_replay.summary import Refusal, Tally
 from kvplane_replay.workloads import TraceRequest
-
-UNLIMITED_OUTPUT = 1 << 30
 
 TOO_LONG = "longer than max_model_len"
 NEVER_FITS = "never fits the empty pool"
@@ -64,37 +59,6 @@ class StepSession(Protocol):
     def receive(self) -> StepResult:
         """The next answer."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """The scheduler's limits.
-
-    Attributes:
-        max_running: requests that run at once.
-        token_budget: tokens scheduled in one step.
-        admit_rows: admissions asked for in one step, so requests announced before their turn.
-        max_output: most tokens a request generates; 1 leaves the prefill alone.
-    """
-
-    max_running: int = 256
-    token_budget: int = 8192
-    admit_rows: int = 16
-    max_output: int = UNLIMITED_OUTPUT
-
-    def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if getattr(self, name) < 1:
-                raise InvalidArgument("must be 1 or more", field=name)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A request that was never run, or given up, and why."""
-
-    request_id: str
-    reason: str
-    detail: str
 
 
 class Engine:

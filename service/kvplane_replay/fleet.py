@@ -9,24 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from hashlib import sha256
 
-from kvplane_replay.cost import NS_PER_SECOND
 from kvplane_replay.engine import Engine
-from kvplane_replay.tally import Tally
+from kvplane_replay.plan import NS_PER_SECOND, Routing
+from kvplane_replay.summary import Tally
 from kvplane_replay.workloads import TraceRequest
-
-
-class Routing(Enum):
-    """Which replica gets a request.
-
-    STICKY: by the hash of its session, so a conversation stays where its blocks are; requests without a session take
-    turns. ROUND_ROBIN: all take turns.
-    """
-
-    STICKY = "sticky"
-    ROUND_ROBIN = "round-robin"
 
 
 @dataclass(frozen=True, slots=True)

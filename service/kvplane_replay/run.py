@@ -5,62 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from types import TracebackType
 
-from kvplane.base.errors import InvalidArgument
-from kvplane.sources import ModelSource
 from kvplane.unary import Client
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
-from kvplane_replay.cost import CostModel
-from kvplane_replay.engine import Engine, EngineConfig
-from kvplane_replay.fleet import Fleet, Routing
+from kvplane_replay.engine import Engine
+from kvplane_replay.fleet import Fleet
+from kvplane_replay.plan import RunPlan
 from kvplane_replay.summary import ServiceCounts, Summary
 from kvplane_replay.workloads import MalformedTrace, TraceRequest
-
-
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """What is registered and how it is driven.
-
-    Attributes:
-        model: name in the service's catalogue.
-        tensor_parallel: ranks of each replica.
-        replicas: equal ones, each with its own engine.
-        pool_blocks: of each replica.
-        block_size: tokens per attention block, before the planner makes pages equal.
-        max_model_len: longest request in tokens.
-        engine, cost, routing: see there.
-        with_events: answers carry cache events, so that the engines can count evictions too.
-    """
-
-    model: str
-    tensor_parallel: int = 1
-    replicas: int = 1
-    pool_blocks: int = 65_536
-    block_size: int = 16
-    max_model_len: int = 131_072
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    cost: CostModel = field(default_factory=CostModel)
-    routing: Routing = Routing.STICKY
-    with_events: bool = False
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise InvalidArgument("must be 1 or more", field="replicas")
-
-    def source(self) -> ModelSource:
-        """As the service is told."""
-        return ModelSource(
-            model=self.model,
-            tensor_parallel=self.tensor_parallel,
-            num_blocks=self.pool_blocks,
-            block_size=self.block_size,
-            max_model_len=self.max_model_len,
-            max_batched_tokens=self.engine.token_budget,
-        )
 
 
 class ReplayRun:

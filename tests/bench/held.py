@@ -51,12 +51,11 @@ SERVE = "import sys; from tests.bench.held import serve; serve(sys.argv.pop(1))"
 
 def serve(path: str) -> None:
     """`kvplane serve`, which writes at its end what its loop was held by."""
-    from kvplane_service.cli import main
-    from kvplane_service.cli import serve as command
+    from kvplane_service.cli import main, server
     from kvplane_service.rpc import session
 
     steps, ticks, together = list[int](), list[int](), list[int]()
-    handle, tell = session._Stream._step, command._tell_addresses
+    handle, tell = session._Stream._step, server._print_addresses
 
     async def timed(self: Any, message: Any) -> bytes:
         started = time.thread_time_ns()
@@ -82,7 +81,7 @@ def serve(path: str) -> None:
 
     ticking = list[asyncio.Task[None]]()
     session._Stream._step = timed  # type: ignore[method-assign]
-    command._tell_addresses = tell_and_tick
+    server._print_addresses = tell_and_tick
     signal.signal(signal.SIGUSR1, note)
     main()
 

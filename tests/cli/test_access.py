@@ -1,6 +1,8 @@
-"""Commands over TLS."""
+"""How commands reach a service: TLS, tokens, addresses."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
@@ -16,8 +18,8 @@ def authority(tmp_path):
 
 
 @pytest.fixture
-def asking(authority):
-    """A service that speaks TLS and asks for a certificate."""
+def mutual_tls(authority):
+    """A service that uses TLS and requires client certificates."""
     pair = authority.issue("server")
     with running(
         Config(
@@ -29,31 +31,68 @@ def asking(authority):
 
 
 @pytest.mark.parametrize("command", ["status", "replicas", "doctor"])
-def test_commands_show_the_certificate_they_are_given(kvplane, asking, authority, command):
-    mine = authority.issue("operator")
-    flags = ["--tls-ca", authority.cert, "--tls-cert", mine.cert, "--tls-key", mine.key]
-    code, output, errors = kvplane(*flags, command, "--service", asking.address)
+def test_commands_present_their_certificate(kvplane, mutual_tls, authority, command):
+    pair = authority.issue("operator")
+    flags = ["--tls-ca", authority.cert, "--tls-cert", pair.cert, "--tls-key", pair.key]
+    code, output, errors = kvplane(*flags, command, "--service", mutual_tls.address)
     assert (code, errors) == (0, ""), output
 
 
-def test_the_environment_says_the_same(kvplane, asking, authority, monkeypatch):
-    mine = authority.issue("operator")
-    for name, value in {"CA_FILE": authority.cert, "CERT_FILE": mine.cert, "KEY_FILE": mine.key}.items():
+@pytest.mark.parametrize("variable", ["KVPLANE_TLS_CA", "KVPLANE_CA_FILE"])
+def test_credentials_are_read_from_the_environment(kvplane, mutual_tls, authority, monkeypatch, variable):
+    pair = authority.issue("operator")
+    for name, value in {variable: authority.cert, "KVPLANE_CERT_FILE": pair.cert, "KVPLANE_KEY_FILE": pair.key}.items():
+        monkeypatch.setenv(name, value)
+    assert kvplane("status", "--service", mutual_tls.address)[0] == 0
+
+
+def test_the_new_name_of_a_variable_takes_precedence(kvplane, mutual_tls, authority, monkeypatch):
+    pair = authority.issue("operator")
+    for name, value in {
+        "TLS_CA": authority.cert,
+        "CA_FILE": "old.pem",
+        "CERT_FILE": pair.cert,
+        "KEY_FILE": pair.key,
+    }.items():
         monkeypatch.setenv(f"KVPLANE_{name}", value)
-    assert kvplane("status", "--service", asking.address)[0] == 0
+    monkeypatch.setenv("KVPLANE_SERVICE", mutual_tls.address)
+    monkeypatch.setenv("KVPLANE_ADDRESS", "127.0.0.1:1")
+    assert kvplane("status")[0] == 0
 
 
-def test_without_one_nobody_is_answered(kvplane, asking, authority):
-    assert kvplane("--tls-ca", authority.cert, "status", "--service", asking.address)[0] == 3
+@pytest.mark.parametrize("variable", ["KVPLANE_SERVICE", "KVPLANE_ADDRESS"])
+@pytest.mark.parametrize("words", [("status",), ("replicas",), ("doctor",), ("top", "--once"), ("drain", "--grpcurl")])
+def test_the_service_is_read_from_the_environment(kvplane, monkeypatch, variable, words):
+    monkeypatch.setenv(variable, "127.0.0.1:1")
+    code, output, errors = kvplane(*words)
+    assert code == (0 if "--grpcurl" in words else 3)
+    assert "127.0.0.1:1" in output + errors
 
 
-def test_a_certificate_without_tls_is_a_slip(kvplane):
+@pytest.mark.parametrize("name", ["KVPLANE_SERVICE", "--service", "--address"])
+def test_replay_takes_the_address_of_a_service(kvplane, monkeypatch, tmp_path, name):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [1]}\n')
+    monkeypatch.setattr("kvplane_service.cli.replay.trace.ServiceChild", None)  # no service is started
+    with running() as service:
+        words = [name, service.address] if name.startswith("--") else []
+        if not words:
+            monkeypatch.setenv(name, service.address)
+        code, output, errors = kvplane("replay", str(trace), "--json", "--max-model-len", "4000", *words)
+    assert (code, json.loads(output)["completed"]) == (0, 1), errors
+
+
+def test_a_command_without_a_certificate_is_refused(kvplane, mutual_tls, authority):
+    assert kvplane("--tls-ca", authority.cert, "status", "--service", mutual_tls.address)[0] == 3
+
+
+def test_a_certificate_without_tls_is_wrong_use(kvplane):
     code, _, errors = kvplane("--tls-cert", "x", "status")
     assert code == 2
     assert "--tls-ca" in errors
 
 
-def test_the_equivalent_call_names_the_files_and_no_token(kvplane, monkeypatch):
+def test_grpcurl_names_the_files_and_never_the_token(kvplane, monkeypatch):
     monkeypatch.setenv("KVPLANE_TOKEN", "canary")
     _, output, _ = kvplane("--tls-ca", "ca.pem", "--tls-cert", "c", "--tls-key", "k", "status", "--grpcurl")
     assert '-cacert ca.pem -cert c -key k -H "authorization: Bearer $KVPLANE_TOKEN"' in output
@@ -64,7 +103,7 @@ def test_the_equivalent_call_names_the_files_and_no_token(kvplane, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["status", "replicas", "describe", "events", "doctor", "top"])
-def test_commands_show_their_token(kvplane, tmp_path, monkeypatch, command):
+def test_commands_present_their_token(kvplane, tmp_path, monkeypatch, command):
     with guarded(tmp_path) as world:
         world.acme.register("acme/r")
         more = {"describe": ["acme/r"], "events": ["acme/r"], "top": ["--once"]}
@@ -78,7 +117,7 @@ def test_commands_show_their_token(kvplane, tmp_path, monkeypatch, command):
         assert kvplane(*words)[0] == 0
 
 
-def test_a_recording_shows_its_token(kvplane, tmp_path, monkeypatch):
+def test_a_recording_presents_its_token(kvplane, tmp_path, monkeypatch):
     with guarded(tmp_path) as world:
         world.acme.register("acme/r")
         stream = world.acme.open("acme/r")

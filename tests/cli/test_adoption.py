@@ -46,7 +46,6 @@ class Fleet:
         process, _ = self.stack.enter_context(serving(*arguments, listen=self.addresses[number]))
         return process
 
-
     def owner(self) -> int:
         """Which of the two says that the replica is its own."""
         for number, address in enumerate(self.addresses):

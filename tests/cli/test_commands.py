@@ -1,4 +1,4 @@
-"""The command line: quick, and clear about what is wrong."""
+"""The command line as a whole: help, version, configuration, errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvplane.base.errors import (
     NotFound,
     Unavailable,
 )
-from kvplane_service.cli import exit_code
+from kvplane_service.cli import COMMANDS, exit_code
 
 HEAVY = ("grpc", "google.protobuf", "uvloop", "yaml", "asyncio", "torch", "redis")
 HELP = f"""
@@ -38,10 +38,29 @@ def test_help_names_every_command_and_imports_nothing_heavy():
     assert (done.returncode, done.stdout, done.stderr) == (0, "\n", "")
 
 
-def test_version_is_that_of_the_package(kvplane):
-    code, output, _ = kvplane("version")
+@pytest.mark.parametrize("word", ["version", "--version"])
+def test_version_is_that_of_the_package(kvplane, word):
+    code, output, _ = kvplane(word)
     assert code == 0
     assert output == f"kvplane {version('kvplane')}\n"
+
+
+@pytest.mark.parametrize("words", [(), ("status",), ("store",), ("store", "inspect"), ("worker",)])
+def test_short_help_is_the_help(kvplane, words):
+    code, output, _ = kvplane(*words, "-h")
+    assert code == 0
+    assert output == kvplane(*words, "--help")[1]
+    assert "Usage: " in output
+
+
+def test_help_shows_one_name_per_option(kvplane, monkeypatch):
+    """Former names are accepted, but not documented."""
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = "".join(kvplane(*words)[1] for words in (["--help"], *([name, "--help"] for name in COMMANDS)))
+    for name in ("--service", "KVPLANE_SERVICE", "KVPLANE_TLS_CA"):
+        assert name in shown
+    for name in ("--address", "KVPLANE_ADDRESS", "KVPLANE_CA_FILE"):
+        assert name not in shown
 
 
 def test_config_prints_every_value_with_its_source(tmp_path, kvplane, monkeypatch):
@@ -74,7 +93,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path, kvplane, monkeypatch
         (("serve", "--listen", "here"), "host:port"),
     ],
 )
-def test_wrong_use_is_told_in_one_line(kvplane, arguments, message):
+def test_wrong_use_is_one_line(kvplane, arguments, message):
     code, output, errors = kvplane(*arguments)
     assert (code, output) == (2, "")
     assert message in errors

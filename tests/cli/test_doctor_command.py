@@ -20,7 +20,7 @@ from kvplane.sources import ModelSource
 from kvplane.unary import connect
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.workers import WorkersClient
-from kvplane_service.cli import checks
+from kvplane_service.cli.query import checks
 from kvplane_service.config import Config
 from kvplane_service.core.program import PATIENT_ROWS
 from kvplane_service.runtime.executors import Executor

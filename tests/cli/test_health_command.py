@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvplane_service.cli import FAILED, UNAVAILABLE, WRONG_USE
+from kvplane_service.cli.options import FAILED, UNAVAILABLE, WRONG_USE
 from kvplane_service.config import Config
 from tests.cli.processes import run_kvplane
 from tests.service.rig import running

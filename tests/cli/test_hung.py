@@ -12,7 +12,7 @@ import pytest
 from kvplane import Part
 from kvplane.base.errors import Unavailable
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane_service.cli.checks import examine
+from kvplane_service.cli.query.checks import examine
 from tests.cli.hung import MODEL, REPLICAS, STORES, TooLate, serving, stopped_redis
 from tests.store.servers import wait_until
 
@@ -50,7 +50,7 @@ def test_a_service_starts_while_its_store_hangs_and_reads_it_when_it_is_back(tmp
         with serving(tmp_path, redis.setting) as service, service.client as client:
             assert list(client.list_replicas()) == []
             store = next(one for one in examine(service.address) if one.check == "store")
-            assert (store.is_well, store.seen) == (False, "the service cannot use it")
+            assert (store.is_well, store.seen) == (False, "the service cannot use its store")
             for name in ("r3", "r4", "new"):  # two of which are in the store
                 client.register_replica(name, MODEL)
             session = client.session("r4")

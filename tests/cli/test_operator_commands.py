@@ -1,4 +1,4 @@
-"""What an operator asks a running service."""
+"""Commands that query a running service."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from kvplane.requests import Allocate
 from kvplane.v1.admin_pb2 import ExplainResponse
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, GroupCounters, ReplicaState, ReplicaSummary
 from kvplane_service.cli import COMMANDS
-from kvplane_service.cli.asking import described
-from kvplane_service.cli.explain import sentence
-from kvplane_service.cli.top_view import panel
-from kvplane_service.cli.watch import Trend
+from kvplane_service.cli.client import described
+from kvplane_service.cli.query.explain import sentence
+from kvplane_service.cli.views.samples import Trend
+from kvplane_service.cli.views.top_panels import panel
 from kvplane_service.config import Config
 from tests.cli.processes import KVPLANE
 from tests.cli.test_serve import end, serving
@@ -52,11 +52,11 @@ def service():
 
 @pytest.fixture
 def ask(service, kvplane):
-    """Run a command against the service; its output."""
+    """Run a command against the service; returns its output."""
 
     def run(*arguments: str) -> str:
-        code, out, told = kvplane(*arguments, "--service", service.address)
-        assert (code, told) == (0, "")
+        code, out, errors = kvplane(*arguments, "--service", service.address)
+        assert (code, errors) == (0, "")
         return out
 
     return run
@@ -88,19 +88,19 @@ def test_describe(ask):
 
 
 @pytest.mark.parametrize("command", ["status", "replicas", "describe r", "explain r --request first"])
-def test_every_answer_has_three_forms(ask, command):
+def test_every_answer_has_three_output_formats(ask, command):
     words = command.split()
     parsed = json.loads(ask(*words, "-o", "json"))
     assert yaml.safe_load(ask(*words, "-o", "yaml")).keys() == parsed.keys()
     assert ask(*words, "-o", "table") != ask(*words, "-o", "json")
 
 
-def test_an_answer_lists_its_fields_as_the_contract_does(ask):
+def test_json_fields_are_in_the_order_of_the_contract(ask):
     names = [field.name for field in DescribeReplicaResponse.DESCRIPTOR.fields]
-    told = json.loads(ask("describe", "r", "-o", "json"))
-    assert list(told) == [name for name in names if name in told]
-    assert next(iter(told["counters"]["groups"][0])) == GroupCounters.DESCRIPTOR.fields[0].name
-    assert told["refusals"]["never_fits"] == "0"
+    answer = json.loads(ask("describe", "r", "-o", "json"))
+    assert list(answer) == [name for name in names if name in answer]
+    assert next(iter(answer["counters"]["groups"][0])) == GroupCounters.DESCRIPTOR.fields[0].name
+    assert answer["refusals"]["never_fits"] == "0"
 
 
 def test_events(ask):
@@ -113,7 +113,7 @@ def test_events(ask):
     assert next(yaml.safe_load_all(ask("events", "r", "-o", "yaml"))) == batches[0]
 
 
-def test_events_are_followed_until_ctrl_c(service):
+def test_events_follow_until_ctrl_c(service):
     command = [*KVPLANE, "events", "r", "--follow", "--service", service.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -122,20 +122,20 @@ def test_events_are_followed_until_ctrl_c(service):
         assert process.wait(20) == 130
 
 
-def test_events_are_followed_through_a_broken_connection(service):
-    """Nothing is lost and nothing told twice."""
+def test_events_follow_resumes_after_a_lost_connection(service):
+    """No batch is lost and none is printed twice."""
     proxy = CuttingProxy(service.address)
     command = [*KVPLANE, "events", "many", "--follow", "-o", "json", "--service", proxy.address]
     with connect(service.address) as client, contextlib.closing(proxy):
         service.register("many")
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            told = []
+            printed = []
             for number in range(4):
                 client.allocate_slots("many", Allocate(f"request {number}", Content(tokens=[number] * 40)))
                 if number == 0:
-                    continue  # is shown when the next step says that it was executed
-                told.append(json.loads(process.stdout.readline())["seq"])
+                    continue  # is published when the next step reports it as executed
+                printed.append(json.loads(process.stdout.readline())["seq"])
                 before = proxy.num_connections
                 proxy.refuse(number == 1)
                 proxy.cut()
@@ -143,21 +143,21 @@ def test_events_are_followed_through_a_broken_connection(service):
                 proxy.refuse(False)
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 130
-    assert told == [1, 2, 3]
+    assert printed == [1, 2, 3]
     assert proxy.num_connections > 2
 
 
-def test_events_behind_the_last_one_are_refused(service, kvplane):
-    code, _, told = kvplane("events", "r", "--after", "99", "--service", service.address)
+def test_events_after_an_unreached_batch_are_refused(service, kvplane):
+    code, _, errors = kvplane("events", "r", "--after", "99", "--service", service.address)
     assert code == 2
-    assert "batch 99 has not been reached" in told
+    assert "batch 99 has not been reached" in errors
 
 
 def test_explain_a_request(ask):
     text = ask("explain", "r", "--request", "second")
-    tried = "when it was tried in step 2 of engine life 2"
-    assert text.splitlines()[0] == f"32 of 40 tokens hit {tried}; the longest hit would be 32"
-    assert "why: nothing: the hit is as long as it can be" in text
+    attempt = "in step 2 of engine life 2"
+    assert text.splitlines()[0] == f"32 of 40 tokens hit {attempt}; longest possible hit: 32"
+    assert "cause: the hit is as long as possible" in text
 
 
 def test_explain_a_prompt(ask, tmp_path):
@@ -165,61 +165,61 @@ def test_explain_a_prompt(ask, tmp_path):
     file.write_text(f"[{', '.join(['11'] * 32)}]\n" + "12 " * 20)
     text = ask("explain", "r", "--tokens", str(file))
     assert text.splitlines() == [
-        "32 of 52 tokens hit; the longest hit would be 48",
-        "GROUP  KIND            HAS ALONE",
-        "0      full_attention  32         cut the hit from 48",
+        "32 of 52 tokens hit; longest possible hit: 48",
+        "GROUP  KIND            HIT ALONE",
+        "0      full_attention  32         limits the hit, else 48",
         "1      sliding_window  32",
-        "why: nobody has computed tokens 32..48",
+        "cause: tokens 32..48 were never computed",
     ]
     salted = ask("explain", "r", "--tokens", str(file), "--salt", "x")
-    assert "why: tokens 0..16 were computed under another cache salt, or none" in salted
+    assert "cause: tokens 0..16 were computed with another cache salt, or none" in salted
     elsewhere = ask("explain", "r", "--tokens", str(file), "--domain", "x")
-    assert "why: tokens 0..16 were computed in another domain, the default one" in elsewhere
+    assert "cause: tokens 0..16 were computed in another domain, the default one" in elsewhere
 
 
-def test_explain_tells_which_engine_life_lost_the_keys():
+def test_explain_names_the_engine_life_that_lost_the_keys():
     lost = ExplainResponse(cause="MISS_CAUSE_UNVERIFIED", end=16, epoch=3, age_ms=1500)
-    assert sentence(lost).endswith("the memory did not prove them 1.5 s ago, when engine life 3 began")
+    assert sentence(lost).endswith("the stamps did not verify them 1.5 s ago, when engine life 3 began")
 
 
-def test_an_engine_that_left_is_told_and_its_past_explained(service, kvplane, tmp_path):
+def test_explain_of_a_disconnected_engine_works_by_request_name(service, kvplane, tmp_path):
     file = tmp_path / "prompt"
     file.write_text("7 " * 40)
     with connect(service.address) as client:
         service.register("left")
         with client.session("left") as session:
             session.apply(part_of(NewsRow(0, tokens=[7] * 40, request_id="first"), AdmitRow(0)))
-    code, _, told = kvplane("explain", "left", "--tokens", str(file), "--service", service.address)
+    code, _, errors = kvplane("explain", "left", "--tokens", str(file), "--service", service.address)
     assert code == 1
-    assert "the engine of left is gone or silent (none of its pages can be hit until it is back; name a req" in told
+    assert "the engine of left is gone or silent (none of its pages can be hit until it is back; name a req" in errors
     assert kvplane("explain", "left", "--request", "first", "--service", service.address)[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["explain", "r"], 2, "exactly one of --request and --tokens"),
-        (["explain", "r", "--request", "nobody"], 2, "no attempt to admit 'nobody' is recorded"),
+        (["explain", "r", "--request", "unknown"], 2, "no attempt to admit 'unknown' is recorded"),
         (["explain", "r", "--tokens", "/nowhere/file"], 2, "No such file"),
-        (["describe", "nobody"], 2, "there is no replica 'nobody'"),
+        (["describe", "unknown"], 2, "there is no replica 'unknown'"),
     ],
 )
-def test_wrong_use_is_named(service, kvplane, arguments, code, told):
+def test_wrong_use_is_one_error_with_its_exit_code(service, kvplane, arguments, code, message):
     result = kvplane(*arguments, "--service", service.address)
     assert result[0] == code
-    assert told in result[2]
+    assert message in result[2]
 
 
 @pytest.mark.parametrize("command", ["status", "replicas", "doctor", "top", "drain"])
-def test_a_service_that_is_not_there_is_unavailable(kvplane, command):
-    code, _, told = kvplane(command, "--service", "127.0.0.1:1")
+def test_unreachable_service_is_unavailable(kvplane, command):
+    code, _, errors = kvplane(command, "--service", "127.0.0.1:1")
     assert code == 3
-    assert told.startswith("kvplane: ")
-    assert told.endswith("(is it running there? --service or KVPLANE_ADDRESS names another address)\n")
+    assert errors.startswith("kvplane: ")
+    assert errors.endswith("(check that it runs, or name its address by --service or KVPLANE_SERVICE)\n")
 
 
-def test_grpcurl_prints_the_same_call(ask, service):
-    """Its body is of the method's request type, and is answered as the command is."""
+def test_grpcurl_prints_the_equivalent_call(ask, service):
+    """The body has the method's request type, and the call has the command's answer."""
     commands = {
         "status": ["status"],
         "replicas": ["replicas"],
@@ -246,32 +246,32 @@ def test_grpcurl_prints_the_same_call(ask, service):
 
 
 def timeless(answer):
-    """Without what goes on between two calls."""
+    """The answer without the fields that change between two calls."""
     for name in ("age_ms", "slowest_steps", "lease_left_ms"):
         if name in answer.DESCRIPTOR.fields_by_name:
             answer.ClearField(name)
     return answer
 
 
-def test_drain_sends_the_process_away():
+def test_drain_ends_the_process():
     with serving() as (process, address):
         command = [*KVPLANE, "drain", "--wait", "--service", address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.splitlines() == [f"{address} drains", f"{address} has gone"]
+        assert done.stdout.splitlines() == [f"{address}: draining", f"{address}: exited"]
         code, logged = end(process)
     assert code == 0
     assert "Admin.Drain: draining" in logged
 
 
-def test_the_shell_completes_commands_and_replicas(service):
+def test_shell_completes_commands_and_replicas(service):
     def complete(line: str) -> set[str]:
         environment = {
             **os.environ,
             "_KVPLANE_COMPLETE": "complete_bash",
             "COMP_WORDS": line,
             "COMP_CWORD": str(line.count(" ")),
-            "KVPLANE_ADDRESS": service.address,
+            "KVPLANE_SERVICE": service.address,
         }
         code = "import sys; sys.argv = ['kvplane']; from kvplane_service.cli import app; app(prog_name='kvplane')"
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
@@ -281,20 +281,20 @@ def test_the_shell_completes_commands_and_replicas(service):
     assert complete("kvplane describe ") >= {"r", "idle"}
 
 
-def test_top_once(ask):
+def test_top_once_prints_one_sample(ask):
     text = ask("top", "--once")
     assert "r live" in text
     assert "hit tokens 32 40%" in text
     assert "slowest steps" in text
 
 
-async def test_top_is_a_program(service):
-    from kvplane_service.cli.top_app import Top
+async def test_top_runs_as_an_application(service):
+    from kvplane_service.cli.views.top_app import Top
 
     with connect(service.address) as client:
         app = Top(client, service.address, 0.1)
         async with app.run_test(size=(90, 60)) as pilot:
-            while app.num_looks < 3:
+            while app.num_samples < 3:
                 await pilot.pause(0.02)
             shown = app.picture()
             await pilot.press("p")
@@ -306,55 +306,55 @@ async def test_top_is_a_program(service):
 
 def test_top_shows_a_replica_in_every_state(service):
     with connect(service.address) as client:
-        told = client.describe_replica("r")
+        answer = client.describe_replica("r")
     for number in ReplicaState.values():
-        told.state = cast(ReplicaState, number)
-        text, state = drawn(panel(told, Trend())), ReplicaState.Name(told.state)
+        answer.state = cast(ReplicaState, number)
+        text, state = drawn(panel(answer, Trend())), ReplicaState.Name(answer.state)
         assert f"r {state.removeprefix('REPLICA_STATE_').lower()} " in text
 
 
-def test_top_names_how_many_it_leaves_out(ask, monkeypatch):
-    monkeypatch.setattr("kvplane_service.cli.top_view.MAX_REPLICAS", 1)
+def test_top_counts_the_replicas_that_it_omits(ask, monkeypatch):
+    monkeypatch.setattr("kvplane_service.cli.views.top_panels.MAX_REPLICAS", 1)
     assert "more: kvplane replicas" in ask("top", "--once")
 
 
-def test_top_of_a_service_without_replicas_says_so(kvplane):
+def test_top_of_a_service_without_replicas(kvplane):
     with running() as service:
         assert kvplane("top", "--once", "--service", service.address)[1] == "no replica is registered\n"
 
 
-def test_who_was_deregistered_between_two_calls_is_passed_over(service):
+def test_described_skips_a_replica_deregistered_since_the_listing(service):
     with connect(service.address) as client:
         listed = [*client.list_replicas(), ReplicaSummary(replica="gone")]
-        assert [told.replica for told in described(client, listed)] == [one.replica for one in listed[:-1]]
+        assert [answer.replica for answer in described(client, listed)] == [one.replica for one in listed[:-1]]
 
 
-def test_a_picture_of_top_needs_no_terminal(ask, monkeypatch, tmp_path):
-    monkeypatch.setattr("kvplane_service.cli.top_app.PICTURE_LOOKS", 2)
+def test_top_picture_needs_no_terminal(ask, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvplane_service.cli.views.top_app.PICTURE_SAMPLES", 2)
     ask("top", "--interval", "0.1", "--svg", str(tmp_path / "top.svg"))
     assert "sliding_window" in (tmp_path / "top.svg").read_text()
 
 
-async def test_top_says_when_the_service_is_away():
+async def test_top_shows_an_unreachable_service():
     from textual.widgets import Static
 
     from kvplane.retry import RetryPolicy
-    from kvplane_service.cli.top_app import Top
+    from kvplane_service.cli.views.top_app import Top
 
     with connect("127.0.0.1:1", retry=RetryPolicy(attempts=1)) as client:
         app = Top(client, "127.0.0.1:1", 0.1)
         async with app.run_test() as pilot:
-            trouble = app.query_one("#trouble", Static)
-            while not str(trouble.render()):
+            error = app.query_one("#error", Static)
+            while not str(error.render()):
                 await pilot.pause(0.02)
-            assert "127.0.0.1:1" in str(trouble.render())
-            app._show_trouble("errors resolving [field:x][/y]")  # is text, not markup
-            assert str(trouble.render()) == "errors resolving [field:x][/y]"
+            assert "127.0.0.1:1" in str(error.render())
+            app._show_error("errors resolving [field:x][/y]")  # is text, not markup
+            assert str(error.render()) == "errors resolving [field:x][/y]"
 
 
-def test_a_call_through_unary_calls_is_explained_too(service, kvplane):
+def test_explain_of_a_request_made_by_unary_calls(service, kvplane):
     with connect(service.address) as client:
         client.allocate_slots("idle", Allocate("by hand", Content(tokens=PROMPT)))
         code, out, _ = kvplane("explain", "idle", "--request", "by hand", "--service", service.address)
     assert code == 0
-    assert "why: nobody has computed tokens 0..16" in out
+    assert "cause: tokens 0..16 were never computed" in out

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from kvplane import AdmitRow, End, ExtraKeys, FactRow, NewsRow, RunRow, connect, part_of
-from kvplane_service.cli.recorder import record
+from kvplane_service.cli.query.recorder import record
 from kvplane_service.config import Config
 from tests.service.rig import running
 
@@ -16,7 +16,7 @@ CANARY = 987_654_321
 
 
 def serve(session, slot: int, fill: int) -> None:
-    """A request with tokens and a salt, from its admission to its end."""
+    """A request with tokens and a salt, from admission to end."""
     keys = ExtraKeys(salt="a secret salt")
     session.apply(part_of(NewsRow(slot, tokens=[fill] * 40, request_id=f"r{slot}", extra_keys=keys), AdmitRow(slot)))
     session.apply(part_of(FactRow(slot, tokens=[fill]), RunRow(slot)))
@@ -36,7 +36,7 @@ def test_a_recording_follows_the_replica_to_its_end(kvplane, tmp_path):
             serve(session, 2, 5)
         client.deregister_replica("r")
         thread.join(20)
-    assert counts == [10]  # nine steps, and the one that frees what the session left
+    assert counts == [10]  # nine steps, and the one that frees the requests of the closed session
     raw = path.read_bytes()
     assert CANARY.to_bytes(4, "little") not in raw
     assert b"a secret salt" not in raw
@@ -47,7 +47,7 @@ def test_a_recording_follows_the_replica_to_its_end(kvplane, tmp_path):
     assert [line.split() for line in out.splitlines() if line.startswith("hit tokens")] == [["hit", "tokens", "32"]]
 
 
-def test_a_what_if_is_shown_beside_what_was(kvplane, tmp_path):
+def test_what_if_is_compared_with_the_recording(kvplane, tmp_path):
     path = tmp_path / "log"
     with running() as service, connect(service.address) as client:
         service.register()
@@ -58,12 +58,12 @@ def test_a_what_if_is_shown_beside_what_was(kvplane, tmp_path):
     code, out, _ = kvplane("replay", str(path), "--log", "--pool-blocks", "9")
     assert code == 0
     assert out.splitlines()[1].split() == ["41", "BLOCKS", "9", "BLOCKS"]
-    told = json.loads(kvplane("replay", str(path), "--log", "--pool-blocks", "9", "--json")[1])
-    assert told["as_recorded"]["identical"] == 6
-    assert told["replayed"]["counts"]["evicted_keys"] > told["as_recorded"]["counts"]["evicted_keys"] == 0
+    answer = json.loads(kvplane("replay", str(path), "--log", "--pool-blocks", "9", "--json")[1])
+    assert answer["as_recorded"]["identical"] == 6
+    assert answer["replayed"]["counts"]["evicted_keys"] > answer["as_recorded"]["counts"]["evicted_keys"] == 0
 
 
-def test_a_decision_that_differs_fails(kvplane, tmp_path):
+def test_a_different_decision_fails_the_replay(kvplane, tmp_path):
     path = tmp_path / "log"
     with running() as service, connect(service.address) as client:
         service.register()
@@ -80,11 +80,11 @@ def test_a_decision_that_differs_fails(kvplane, tmp_path):
             write_frame(file, frame)
     code, out, _ = kvplane("replay", str(path), "--log")
     assert code == 1
-    assert "2 of 3 decisions identical; the first other one is step 2/3" in out
+    assert "2 of 3 decisions identical; the first difference is in step 2/3" in out
 
 
-@pytest.mark.parametrize("fault", ["beyond the log", "file is there", "no replica", "no folder"])
-def test_what_cannot_be_recorded_is_named(kvplane, tmp_path, fault):
+@pytest.mark.parametrize("fault", ["beyond the log", "file exists", "no replica", "no folder"])
+def test_record_refusals_name_the_cause(kvplane, tmp_path, fault):
     path = tmp_path / "log"
     with running(Config(listen="127.0.0.1:0", decision_log_steps=2)) as service, connect(service.address) as client:
         service.register()
@@ -92,17 +92,17 @@ def test_what_cannot_be_recorded_is_named(kvplane, tmp_path, fault):
             session.apply(part_of())
             if fault == "beyond the log":
                 serve(session, 0, 1)
-            elif fault == "file is there":
+            elif fault == "file exists":
                 path.touch()
             elif fault == "no folder":
                 path = tmp_path / "no" / "folder"
-            name = "nobody" if fault == "no replica" else "r"
-            code, _, told = kvplane("record", name, str(path), "--decisions", "1", "--service", service.address)
+            name = "unknown" if fault == "no replica" else "r"
+            code, _, errors = kvplane("record", name, str(path), "--decisions", "1", "--service", service.address)
     expected = {
         "beyond the log": (1, "are no longer kept (record from the registration on"),
-        "file is there": (1, "is there (name another"),
-        "no replica": (2, "there is no replica 'nobody'"),
+        "file exists": (1, "exists (name another"),
+        "no replica": (2, "there is no replica 'unknown'"),
         "no folder": (2, "No such file or directory"),
     }
     assert code == expected[fault][0]
-    assert expected[fault][1] in told
+    assert expected[fault][1] in errors

@@ -1,4 +1,4 @@
-"""`kvplane replay` as its user meets it."""
+"""`kvplane replay`, run as a process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN_BLOCKS = 3
 
 
 def mooncake_line(number: int, shared: int, output: int = 20) -> str:
-    """A request whose first `shared` blocks of 512 tokens are everybody's."""
+    """A request whose first `shared` blocks of 512 tokens are shared by all requests."""
     ids = [*range(shared), *(1000 + OWN_BLOCKS * number + at for at in range(OWN_BLOCKS))]
     record = {
         "timestamp": 50 * number,
@@ -44,32 +44,32 @@ def long_trace(tmp_path) -> Path:
     return path
 
 
-def test_json_tells_both_counts_and_they_agree(trace):
+def test_json_has_equal_counts_of_both_sides(trace):
     done = run_kvplane("replay", trace, "--json", "--events", "--pool-blocks", 800, "--max-model-len", 4000)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["disagreements"] == []
-    assert (told["requests"], told["completed"], told["refused"]) == (40, 40, {})
+    answer = json.loads(done.stdout)
+    assert answer["disagreements"] == []
+    assert (answer["requests"], answer["completed"], answer["refused"]) == (40, 40, {})
     for name in ("steps", "hit_tokens", "allocated_blocks", "evicted_blocks", "preempted"):
-        assert told["service"][name] == told["engine"][name]
-    assert told["service"]["hit_tokens"] >= 39 * 4 * 512 * 0.5
-    assert sum(told["service"]["evicted_blocks"]) > 0
-    assert told["generated_tokens"] == 40 * 20
+        assert answer["service"][name] == answer["engine"][name]
+    assert answer["service"]["hit_tokens"] >= 39 * 4 * 512 * 0.5
+    assert sum(answer["service"]["evicted_blocks"]) > 0
+    assert answer["generated_tokens"] == 40 * 20
 
 
-def test_two_runs_tell_the_same(trace):
+def test_two_runs_are_identical(trace):
     sizes = ("--pool-blocks", 4000, "--max-model-len", 4000, "--replicas", 2)
     first, second = (
         json.loads(run_kvplane("replay", trace, "--json", "--model", "gemma-3-27b", *sizes).stdout) for _ in range(2)
     )
-    for told in (first, second):
-        assert told.pop("wall_s") > 0
-        assert told.pop("steps_per_s") > 0
+    for answer in (first, second):
+        assert answer.pop("wall_s") > 0
+        assert answer.pop("steps_per_s") > 0
     assert first == second
     assert first["replicas"] == 2
 
 
-def test_the_table_names_who_was_refused(trace):
+def test_table_names_refused_requests(trace):
     done = run_kvplane("replay", trace, "--limit", 5, "--max-model-len", 3000)
     assert done.returncode == 0, done.stderr
     assert "refused: longer than max_model_len" in done.stdout
@@ -77,43 +77,44 @@ def test_the_table_names_who_was_refused(trace):
     assert "preemptions" in done.stdout
 
 
-def test_a_malformed_line_is_named_and_what_was_read_is_counted(trace):
+def test_a_malformed_line_is_named_and_earlier_requests_are_counted(trace):
     with trace.open("a", encoding="utf-8") as out:
         out.write('{"timestamp": 9000, "input_length": "many", "output_length": 1, "hash_ids": []}\n')
         out.write(mooncake_line(900, 4))
     done = run_kvplane("replay", trace, "--json")
-    told = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     assert done.returncode == 1
-    assert (told["requests"], told["completed"]) == (40, 40)
-    assert "line 41" in told["fault"]
+    assert (answer["requests"], answer["completed"]) == (40, 40)
+    assert "line 41" in answer["fault"]
     assert "input_length" in done.stderr
 
 
-def test_a_truncated_file_is_named_and_what_was_read_is_counted(tmp_path):
+def test_a_truncated_file_is_named_and_earlier_requests_are_counted(tmp_path):
     path = tmp_path / "cut.jsonl.gz"
     whole = gzip.compress("".join(mooncake_line(number, 4) for number in range(300)).encode())
     path.write_bytes(whole[: len(whole) * 3 // 4])
     done = run_kvplane("replay", path, "--json", "--max-output", 1)
-    told = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     assert done.returncode == 1
     assert "cut off" in done.stderr
-    assert 100 < told["completed"] == told["requests"] < 300
+    assert 100 < answer["completed"] == answer["requests"] < 300
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["no-such-file.jsonl"], "no-such-file.jsonl"),
         (["TRACE", "--model", "llama-9"], "llama-9"),
         (["TRACE", "--max-model-len", "131072", "--pool-blocks", "5000000"], "max_blocks"),
+        (["TRACE", "--service", "127.0.0.1:1"], "127.0.0.1:1"),
         (["TRACE", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
         (["TRACE", "--replicas", "0"], "replicas"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_an_exit_code(trace, arguments, said):
+def test_an_error_is_one_line_and_an_exit_code(trace, arguments, message):
     done = run_kvplane("replay", *[str(trace) if word == "TRACE" else word for word in arguments])
     assert done.returncode in (1, 2, 3)
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -143,15 +144,15 @@ def test_a_killed_parent_leaves_no_child(long_trace):
     [
         ("mooncake_conversation_first_half.jsonl.gz", ("--model", "gpt-oss-120b")),
         ("mooncake_synthetic_first_half.jsonl.gz", ("--model", "gemma-3-27b", "--replicas", 2)),
-        # Its sessions hardly overlap, so every token is a step of its own: fewer of them, for the sake of time.
+        # Its sessions hardly overlap, so every token takes a step: fewer tokens, to save time.
         ("weka_claude_code_share.jsonl.zst", ("--model", "jamba-v0.1", "--max-output", 40)),
     ],
 )
 def test_the_first_three_hundred_requests_of_real_traces(workloads, file, arguments):
     done = run_kvplane("replay", workloads / file, "--limit", 300, "--json", "--events", *arguments)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["requests"] == 300 == told["completed"] + sum(told["refused"].values())
-    assert set(told["refused"]) <= {"longer than max_model_len"}
-    assert told["completed"] > 200
-    assert told["service"]["hit_tokens"] > 0
+    answer = json.loads(done.stdout)
+    assert answer["requests"] == 300 == answer["completed"] + sum(answer["refused"].values())
+    assert set(answer["refused"]) <= {"longer than max_model_len"}
+    assert answer["completed"] > 200
+    assert answer["service"]["hit_tokens"] > 0

@@ -107,12 +107,12 @@ def test_what_the_store_brought_back_is_told_as_that(kvplane, tmp_path):
         with serving(*settings, listen=address):
             assert "replicas: 1 (0 live, 0 idle, 0 lapsed, 1 recovering)" in ask("status")
             assert "r recovering" in ask("top", "--once")
-            assert "store: ok, 0 changes wait, the memory proved 0 of " in ask("describe", "r")
+            assert "store: ok, 0 changes pending, 0 of " in ask("describe", "r")
             (tmp_path / "prompt").write_text(str(prompt))
             question = ("explain", "r", "--tokens", str(tmp_path / "prompt"))
             assert "the engine of r has not come back" in ask(*question)
             with client.session("r"):
-                assert "why: not recorded: " in ask(*question)
+                assert "cause: not recorded: " in ask(*question)
                 told = ask("record", "r", str(tmp_path / "log"))
             assert "what it decided before a store brought it back is not known (record from" in told
 

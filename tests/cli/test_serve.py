@@ -112,9 +112,7 @@ def test_sigterm_during_a_registration_is_no_accident():
     """Whether it is answered or refused, the process ends well."""
     with serving() as (process, address), grpc.insecure_channel(address) as channel:
         stub = AllocationStub(channel)
-        request = pb.RegisterReplicaRequest(
-            replica="large", model=ModelSource(model="gemma-3-27b", num_blocks=1 << 17)
-        )
+        request = pb.RegisterReplicaRequest(replica="large", model=ModelSource(model="gemma-3-27b", num_blocks=1 << 17))
         call = stub.RegisterReplica.future(request, wait_for_ready=True)
         stub.ListReplicas(pb.ListReplicasRequest())  # answered behind the start of the registration
         process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`kvplane store`: it shows, checks and compacts what a service left behind."""
+"""`kvplane store`: inspects, verifies and compacts the store of a service."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.store.test_journal import Journaled
 
 
 @pytest.fixture
-def left(tmp_path):
-    """A store with one replica whose content changed often; its path and the log's name."""
+def stored(tmp_path):
+    """A store with one replica whose cache changed often; path of the store, name of the log, the engine."""
     path = tmp_path / "entries.db"
     engine = Journaled(full(), num_blocks=30)
     registration = Registration(ONE_GROUP)
@@ -37,35 +37,35 @@ def left(tmp_path):
     return path, log, engine
 
 
-def test_inspect_lists_replicas(kvplane, left):
-    path, _, _ = left
-    status, told, _ = kvplane("store", "inspect", "--store", f"sqlite:{path}")
+def test_inspect_lists_replicas(kvplane, stored):
+    path, _, _ = stored
+    status, text, _ = kvplane("store", "inspect", "--store", f"sqlite:{path}")
     assert status == 0
-    assert all(word in told for word in ("engine-0", "host:7070", "000000000000004d"))
+    assert all(word in text for word in ("engine-0", "host:7070", "000000000000004d"))
 
 
-def test_verify_counts_what_is_there_and_what_is_damaged(kvplane, left):
-    path, _, _ = left
-    status, told, _ = kvplane("store", "verify", "--store", f"sqlite:{path}")
+def test_verify_counts_usable_and_damaged_records(kvplane, stored):
+    path, _, _ = stored
+    status, text, _ = kvplane("store", "verify", "--store", f"sqlite:{path}")
     assert status == 0
-    assert "engine-0: " in told
-    assert "not used" not in told
+    assert "engine-0: " in text
+    assert "unusable" not in text
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("UPDATE chunk SET raw = substr(raw, 1, 60) WHERE seq = (SELECT max(seq) FROM chunk)")
         connection.execute("INSERT INTO record VALUES ('other', x'00')")
         connection.commit()
-    status, told, _ = kvplane("store", "verify", "--store", f"sqlite:{path}")
+    status, text, _ = kvplane("store", "verify", "--store", f"sqlite:{path}")
     assert status == 1
-    assert "not used: 2 truncated" in told
+    assert "unusable: 2 truncated" in text
 
 
-def test_compact_keeps_the_last_words(kvplane, left):
-    path, log, engine = left
+def test_compact_keeps_the_latest_entry_of_each_block(kvplane, stored):
+    path, log, engine = stored
     with closing(SqliteStore(path)) as store:
         before = load_log(store, log)
-    status, told, _ = kvplane("store", "compact", "--store", f"sqlite:{path}")
+    status, text, _ = kvplane("store", "compact", "--store", f"sqlite:{path}")
     assert status == 0
-    assert f"entries to {len(engine.keyed())}," in told
+    assert f"entries to {len(engine.keyed())}," in text
     with closing(SqliteStore(path)) as store:
         after = load_log(store, log)
     assert before.rows > after.rows == len(engine.keyed())
@@ -75,10 +75,10 @@ def test_compact_keeps_the_last_words(kvplane, left):
     assert kvplane("store", "compact", "--store", f"sqlite:{path}")[0] == 0
 
 
-def test_without_a_store_it_says_what_to_name(kvplane):
-    status, _, told = kvplane("store", "inspect")
+def test_store_command_without_a_store_names_the_option(kvplane):
+    status, _, errors = kvplane("store", "inspect")
     assert status == 2
-    assert "--store sqlite:PATH" in told
+    assert "give --store, such as sqlite:PATH" in errors
 
 
 def content(folder):
@@ -86,8 +86,8 @@ def content(folder):
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_to_look_writes_nothing(kvplane, left, verb):
-    path, _, _ = left
+def test_reading_commands_write_nothing(kvplane, stored, verb):
+    path, _, _ = stored
     before = content(path.parent)
     assert kvplane("store", verb, "--store", f"sqlite:{path}")[0] == 0
     assert content(path.parent) == before
@@ -100,32 +100,32 @@ def test_to_look_writes_nothing(kvplane, left, verb):
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_to_look_while_a_service_writes(kvplane, left, verb):
-    """What is in its write-ahead log is seen too."""
-    path, _, _ = left
+def test_reading_commands_see_an_uncommitted_checkpoint(kvplane, stored, verb):
+    """The write-ahead log of a running service is read too."""
+    path, _, _ = stored
     with closing(SqliteStore(path)) as store:
         store.put_record("torn", b"no record")
-        status, told, _ = kvplane("store", verb, "--store", f"sqlite:{path}")
+        status, text, _ = kvplane("store", verb, "--store", f"sqlite:{path}")
         assert status == (verb == "verify")
-        assert "engine-0" in told
-        assert "not used: 1 truncated" in told
+        assert "engine-0" in text
+        assert "unusable: 1 truncated" in text
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_a_slip_of_the_pen_makes_no_file(kvplane, tmp_path, verb):
-    status, told, why = kvplane("store", verb, "--store", f"sqlite:{tmp_path / 'typo.db'}")
+def test_reading_a_missing_file_does_not_create_it(kvplane, tmp_path, verb):
+    status, text, errors = kvplane("store", verb, "--store", f"sqlite:{tmp_path / 'typo.db'}")
     assert status != 0
-    assert told == ""
-    assert "there is no file" in why
+    assert text == ""
+    assert "there is no file" in errors
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_an_empty_store_says_so(kvplane, tmp_path, verb):
+def test_an_empty_store_is_reported(kvplane, tmp_path, verb):
     SqliteStore(tmp_path / "entries.db").close()
-    status, told, _ = kvplane("store", verb, "--store", f"sqlite:{tmp_path / 'entries.db'}")
-    assert (status, told) == (0, "the store is empty: it has the record of no replica\n")
+    status, text, _ = kvplane("store", verb, "--store", f"sqlite:{tmp_path / 'entries.db'}")
+    assert (status, text) == (0, "the store is empty: it has no record of a replica\n")
     with servers.serving(tmp_path / "redis") as server:
-        status, told, _ = kvplane("store", verb, "--store", f"redis://{server.address}")
-        assert (status, told) == (0, "the store is empty: it has the record of no replica\n")
-        assert server.client().dbsize() == 0, "nor does it say that the server is ours"
+        status, text, _ = kvplane("store", verb, "--store", f"redis://{server.address}")
+        assert (status, text) == (0, "the store is empty: it has no record of a replica\n")
+        assert server.client().dbsize() == 0, "reading must not claim the server"

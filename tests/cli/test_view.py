@@ -1,4 +1,4 @@
-"""What replay and demo show, without running them."""
+"""Reports and live views of replay and demo, without running them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from rich.console import Console
 
 from kvplane_replay import CostModel, Tally
-from kvplane_replay.engine import TOO_LONG, Refusal
-from kvplane_replay.summary import ServiceCounts, Summary
-from kvplane_service.cli import live, report
-from kvplane_service.cli.demo_show import complaints, summary_line
-from kvplane_service.cli.pace import Pace
-from kvplane_service.cli.watch import Look, Pool, Trend
+from kvplane_replay.engine import TOO_LONG
+from kvplane_replay.summary import Refusal, ServiceCounts, Summary
+from kvplane_service.cli.replay import report
+from kvplane_service.cli.replay.demo import complaints
+from kvplane_service.cli.replay.engines import Pace
+from kvplane_service.cli.views import panels
+from kvplane_service.cli.views.samples import Pool, Sample, Trend
 from tests.service.replaying import SPECS
 
 COUNTS = ServiceCounts(
@@ -31,7 +32,7 @@ COUNTS = ServiceCounts(
     hit_blocks=(4, 5),
     evicted_blocks=(6, 7),
 )
-LOOK = Look(
+SAMPLE = Sample(
     model="gpt-oss-120b",
     pools=(Pool("sliding_window 128", 50, 40), Pool("full", 300, 290)),
     free_blocks=649,
@@ -87,7 +88,7 @@ def test_equal_counts_do_not_disagree():
 
 
 @pytest.mark.parametrize("name", ServiceCounts.__slots__)
-def test_a_planted_difference_in_any_counter_is_told(name):
+def test_a_difference_in_any_counter_is_reported(name):
     value = getattr(COUNTS, name)
     other = (value[0], value[1] + 1) if isinstance(value, tuple) else value + 1
     changed: dict[str, Any] = {name: other}
@@ -95,17 +96,17 @@ def test_a_planted_difference_in_any_counter_is_told(name):
     assert complaint.startswith(f"{name}: the service counts {other}")
 
 
-def test_evictions_are_compared_only_when_the_engine_could_count_them():
-    blind = counted(replace(COUNTS, evicted_blocks=(0, 0)))
-    assert summary(tally=blind, counts_evictions=False).disagreements() == []
-    assert len(summary(tally=blind, counts_evictions=True).disagreements()) == 1
+def test_evictions_are_compared_only_if_the_engine_counts_them():
+    without_events = counted(replace(COUNTS, evicted_blocks=(0, 0)))
+    assert summary(tally=without_events, counts_evictions=False).disagreements() == []
+    assert len(summary(tally=without_events, counts_evictions=True).disagreements()) == 1
 
 
-def test_a_request_that_got_lost_is_told():
+def test_a_lost_request_is_reported():
     assert summary(requests=5).disagreements() == ["3 completed and 1 refused are not 5 requests"]
 
 
-def test_counts_of_replicas_add_up():
+def test_counts_of_replicas_are_summed():
     twice = COUNTS + COUNTS
     assert (twice.steps, twice.hit_blocks) == (20, (8, 10))
     assert summary(counts=twice, tally=counted(twice)).disagreements() == []
@@ -114,7 +115,7 @@ def test_counts_of_replicas_add_up():
 # ---- the outcome as text
 
 
-def test_the_table_holds_the_services_numbers():
+def test_table_shows_the_counters_of_the_service():
     text = drawn(report.table(summary()))
     assert "sliding_window(64)/16, full_attention/16" in text
     assert "100 (25.0%)" in text
@@ -122,61 +123,61 @@ def test_the_table_holds_the_services_numbers():
     assert f"refused: {TOO_LONG}" in text
 
 
-def test_only_some_of_many_refusals_are_named():
+def test_refusal_lines_are_limited():
     many = [Refusal(f"r{number}", TOO_LONG, "5000 tokens") for number in range(9)]
     lines = report.refusal_lines(summary(refusals=many, requests=12))
     assert lines[0] == f"refused r0: {TOO_LONG} (5000 tokens)"
-    assert lines[-1] == "refused 4 more; --json names them all"
+    assert lines[-1] == "refused 4 more; --json lists all of them"
     assert report.refusal_lines(summary(refusals=[], requests=3)) == []
 
 
-def test_the_demo_wants_to_have_shown_everything():
+def test_demo_complains_about_effects_that_did_not_occur():
     assert complaints(summary()) == []
     nothing = replace(COUNTS, preempted=0)
-    assert complaints(summary(counts=nothing, tally=counted(nothing))) == ["no preemption was seen"]
-    assert "1 preemptions" in summary_line([summary()])
+    assert complaints(summary(counts=nothing, tally=counted(nothing))) == ["no preemption occurred"]
+    assert "1 preemptions" in report.summary_line([summary()])
 
 
 # ---- the live view
 
 
-def test_panels_lie_side_by_side_below_one_another_or_become_rows():
-    four = [LOOK] * 4
-    wide, tall, small = drawn(live.View(four)), drawn(live.View(four), 70, 60), drawn(live.View(four), 70, 24)
+def test_view_layout_is_columns_stack_or_rows():
+    four = [SAMPLE] * 4
+    wide, tall, small = drawn(panels.View(four)), drawn(panels.View(four), 70, 60), drawn(panels.View(four), 70, 24)
     assert wide.count("╭") == tall.count("╭") == 4
     assert small.count("╭") == 0
     assert len(small.splitlines()) == 5 < len(wide.splitlines()) < len(tall.splitlines())
 
 
-def test_a_panel_tells_pools_hits_and_losses():
-    text = drawn(live.panel(LOOK))
-    for told in ("of 999 blocks", "sliding_window 128", "290", "100 25%", "evicted 13", "preempted 1", "12 steps/s"):
-        assert told in text
+def test_panel_shows_pools_hits_and_losses():
+    text = drawn(panels.panel(SAMPLE))
+    for part in ("of 999 blocks", "sliding_window 128", "290", "100 25%", "evicted 13", "preempted 1", "12 steps/s"):
+        assert part in text
 
 
-def test_a_line_tells_the_same_without_a_terminal():
-    line = live.line(LOOK)
-    for told in ("gpt-oss-120b", "3 done", "pool  35% held", "hit  25%", "13 evicted 1 preempted", "12 steps/s"):
-        assert told in line
+def test_line_shows_the_counters_without_a_terminal():
+    line = panels.line(SAMPLE)
+    for part in ("gpt-oss-120b", "3 done", "pool  35% held", "hit  25%", "13 evicted 1 preempted", "12 steps/s"):
+        assert part in line
 
 
-def test_sparks_rise_with_the_share_and_keep_the_latest():
-    assert live.spark([0.0, 0.5, 1.0]) == "▁▅█"
-    assert live.spark([0.0] * 50 + [1.0], cells=3) == "▁▁█"
+def test_spark_line_rises_with_the_share_and_keeps_the_latest():
+    assert panels.spark([0.0, 0.5, 1.0]) == "▁▅█"
+    assert panels.spark([0.0] * 50 + [1.0], cells=3) == "▁▁█"
 
 
-def test_a_bar_fills_with_the_share():
-    assert [live.bar(share, 4).plain for share in (0.0, 0.5, 1.0, 1.5)] == ["░░░░", "██░░", "████", "████"]
+def test_bar_fills_with_the_share():
+    assert [panels.bar(share, 4).plain for share in (0.0, 0.5, 1.0, 1.5)] == ["░░░░", "██░░", "████", "████"]
 
 
-def test_the_picture_loads_nothing_from_elsewhere():
-    assert "url(" not in live.picture([LOOK] * 2, "kvplane").replace("url(#", "")
+def test_picture_references_no_external_resource():
+    assert "url(" not in panels.picture([SAMPLE] * 2, "kvplane").replace("url(#", "")
 
 
-# ---- what counters did from look to look
+# ---- trends of counters
 
 
-def test_a_trend_tells_shares_and_speed_between_looks():
+def test_trend_computes_hit_shares_and_rate_between_samples():
     trend = Trend()
     trend.note(10.0, 100, 1000, 500)
     assert (trend.steps_per_s, list(trend.hit_shares)) == (0.0, [0.5])
@@ -185,7 +186,7 @@ def test_a_trend_tells_shares_and_speed_between_looks():
     assert (trend.steps_per_s, list(trend.hit_shares)) == (25.0, [0.5, 0.25])
 
 
-def test_a_trend_begins_anew_with_its_replica():
+def test_trend_restarts_when_the_counters_restart():
     trend = Trend()
     trend.note(10.0, 100, 1000, 500)
     trend.note(12.0, 8, 40, 10)
@@ -195,14 +196,14 @@ def test_a_trend_begins_anew_with_its_replica():
 # ---- pace
 
 
-def test_pace_holds_virtual_time_to_its_speed():
+def test_pace_limits_virtual_time_to_its_speed():
     slept: list[float] = []
     pace = Pace(4.0, now_s=lambda: 100.0, sleep=slept.append)
     pace.hold(8_000_000_000)
     assert slept == [2.0]
 
 
-def test_pace_never_waits_when_behind_or_without_a_speed():
+def test_pace_does_not_wait_when_late_or_without_a_speed():
     slept: list[float] = []
     clock = iter([0.0, 50.0])
     Pace(4.0, now_s=lambda: next(clock), sleep=slept.append).hold(8_000_000_000)

@@ -145,5 +145,5 @@ def test_reflection_is_a_word_that_yaml_reads_as_a_truth_value(given):
 
 
 def test_variables_of_clients_are_no_slips_of_a_key():
-    names = ("CA_FILE", "CERT_FILE", "KEY_FILE", "TOKEN_FILE", "TOKEN", "ADDRESS", "CONFIG")
+    names = ("TLS_CA", "CA_FILE", "CERT_FILE", "KEY_FILE", "TOKEN_FILE", "TOKEN", "SERVICE", "ADDRESS", "CONFIG")
     assert load({}, {f"KVPLANE_{name}": "x" for name in names}, None).config == Config()

@@ -55,7 +55,7 @@ def test_a_thread_that_does_not_come_back_is_looked_at(monkeypatch):
 
 def test_what_is_not_ours_is_not_blamed():
     seen = []
-    for module in ("kvplane_service.cli.serve", "json.decoder", "kvplane_service.replicas.host"):
+    for module in ("kvplane_service.cli.server", "json.decoder", "kvplane_service.replicas.host"):
         handler_of_ours(module)(lambda: seen.append(holds._describe(sys._getframe())))
     assert seen == ["", "", "replicas.host.handle, in replicas.host.decide"]
 

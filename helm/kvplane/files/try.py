@@ -20,7 +20,8 @@ TOKENS = list(range(100, 133))  # two blocks of 16, and one token
 
 def access() -> Access:
     """As the variables say that every command of kvplane reads."""
-    ca, cert, key, token = (os.environ.get(f"KVPLANE_{name}_FILE", "") for name in ("CA", "CERT", "KEY", "TOKEN"))
+    names = ("KVPLANE_TLS_CA", "KVPLANE_CERT_FILE", "KVPLANE_KEY_FILE", "KVPLANE_TOKEN_FILE")
+    ca, cert, key, token = (os.environ.get(name, "") for name in names)
     tls = Tls("" if ca == "system" else ca, cert, key) if ca else None
     return Access(tls, Path(token) if token else "")
 

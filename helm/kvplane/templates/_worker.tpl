@@ -62,7 +62,7 @@ No liveness probe: a worker that is slow for a while holds the cache of an engin
 {{/* How the chart's own clients reach the service: variables that every command of kvplane reads. */}}
 {{- define "kvplane.accessEnv" -}}
 {{- if .Values.tls.enabled }}
-- {name: KVPLANE_CA_FILE, value: {{ ternary (printf "%s/ca/ca.crt" (include "kvplane.dir" .)) "system" (not (empty .Values.tls.caKey)) | quote }}}
+- {name: KVPLANE_TLS_CA, value: {{ ternary (printf "%s/ca/ca.crt" (include "kvplane.dir" .)) "system" (not (empty .Values.tls.caKey)) | quote }}}
 {{- if .Values.access.certKey }}
 - {name: KVPLANE_CERT_FILE, value: "{{ include "kvplane.dir" . }}/access/tls.crt"}
 - {name: KVPLANE_KEY_FILE, value: "{{ include "kvplane.dir" . }}/access/tls.key"}

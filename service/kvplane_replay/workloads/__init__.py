@@ -2,9 +2,8 @@
 
 from kvplane_replay.workloads.chat import ChatShape, chat_workload
 from kvplane_replay.workloads.lines import MalformedTrace
-from kvplane_replay.workloads.requests import TraceRequest
-from kvplane_replay.workloads.tokens import Span, TokenSource
-from kvplane_replay.workloads.trace_file import TraceFile, TraceKind
+from kvplane_replay.workloads.requests import Span, TokenSource, TraceRequest
+from kvplane_replay.workloads.traces import TraceFile, TraceKind
 
 __all__ = [
     "ChatShape",

@@ -16,8 +16,7 @@ from itertools import accumulate
 from random import Random
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_replay.workloads.requests import TraceRequest, overlay
-from kvplane_replay.workloads.tokens import Span, TokenSource
+from kvplane_replay.workloads.requests import Span, TokenSource, TraceRequest, overlay
 
 MIN_MODEL_LEN = 256
 _SCALED_MODEL_LEN = 16_384  # longer contexts do not make people write more

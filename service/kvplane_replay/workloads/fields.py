@@ -7,7 +7,7 @@ from array import array
 from typing import NoReturn, cast
 
 from kvplane_replay.workloads.lines import Line, MalformedTrace
-from kvplane_replay.workloads.tokens import POSITIONS
+from kvplane_replay.workloads.requests import POSITIONS
 
 _MAX_TIME = 10**15  # ms: 30,000 years
 

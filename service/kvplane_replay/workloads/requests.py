@@ -1,15 +1,94 @@
-"""What every workload yields: requests in order of arrival, and the merging of sessions that makes that
-order.
+"""Requests of a workload, with the tokens that stand for their text.
+
+Serving traces carry no text: only lengths, and ids of what is shared. Replayed, equal content must become
+equal tokens and different content different tokens, for any block size. So content is a place in a *stream*:
+an endless sequence of tokens that is a fixed function of its number.
+
+    position      0        1        2        3        4     ...
+    token         0    mark + s     2    mark + s     4              stream s; generated text: 2^31 more
+
+Any two neighbours name their stream and position, hence two blocks (of two tokens or more) are equal only if
+they are the same piece of the same stream, by construction and not by chance. Hash id h of a trace whose ids
+stand for n tokens is the piece [h * n, (h + 1) * n): a run of ids is one piece, and a partial one is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, islice, pairwise
+from operator import sub
 
-from kvplane_replay.workloads.tokens import TokenSource
+POSITIONS = 1 << 30  # of a stream
+STREAMS = 1 << 30
+_STREAM_MARK = 1 << 30
+_GENERATED = 1 << 31
+
+# A chunk of a stream as one large integer of 32-bit lanes, so that its tokens cost two multiplications
+# together (5.5 ns a token) and not a step of the interpreter each (21 ns). No lane overflows: positions end
+# at 2^30.
+_CHUNK = 1024
+_EVEN_LANES = sum(1 << 64 * pair for pair in range(_CHUNK // 2))
+_ODD_LANES = _EVEN_LANES << 32
+_RAMP = sum(2 * pair << 64 * pair for pair in range(_CHUNK // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions `[start, stop)` of a stream of prompt text, or of one of generated text."""
+
+    stream: int
+    start: int
+    stop: int
+    generated: bool = False
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.stream < STREAMS
+        assert 0 <= self.start <= self.stop <= POSITIONS
+
+    def packed(self) -> bytes:
+        """The tokens, four little-endian bytes each."""
+        base = _GENERATED if self.generated else 0
+        odd = (base + _STREAM_MARK + self.stream) * _ODD_LANES + _RAMP
+        first = self.start - self.start % 2
+        lanes = [odd + (base + at) * _EVEN_LANES for at in range(first, self.stop, _CHUNK)]
+        tokens = b"".join(chunk.to_bytes(4 * _CHUNK, "little") for chunk in lanes)
+        return tokens[4 * (self.start - first) : 4 * (self.stop - first)]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSource:
+    """A text as pieces of streams; its tokens are made when asked for."""
+
+    spans: tuple[Span, ...] = ()
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    def __add__(self, other: TokenSource) -> TokenSource:
+        """One text behind the other."""
+        return TokenSource(self.spans + other.spans)
+
+    def packed(self) -> bytes:
+        """The tokens, four little-endian bytes each. A prompt of 100,000 tokens takes about 0.5 ms."""
+        return b"".join([span.packed() for span in self.spans])
+
+
+def text_of_ids(ids: Sequence[int], tokens_per_id: int, num_tokens: int, stream: int = 0) -> TokenSource:
+    """The first `num_tokens` tokens of the contents that `ids` name; all but the last id must be needed in
+    full.
+    """
+    missing = len(ids) * tokens_per_id - num_tokens
+    assert 0 <= missing < tokens_per_id or not ids
+    steps = enumerate(map(sub, islice(ids, 1, None), ids), 1)
+    ends = [0, *(at for at, step in steps if step != 1), len(ids)]
+    pieces = [(ids[a] * tokens_per_id, (ids[b - 1] + 1) * tokens_per_id) for a, b in pairwise(ends) if a < b]
+    spans = [Span(stream, start, stop) for start, stop in pieces]
+    if missing:
+        spans[-1] = Span(stream, spans[-1].start, spans[-1].stop - missing)
+    return TokenSource(tuple(spans))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,31 +1,134 @@
-"""Options that several commands take: where the configuration comes from."""
+"""Options that several commands share: address of the service, credentials, configuration, output format."""
 
 from __future__ import annotations
 
 import os
+import sys
+from contextvars import ContextVar
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from kvplane.access import PLAIN, Access, Tls
+from kvplane.base.errors import InvalidArgument
+
 if TYPE_CHECKING:
     from kvplane_service.config import Loaded
 
+# Exit codes: 0 done, 1 failed, 2 wrong use, 3 service or address unavailable, 130 after Ctrl-C.
+FAILED, WRONG_USE, UNAVAILABLE, INTERRUPTED = 1, 2, 3, 130
+
+DEFAULT_SERVICE = "127.0.0.1:7070"
+SERVICE_VARIABLE = "KVPLANE_SERVICE"
+CA_VARIABLE = "KVPLANE_TLS_CA"
+TOKEN_VARIABLE = "KVPLANE_TOKEN"
+SYSTEM = "system"
+
+# Names of earlier versions, read but not documented. They go with the next minor version.
+_OLD_SERVICE_VARIABLE = "KVPLANE_ADDRESS"
+_OLD_CA_VARIABLE = "KVPLANE_CA_FILE"
+
+_ACCESS: ContextVar[Access] = ContextVar("access", default=PLAIN)
+
+
+class Format(StrEnum):
+    """Output format of an answer."""
+
+    TABLE = "table"
+    JSON = "json"
+    YAML = "yaml"
+
+
+def _complete_replica(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of replicas for shell completion; none when the service does not answer within a second."""
+    from kvplane import KvplaneError, connect
+
+    try:
+        address, access = context.params.get("service") or DEFAULT_SERVICE, given_access()
+        with connect(address, tls=access.tls, token=access.token, timeout_s=1.0) as client:
+            return [one.replica for one in client.list_replicas() if one.replica.startswith(incomplete)]
+    except KvplaneError:
+        return []
+
+
+Service: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--service",
+        envvar=[SERVICE_VARIABLE, _OLD_SERVICE_VARIABLE],
+        show_envvar=False,
+        help=f"Address of the service: host:port or unix:PATH. (env: {SERVICE_VARIABLE})",
+    ),
+]
+Output: TypeAlias = Annotated[Format, typer.Option("-o", "--output", help="Output format.")]
+Grpcurl: TypeAlias = Annotated[bool, typer.Option("--grpcurl", help="Print the equivalent grpcurl command and exit.")]
+Replica: TypeAlias = Annotated[str, typer.Argument(autocompletion=_complete_replica, help="Name of the replica.")]
 ConfigFile: TypeAlias = Annotated[
     Path | None,
-    typer.Option("--config", envvar="KVPLANE_CONFIG", help="YAML file with lines of `key: value`."),
+    typer.Option("--config", envvar="KVPLANE_CONFIG", help="YAML configuration file with lines `key: value`."),
 ]
 Listen: TypeAlias = Annotated[
-    str | None, typer.Option("--listen", help="host:port (port 0 takes a free one) or unix:PATH.")
+    str | None, typer.Option("--listen", help="Listen address: host:port (port 0 = a free port) or unix:PATH.")
 ]
 Settings: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any key of `kvplane config`; may be repeated."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of `kvplane config`. May be repeated."),
 ]
 
 
+def version_text() -> str:
+    """The line that `--version` and `kvplane version` print."""
+    from importlib.metadata import version
+
+    return f"kvplane {version('kvplane')}\n"
+
+
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
+        sys.stdout.write(version_text())
+        raise typer.Exit
+
+
+def root_command(
+    context: typer.Context,
+    tls_ca: Annotated[
+        str,
+        typer.Option(
+            envvar=[CA_VARIABLE, _OLD_CA_VARIABLE],
+            show_envvar=False,
+            help=f"Use TLS: PEM file of the trusted authorities, or `{SYSTEM}`. (env: {CA_VARIABLE})",
+        ),
+    ] = "",
+    tls_cert: Annotated[str, typer.Option(envvar="KVPLANE_CERT_FILE", help="PEM file of the client certificate.")] = "",
+    tls_key: Annotated[
+        str, typer.Option(envvar="KVPLANE_KEY_FILE", help="PEM file of the client certificate's private key.")
+    ] = "",
+    tls_server_name: Annotated[str, typer.Option(help="Host name expected in the service's certificate.")] = "",
+    token_file: Annotated[
+        Path | None,
+        typer.Option(envvar="KVPLANE_TOKEN_FILE", help=f"File with the bearer token. Default: ${TOKEN_VARIABLE}."),
+    ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options before the command. Stores the credentials; InvalidArgument for a certificate without an authority."""
+    if not tls_ca and (tls_cert or tls_key or tls_server_name):
+        raise InvalidArgument("it is empty", field="--tls-ca", remedy=f"name a PEM file, or {SYSTEM}")
+    tls = Tls("" if tls_ca == SYSTEM else tls_ca, tls_cert, tls_key, tls_server_name) if tls_ca else None
+    context.obj = Access(tls, token_file or os.environ.get(TOKEN_VARIABLE, ""))  # read by kvplane_worker.cli
+    _ACCESS.set(context.obj)
+
+
+def given_access() -> Access:
+    """The credentials that the command line and the environment name."""
+    return _ACCESS.get()
+
+
 def load_config(file: Path | None, listen: str | None, settings: list[str] | None) -> Loaded:
-    """Flag > environment > file > default. Raises KvplaneError for what cannot be."""
+    """The configuration by precedence: flag, environment, file, default. Raises KvplaneError for an invalid value."""
     from kvplane_service import config
 
     flags = dict(config.split_setting(text) for text in settings or ())

@@ -1,53 +1,60 @@
-"""`kvplane plan`."""
+"""The command `plan`: capacity of a model without a service, as tables, JSON, YAML, or a plot."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import Drafter
-from kvplane_service.cli.asking import Form, Output, columns, plain_text
+from kvplane_service.cli.options import Format, Output
+from kvplane_service.cli.output import columns, plain_text
 
 if TYPE_CHECKING:
     from kvplane_service.models.sizing import Figures, Sizing
 
 _BAR_CELLS = 40
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+_PLOT_INCHES = (7.0, 4.2)
 
 
 def _complete_model(incomplete: str) -> list[str]:
-    """Names of the catalogue for the shell."""
+    """Names of the catalogue for shell completion."""
     from kvplane_service.models.catalogue import MODELS
 
     return [name for name in MODELS if name.startswith(incomplete)]
 
 
-def command(
+def plan_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="name of the catalogue, a config.json, or the folder of one", autocompletion=_complete_model
+            help="Model of the catalogue, a config.json, or a directory with one.", autocompletion=_complete_model
         ),
     ],
-    memory: Annotated[str, typer.Option(help="cache memory of one rank, such as 40GiB")] = "40GiB",
-    context: Annotated[int, typer.Option(min=1, help="longest request in tokens")] = 32768,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="ranks that divide the heads")] = 1,
-    cache_dtype: Annotated[str, typer.Option(help="bfloat16, float16 or fp8")] = "bfloat16",
-    block_size: Annotated[int, typer.Option(min=1, help="tokens per attention block")] = 16,
-    batched_tokens: Annotated[int, typer.Option(min=1, help="most tokens of one step")] = 8192,
-    concurrent_batches: Annotated[int, typer.Option(min=1, help="steps in flight")] = 1,
-    speculative_tokens: Annotated[int, typer.Option(min=0, help="draft tokens of a decode step at most")] = 0,
-    drafter: Annotated[Drafter, typer.Option(help="that has a layer in the pool")] = Drafter.NONE,
-    prefix_caching: Annotated[bool, typer.Option(help="cache prompts, and states at block boundaries")] = True,
-    plot: Annotated[Path | None, typer.Option(help="also draw requests at once by length: .png, .svg, .pdf")] = None,
-    output: Output = Form.TABLE,
+    memory: Annotated[str, typer.Option(help="Cache memory of one rank, such as 40GiB.")] = "40GiB",
+    context: Annotated[int, typer.Option(min=1, help="Longest request in tokens.")] = 32768,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks.")] = 1,
+    cache_dtype: Annotated[str, typer.Option(help="bfloat16, float16 or fp8.")] = "bfloat16",
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per attention block.")] = 16,
+    batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of one step.")] = 8192,
+    concurrent_batches: Annotated[int, typer.Option(min=1, help="Steps in flight.")] = 1,
+    speculative_tokens: Annotated[int, typer.Option(min=0, help="Most draft tokens of a decode step.")] = 0,
+    drafter: Annotated[Drafter, typer.Option(help="Drafter with a layer in the pool.")] = Drafter.NONE,
+    prefix_caching: Annotated[bool, typer.Option(help="Cache prompts, and states at block boundaries.")] = True,
+    plot: Annotated[
+        Path | None, typer.Option(help="Also plot concurrency by context length to this .png, .svg or .pdf file.")
+    ] = None,
+    output: Output = Format.TABLE,
 ) -> None:
-    """Plan capacity without a service: groups, bytes per token, blocks, and requests of a length that fit at once.
+    """Plan capacity without a service: groups, bytes per token, blocks, and how many requests fit concurrently.
 
-    Hybrid (window and state layers give back what they no longer need) beside uniform, where every layer keeps every
-    token; other data types and numbers of ranks; other context lengths.
+    Compares a hybrid cache, where window and state layers free what they no longer need, with a uniform one, where
+    every layer keeps every token; also for other data types, numbers of ranks and context lengths.
     """
     from kvplane_service.models.catalogue import ModelOptions
     from kvplane_service.models.sizing import Sizing, figures_of, find_model, parse_bytes
@@ -58,8 +65,8 @@ def command(
     sizing = Sizing(find_model(model), options, parse_bytes(memory), batched_tokens, concurrent_batches, prefix_caching)
     figures = figures_of(sizing)
     if plot is not None:
-        _draw(f"{model} in {memory} per rank", sizing, plot)
-    if output is not Form.TABLE:
+        _plot(f"{model} in {memory} per rank", sizing, plot)
+    if output is not Format.TABLE:
         print(plain_text(_plain(sizing, figures), output))
         return
     print("\n\n".join((_head(model, memory, figures, context), _groups(figures), _variants(sizing), _lengths(sizing))))
@@ -68,13 +75,13 @@ def command(
 def _head(model: str, memory: str, figures: Figures, context: int) -> str:
     gain = ""
     if figures.gain is not None:
-        gain = f"; uniform {figures.uniform_concurrency:.2f}, hybrid is {figures.gain:.2f} x"
+        gain = f"; uniform {figures.uniform_concurrency:.2f}, gain {figures.gain:.2f} x"
     return "\n".join(
         (
             f"{model} in {memory} per rank: {figures.num_blocks:,} blocks of {figures.bytes_per_block:,} bytes",
             f"{figures.bytes_per_token:,.0f} bytes per token while every token is kept",
             f"{figures.blocks_per_request:,} blocks per request of {context:,} tokens: "
-            f"{figures.concurrency:.2f} at once{gain}",
+            f"{figures.concurrency:.2f} concurrent requests{gain}",
         )
     )
 
@@ -90,36 +97,36 @@ def _groups(figures: Figures) -> str:
 def _variants(sizing: Sizing) -> str:
     from kvplane_service.models.sizing import figures_by_layout
 
-    rows = [("DTYPE", "TP", "BYTES/TOKEN", "BLOCKS", "AT ONCE", "UNIFORM")]
-    for options, told in figures_by_layout(sizing):
-        uniform = "-" if told.uniform_concurrency is None else f"{told.uniform_concurrency:.2f}"
-        counts = (f"{told.bytes_per_token:,.0f}", f"{told.num_blocks:,}", f"{told.concurrency:.2f}", uniform)
+    rows = [("DTYPE", "TP", "BYTES/TOKEN", "BLOCKS", "CONCURRENT", "UNIFORM")]
+    for options, figures in figures_by_layout(sizing):
+        uniform = "-" if figures.uniform_concurrency is None else f"{figures.uniform_concurrency:.2f}"
+        counts = (f"{figures.bytes_per_token:,.0f}", f"{figures.num_blocks:,}", f"{figures.concurrency:.2f}", uniform)
         rows.append((options.cache_dtype, str(options.tensor_parallel), *counts))
     return columns(rows)
 
 
 def _lengths(sizing: Sizing) -> str:
-    """Requests at once by context length, as bars."""
+    """Concurrent requests by context length, as bars."""
     from kvplane_service.models.sizing import figures_by_length
 
-    told = figures_by_length(sizing)
-    most = max((figures.concurrency for _, figures in told), default=1.0)
-    rows = [("CONTEXT", "AT ONCE", "")]
-    for length, figures in told:
+    by_length = figures_by_length(sizing)
+    most = max((figures.concurrency for _, figures in by_length), default=1.0)
+    rows = [("CONTEXT", "CONCURRENT", "")]
+    for length, figures in by_length:
         count = figures.concurrency
         rows.append((f"{length:,}", f"{count:.2f}", "█" * round(count / most * _BAR_CELLS)))
     return columns(rows)
 
 
 def _plain(sizing: Sizing, figures: Figures) -> dict[str, object]:
-    """All that the table shows, as plain data."""
+    """The contents of all tables as plain data."""
     from kvplane_service.models.sizing import figures_by_layout, figures_by_length
 
     layouts = [
-        {"cache_dtype": options.cache_dtype, "tensor_parallel": options.tensor_parallel, **_counts(told)}
-        for options, told in figures_by_layout(sizing)
+        {"cache_dtype": options.cache_dtype, "tensor_parallel": options.tensor_parallel, **_counts(one)}
+        for options, one in figures_by_layout(sizing)
     ]
-    lengths = [{"max_model_len": length, **_counts(told)} for length, told in figures_by_length(sizing)]
+    lengths = [{"max_model_len": length, **_counts(one)} for length, one in figures_by_length(sizing)]
     groups = [{**asdict(group), "kind": group.kind.value} for group in figures.groups]
     return {**_counts(figures), "groups": groups, "by_layout": layouts, "by_length": lengths}
 
@@ -128,9 +135,51 @@ def _counts(figures: Figures) -> dict[str, object]:
     return {**{name: value for name, value in asdict(figures).items() if name != "groups"}, "gain": figures.gain}
 
 
-def _draw(title: str, sizing: Sizing, path: Path) -> None:
-    from kvplane_service.cli.plan_plot import check_path, draw
+def _plot(title: str, sizing: Sizing, path: Path) -> None:
     from kvplane_service.models.sizing import figures_by_length
 
-    check_path(path)
-    draw(title, figures_by_length(sizing), path)
+    _check_path(path)
+    _draw(title, figures_by_length(sizing), path)
+
+
+def _check_path(path: Path) -> None:
+    """Raise InvalidArgument if no plot can be written to the path, before anything is computed for it."""
+    if path.suffix.lower() not in _PLOT_SUFFIXES:
+        known = ", ".join(_PLOT_SUFFIXES)
+        raise InvalidArgument(f"{path.name!r} has no suffix of an image", field="plot", remedy=f"use one of {known}")
+    if not path.resolve().parent.is_dir():
+        raise InvalidArgument(f"there is no directory {str(path.parent)!r}", field="plot", remedy="create it first")
+    if path.is_dir():
+        raise InvalidArgument(f"{path} is a directory", field="plot", remedy="name a file")
+
+
+def _draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> None:
+    """Plot concurrent requests over context length, hybrid and uniform, both axes logarithmic.
+
+    Raises:
+        FailedPrecondition: matplotlib is not installed.
+        InvalidArgument: the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure  # needs no display
+    except ModuleNotFoundError:
+        raise FailedPrecondition(
+            "matplotlib is not installed", field="plot", remedy="pip install 'kvplane[plot]'"
+        ) from None
+    figure = Figure(figsize=_PLOT_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*zip(*((length, one.concurrency) for length, one in by_length), strict=True), "o-", label="hybrid")
+    uniform = [(length, one.uniform_concurrency) for length, one in by_length if one.uniform_concurrency is not None]
+    if uniform:
+        axes.plot(*zip(*uniform, strict=True), "s--", label="uniform: every layer keeps every token")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([length for length, _ in by_length], [f"{length // 1024}k" for length, _ in by_length])
+    axes.set(title=title, xlabel="context length, tokens", ylabel="concurrent requests")
+    axes.grid(visible=True, which="both", alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        problem = f"{path}: {error.strerror}"
+        raise InvalidArgument(problem, field="plot", remedy="name a writable path") from None

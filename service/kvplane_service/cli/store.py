@@ -1,4 +1,4 @@
-"""`kvplane store`: what lies in a store, whether all of it can be used, and how to make it small."""
+"""The commands `kvplane store inspect | verify | compact`: list, check and compact the contents of a store."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from kvplane_service.store.loading import LoadedLog
     from kvplane_service.store.registration import ReplicaRecord
 
-app = typer.Typer(no_args_is_help=True, help="Look at, check and compact what a service has stored.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, verify and compact the store of a service.")
 
-Place = Annotated[str | None, typer.Option("--store", help="As the key `store`, such as sqlite:PATH.")]
+Store = Annotated[str | None, typer.Option("--store", help="Store, as the key `store`: such as sqlite:PATH.")]
 
 _DAMAGED = 1
 
 
 @app.command()
-def inspect(config: ConfigFile = None, store: Place = None, settings: Settings = None) -> None:
+def inspect(config: ConfigFile = None, store: Store = None, settings: Settings = None) -> None:
     """List the replicas of a store. Writes nothing."""
     _run(_inspect, _make(config, store, settings, read_only=True))
 
 
 @app.command()
-def verify(config: ConfigFile = None, store: Place = None, settings: Settings = None) -> None:
-    """Read every record and check it; exit status 1 when something cannot be used. Writes nothing."""
+def verify(config: ConfigFile = None, store: Store = None, settings: Settings = None) -> None:
+    """Read and check every record. Exits 1 if a record cannot be used. Writes nothing."""
     _run(_verify, _make(config, store, settings, read_only=True))
 
 
 @app.command()
-def compact(config: ConfigFile = None, store: Place = None, settings: Settings = None) -> None:
-    """Keep of each block what was said last. Run it while no service writes: a service keeps its own store short."""
+def compact(config: ConfigFile = None, store: Store = None, settings: Settings = None) -> None:
+    """Keep only the latest entry of each block. Run it while no service writes: a service compacts its own store."""
     _run(_compact, _make(config, store, settings, read_only=False))
 
 
@@ -64,7 +64,7 @@ async def _verify(console: Console, content: Content) -> None:
         content.refused.update(why.value for why in log.refused.elements())
         console.print(f"{record.name}: {len(log.chunks):,} chunks, {log.rows:,} entries, {log.num_bytes:,} bytes")
     if content.refused:
-        _tell_refused(console, content.refused)
+        _print_refused(console, content.refused)
         raise typer.Exit(_DAMAGED)
 
 
@@ -84,26 +84,26 @@ async def _compact(console: Console, content: Content) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """An open store, its records, and why others cannot be read."""
+    """An open store, its readable records, and the number of unreadable ones by reason."""
 
     store: IndexStore
     records: list[ReplicaRecord]
     refused: Counter[str]
 
 
-def _make(file: ConfigFile, place: str | None, settings: list[str] | None, read_only: bool) -> IndexStore:
+def _make(file: ConfigFile, address: str | None, settings: list[str] | None, read_only: bool) -> IndexStore:
     from kvplane.base.errors import InvalidArgument
     from kvplane_service.store.opening import make_store
 
-    chosen = [f"store={place}"] if place is not None else []
+    chosen = [f"store={address}"] if address is not None else []
     store = make_store(load_config(file, None, [*(settings or ()), *chosen]).config, read_only)
     if store is None:
-        raise InvalidArgument("no store is named", field="store", remedy="give --store sqlite:PATH, or another")
+        raise InvalidArgument("no store is configured", field="store", remedy="give --store, such as sqlite:PATH")
     return store
 
 
-def _run(look: Callable[[Console, Content], Awaitable[None]], store: IndexStore) -> None:
-    """Open the store, look, and tell what cannot be read."""
+def _run(command: Callable[[Console, Content], Awaitable[None]], store: IndexStore) -> None:
+    """Open the store, run the command, and print the number of records that cannot be read."""
     import asyncio
 
     console = Console()
@@ -113,9 +113,9 @@ def _run(look: Callable[[Console, Content], Awaitable[None]], store: IndexStore)
         try:
             content = await _content(store)
             if not content.records and not content.refused:
-                console.print("the store is empty: it has the record of no replica", soft_wrap=True)
-            await look(console, content)
-            _tell_refused(console, content.refused)
+                console.print("the store is empty: it has no record of a replica", soft_wrap=True)
+            await command(console, content)
+            _print_refused(console, content.refused)
         finally:
             await store.close()
 
@@ -148,13 +148,13 @@ async def _read(console: Console, store: IndexStore, record: ReplicaRecord) -> L
 
 @contextmanager
 def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere; yields what moves it."""
+    """A progress bar on a terminal, nothing elsewhere. Yields a function that advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
 
 
-def _tell_refused(console: Console, refused: Counter[str]) -> None:
+def _print_refused(console: Console, refused: Counter[str]) -> None:
     for why, count in sorted(refused.items()):
-        console.print(f"not used: {count:,} {why}", style="red")
+        console.print(f"unusable: {count:,} {why}", style="red")

@@ -1,0 +1,124 @@
+"""Settings of a replay: the limits of an engine, its cost model, the routing, and the replicas to register."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.sources import ModelSource
+
+NS_PER_SECOND = 1_000_000_000
+NS_PER_US = 1_000
+UNLIMITED_OUTPUT = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Virtual time of a step: linear in prefill tokens, constant for decode, constant per step.
+
+    A convention, not a measurement: it is the same in every run, and of the order of a 70B model on four current
+    accelerators.
+
+    Attributes:
+        prefill_tokens_per_second: prompt tokens that one replica computes per second.
+        decode_step_us: added to a step with at least one decoding request, independent of their number.
+        step_overhead_us: added to every step.
+    """
+
+    prefill_tokens_per_second: int = 20_000
+    decode_step_us: int = 20_000
+    step_overhead_us: int = 2_000
+
+    def __post_init__(self) -> None:
+        if self.prefill_tokens_per_second < 1:
+            raise InvalidArgument("must be 1 or more", field="prefill_tokens_per_second")
+        if self.decode_step_us < 0 or self.step_overhead_us < 0:
+            raise InvalidArgument("must be 0 or more", field="decode_step_us, step_overhead_us")
+
+    def step_ns(self, prefill_tokens: int, decode_rows: int) -> int:
+        """Duration of a step in nanoseconds. Integers: no rounding differs between machines."""
+        prefill_ns = prefill_tokens * NS_PER_SECOND // self.prefill_tokens_per_second
+        decode_ns = self.decode_step_us * NS_PER_US if decode_rows else 0
+        return self.step_overhead_us * NS_PER_US + prefill_ns + decode_ns
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prefill_tokens_per_second} prefill tokens/s, {self.decode_step_us / 1000:g} ms per decode step, "
+            f"{self.step_overhead_us / 1000:g} ms per step"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Limits of the engine's scheduler.
+
+    Attributes:
+        max_running: requests that run concurrently.
+        token_budget: tokens scheduled in one step.
+        admit_rows: admissions requested in one step; these requests are announced before they can run.
+        max_output: most tokens that a request generates; with 1 only the prefill is replayed.
+    """
+
+    max_running: int = 256
+    token_budget: int = 8192
+    admit_rows: int = 16
+    max_output: int = UNLIMITED_OUTPUT
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise InvalidArgument("must be 1 or more", field=name)
+
+
+class Routing(Enum):
+    """How requests are assigned to replicas.
+
+    STICKY: by the hash of the session, so that a conversation returns to its cached blocks; requests without a session
+    are assigned in rotation. ROUND_ROBIN: all are assigned in rotation.
+    """
+
+    STICKY = "sticky"
+    ROUND_ROBIN = "round-robin"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """The replicas to register, and how they are driven.
+
+    Attributes:
+        model: name in the service's catalogue.
+        tensor_parallel: ranks of each replica.
+        replicas: number of equal replicas, each with its own engine.
+        pool_blocks: blocks of each replica.
+        block_size: tokens per attention block, before the planner makes pages equal.
+        max_model_len: longest request in tokens.
+        engine, cost, routing: see their types.
+        with_events: answers carry cache events, so that the engines count evictions too.
+    """
+
+    model: str
+    tensor_parallel: int = 1
+    replicas: int = 1
+    pool_blocks: int = 65_536
+    block_size: int = 16
+    max_model_len: int = 131_072
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    cost: CostModel = field(default_factory=CostModel)
+    routing: Routing = Routing.STICKY
+    with_events: bool = False
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise InvalidArgument("must be 1 or more", field="replicas")
+
+    def source(self) -> ModelSource:
+        """The source that the replicas are registered from."""
+        return ModelSource(
+            model=self.model,
+            tensor_parallel=self.tensor_parallel,
+            num_blocks=self.pool_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            max_batched_tokens=self.engine.token_budget,
+        )

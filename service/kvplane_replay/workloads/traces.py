@@ -1,0 +1,198 @@
+"""Readers of public serving traces: Mooncake and Weka. A file goes in, its requests in order of arrival come out.
+
+Mooncake: a line is a request with `timestamp` in ms, `input_length`, `output_length`, and `hash_ids`, one per 512
+prompt tokens; the last id may stand for fewer. An id stands for the prefix that ends there and is the same in the
+whole file.
+
+Weka (Claude Code traces, callanjfox/kv-cache-tester): a line is a session, `requests` with `t` in seconds, `in` and
+`out` tokens, and `hash_ids`, one per *full* block of `block_size` prompt tokens. Ids are local to the session, so each
+session reads its own stream. The trace does not identify the last, partial block: its tokens are unique to the request
+and hit nothing. A sub-agent is an entry with `requests` of its own, which share the ids of the session; their times
+count from the entry if the first of them is smaller than the entry's own, otherwise from the start of the session.
+Sessions have no common clock: they start at equal distances.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum
+from itertools import chain, count
+from pathlib import Path
+from types import TracebackType
+
+from kvplane.base.errors import InvalidArgument
+from kvplane_replay.workloads.fields import Record, parse
+from kvplane_replay.workloads.lines import Line, TraceLines, malformed
+from kvplane_replay.workloads.requests import POSITIONS, Span, TokenSource, TraceRequest, overlay, text_of_ids
+
+MOONCAKE_TOKENS_PER_ID = 512
+DEFAULT_SPACING_S = 60.0
+
+
+class TraceKind(Enum):
+    """Whose format a trace has."""
+
+    MOONCAKE = "mooncake"
+    WEKA = "weka"
+
+
+class TraceFile:
+    """A trace, read once from front to back while it is iterated over.
+
+    Attributes:
+        kind: found by looking at the first line.
+        size_bytes: of the file as stored.
+    """
+
+    def __init__(self, path: Path, session_spacing_s: float = DEFAULT_SPACING_S) -> None:
+        """Opens the file and looks at its first line. `session_spacing_s` is used where sessions have no
+        common clock.
+
+        Raises:
+            MalformedTrace: the first line is of no known kind, or damaged.
+            NotFound, InvalidArgument, FailedPrecondition: as `TraceLines`.
+        """
+        if not session_spacing_s >= 0:
+            raise InvalidArgument(f"{session_spacing_s} is below 0", field="session_spacing_s")
+        with ExitStack() as if_refused:
+            self._lines = TraceLines(path)
+            if_refused.callback(self._lines.close)
+            first = next(self._lines, None)
+            if first is None:
+                raise malformed(str(path), 1, "the file is empty")
+            self.kind = _kind_of(first)
+            if_refused.pop_all()
+        self.size_bytes = self._lines.size_bytes
+        lines = chain([first], self._lines)
+        self._requests = (
+            read_mooncake(lines) if self.kind is TraceKind.MOONCAKE else read_weka(lines, session_spacing_s)
+        )
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the stored file that were read so far, for a progress bar."""
+        return self._lines.bytes_read
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        """The requests in order of arrival. At the place of a fault raises MalformedTrace; those before it
+        are good.
+        """
+        return self._requests
+
+    def __enter__(self) -> TraceFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._lines.close()
+
+
+def _kind_of(first: Line) -> TraceKind:
+    record = parse(first)
+    if "requests" in record:
+        return TraceKind.WEKA
+    if "hash_ids" in record:
+        return TraceKind.MOONCAKE
+    raise first.malformed("neither a Mooncake request (hash_ids) nor a Weka session (requests)")
+
+
+def read_mooncake(lines: Iterable[Line]) -> Iterator[TraceRequest]:
+    """The requests in the order of the file, which is that of arrival.
+
+    Raises:
+        MalformedTrace: at the first line that is no request, or that goes back in time.
+    """
+    latest_s = 0.0
+    for line in lines:
+        record = parse(line)
+        request = _mooncake_request(record, line.number)
+        if request.arrival_s < latest_s:
+            raise record.malformed("timestamp: is before that of the request in front")
+        latest_s = request.arrival_s
+        yield request
+
+
+def _mooncake_request(record: Record, number: int) -> TraceRequest:
+    num_tokens = record.count("input_length", least=1)
+    ids = record.ids("hash_ids", MOONCAKE_TOKENS_PER_ID)
+    needed = -(-num_tokens // MOONCAKE_TOKENS_PER_ID)
+    if len(ids) != needed:
+        raise record.malformed(f"hash_ids: {len(ids)} ids, but input_length {num_tokens} needs {needed}")
+    output = Span(number, 0, record.count("output_length"), generated=True)
+    return TraceRequest(
+        name=f"line-{number}",
+        arrival_s=record.time("timestamp") / 1000,
+        session="",
+        prompt=text_of_ids(ids, MOONCAKE_TOKENS_PER_ID, num_tokens),
+        output=TokenSource((output,)),
+    )
+
+
+def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> Iterator[TraceRequest]:
+    """The requests of all sessions in order of arrival; session k, in file order from 0, starts at `k *
+    spacing_s`.
+
+    Raises:
+        MalformedTrace: when time comes to the start of the first session that is malformed.
+    """
+    sessions = (_Session(k, k * spacing_s).read(parse(line)) for k, line in enumerate(lines))
+    return overlay((k * spacing_s for k in count()), sessions)
+
+
+@dataclass(slots=True)
+class _Session:
+    """A session being read; `own_tokens` is the length, so far, of the text that no one else has."""
+
+    number: int
+    start_s: float
+    own_tokens: int = 0
+
+    def read(self, record: Record) -> list[TraceRequest]:
+        name = record.text("id")
+        if "hash_id_scope" in record and record.text("hash_id_scope") != "local":
+            raise record.malformed("hash_id_scope: only local ids can be replayed")
+        block_size = record.count("block_size", least=1)
+        requests = []
+        for at, (time, entry) in enumerate(_flattened(record)):
+            requests.append(self._request(f"{name}/{at}", name, time, entry, block_size))
+        return sorted(requests, key=lambda request: request.arrival_s)
+
+    def _request(self, name: str, session: str, time: float, entry: Record, block_size: int) -> TraceRequest:
+        num_tokens = entry.count("in", least=1)
+        ids = entry.ids("hash_ids", block_size)
+        full, partial = divmod(num_tokens, block_size)
+        if len(ids) != full:
+            raise entry.malformed(f"hash_ids: {len(ids)} ids, but {num_tokens} tokens in have {full} full blocks")
+        known = text_of_ids(ids, block_size, full * block_size, self.number)
+        return TraceRequest(
+            name=name,
+            arrival_s=self.start_s + time,
+            session=session,
+            prompt=known + self._own(entry, partial),
+            output=self._own(entry, entry.count("out")),
+        )
+
+    def _own(self, entry: Record, num_tokens: int) -> TokenSource:
+        start, self.own_tokens = self.own_tokens, self.own_tokens + num_tokens
+        if self.own_tokens > POSITIONS:
+            raise entry.malformed(f"out: the session generates more than {POSITIONS} tokens")
+        return TokenSource((Span(self.number, start, self.own_tokens, generated=True),) if num_tokens else ())
+
+
+def _flattened(session: Record) -> Iterator[tuple[float, Record]]:
+    """Requests with seconds since the session's start; those of a sub-agent in the place of its entry."""
+    for entry in session.records("requests"):
+        time = entry.time("t")
+        if "requests" not in entry:
+            yield time, entry
+            continue
+        nested = entry.records("requests")
+        offset = time if nested and nested[0].time("t") < time else 0.0
+        yield from ((offset + request.time("t"), request) for request in nested)

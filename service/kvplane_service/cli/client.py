@@ -1,0 +1,73 @@
+"""What query commands share to reach a service: a client with the given credentials, errors that name `--service`, and
+the equivalent grpcurl command.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvplane_service.cli.options import SERVICE_VARIABLE, TOKEN_VARIABLE, given_access
+
+if TYPE_CHECKING:
+    from kvplane import Client
+    from kvplane.calls import Call
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaSummary
+
+
+@contextmanager
+def client_of(service: str, with_retries: bool = False) -> Iterator[Client]:
+    """A client of the service. By default it makes one attempt, so that an operator sees a failure at once."""
+    from kvplane import connect
+    from kvplane.retry import RetryPolicy
+
+    access, retry = given_access(), RetryPolicy() if with_retries else RetryPolicy(attempts=1)
+    with address_remedy(), connect(service, tls=access.tls, token=access.token, retry=retry) as client:
+        yield client
+
+
+@contextmanager
+def address_remedy() -> Iterator[None]:
+    """Add to an Unavailable error how to name another address."""
+    from kvplane import Unavailable
+
+    try:
+        yield
+    except Unavailable as error:
+        error.remedy = error.remedy or f"check that it runs, or name its address by --service or {SERVICE_VARIABLE}"
+        raise
+
+
+def described(client: Client, replicas: Iterable[ReplicaSummary]) -> Iterator[DescribeReplicaResponse]:
+    """Describe each replica; one that was deregistered since the listing is skipped."""
+    from kvplane import NotFound
+
+    for one in replicas:
+        with suppress(NotFound):
+            yield client.describe_replica(one.replica)
+
+
+def grpcurl_line(service: str, call: Call[Any]) -> str:
+    """The grpcurl command that makes the same call."""
+    from google.protobuf.json_format import MessageToDict
+
+    body = json.dumps(MessageToDict(call.request, preserving_proto_field_name=True))
+    target = f"-unix {service.removeprefix('unix:')}" if service.startswith("unix:") else service
+    return f"grpcurl {_grpcurl_access()} -d {shlex.quote(body)} {target} {call.path.lstrip('/')}"
+
+
+def _grpcurl_access() -> str:
+    """Flags of grpcurl for TLS and the token. The line names the token's file or variable, never the token itself."""
+    access = given_access()
+    flags = ["-plaintext"]
+    if access.tls is not None:
+        named = {"-cacert": access.tls.ca, "-cert": access.tls.cert, "-key": access.tls.key}
+        flags = [f"{flag} {shlex.quote(value)}" for flag, value in named.items() if value]
+    if access.token:
+        source = f"$(cat {shlex.quote(str(access.token))})" if isinstance(access.token, Path) else f"${TOKEN_VARIABLE}"
+        flags.append(f'-H "authorization: Bearer {source}"')
+    return " ".join(flags)

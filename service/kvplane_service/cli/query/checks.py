@@ -1,0 +1,182 @@
+"""The checks of `kvplane doctor`. Answers of a running service go in, a finding per check comes out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from kvplane import Client
+from kvplane.access import PLAIN, Access
+from kvplane.channel import open_channel
+from kvplane.retry import RetryPolicy
+from kvplane.v1.admin_pb2 import StatusResponse
+from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, STORE_STATE_DEGRADED, DescribeReplicaResponse
+from kvplane_service.cli.client import described
+
+MAX_CLOCK_SKEW_MS = 1000
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check; the remedy applies when `is_well` is False."""
+
+    check: str
+    is_well: bool
+    seen: str
+    remedy: str = ""
+
+
+def examine(service: str, access: Access = PLAIN) -> list[Finding]:
+    """Run all checks in order. Raises Unavailable when the service cannot be reached."""
+    channel = open_channel(service, access)
+    client = Client(channel, retry=RetryPolicy(attempts=1))
+    try:
+        sent_ms = time.time_ns() // 1_000_000
+        status = client.status()
+        received_ms = time.time_ns() // 1_000_000
+        replicas = list(described(client, client.list_replicas()))
+        return [
+            _health(channel),
+            _reflection(channel, is_expected=not (access.token or (access.tls and access.tls.cert))),
+            _version(status),
+            _clock(status, (sent_ms + received_ms) // 2),
+            _replicas(replicas),
+            _workers(replicas),
+            _epochs(replicas),
+            _stores(channel, replicas),
+            _loads(replicas),
+            _chunks(replicas),
+            _starved(replicas),
+            _drafts(replicas),
+        ]
+    finally:
+        client.close()
+
+
+def _health(channel: grpc.Channel) -> Finding:
+    remedy = "the service is draining or still reads its store: wait, or connect to another one"
+    state = _health_of(channel, "")
+    return Finding("health", state == "serving", state, remedy)
+
+
+def _health_of(channel: grpc.Channel, name: str) -> str:
+    """The gRPC Health status of a part of the service, or the status code of the failed call."""
+    request = health_pb2.HealthCheckRequest(service=name)
+    try:
+        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_S)
+    except grpc.RpcError as error:
+        return error.code().name.lower()
+    state: str = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return state.lower().replace("_", " ")
+
+
+def _reflection(channel: grpc.Channel, is_expected: bool) -> Finding:
+    """Reflection is off by default on a service that authenticates its clients."""
+    remedy = "set reflection = true in the service's configuration, or pass the .proto files to grpcurl"
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    try:
+        answer = next(stub.ServerReflectionInfo(iter([request]), timeout=_TIMEOUT_S))
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED and not is_expected:
+            return Finding("reflection", True, "off, the default where clients authenticate")
+        return Finding("reflection", False, error.code().name.lower(), remedy)
+    names = [one.name for one in answer.list_services_response.service if one.name.startswith("kvplane.")]
+    return Finding("reflection", bool(names), f"{len(names)} services of kvplane", remedy)
+
+
+def _version(status: StatusResponse) -> Finding:
+    local = version("kvplane")
+    remedy = "install the same version on both sides: the contract is compatible within one version"
+    return Finding("versions", status.version == local, f"service {status.version}, client {local}", remedy)
+
+
+def _clock(status: StatusResponse, local_ms: int) -> Finding:
+    skew_ms = status.now_unix_ms - local_ms
+    remedy = "synchronize both machines with one time server, or traces and logs do not line up"
+    return Finding("clocks", abs(skew_ms) <= MAX_CLOCK_SKEW_MS, f"{skew_ms:+} ms", remedy)
+
+
+def _replicas(replicas: list[DescribeReplicaResponse]) -> Finding:
+    lapsed = [one.replica for one in replicas if one.state == REPLICA_STATE_LAPSED]
+    seen = f"lapsed: {', '.join(lapsed)}" if lapsed else f"{len(replicas)}, none lapsed"
+    return Finding("replicas", not lapsed, seen, "check their engines; deregister replicas that will not return")
+
+
+def _workers(replicas: list[DescribeReplicaResponse]) -> Finding:
+    """A replica without any worker may be served by its engine. One with some workers must have all."""
+    missing = list(_ranks_without_worker(replicas))
+    seen = f"missing: {', '.join(missing)}" if missing else "no rank has lost its worker"
+    return Finding("workers", not missing, seen, "check the worker process, and restart it on the same machine")
+
+
+def _ranks_without_worker(replicas: list[DescribeReplicaResponse]) -> Iterator[str]:
+    for one in replicas:
+        present = {worker.rank for worker in one.workers}
+        if present:
+            yield from (f"{one.replica} rank {rank}" for rank in range(one.num_ranks) if rank not in present)
+
+
+def _epochs(replicas: list[DescribeReplicaResponse]) -> Finding:
+    wrong = [
+        f"{one.replica} rank {worker.rank} (epoch {worker.owner_epoch}, the replica's is {one.epoch})"
+        for one in replicas
+        for worker in one.workers
+        if worker.owner_epoch and worker.owner_epoch != one.epoch
+    ]
+    seen = "; ".join(wrong) or "every worker has the epoch of its replica"
+    return Finding("epochs", not wrong, seen, "another service or engine owns the pages: reopen the session")
+
+
+def _stores(channel: grpc.Channel, replicas: list[DescribeReplicaResponse]) -> Finding:
+    """Reads gRPC Health too: a service that started without its store may have no replica that reports a problem."""
+    problems = [f"{one.replica}: {one.store.problem}" for one in replicas if one.store.state == STORE_STATE_DEGRADED]
+    if _health_of(channel, "store") == "not serving":
+        problems = problems or ["the service cannot use its store"]
+    seen = "; ".join(problems) or "no store is unavailable"
+    return Finding("store", not problems, seen, "check the store; allocation continues, but a restart would lose hits")
+
+
+def _loads(replicas: list[DescribeReplicaResponse]) -> Finding:
+    held = [f"{one.replica}: {one.busy_blocks} blocks" for one in replicas if one.busy_blocks]
+    seen = f"held for loads of earlier engine lives: {'; '.join(held)}" if held else "no block is held for an old load"
+    remedy = "when the transfers have ended, let the engine list these blocks in cache.loads_over"
+    return Finding("loads", not held, seen, remedy)
+
+
+def _chunks(replicas: list[DescribeReplicaResponse]) -> Finding:
+    """Steps whose budget cannot hold a state block: prompts advance inside one, and fewer positions can be hit."""
+    small = [
+        f"{one.replica}: {one.counters.unaligned_chunks} chunks below its state block of {one.spec.align.block_size}"
+        for one in replicas
+        if one.counters.unaligned_chunks
+    ]
+    seen = "; ".join(small) or "every step could hold a state block"
+    remedy = "raise the engine's budget and caps to a state block, or register its budget as max_batched_tokens"
+    return Finding("chunks", not small, seen, remedy)
+
+
+def _starved(replicas: list[DescribeReplicaResponse]) -> Finding:
+    """Decode rows leave less than a state block of the budget in every step: a prompt waits until they end."""
+    waited = [
+        f"{one.replica}: {count} rows waited for {one.spec.align.block_size} tokens"
+        for one in replicas
+        if (count := one.refusals.get("starved", 0))
+    ]
+    seen = f"behind rows that left less than a state block: {'; '.join(waited)}" if waited else "no prompt was starved"
+    remedy = "raise the engine's budget to its decode rows plus a state block, or put waiting run rows first"
+    return Finding("prompts", not waited, seen, remedy)
+
+
+def _drafts(replicas: list[DescribeReplicaResponse]) -> Finding:
+    lost = [f"{one.replica}: {count} requests" for one in replicas if (count := one.preemptions.get("went_back", 0))]
+    seen = f"set behind the state that they held: {'; '.join(lost)}" if lost else "no request lost its state"
+    remedy = "register the engine's draft tokens as speculative_tokens; reject no more than the last step's drafts"
+    return Finding("drafts", not lost, seen, remedy)

@@ -1,0 +1,131 @@
+"""The command `explain`: how many tokens of a prompt hit the prefix cache, and what limited the hit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvplane_service.cli.client import client_of, grpcurl_line
+from kvplane_service.cli.options import DEFAULT_SERVICE, Format, Grpcurl, Output, Replica, Service
+from kvplane_service.cli.output import age, columns, show, word
+
+if TYPE_CHECKING:
+    from kvplane import Content
+    from kvplane.v1.admin_pb2 import ExplainResponse
+
+_SENTENCES = {
+    "nothing": "the hit is as long as possible: the last token is always computed",
+    "caching_off": "prefix caching is off for this replica",
+    "not_read": "the request disabled the prefix-cache lookup",
+    "below_one_block": "the prompt is shorter than the smallest possible hit",
+    "evicted": "tokens {start}..{end} were cached, and evicted{by_request}{when}",
+    "dropped": "tokens {start}..{end} were cached, and their key was dropped{when}",
+    "withdrawn": "tokens {start}..{end} were registered by a step that did not run; withdrawn{when}",
+    "unverified": "tokens {start}..{end} were cached in an earlier engine life; the stamps did not verify them{when}",
+    "without_stamps": "tokens {start}..{end} were cached until engine life {epoch} began without stamps{ago}",
+    "reset": "tokens {start}..{end} were cached until the cache was reset{when}",
+    "tentative": (
+        "tokens {start}..{end} were registered by step {seq} of engine life {epoch}, not yet reported as executed"
+    ),
+    "window_not_resident": "tokens {start}..{end} were computed, but no window ending at {wanted} is cached",
+    "no_state_at_boundary": (
+        "the prefix was computed, but no state is cached at token {end}: it was not retained, or no chunk ended there "
+        "(the row was UNALIGNED, or its step was smaller than a state block)"
+    ),
+    "other_domain": "tokens {start}..{end} were computed in another domain, {domain}",
+    "other_salt": "tokens {start}..{end} were computed with another cache salt, or none",
+    "other_lora": "tokens {start}..{end} were computed with another adapter, {adapter}",
+    "other_multimodal": "tokens {start}..{end} were computed with other multimodal items",
+    "differs": "another prompt shares a prefix, then differs; the first different token is in {start}..{end}",
+    "never_cached": "tokens {start}..{end} were never computed{alike}",
+    "last_block_dropped": "all blocks are cached; the draft group drops the last matching one",
+    "not_recorded": "not recorded: the decision log does not reach back that far",
+}
+
+
+def explain_command(
+    replica: Replica,
+    request: Annotated[str, typer.Option(help="Name of a request: explains its latest attempt to be admitted.")] = "",
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="File with token IDs separated by spaces, commas or newlines; - reads standard input."),
+    ] = None,
+    domain: Annotated[str, typer.Option(help="Domain of the prompt.")] = "",
+    salt: Annotated[str, typer.Option(help="Cache salt of the prompt.")] = "",
+    lora: Annotated[str, typer.Option(help="LoRA adapter of the prompt: NAME or NAME=PATH.")] = "",
+    service: Service = DEFAULT_SERVICE,
+    output: Output = Format.TABLE,
+    grpcurl: Grpcurl = False,
+) -> None:
+    """Explain the prefix-cache hit length of a prompt or of an admitted request."""
+    from kvplane import InvalidArgument, calls
+
+    if bool(request) == (tokens is not None):
+        raise InvalidArgument(
+            "neither or both of --request and --tokens are set", remedy="give exactly one of --request and --tokens"
+        )
+    what = request if tokens is None else _content(tokens, domain, salt, lora)
+    if grpcurl:
+        print(grpcurl_line(service, calls.explain(replica, what)))
+        return
+    with client_of(service) as client:
+        answer = client.explain(replica, what)
+    show(answer, output, lambda: "\n".join(_lines(answer)))
+
+
+def _content(file: Path, domain: str, salt: str, lora: str) -> Content:
+    from kvplane import Content, ExtraKeys, InvalidArgument, NotFound
+
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        ids = [int(piece) for piece in text.replace(",", " ").replace("[", " ").replace("]", " ").split()]
+    except OSError as error:
+        raise NotFound(f"{file}: {error.strerror}", field="--tokens") from None
+    except ValueError as error:
+        raise InvalidArgument(f"{file} contains a value that is not a token ID: {error}", field="--tokens") from None
+    name, _, path = lora.partition("=")
+    keys = ExtraKeys(lora=(name, path) if lora else None, salt=salt)
+    return Content(tokens=ids, domain=domain, extra_keys=keys)
+
+
+def _lines(answer: ExplainResponse) -> Iterator[str]:
+    from kvplane.v1.replica_pb2 import GroupKind
+
+    attempt = f" in step {answer.admit_seq} of engine life {answer.admit_epoch}" if answer.admit_seq else ""
+    yield f"{answer.hit_tokens} of {answer.num_tokens} tokens hit{attempt}; longest possible hit: {answer.longest_hit}"
+    rows = [("GROUP", "KIND", "HIT ALONE", "")]
+    for group in answer.groups:
+        kind = word(GroupKind.Name(group.kind), "GROUP_KIND_")
+        mark = f"limits the hit, else {answer.wanted}" if group.group in answer.cut_by else ""
+        rows.append((str(group.group), kind, str(group.hit_tokens), mark))
+    yield columns(rows)
+    yield f"cause: {sentence(answer)}"
+    if not answer.log_is_complete:
+        yield "the decision log does not reach back to the registration of the replica"
+
+
+def sentence(answer: ExplainResponse) -> str:
+    """The cause of the miss as a sentence."""
+    from kvplane.v1.admin_pb2 import MissCause
+
+    cause = word(MissCause.Name(answer.cause), "MISS_CAUSE_")
+    life = f"engine life {answer.epoch}"
+    moment = f"in step {answer.seq} of {life}" if answer.seq else f"when {life} began"
+    return _SENTENCES[cause].format(
+        start=answer.start,
+        end=answer.end,
+        seq=answer.seq,
+        epoch=answer.epoch,
+        ago=f" {age(answer.age_ms)} ago" if answer.epoch else "",
+        wanted=answer.wanted,
+        by=answer.by,
+        by_request=f" by request {answer.by!r}" if answer.by else "",
+        when=f" {age(answer.age_ms)} ago, {moment}" if answer.epoch else "",
+        alike=" with its salt and adapter" if answer.admit_seq else "",
+        domain=repr(answer.by) if answer.by else "the default one",
+        adapter=repr(answer.by) if answer.by else "or none",
+    )

@@ -1,0 +1,61 @@
+"""Writes the stream of Admin.Record to a file, one frame per message."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import grpc
+
+from kvplane.base.errors import AlreadyExists, NotFound
+from kvplane.channel import open_channel
+from kvplane.status import RpcOutcome, error_of_rpc
+from kvplane.v1.admin_pb2 import RecordRequest, RecordResponse
+from kvplane.v1.admin_pb2_grpc import AdminStub
+from kvplane_service.cli.options import given_access
+from kvplane_service.decisions.recording import MAGIC, write_frame
+
+
+def record(service: str, replica: str, path: Path, decisions: int | None) -> int:
+    """Record until `decisions` decisions, the end of the replica, or Ctrl-C; returns the number of decisions.
+
+    Raises:
+        AlreadyExists: the file exists.
+        KvplaneError: the service refused. Frames written before stay; no file is created if none arrived.
+    """
+    count = 0
+    channel = open_channel(service, given_access())
+    with channel, contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        file = None
+        for message in _messages(channel, replica):
+            if file is None:
+                file = stack.enter_context(_new(path))
+            write_frame(file, message)
+            file.flush()
+            count += message.HasField("decision")
+            if count == decisions:
+                break
+    return count
+
+
+def _messages(channel: grpc.Channel, replica: str) -> Iterator[RecordResponse]:
+    stream = AdminStub(channel).Record(RecordRequest(replica=replica))
+    try:
+        yield from stream
+    except grpc.RpcError:
+        raise error_of_rpc(cast(RpcOutcome, stream)) from None
+    finally:
+        stream.cancel()
+
+
+def _new(path: Path) -> BinaryIO:
+    try:
+        file = path.open("xb")
+    except FileExistsError:
+        raise AlreadyExists(f"{path} exists", field="file", remedy="name another file, or remove it") from None
+    except OSError as error:
+        raise NotFound(f"{path}: {error.strerror}", field="file", remedy="name a writable path") from None
+    file.write(MAGIC)
+    return file

@@ -1,0 +1,211 @@
+"""Commands on one replica: `describe`, `events`, `record`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvplane_service.cli.client import address_remedy, client_of, grpcurl_line
+from kvplane_service.cli.options import DEFAULT_SERVICE, Format, Grpcurl, Output, Replica, Service
+from kvplane_service.cli.output import age, by_reason, columns, plain_text, show, word
+
+if TYPE_CHECKING:
+    from kvplane import EventBatch
+    from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, StoreStatus
+
+
+def describe_command(
+    replica: Replica, service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False
+) -> None:
+    """Show details of a replica: pool, groups, workers, counters, slowest steps."""
+    from kvplane import calls
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.describe_replica(replica)))
+        return
+    with client_of(service) as client:
+        answer = client.describe_replica(replica)
+    show(answer, output, lambda: "\n".join(_description(answer)))
+
+
+def _description(answer: DescribeReplicaResponse) -> Iterator[str]:
+    from kvplane.v1.allocation_pb2 import ReplicaState
+
+    counters, usable = answer.counters, answer.spec.num_blocks - 1
+    state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
+    executed = f"executed through {answer.executed_through}"
+    yield f"{answer.replica}: {state}, epoch {answer.epoch}, step {answer.seq} ({executed})"
+    yield f"pool: {usable - answer.free_blocks} of {usable} blocks held by {answer.running_requests} running requests"
+    if answer.busy_blocks:
+        yield f"      {answer.busy_blocks} of them under loads of earlier engine lives"
+    share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
+    yield f"hits: {counters.hit_tokens} of {counters.queried_tokens} tokens looked up ({share:.0%})"
+    yield f"requests: {counters.admitted} admitted, {counters.ended} ended, {counters.preempted} preempted"
+    yield f"preempted: {by_reason(answer.preemptions)}"
+    yield from _causes(answer)
+    yield f"refused: {by_reason(answer.refusals)}"
+    yield f"keys removed: {by_reason(answer.removed_keys)}"
+    yield f"store: {', '.join(_store(answer.store))}"
+    yield ""
+    yield _groups(answer)
+    yield ""
+    yield _workers(answer)
+    if answer.slowest_steps:
+        yield ""
+        yield _slowest(answer)
+
+
+_PREEMPTION_CAUSES = {
+    "taken_back": "their step failed, or keys that they had adopted were withdrawn",
+    "went_back": "rejected drafts or a failed load set them behind the state that they held: see kvplane doctor",
+}
+
+
+def _causes(answer: DescribeReplicaResponse) -> Iterator[str]:
+    for reason, cause in _PREEMPTION_CAUSES.items():
+        if answer.preemptions.get(reason):
+            yield f"  {reason.replace('_', ' ')}: {cause}"
+    if answer.counters.unaligned_chunks:
+        yield f"unaligned: {answer.counters.unaligned_chunks} chunks ended inside a state block: see kvplane doctor"
+    if answer.refusals.get("starved"):
+        yield f"starved: {answer.refusals['starved']} rows waited for room for a state block: see kvplane doctor"
+
+
+def _store(store: StoreStatus) -> Iterator[str]:
+    from kvplane.v1.allocation_pb2 import STORE_STATE_OFF, StoreState
+
+    if store.state == STORE_STATE_OFF:
+        yield "none"
+        return
+    yield word(StoreState.Name(store.state), "STORE_STATE_").replace("_", " ")
+    yield f"{store.lag_entries} changes pending"
+    if store.loaded_entries:
+        yield f"{store.recovered_entries} of {store.loaded_entries} stored entries verified by the stamp table"
+    if any(store.refused_chunks.values()):
+        yield f"chunks refused: {by_reason(store.refused_chunks)}"
+    if store.problem:
+        yield store.problem
+
+
+def _groups(answer: DescribeReplicaResponse) -> str:
+    from kvplane.v1.replica_pb2 import GroupKind
+
+    rows = [("GROUP", "KIND", "BLOCK", "HELD", "CACHED", "ALLOCATED", "HIT", "EVICTED")]
+    for number, (group, counts) in enumerate(zip(answer.spec.groups, answer.counters.groups, strict=True)):
+        reach = group.window or group.chunk
+        kind = word(GroupKind.Name(group.kind), "GROUP_KIND_") + (f" {reach}" if reach else "")
+        now = (str(counts.used_blocks), str(counts.cached_blocks))
+        total = (str(counts.allocated_blocks), str(counts.hit_blocks), str(counts.evicted_blocks))
+        rows.append((str(number), kind, str(group.block_size), *now, *total))
+    return columns(rows)
+
+
+def _workers(answer: DescribeReplicaResponse) -> str:
+    from kvplane.v1.plan_pb2 import WorkerState
+
+    if not answer.workers:
+        return f"workers: none for {answer.num_ranks} ranks"
+    rows = [("RANK", "WORKER", "DEVICE", "PROCESS", "INCARNATION", "EPOCH", "ADDRESS")]
+    for one in answer.workers:
+        state = word(WorkerState.Name(one.state), "WORKER_STATE_")
+        life = (f"{one.incarnation:016x}", str(one.owner_epoch))
+        rows.append((str(one.rank), state, one.device, str(one.pid), *life, one.address))
+    return columns(rows)
+
+
+def _slowest(answer: DescribeReplicaResponse) -> str:
+    rows = [("SLOWEST STEPS", "EPOCH", "TIME", "ROWS", "AGO")]
+    for one in answer.slowest_steps:
+        rows.append((str(one.seq), str(one.epoch), f"{one.took_ns / 1e6:.2f} ms", str(one.rows), age(one.age_ms)))
+    return columns(rows)
+
+
+def events_command(
+    replica: Replica,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stream new events until Ctrl-C.")] = False,
+    after: Annotated[
+        int, typer.Option(min=0, help="Start after this batch. 0 = at the oldest one that is retained.")
+    ] = 0,
+    service: Service = DEFAULT_SERVICE,
+    output: Output = Format.TABLE,
+    grpcurl: Grpcurl = False,
+) -> None:
+    """Print the prefix-cache events of a replica: keys stored and removed, by batch.
+
+    JSON is one object per line, YAML one document per batch. With --follow a lost connection is resumed after the last
+    batch that was printed.
+    """
+    from kvplane import calls
+
+    with client_of(service, with_retries=follow) as client:
+        if grpcurl:
+            request = calls.subscription(replica, after)
+            print(grpcurl_line(service, calls.Call("/kvplane.v1.Events/Subscribe", request, type(request))))
+            return
+        last = client.describe_replica(replica).event_seq
+        if not follow and after == last:
+            return
+        for batch in client.subscribe(replica, after):
+            print(_batch_text(batch, output), flush=True)
+            if not follow and batch.seq >= last:
+                return
+
+
+def _batch_text(batch: EventBatch, output: Format) -> str:
+    if output is Format.TABLE:
+        return "\n".join(_batch_lines(batch))
+    plain = _plain_batch(batch)
+    return json.dumps(plain) if output is Format.JSON else f"---\n{plain_text(plain, output)}"
+
+
+def _batch_lines(batch: EventBatch) -> list[str]:
+    marks = [name for name in ("gap", "withdrawn", "restored") if getattr(batch, name)]
+    lines = [f"batch {batch.seq} of epoch {batch.epoch}{''.join(f', {mark}' for mark in marks)}"]
+    for event in batch.events:
+        hashes = " ".join(digest.hex()[:12] for digest in event.hashes)
+        reason = f" ({event.reason.name.lower()})" if event.reason else ""
+        tokens = f" tokens {event.start}..{event.end}" if event.end else ""
+        lines.append(f"  {event.kind.name.lower()} group {event.group}{tokens}{reason} {hashes}".rstrip())
+    return lines
+
+
+def _plain_batch(batch: EventBatch) -> dict[str, object]:
+    events = [
+        {
+            "kind": event.kind.name.lower(),
+            "group": event.group,
+            "domain": event.domain,
+            "hashes": [digest.hex() for digest in event.hashes],
+            "blocks": list(event.blocks),
+            "start": event.start,
+            "end": event.end,
+            "reason": event.reason.name.lower(),
+        }
+        for event in batch.events
+    ]
+    flags = {name: getattr(batch, name) for name in ("gap", "withdrawn", "restored")}
+    return {"seq": batch.seq, "epoch": batch.epoch, **flags, "events": events}
+
+
+def record_command(
+    replica: Replica,
+    file: Annotated[Path, typer.Argument(help="Output file. Must not exist.")],
+    decisions: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop after this number of decisions. Default: when the replica is deregistered."),
+    ] = None,
+    service: Service = DEFAULT_SERVICE,
+) -> None:
+    """Record every decision of a replica since its registration, for `kvplane replay --log`.
+
+    The file holds hashes, request names and domains. It holds no tokens and no salts.
+    """
+    from kvplane_service.cli.query.recorder import record
+
+    with address_remedy():
+        count = record(service, replica, file, decisions)
+    print(f"{count:,} decisions of {replica} in {file}")

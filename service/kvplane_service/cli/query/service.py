@@ -1,0 +1,179 @@
+"""Commands on a service as a whole: `status`, `replicas`, `top`, `doctor`, `health`, `drain`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from kvplane_service.cli.client import address_remedy, client_of, grpcurl_line
+from kvplane_service.cli.options import DEFAULT_SERVICE, FAILED, Format, Grpcurl, Output, Service, given_access
+from kvplane_service.cli.output import age, columns, plain_text, show, word
+
+if TYPE_CHECKING:
+    from kvplane.v1.admin_pb2 import StatusResponse
+    from kvplane.v1.allocation_pb2 import ListReplicasResponse
+    from kvplane_service.cli.query.checks import Finding
+
+_PAGE = 1000
+_POLL_S = 0.2
+_HEALTH_TIMEOUT_S = 5.0
+
+
+def status_command(service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False) -> None:
+    """Show version, uptime, replicas and telemetry endpoints of a service."""
+    from kvplane import calls
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.status()))
+        return
+    with client_of(service) as client:
+        answer = client.status()
+    show(answer, output, lambda: _status_table(service, answer))
+
+
+def _status_table(service: str, answer: StatusResponse) -> str:
+    counts = {
+        "live": answer.live_replicas,
+        "idle": answer.replicas - answer.live_replicas - answer.lapsed_replicas - answer.recovering_replicas,
+        "lapsed": answer.lapsed_replicas,
+        "recovering": answer.recovering_replicas,
+    }
+    state = "draining" if answer.draining else "serving"
+    return "\n".join(
+        (
+            f"kvplane {answer.version} at {service}, {state} for {age(answer.uptime_ms)}",
+            f"replicas: {answer.replicas} ({', '.join(f'{count} {state}' for state, count in counts.items())})",
+            f"metrics: {answer.metrics_address or 'none'}",
+            f"traces: {'on' if answer.tracing else 'off'}",
+        )
+    )
+
+
+def replicas_command(
+    service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False
+) -> None:
+    """List the replicas of a service with their session states and the use of their pools."""
+    from kvplane import calls
+    from kvplane.v1.allocation_pb2 import ListReplicasResponse
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.list_replicas(_PAGE, "")))
+        return
+    with client_of(service) as client:
+        answer = ListReplicasResponse(replicas=client.list_replicas())
+    show(answer, output, lambda: _replica_table(answer))
+
+
+def _replica_table(answer: ListReplicasResponse) -> str:
+    from kvplane.v1.allocation_pb2 import ReplicaState
+
+    rows = [("REPLICA", "STATE", "EPOCH", "BLOCKS", "FREE", "HELD")]
+    for one in answer.replicas:
+        usable = max(1, one.num_blocks - 1)
+        state = word(ReplicaState.Name(one.state), "REPLICA_STATE_")
+        held = f"{1 - one.free_blocks / usable:.0%}"
+        rows.append((one.replica, state, str(one.epoch), str(one.num_blocks), str(one.free_blocks), held))
+    return columns(rows)
+
+
+def top_command(
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one sample and exit.")] = False,
+    svg: Annotated[Path | None, typer.Option(hidden=True, help="Write a screenshot and exit.")] = None,
+    service: Service = DEFAULT_SERVICE,
+) -> None:
+    """Watch the replicas of a service: pools, hits, evictions, preemptions, slowest steps. Keys: q quits, p pauses."""
+    with client_of(service) as client:
+        if once:
+            from rich.console import Console
+
+            from kvplane_service.cli.views.top_panels import NO_REPLICA, ReplicaPanels
+
+            panels = ReplicaPanels(client).sample(time.monotonic())
+            Console().print(*(panels or [NO_REPLICA]), sep="\n")
+            return
+        from kvplane_service.cli.views.top_app import Top
+
+        client.status()  # raises Unavailable before the screen is taken over
+        app = Top(client, service, interval)
+        app.run() if svg is None else app.save_picture(svg)
+
+
+def doctor_command(service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE) -> None:
+    """Check a service for common problems and print remedies. Exits 1 if any are found.
+
+    Checks health, reflection, versions, clocks, lapsed replicas, ranks without a worker, workers of another epoch, the
+    store, external loads, budgets and drafts.
+    """
+    from dataclasses import asdict
+
+    from kvplane_service.cli.query.checks import examine
+
+    with address_remedy():
+        findings = examine(service, given_access())
+    print(_finding_table(findings) if output is Format.TABLE else plain_text([asdict(one) for one in findings], output))
+    raise typer.Exit(0 if all(one.is_well for one in findings) else FAILED)
+
+
+def _finding_table(findings: list[Finding]) -> str:
+    rows = [("CHECK", "STATE", "FOUND")]
+    rows += [(one.check, "ok" if one.is_well else "FAULT", one.seen) for one in findings]
+    remedies = [f"{one.check}: {one.remedy}" for one in findings if not one.is_well]
+    return "\n".join([columns(rows), *([""] if remedies else []), *remedies])
+
+
+def health_command(
+    address: Annotated[str, typer.Argument(help="host:port of health_listen, or unix:PATH of a worker.")],
+    name: Annotated[
+        str, typer.Option(help="What to check: readiness, liveness, or a service. Default: the whole process.")
+    ] = "",
+) -> None:
+    """Query gRPC Health in plaintext, for probes. Exits 0 if serving, 1 if not, 3 if there is no answer."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from kvplane.channel import open_channel
+    from kvplane.status import RpcOutcome, error_of_rpc
+
+    with open_channel(address) as channel:
+        try:
+            request = health_pb2.HealthCheckRequest(service=name)
+            status = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_HEALTH_TIMEOUT_S).status
+        except grpc.RpcError as outcome:
+            raise error_of_rpc(cast(RpcOutcome, outcome)) from None
+    print(health_pb2.HealthCheckResponse.ServingStatus.Name(status).lower())
+    raise typer.Exit(0 if status == health_pb2.HealthCheckResponse.SERVING else FAILED)
+
+
+def drain_command(
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the service has exited.")] = False,
+    service: Service = DEFAULT_SERVICE,
+    grpcurl: Grpcurl = False,
+) -> None:
+    """Drain a service: it refuses new sessions, waits for open ones to close, then exits. Same as SIGTERM."""
+    from kvplane import calls
+
+    if grpcurl:
+        print(grpcurl_line(service, calls.drain()))
+        return
+    with client_of(service) as client:
+        client.drain()
+        print(f"{service}: draining", flush=True)
+    if wait:
+        _wait_for_exit(service)
+        print(f"{service}: exited")
+
+
+def _wait_for_exit(service: str) -> None:
+    from kvplane import Unavailable
+
+    with client_of(service) as client:
+        while True:
+            try:
+                client.status()
+            except Unavailable:
+                return
+            time.sleep(_POLL_S)

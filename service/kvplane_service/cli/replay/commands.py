@@ -1,0 +1,87 @@
+"""The commands `replay` and `demo`: their options, and what runs for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvplane_replay import CostModel, EngineConfig, Routing, RunPlan
+from kvplane_service.cli.options import SERVICE_VARIABLE
+
+_POOL_BLOCKS = 65_536
+
+
+def replay_command(
+    file: Annotated[
+        Path, typer.Argument(help="Mooncake or Weka trace (.jsonl, .jsonl.gz, .jsonl.zst), or with --log a recording.")
+    ],
+    log: Annotated[bool, typer.Option("--log", help="FILE is a recording of decisions (kvplane record).")] = False,
+    model: Annotated[str, typer.Option(help="Model of the service's catalogue.")] = "llama-3.1-70b",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks of a replica.")] = 1,
+    replicas: Annotated[int, typer.Option(min=1, help="Number of equal replicas, each with its own engine.")] = 1,
+    pool_blocks: Annotated[
+        int | None, typer.Option(min=2, help="Blocks of each pool. Default: 65,536, or with --log as recorded.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens per attention block.")] = 16,
+    max_model_len: Annotated[int, typer.Option(min=1, help="Longest request in tokens, prompt and output.")] = 131_072,
+    limit: Annotated[int | None, typer.Option(min=1, help="Stop after this number of requests.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests that run concurrently.")] = 256,
+    one_at_a_time: Annotated[bool, typer.Option(help="Run one request at a time.")] = False,
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens of one step.")] = 8192,
+    max_output: Annotated[int, typer.Option(min=1, help="Cut outputs to this number of tokens.")] = 1 << 30,
+    routing: Annotated[Routing, typer.Option(help="sticky: by session; round-robin: in rotation.")] = Routing.STICKY,
+    prefill_tokens_per_second: Annotated[int, typer.Option(min=1, help="Cost model: prefill rate.")] = 20_000,
+    decode_step_us: Annotated[int, typer.Option(min=0, help="Cost model: microseconds of a decode step.")] = 20_000,
+    service: Annotated[
+        str,
+        typer.Option(
+            envvar=SERVICE_VARIABLE,
+            show_envvar=False,
+            help=f"Address of a running service. Default: start one for the replay. (env: {SERVICE_VARIABLE})",
+        ),
+    ] = "",
+    address: Annotated[str, typer.Option(hidden=True, help="Former name of --service.")] = "",
+    events: Annotated[bool, typer.Option(help="Count evictions in the engine too, from cache events.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    speed: Annotated[float, typer.Option(min=0, help="Virtual seconds per second. 0 = as fast as possible.")] = 0.0,
+) -> None:
+    """Replay a serving trace through the service and print what it decided. With --log, replay recorded decisions.
+
+    A request is refused by name if it is longer than --max-model-len or can never fit the pool. Tokens are a function
+    of the trace's block IDs, and time is virtual, advanced by the cost model: two runs are identical.
+
+    A recording is replayed without a service and compared bit by bit; exits 1 if a decision differs. With --pool-blocks
+    it is a what-if: the recorded steps in a pool of another size, where refused requests are retried with each step.
+    """
+    if log:
+        from kvplane_service.cli.replay.report import show_log
+
+        raise typer.Exit(show_log(file, pool_blocks, as_json))
+    from kvplane_service.cli.replay.trace import ReplayOptions, show_replay
+
+    engine = EngineConfig(
+        max_running=1 if one_at_a_time else concurrency, token_budget=token_budget, max_output=max_output
+    )
+    cost = CostModel(prefill_tokens_per_second, decode_step_us)
+    pool_blocks = pool_blocks or _POOL_BLOCKS
+    plan = RunPlan(
+        model, tensor_parallel, replicas, pool_blocks, block_size, max_model_len, engine, cost, routing, events
+    )
+    raise typer.Exit(show_replay(ReplayOptions(file, plan, limit, address or service, speed), as_json))
+
+
+def demo_command(
+    seed: Annotated[int, typer.Option(help="Seed of the workload. Equal seeds give equal decisions.")] = 8,
+    plain: Annotated[bool, typer.Option(help="Print lines instead of the live view.")] = False,
+    svg: Annotated[Path | None, typer.Option(hidden=True, help="Write a picture of the live view.")] = None,
+) -> None:
+    """Start a service, drive four models through it and show their pools, hits, evictions and preemptions.
+
+    The workload is generated from a seed: chats and agents that call tools, with shared system prompts. The last line
+    prints the service's counters, which must equal what the engines count in its answers.
+    """
+    from kvplane_service.cli.replay.demo import show_demo
+
+    raise typer.Exit(show_demo(seed, plain, svg))

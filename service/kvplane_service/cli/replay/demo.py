@@ -1,0 +1,152 @@
+"""Runs `kvplane demo`: a service in a child process, one engine thread per model, and the live view."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from rich.console import Console
+from rich.live import Live
+
+from kvplane.unary import connect
+from kvplane_replay import CostModel, EngineConfig, RunPlan
+from kvplane_replay.run import ReplayRun
+from kvplane_replay.summary import Summary
+from kvplane_replay.workloads import ChatShape, TraceRequest, chat_workload
+from kvplane_service.cli.child import ServiceChild
+from kvplane_service.cli.options import FAILED, INTERRUPTED
+from kvplane_service.cli.replay.engines import Engines, Pace, running
+from kvplane_service.cli.replay.report import summary_line
+from kvplane_service.cli.views.panels import View, line, picture
+from kvplane_service.cli.views.samples import Sample, Sampler
+
+MAX_MODEL_LEN = 4096
+NUM_REQUESTS = 300
+_VIEW_INTERVAL_S = 0.25
+_VIEW_SPEED = 4.0  # virtual seconds per second of the live view; without a terminal the demo runs at full speed
+_LINE_INTERVAL_S = 2.0
+_PICTURE_AT = 0.6  # share of the requests that are completed in the picture
+
+_ENGINE = EngineConfig(max_running=64, token_budget=2048)
+_COST = CostModel(prefill_tokens_per_second=20_000, decode_step_us=40_000)
+_SHAPE = ChatShape(max_model_len=MAX_MODEL_LEN, num_sessions=80, sessions_per_s=5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DemoModel:
+    """A model, and a pool slightly too small for its traffic, so that evictions and preemptions occur."""
+
+    name: str
+    pool_blocks: int
+    tensor_parallel: int = 1
+
+    def plan(self) -> RunPlan:
+        """The plan of its run. Cache events are on, so that the engine counts evictions too."""
+        return RunPlan(
+            model=self.name,
+            tensor_parallel=self.tensor_parallel,
+            pool_blocks=self.pool_blocks,
+            max_model_len=MAX_MODEL_LEN,
+            engine=_ENGINE,
+            cost=_COST,
+            with_events=True,
+        )
+
+
+MODELS = (
+    DemoModel("llama-3.1-70b", 1400, tensor_parallel=4),
+    DemoModel("gpt-oss-120b", 1300),
+    DemoModel("gemma-3-27b", 6000),
+    DemoModel("jamba-v0.1", 800),
+)
+
+
+def workload(seed: int) -> Iterator[TraceRequest]:
+    """The requests of the demo, equal for every model."""
+    return islice(chat_workload(Random(seed), _SHAPE), NUM_REQUESTS)
+
+
+def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
+    """Run the demo; returns the exit code: 0, 1 when counts disagree or something did not occur, 130 after Ctrl-C."""
+    console = Console()
+    try:
+        summaries = run_demo(seed, console, plain or not console.is_terminal, svg)
+    except KeyboardInterrupt:
+        print("kvplane demo: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    faults = [f"{summary.model}: {fault}" for summary in summaries for fault in complaints(summary)]
+    for fault in faults:
+        print(f"kvplane demo: {fault}", file=sys.stderr)
+    print(summary_line(summaries))
+    return FAILED if faults else 0
+
+
+def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list[Summary]:
+    """Start a service, run all models, stop the service. Raises the error of an engine."""
+    with ExitStack() as stack:
+        console.print("starting the service", highlight=False)
+        client = stack.enter_context(connect(stack.enter_context(ServiceChild()).address))
+        runs = [stack.enter_context(ReplayRun(client, model.plan(), model.name, workload(seed))) for model in MODELS]
+        samplers = [Sampler(model.name, run) for model, run in zip(MODELS, runs, strict=True)]
+        pace = Pace(0.0 if plain else _VIEW_SPEED)
+        with (
+            running(runs, lambda run: pace.hold(run.fleet.clock_ns)) as engines,
+            _lines(console) if plain else _live(console) as show,
+        ):
+            _watch(engines, samplers, show, svg)
+        return [run.summary("demo") for run in runs]
+
+
+Show = Callable[[list[Sample], bool], None]  # draws samples; True with the last ones
+
+
+def _watch(engines: Engines, samplers: Sequence[Sampler], show: Show, svg: Path | None) -> None:
+    """Sample and draw until the engines have ended, and once more."""
+    is_over = False
+    while not is_over:
+        is_over = engines.wait(_VIEW_INTERVAL_S)
+        samples = [sampler.sample(time.monotonic()) for sampler in samplers]
+        show(samples, is_over)
+        if svg is not None and sum(one.completed for one in samples) >= _PICTURE_AT * NUM_REQUESTS * len(MODELS):
+            svg.write_text(picture(samples, "kvplane demo"), encoding="utf-8")
+            svg = None
+
+
+@contextmanager
+def _live(console: Console) -> Iterator[Show]:
+    """Panels, redrawn in the same place."""
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda samples, _: live.update(View(samples), refresh=True)
+
+
+@contextmanager
+def _lines(console: Console) -> Iterator[Show]:
+    """One line per model, every `_LINE_INTERVAL_S` seconds and at the end."""
+    due_s = 0.0
+
+    def show(samples: list[Sample], is_last: bool) -> None:
+        nonlocal due_s
+        if time.monotonic() >= due_s or is_last:
+            due_s = time.monotonic() + _LINE_INTERVAL_S
+            for sample in samples:
+                print(line(sample), flush=True)
+
+    yield show
+
+
+def complaints(summary: Summary) -> list[str]:
+    """Faults of one model's outcome: counts that disagree, and effects of the demo that did not occur."""
+    counts = summary.counts
+    seen = {
+        "hit": counts.hit_tokens,
+        "eviction": summary.evicted,
+        "preemption": counts.preempted,
+        "completed request": summary.completed,
+    }
+    return summary.disagreements() + [f"no {what} occurred" for what, number in seen.items() if not number]

@@ -1,0 +1,125 @@
+"""The outcome of a replay as text: tables of a trace's and of a recording's outcome, one line for the demo."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+
+from kvplane.base.groups import GroupSpec, ReplicaSpec
+from kvplane_replay.from_log import Outcome, replay_log
+from kvplane_replay.summary import Summary
+from kvplane_service.cli.options import FAILED
+from kvplane_service.cli.output import columns
+
+_NAMED_REFUSALS = 5
+
+
+def describe_groups(spec: ReplicaSpec) -> list[str]:
+    """Kinds of groups with their number: ["6 sliding_window(1024)/16", "full_attention/16"]."""
+    counted = Counter(map(group_name, spec.groups))
+    return [name if count == 1 else f"{count} {name}" for name, count in counted.items()]
+
+
+def group_name(group: GroupSpec) -> str:
+    """Kind, window or chunk, and tokens per block."""
+    reach = group.window or group.chunk
+    return f"{group.kind.value}{f'({reach})' if reach else ''}/{group.block_size}"
+
+
+def rows(summary: Summary) -> list[tuple[str, str]]:
+    """(name, value) of the outcome, the most important first. Where both sides count, the service's count."""
+    counts = summary.counts
+    return [
+        ("model", f"{summary.model}: {', '.join(describe_groups(summary.spec))}"),
+        ("replicas", f"{summary.num_replicas} of {summary.spec.num_blocks} blocks"),
+        ("cost model", str(summary.cost)),
+        ("requests", f"{summary.requests:,}"),
+        ("completed", f"{summary.completed:,}"),
+        *((f"refused: {reason}", f"{count:,}") for reason, count in summary.refused_by_reason().items()),
+        ("prompt tokens", f"{summary.tally.prompt_tokens:,}"),
+        ("generated tokens", f"{summary.tally.generated_tokens:,}"),
+        ("looked up tokens", f"{counts.queried_tokens:,}"),
+        ("hit tokens", f"{counts.hit_tokens:,} ({summary.hit_share:.1%})"),
+        ("block hits per group", _numbers(counts.hit_blocks)),
+        ("evictions per group", _numbers(counts.evicted_blocks)),
+        ("preemptions", f"{counts.preempted:,}"),
+        ("admissions refused", f"{counts.refused:,}"),
+        ("steps", f"{counts.steps:,}"),
+        ("rows", f"{summary.tally.rows:,}"),
+        ("messages", f"{summary.tally.messages:,}"),
+        ("virtual time", f"{summary.virtual_s:,.1f} s"),
+        ("wall time", f"{summary.wall_s:,.1f} s"),
+        ("steps per second", f"{counts.steps / summary.wall_s:,.0f}" if summary.wall_s else "-"),
+    ]
+
+
+def table(summary: Summary) -> Table:
+    """The outcome as a table for a terminal or a pipe."""
+    drawn = Table(title=summary.workload, box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for name, value in rows(summary):
+        drawn.add_row(name, value)
+    return drawn
+
+
+def refusal_lines(summary: Summary) -> list[str]:
+    """The first refused requests by name, and the number of the others."""
+    lines = [
+        f"refused {refusal.request_id}: {refusal.reason} ({refusal.detail})"
+        for refusal in summary.refusals[:_NAMED_REFUSALS]
+    ]
+    more = len(summary.refusals) - _NAMED_REFUSALS
+    return [*lines, f"refused {more:,} more; --json lists all of them"] if more > 0 else lines
+
+
+def _numbers(values: tuple[int, ...]) -> str:
+    return " ".join(f"{value:,}" for value in values)
+
+
+def summary_line(summaries: Sequence[Summary]) -> str:
+    """All models in one line, by the service's counters."""
+    parts = []
+    for summary in summaries:
+        counts = summary.counts
+        parts.append(
+            f"{summary.model}: {summary.completed:,} requests, {counts.hit_tokens:,} hit tokens "
+            f"({summary.hit_share:.0%}), {summary.evicted:,} evictions, {counts.preempted:,} preemptions, "
+            f"{counts.steps:,} steps"
+        )
+    return " | ".join(parts)
+
+
+def show_log(path: Path, pool_blocks: int | None, as_json: bool) -> int:
+    """Replay a recording and print the outcome; returns the exit code. A what-if is compared with the recorded pool."""
+    outcome = replay_log(path, pool_blocks)
+    as_recorded = replay_log(path) if outcome.is_what_if else outcome
+    if as_json:
+        print(json.dumps({"replayed": asdict(outcome), "as_recorded": asdict(as_recorded)}, indent=2))
+    else:
+        print(_log_text(outcome, as_recorded))
+    return 0 if as_recorded.identical == as_recorded.decisions else FAILED
+
+
+def _log_text(outcome: Outcome, as_recorded: Outcome) -> str:
+    head = f"{as_recorded.replica}, recorded by kvplane {as_recorded.version}: "
+    head += f"{as_recorded.identical:,} of {as_recorded.decisions:,} decisions identical"
+    if as_recorded.first_difference:
+        head += f"; the first difference is in step {as_recorded.first_difference}"
+    if outcome.is_cut:
+        head += "; the file is cut off inside the next decision"
+    if not outcome.is_what_if:
+        rows = [("", f"{outcome.num_blocks:,} BLOCKS")]
+        rows += [(name.replace("_", " "), f"{count:,}") for name, count in outcome.counts.items()]
+        return f"{head}\n{columns(rows)}"
+    table = [("", f"{outcome.recorded_blocks:,} BLOCKS", f"{outcome.num_blocks:,} BLOCKS")]
+    for name, count in outcome.counts.items():
+        table.append((name.replace("_", " "), f"{as_recorded.counts[name]:,}", f"{count:,}"))
+    table.append(("steps not applied", "0", f"{outcome.not_applied:,}"))
+    return f"{head}\n{columns(table)}"

@@ -1,0 +1,88 @@
+"""The panels of `kvplane top`, one per replica: pool as bars, hits as a spark line, losses by reason, slowest steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from kvplane import Client, wire
+from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaState
+from kvplane_service.cli.client import described
+from kvplane_service.cli.output import age, by_reason, word
+from kvplane_service.cli.views.panels import hit_line, pool_table
+from kvplane_service.cli.views.samples import Trend, pools_of
+
+MAX_REPLICAS = 50
+PANEL_WIDTH = 76
+NO_REPLICA = Text("no replica is registered")
+_STYLES = {"live": "green", "lapsed": "red", "recovering": "yellow"}
+
+
+class ReplicaPanels:
+    """Panels of all replicas of a service, with the trend of each."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._trends: dict[str, Trend] = {}
+
+    def sample(self, now_s: float) -> list[RenderableType]:
+        """Read the counters from the service; at most MAX_REPLICAS panels. Raises KvplaneError."""
+        panels: list[RenderableType] = []
+        listed = list(self._client.list_replicas())
+        for answer in described(self._client, listed[:MAX_REPLICAS]):
+            trend, counters = self._trends.setdefault(answer.replica, Trend()), answer.counters
+            trend.note(now_s, counters.steps, counters.queried_tokens, counters.hit_tokens)
+            panels.append(panel(answer, trend))
+        if len(listed) > MAX_REPLICAS:
+            panels.append(f"{len(listed) - MAX_REPLICAS} more: kvplane replicas")
+        return panels
+
+
+def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
+    """The panel of one replica."""
+    state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
+    pools = pools_of(answer, wire.decode_spec(answer.spec).groups)
+    body = Group(
+        pool_table(pools, answer.free_blocks, answer.spec.num_blocks), Text(), _hits(answer, trend), *_losses(answer)
+    )
+    slowest = _slowest(answer)
+    return Panel(
+        Group(body, slowest) if slowest else body,
+        title=Text.assemble((answer.replica, "bold"), " ", (state, _STYLES.get(state, "bright_black"))),
+        title_align="left",
+        subtitle=f"{answer.running_requests:,} running · {trend.steps_per_s:,.0f} steps/s · epoch {answer.epoch}",
+        subtitle_align="right",
+        box=box.ROUNDED,
+        width=PANEL_WIDTH,
+    )
+
+
+def _hits(answer: DescribeReplicaResponse, trend: Trend) -> Text:
+    counters = answer.counters
+    share = counters.hit_tokens / counters.queried_tokens if counters.queried_tokens else 0.0
+    return hit_line(counters.hit_tokens, share, list(trend.hit_shares))
+
+
+def _losses(answer: DescribeReplicaResponse) -> Iterable[Text]:
+    for label, counts, style in (
+        ("keys removed ", answer.removed_keys, "yellow"),
+        ("preempted ", answer.preemptions, "red"),
+        ("refused ", answer.refusals, "magenta"),
+    ):
+        yield Text.assemble((label, "bright_black"), (by_reason(counts), style if any(counts.values()) else "default"))
+
+
+def _slowest(answer: DescribeReplicaResponse) -> Table | None:
+    if not answer.slowest_steps:
+        return None
+    table = Table(box=None, pad_edge=False, header_style="bright_black")
+    for heading in ("slowest steps", "time", "rows", "ago"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in answer.slowest_steps:
+        table.add_row(str(one.seq), f"{one.took_ns / 1e6:.2f} ms", str(one.rows), age(one.age_ms))
+    return table
