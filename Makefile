@@ -1,5 +1,5 @@
-# `make demo` shows kvplane at work, `make test` says whether the tree is sound. The rest are their parts.
-# Each target sets up what it needs: Python packages in .venv, other tools in .tools.
+# `make demo` runs a demonstration, `make test` everything that CI runs. The other targets are parts of them.
+# Each target installs what it needs: Python packages in .venv, other tools in .tools.
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick test-nightly check format lint types contracts chart proto proto-check proto-baseline pytest \
@@ -14,19 +14,19 @@ ARGS ?= -n 2 --dist loadfile
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(RUNTIME)  ## two acts, live: four models through the service; then a small engine on it (at most 60 s each)
+demo: $(RUNTIME)  ## two parts, live: four models through the service, then a small engine (at most 60 s each)
 	@.venv/bin/kvplane demo
 	@scripts/demo_engine.sh
 
-test: check pytest  ## everything that CI runs: yes or no
+test: check pytest  ## run everything that CI runs
 
-check: lint types contracts proto-check  ## what needs no running: style, types, import contracts, the wire contract
+check: lint types contracts proto-check  ## static checks: style, types, import contracts, the wire contract
 
 lint: $(DEV)
 	@echo "== ruff"
 	@$(PYTHON) -m ruff check .
 
-format: $(DEV)  ## mend what ruff can mend, and lay the code out
+format: $(DEV)  ## fix what ruff can fix, and format the code
 	@$(PYTHON) -m ruff check --fix-only .
 	@$(PYTHON) -m ruff format .
 
@@ -44,7 +44,7 @@ proto-check: $(DEV)
 	@scripts/buf.sh breaking --against proto/baseline.binpb
 	@$(PYTHON) scripts/gen_proto.py --check
 
-pytest: $(DEV)  ## the tests alone; ARGS="tests/core -k sliding" picks some
+pytest: $(DEV)  ## run the tests; ARGS="tests/core -k sliding" selects some
 	@echo "== pytest"
 	@$(PYTHON) -m pytest $(ARGS)
 
@@ -54,21 +54,21 @@ QUICK := tests/test_tidy.py tests/base tests/core tests/service \
 quick: $(DEV)  ## within a minute: style, the core and the service in process, with fewer examples
 	@$(PYTHON) -m pytest -n 2 --dist loadfile --hypothesis-profile=quick $(QUICK)
 
-# A property that fails is repeated by `make test-nightly EXPLORE=N`.
+# `make test-nightly EXPLORE=N` repeats a failing property.
 EXPLORE ?= $(shell od -An -N4 -tu4 /dev/urandom | tr -d ' ')
 
-test-nightly: $(DEV)  ## what takes long: 400 random cases by each kernel, then every property with new examples (EXPLORE=N)
+test-nightly: $(DEV)  ## long tests: 400 random cases per kernel, then every property with new examples (EXPLORE=N)
 	@$(PYTHON) -m pytest -n 2 -m nightly
 	@echo "== properties explored with EXPLORE=$(EXPLORE)"
 	@$(PYTHON) -m pytest -n 2 -m "hypothesis and not nightly" --hypothesis-profile=explore --hypothesis-seed=$(EXPLORE)
 
-proto: $(DEV)  ## write the generated code anew after a change in proto/
+proto: $(DEV)  ## regenerate the code after a change in proto/
 	@$(PYTHON) scripts/gen_proto.py
 
-chart: $(DEV)  ## write the schema and the table of the chart's values anew after a change in helm/ or of a configuration key
+chart: $(DEV)  ## regenerate the schema and the table of the chart's values after a change in helm/ or of a configuration key
 	@$(PYTHON) scripts/chart.py
 
-proto-baseline:  ## accept the present contract as the one that later changes may not break
+proto-baseline:  ## accept the current contract as the baseline that later changes may not break
 	@scripts/buf.sh build --exclude-source-info -o proto/baseline.binpb
 	@git --no-pager diff --stat -- proto/baseline.binpb
 
@@ -81,44 +81,44 @@ bench-store: $(DEV)  ## what a store costs a step, its size over a long run, and
 	@$(PYTHON) -m tests.bench.restart
 	@$(PYTHON) -m tests.bench.store_cost
 
-bench-peer: $(DEV)  ## a step and an admission beside vLLM 0.33.0, in one run; writes tests/bench/results (PEER="--quick")
+bench-peer: $(DEV)  ## a step and an admission compared with vLLM 0.33.0, in one run; writes tests/bench/results (PEER="--quick")
 	@$(PYTHON) -m tests.bench.peer $(PEER)
 
-bench-gpu: $(DEV)  ## kernels on one GPU: checked, then measured beside the machine's limits; writes tests/bench/results
+bench-gpu: $(DEV)  ## kernels on one GPU: checked, then measured against the limits of the machine; writes tests/bench/results
 	@$(PYTHON) -m tests.bench.gpu
 
 bench-overhead: $(DEV)  ## CPU time that the decision log, metrics and traces add to a step
 	@$(PYTHON) -m tests.bench.overhead
 
-conformance-live: $(DEV)  ## vLLM 0.33.0 and the core side by side, at random (a large download; LIVE="--kind hybrid --seeds 5")
+conformance-live: $(DEV)  ## compare vLLM 0.33.0 and the core on random operations (a large download; LIVE="--kind hybrid --seeds 5")
 	@$(PYTHON) -m tests.conformance.live $(LIVE)
 
-# Runs of the simulation: how many, from which seed on.
+# Runs of the simulation: number of seeds, first seed.
 SEEDS ?= 200
 SEED_BASE ?= 1
-# Processes that run them; empty: one for each core.
+# Number of processes; empty: one per core.
 JOBS ?=
 
-sim: $(DEV)  ## the product against chaos on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); the same seed is the same run
+sim: $(DEV)  ## simulate the product under faults on a virtual clock (SEEDS=200 SEED_BASE=1 JOBS=4); equal seeds give equal runs
 	@$(PYTHON) -m tests.sim --seeds $(SEEDS) --base $(SEED_BASE) $(if $(JOBS),--jobs $(JOBS))
 
 replay-all: $(DEV)  ## both Mooncake traces and 100 Weka sessions on four models, with the table (KVPLANE_WORKLOADS=folder)
 	@$(PYTHON) -m tests.acceptance.replay_all
 
-faults: $(DEV)  ## real processes killed, stopped, cut off, their stores full or damaged (FAULTS=40 SEED=1)
+faults: $(DEV)  ## kill, stop and cut off real processes, fill and damage their stores (FAULTS=40 SEED=1)
 	@$(PYTHON) -m tests.faults --faults $(or $(FAULTS),40) --seed $(or $(SEED),1)
 
-soak: $(DEV)  ## ten minutes (HOURS=1) of churn on one real service: nothing may grow (STORE=sqlite|redis)
+soak: $(DEV)  ## ten minutes (HOURS=1) of churn on one service process: no resource may grow (STORE=sqlite|redis)
 	@$(PYTHON) -m tests.soak --minutes $(if $(HOURS),$(shell expr 60 \* $(HOURS)),10) --store $(or $(STORE),sqlite)
 
-fuzz: $(DEV)  ## coverage-guided fuzzing of all that the wire can say; findings go to tests/fuzz/found (SECONDS=1800)
+fuzz: $(DEV)  ## coverage-guided fuzzing of every gRPC handler; findings go to tests/fuzz/found (SECONDS=1800)
 	@$(PYTHON) -m tests.fuzz $(or $(SECONDS),1800)
 
-clean:  ## remove what was made here, the environments too
+clean:  ## remove environments, tools and caches
 	rm -rf .venv .tools build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamps are made last, so an interrupted set-up is done again.
+# The stamps are written last, so that an interrupted set-up is repeated.
 $(RUNTIME): pyproject.toml scripts/setup.sh
 	@scripts/setup.sh service,cli
 	@touch $@

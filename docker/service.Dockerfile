@@ -15,7 +15,7 @@ RUN /opt/kvplane/bin/pip install --no-cache-dir --disable-pip-version-check ".[s
 
 FROM docker.io/library/python:${PYTHON_TAG}${PYTHON_DIGEST}
 COPY --from=build /opt/kvplane /opt/kvplane
-# The root file system may be read-only, and the user has no name: what is written goes here.
+# The root file system may be read-only, and the user has no name: files are written here.
 ENV PATH=/opt/kvplane/bin:$PATH HOME=/var/tmp TMPDIR=/var/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 EXPOSE 7070 7071 9464

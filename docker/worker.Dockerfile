@@ -1,7 +1,7 @@
 # The GPU worker: `kvplane worker`. From the root of the repository:
 #     docker build --file docker/worker.Dockerfile --tag kvplane/worker .
-# EXTRA names the build for a driver: worker-cuda12, worker-cuda13, or worker for pages on CPUs alone. CUDA's libraries come
-# with torch, the driver's from the node. To pin the base image: --build-arg PYTHON_DIGEST=@sha256:...
+# EXTRA selects the build: worker-cuda12, worker-cuda13, or worker for pages in CPU memory. CUDA's libraries come with
+# torch, the driver's from the node. To pin the base image: --build-arg PYTHON_DIGEST=@sha256:...
 ARG PYTHON_TAG=3.13-slim-bookworm
 ARG PYTHON_DIGEST=
 
@@ -17,7 +17,7 @@ RUN /opt/kvplane/bin/pip install --no-cache-dir --disable-pip-version-check ".[$
 
 FROM docker.io/library/python:${PYTHON_TAG}${PYTHON_DIGEST}
 COPY --from=build /opt/kvplane /opt/kvplane
-# The root file system may be read-only, and the user has no name: what is written (Triton's kernels) goes here.
+# The root file system may be read-only, and the user has no name: Triton's kernels are written here.
 ENV PATH=/opt/kvplane/bin:$PATH HOME=/var/tmp TMPDIR=/var/tmp PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 ENTRYPOINT ["kvplane"]

@@ -7,9 +7,9 @@ tools=$(cd "$(dirname "$0")/.." && pwd)/.tools
 home=$tools/buf-$version
 
 if [ ! -x "$home/node_modules/.bin/buf" ]; then
-    command -v npm >/dev/null || { echo "buf comes by npm, which is missing: apt-get install npm" >&2; exit 69; }
+    command -v npm >/dev/null || { echo "buf is installed by npm, which is missing: apt-get install npm" >&2; exit 69; }
     mkdir -p "$tools"
-    # Made aside and renamed, so that two first uses at once do not meet in a half-made folder.
+    # Installed to a temporary directory and renamed, so that concurrent first uses never see an incomplete one.
     fresh=$(mktemp -d "$tools/buf-XXXXXX")
     npm install --prefix "$fresh" --no-save --no-audit --no-fund --loglevel=error "@bufbuild/buf@$version" >&2
     mv -T "$fresh" "$home" 2>/dev/null || rm -rf "$fresh"

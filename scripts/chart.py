@@ -1,12 +1,12 @@
-"""Write what is made from helm/kvplane/values.yaml: values.schema.json, and the table of values in README.md.
+"""Generate values.schema.json and the table of values in README.md from helm/kvplane/values.yaml.
 
-A value's type is that of its default. Above it, `# --` begins its description, which may run over lines, and
-`# @schema {...}` adds to its schema. A map that has values is closed: other keys are refused. An empty one must say in
-its @schema what it may hold. `$keys: config` means the keys of the service's configuration, `$open: true` that others
-may stand beside those listed.
+A value has the type of its default. In the comment above it, `# --` begins the description, which may have several
+lines, and `# @schema {...}` extends the schema. A map with values accepts no other keys. An empty map must state in its
+@schema what it accepts. `$keys: config` stands for the keys of the service's configuration, `$open: true` for
+additional keys of any name.
 
-    python scripts/chart.py            write both
-    python scripts/chart.py --check    say what would change; 1 when something would
+    python scripts/chart.py            write both files
+    python scripts/chart.py --check    print what would change; exits 1 if anything would
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A key of values.yaml with what its comment says.
+    """A key of values.yaml with its comment.
 
     Attributes:
         path: such as image.tag.
@@ -54,13 +54,13 @@ class Value:
 
     @property
     def parts(self) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Keys and values, when it is a map that lists all that it may hold; else nothing."""
+        """Keys and values if it is a map with a complete list of keys; otherwise none."""
         is_open = "additionalProperties" in self.extra or "$keys" in self.extra
         return self.node.value if isinstance(self.node, yaml.MappingNode) and not is_open else []
 
 
 class Values:
-    """values.yaml, read with its comments."""
+    """values.yaml with its comments."""
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
@@ -73,17 +73,17 @@ class Values:
         return Value("", self._root, "", {})
 
     def children(self, parent: Value) -> Iterator[Value]:
-        """Its keys, in order. Raises SystemExit for an empty map that does not say what it may hold."""
+        """The keys, in order. Raises SystemExit for an empty map without an @schema."""
         for key, node in parent.parts:
             path = f"{parent.path}.{key.value}".lstrip(".")
             description, extra = self._comment(key.start_mark.line)
             child = Value(path, node, description, extra)
             if isinstance(node, yaml.MappingNode) and not node.value and not extra:
-                sys.exit(f"values.yaml: {path} is an empty map: say in an @schema what it may hold")
+                sys.exit(f"values.yaml: {path} is an empty map: state in an @schema what it accepts")
             yield child
 
     def leaves(self, parent: Value) -> Iterator[Value]:
-        """Everything that can be set, in order."""
+        """All values, in order."""
         for child in self.children(parent):
             if child.parts:
                 yield from self.leaves(child)
@@ -92,7 +92,7 @@ class Values:
 
     def _comment(self, line: int) -> tuple[str, dict[str, Any]]:
         """Description and schema in the comment lines right above a line."""
-        said: list[str] = []
+        lines: list[str] = []
         extra: dict[str, Any] = {}
         for text in reversed(self._lines[:line]):
             comment = text.strip()
@@ -102,9 +102,9 @@ class Values:
             if content.startswith("@schema "):
                 extra = yaml.safe_load(content.removeprefix("@schema "))
             else:
-                said.insert(0, content.removeprefix("-- "))
+                lines.insert(0, content.removeprefix("-- "))
             if content.startswith("-- "):
-                return " ".join(said), extra
+                return " ".join(lines), extra
         return "", extra
 
 
@@ -149,7 +149,7 @@ def schema_file(values: Values) -> str:
 
 
 def table(values: Values) -> str:
-    """A line per value; those without a description are what Kubernetes calls so."""
+    """One line per value. A value without a description has the meaning of the Kubernetes field of that name."""
     lines = ["| value | default | |", "|---|---|---|"]
     for value in values.leaves(values.root()):
         default = json.dumps(value.default, ensure_ascii=False)
@@ -158,16 +158,16 @@ def table(values: Values) -> str:
 
 
 def readme_file(values: Values, before: str) -> str:
-    """README.md with the table in its place."""
+    """README.md with the generated table."""
     head, _, rest = before.partition(BEGIN)
     _, _, tail = rest.partition(END)
     return f"{head}{BEGIN}\n{table(values)}\n{END}{tail}"
 
 
 def main() -> None:
-    """Write, or check."""
+    """Write the files, or check them."""
     parser = argparse.ArgumentParser(description="values.schema.json and the table of values, from values.yaml")
-    parser.add_argument("--check", action="store_true", help="change nothing; 1 when something would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything would change")
     parser.add_argument("--chart", type=Path, default=CHART)
     arguments = parser.parse_args()
     chart: Path = arguments.chart
@@ -178,13 +178,13 @@ def main() -> None:
     for name in stale:
         if arguments.check:
             old = (chart / name).read_text().splitlines() if (chart / name).exists() else []
-            changes = difflib.unified_diff(old, made[name].splitlines(), name, "made anew", lineterm="", n=0)
+            changes = difflib.unified_diff(old, made[name].splitlines(), name, "generated", lineterm="", n=0)
             print("\n".join(list(changes)[:20]))
         else:
             (chart / name).write_text(made[name])
             print(f"written: helm/kvplane/{name}")
     if stale and arguments.check:
-        sys.exit(f"helm/kvplane: {', '.join(stale)}: not what values.yaml and the configuration say now: make chart")
+        sys.exit(f"helm/kvplane: {', '.join(stale)}: not up to date with values.yaml and the configuration: make chart")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The second act of `make demo`: the reference engine answers conversations through the service, beside its twin.
-# It needs torch, which is installed here when it is missing; where it cannot be, the first act stands alone.
+# The second part of `make demo`: the reference engine answers conversations through the service, compared with a dense
+# reference. Installs torch if it is missing; if that fails, only the first part runs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 if ! .venv/bin/python -c 'import torch, grpc_health' 2>/dev/null; then
-    printf '== the second act needs torch\n'
+    printf '== the second part needs torch\n'
     if ! scripts/setup.sh service,cli,worker; then
-        printf 'demo: torch cannot be installed here, so the second act is left out; the first one is complete\n'
+        printf 'demo: torch cannot be installed, so the second part is skipped; the first part is complete\n'
         exit 0
     fi
 fi

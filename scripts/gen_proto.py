@@ -26,10 +26,10 @@ GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def environment(home: Path, requirements: tuple[str, ...]) -> Path:
-    """Return the bin folder of an environment with these requirements; make it when missing or outdated."""
+    """Return the bin folder of an environment with these requirements; create it if missing or outdated."""
     stamp, wanted = home / "requirements.txt", "\n".join(requirements)
     if not stamp.exists() or stamp.read_text() != wanted:
-        sys.stdout.write(f"making an environment with {', '.join(requirements)}\n")
+        sys.stdout.write(f"creating an environment with {', '.join(requirements)}\n")
         sys.stdout.flush()
         venv.create(home, clear=True, symlinks=True)
         pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python")]
@@ -60,13 +60,13 @@ def generated_files(package: Path) -> dict[str, bytes]:
 def differences(fresh: dict[str, bytes], committed: dict[str, bytes]) -> list[str]:
     """Return one line per generated file that is missing, left over or different."""
     lines = [f"missing: {name}" for name in sorted(fresh.keys() - committed.keys())]
-    lines += [f"left over, its .proto has gone: {name}" for name in sorted(committed.keys() - fresh.keys())]
+    lines += [f"left over, its .proto is missing: {name}" for name in sorted(committed.keys() - fresh.keys())]
     both = sorted(fresh.keys() & committed.keys())
     return lines + [f"differs: {name}" for name in both if fresh[name] != committed[name]]
 
 
 def replace(package: Path, fresh: dict[str, bytes]) -> None:
-    """Make the generated files of `package` be exactly `fresh`; written by hand stay."""
+    """Replace the generated files of `package` by `fresh`; keep files written by hand."""
     package.mkdir(parents=True, exist_ok=True)
     for name in generated_files(package).keys() - fresh.keys():
         (package / name).unlink()

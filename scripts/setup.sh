@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Prepare .venv in the root of the repository: kvplane itself (editable) and the extras named.
+# Prepare .venv in the root of the repository: kvplane (editable) with the given extras.
 #
 #     scripts/setup.sh service,cli              what `make demo` needs
 #     scripts/setup.sh service,cli,worker,dev   what `make test` needs
@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# The torch that tests run with; the wheel takes any of a range.
+# Version of torch for the tests; the wheel accepts a range.
 torch=2.13.0
 extras=${1:?usage: scripts/setup.sh EXTRAS, for example service,cli}
 python=${PYTHON:-python3}
@@ -20,13 +20,13 @@ fail() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
     || fail "$python is missing or older than 3.11; name a newer one with PYTHON=/path/to/python"
 
 if ! "$python" -c 'import ensurepip' 2>/dev/null; then
-    say "this Python cannot make environments; installing python3-venv"
+    say "this Python cannot create environments; installing python3-venv"
     [ "$(id -u)" = 0 ] || fail "python3-venv is missing: sudo apt-get install python3-venv"
     apt-get update -qq
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq python3-venv >/dev/null
 fi
 
-# Tests of the store start Redis servers of their own.
+# Tests of the store start their own Redis servers.
 if [[ ",$extras," == *,dev,* ]] && ! command -v redis-server >/dev/null && ! command -v valkey-server >/dev/null; then
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
         say "there is no redis-server; installing it for the tests of the store"
@@ -37,9 +37,9 @@ if [[ ",$extras," == *,dev,* ]] && ! command -v redis-server >/dev/null && ! com
     fi
 fi
 
-# An environment left half made, or whose interpreter has gone, is made anew.
+# Recreate an incomplete environment, or one whose interpreter is missing.
 if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    say "making .venv with $("$python" --version)"
+    say "creating .venv with $("$python" --version)"
     "$python" -m venv --clear .venv
 fi
 

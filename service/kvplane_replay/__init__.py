@@ -1,7 +1,6 @@
-"""A true engine over a session: requests of a trace are queued, prefilled in chunks, decoded, preempted and ended.
-
-Nothing here computes a model. What the model would take is said by a cost model that moves a virtual clock, so two runs
-of one trace are identical. Blocks, hits and preemptions are the service's answers; the engine counts them.
+"""Replays workloads through a service without a model: serving traces (`workloads`) or a recording of decisions
+(`from_log`) go in, counts of both sides come out (`summary`). Engines queue, prefill in chunks, decode, preempt and end
+requests as a real engine does; a cost model advances their virtual clock, so two runs of one trace are identical.
 """
 
 from kvplane_replay.engine import Engine, StepSession

@@ -1,12 +1,12 @@
-"""The loop of one engine: what it says to the service at each step, and what it makes of the answer.
+"""The scheduler loop of one engine with continuous batching.
 
-The loop is that of a continuous-batching engine: running requests first, in order; then admissions from the head of the
-queue as long as token budget, places and blocks last. The order and the budgets go to the service as one program, the
-decisions come back, so a step is one message each way.
+Running requests come first, in order; then admissions from the head of the queue while token budget, places and
+blocks last. The engine sends this order and its budgets, and the service answers with decisions: one message each way
+per step.
 
     facts of the last step, new requests, running, waiting  ->  Part  ->  service
     tokens to compute, preempted, admitted with hits        <-  answer
-    one sampled token for each request that has reached its end; these are the facts of the next step
+    one sampled token for each request whose known tokens are computed; these are the facts of the next step
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from kvplane_replay.workloads import TraceRequest
 TOO_LONG = "longer than max_model_len"
 NEVER_FITS = "never fits the empty pool"
 
-# Steps in a row that compute nothing, before the engine says that it is stuck. A deferred admission takes one.
+# Consecutive steps that may compute nothing before the engine fails as stuck. A deferred admission takes one.
 _MAX_IDLE_STEPS = 3
 _MAX_NEWS_BYTES = 8 << 20
 
 
 class StepSession(Protocol):
-    """What the engine needs of `kvplane.Session`."""
+    """The part of `kvplane.Session` that the engine uses."""
 
     @property
     def spec(self) -> ReplicaSpec:
-        """Of the replica."""
+        """The spec of the replica."""
         ...
 
     def submit(self, *parts: Part) -> int:
-        """Send one whole step without waiting."""
+        """Send one complete step without waiting; returns its number."""
         ...
 
     def receive(self) -> StepResult:
-        """The next answer."""
+        """Wait for the next answer."""
         ...
 
 
 class Engine:
-    """One replica's scheduler. Every request handed to `submit` ends in `completed` or in `refusals`.
+    """The scheduler of one replica. Every submitted request ends in `completed` or in `refusals`.
 
     Attributes:
-        spec: of the replica.
-        clock_ns: virtual time.
-        completed: requests that generated all their tokens.
-        refusals: requests refused by name.
-        tally: what the answers said.
+        spec: spec of the replica.
+        clock_ns: virtual time, nanoseconds.
+        completed: number of requests that generated all their tokens.
+        refusals: the requests that were refused.
+        tally: counts of the answers.
     """
 
     def __init__(self, session: StepSession, config: EngineConfig, cost: CostModel) -> None:
@@ -101,11 +101,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether some request is waiting or running."""
+        """True while a request is waiting or running."""
         return bool(self._waiting or self._running)
 
     def submit(self, trace: TraceRequest) -> None:
-        """Queue a request that arrives now, or refuse it when it could never end within max_model_len."""
+        """Queue a request that arrives now. One longer than max_model_len, with its output, is refused."""
         request = LiveRequest(trace, self._config.max_output)
         if request.num_tokens > self.spec.max_model_len:
             detail = f"{request.num_tokens} tokens with its output, max_model_len is {self.spec.max_model_len}"
@@ -114,17 +114,17 @@ class Engine:
         self._waiting.append(request)
 
     def step(self) -> None:
-        """One scheduler iteration: send, hash what comes next while the service works, settle the answer."""
+        """Run one step: send it, hash the next prompts while the service decides, apply the answer."""
         part = self._build()
         self._session.submit(part)
         for request in islice(self._waiting, self._config.admit_rows):
             request.hash_prompt(self._scheme)
         (answer,) = self._session.receive().parts
         self.tally.count(part, answer)
-        self._settle(part, answer)
+        self._apply(part, answer)
 
     def finish(self) -> None:
-        """Send the ends of the last requests. Call when there is no work left."""
+        """Send the ends of the last requests. Requires that no work is left."""
         assert not self.has_work, "finish comes after the last request"
         if self._facts.slot:
             part = self._build()
@@ -140,7 +140,7 @@ class Engine:
         return Part(facts=facts, news=news, run=run, admit=admit, budget=self._budget)
 
     def _ask_admissions(self) -> tuple[News, Admit]:
-        """Rows for the head of the queue, and the news of those that the service does not know yet."""
+        """Admission rows for the head of the queue, and news rows for the unannounced of these requests."""
         places = min(self._config.max_running - len(self._running), self._config.admit_rows)
         news, hashes, news_bytes = News(), [], 0
         admit = Admit(max_running=self._config.max_running, only_if_no_preemption=True)
@@ -165,21 +165,21 @@ class Engine:
         news.max_tokens.append(request.num_tokens)
         return hashes
 
-    def _settle(self, part: Part, answer: PartResult) -> None:
-        """Make the answer true: compute, admit, preempt, move the clock, sample."""
+    def _apply(self, part: Part, answer: PartResult) -> None:
+        """Apply the answer: compute, admit, preempt, advance the clock, sample."""
         reached = self._compute(part.run.slot, answer.granted)
         scheduled = sum(answer.granted) + self._admit(len(part.admit.slot), answer, reached)
         if answer.preempted:
-            gone = set(answer.preempted)
-            self._preempt(answer.preempted, gone)
-            reached = [slot for slot in reached if slot not in gone]
+            preempted = set(answer.preempted)
+            self._preempt(answer.preempted, preempted)
+            reached = [slot for slot in reached if slot not in preempted]
         decode_rows = answer.granted.count(1)
         self.clock_ns += self._cost.step_ns(scheduled - decode_rows, decode_rows)
         self._sample(reached)
-        self._watch(scheduled > 0 or bool(answer.preempted or self._facts.slot))
+        self._check_progress(scheduled > 0 or bool(answer.preempted or self._facts.slot))
 
     def _compute(self, slots: list[int], granted: list[int]) -> list[int]:
-        """Add what was granted; returns the slots that have no token left to compute."""
+        """Add the granted tokens; returns the slots with no token left to compute."""
         computed, known = self._slots.computed, self._slots.known
         reached = []
         for slot, tokens in zip(slots, granted, strict=True):
@@ -190,7 +190,7 @@ class Engine:
         return reached
 
     def _admit(self, num_rows: int, answer: PartResult, reached: list[int]) -> int:
-        """Move what was admitted from the head of the queue to the running requests; returns tokens scheduled."""
+        """Move admitted requests from the queue to the running ones; returns the number of scheduled tokens."""
         head = [self._waiting.popleft() for _ in range(num_rows)]
         stay, scheduled = [], 0
         for request, status, hit, granted in zip(
@@ -215,21 +215,21 @@ class Engine:
         self._slots.computed[slot] = hit + granted
         self._running.append(slot)
 
-    def _preempt(self, slots: list[int], gone: set[int]) -> None:
-        """Back to the front of the queue, with all their tokens and none of them computed."""
-        self._running = [slot for slot in self._running if slot not in gone]
+    def _preempt(self, slots: list[int], preempted: set[int]) -> None:
+        """Return requests to the front of the queue: all tokens stay known, none is computed."""
+        self._running = [slot for slot in self._running if slot not in preempted]
         for slot in slots:
             self._slots.computed[slot] = 0
             self._waiting.appendleft(self._slots.holder(slot))
 
     def _give_up(self, request: LiveRequest) -> None:
-        """Refuse a request whose known tokens alone are more than the pool holds."""
+        """Refuse a request whose known tokens alone exceed the pool."""
         detail = f"{self._slots.known[request.slot]} tokens, the pool has {self.spec.num_blocks - 1} blocks"
         self.refusals.append(Refusal(request.trace.name, NEVER_FITS, detail))
         self._end(request.slot, appended=0, hashes=b"")
 
     def _sample(self, reached: list[int]) -> None:
-        """Each request that has reached its end gets one token more, and ends with its last one."""
+        """Append one token to each request whose known tokens are computed; end it with its last token."""
         slots, ended = self._slots, set()
         for slot in reached:
             request = slots.holder(slot)
@@ -262,9 +262,9 @@ class Engine:
         facts.hashes += hashes
         facts.end.append(end)
 
-    def _watch(self, moved: bool) -> None:
-        """Steps in which nothing can happen would go on for ever: that is a bug of one side, and loud."""
-        self._idle_steps = 0 if moved else self._idle_steps + 1
+    def _check_progress(self, has_progress: bool) -> None:
+        """Fail on repeated steps without progress: the loop would never end, which is a bug of engine or service."""
+        self._idle_steps = 0 if has_progress else self._idle_steps + 1
         assert self._idle_steps < _MAX_IDLE_STEPS, (
             f"{self._idle_steps} steps computed nothing, with {self.num_running} running and {self.num_waiting} waiting"
         )

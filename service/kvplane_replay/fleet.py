@@ -1,8 +1,8 @@
 """Several engines on one virtual clock, fed by the arrivals of a trace.
 
-Open loop: a request arrives when the trace says, however busy the engines are. Each engine has a clock of its
-own, which its steps move; the one that is furthest behind steps next, so a request meets its engine in the state
-that it had at that moment, and the outcome depends on nothing but the trace and the settings.
+Open loop: a request arrives at the time in the trace, however busy the engines are. Each engine has a clock of its own,
+which its steps advance. The engine that is furthest behind steps next, so an arriving request finds its engine in the
+state of that moment, and the outcome depends only on the trace and the settings.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kvplane_replay.workloads import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a fleet is.
+    """Progress of a fleet.
 
     Attributes:
         read: requests taken from the trace.
-        completed, refused, running, waiting: where they are; they add up to `read`.
+        completed, refused, running, waiting: the same requests by state; the sum is `read`.
         steps: steps so far.
         clock_ns: virtual time of the engine that is furthest ahead.
     """
@@ -38,9 +38,9 @@ class Progress:
 
 
 class Fleet:
-    """The engines of one trace; `run_step` until it answers False.
+    """The engines of one trace. Call `run_step` until it returns False.
 
-    What the trace raises while it is read goes through `run_step`; the fleet can go on afterwards and ends what it has.
+    An error of the trace is raised by `run_step`; further calls finish the requests that were read before.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Fleet:
         self._is_read = False
 
     def run_step(self) -> bool:
-        """Deliver what has arrived, then step one engine; False when nothing is left and every end has been sent."""
+        """Submit the requests that have arrived, then step one engine. False when all have ended and this was sent."""
         engine = self._furthest_behind()
         while (request := self._peek()) is not None and (engine is None or _arrival_ns(request) <= engine.clock_ns):
             self._deliver(request)
@@ -79,7 +79,7 @@ class Fleet:
 
     @property
     def progress(self) -> Progress:
-        """How far it is."""
+        """Counts of the requests by state, and the clock."""
         return Progress(
             read=self.num_read,
             completed=sum(engine.completed for engine in self.engines),
@@ -91,7 +91,7 @@ class Fleet:
         )
 
     def tally(self) -> Tally:
-        """What all engines counted together; a fresh copy."""
+        """The sum of the counts of all engines, as a copy."""
         total = Tally(num_groups=self.engines[0].tally.num_groups)
         for engine in self.engines:
             total.add(engine.tally)
@@ -108,7 +108,7 @@ class Fleet:
         return self._next
 
     def _deliver(self, request: TraceRequest) -> None:
-        """Hand the next arrival to its engine; one that was idle has waited for it."""
+        """Submit the next arrival to its engine; the clock of an idle engine advances to the arrival."""
         self._next = None
         self.num_read += 1
         engine = self.engines[self._route(request)]

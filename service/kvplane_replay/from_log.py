@@ -1,8 +1,8 @@
-"""Recorded decisions, decided again: bit for bit in the same pool, or as a what-if in one of another size.
+"""Replays a recording of decisions: bit for bit in the recorded pool, or as a what-if in a pool of another size.
 
-In another pool refusals fall differently, and the engine that would have reacted is not here. So the recorded steps are
-sent as they were, with two things that any engine does: who was refused or preempted here asks again with every step,
-and what was said of blocks by their ids is left out. Outputs are those recorded, whenever they come.
+In another pool other admissions are refused, and the engine that would react is absent. So the recorded steps are sent
+unchanged but for two things: requests that are refused or preempted here are retried with every step, and references to
+block ids are removed. Outputs are the recorded ones, at the recorded steps.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _FIRST_EPOCH = 1
 
 @dataclass(slots=True)
 class Outcome:
-    """What a replay of a log came to.
+    """The outcome of replaying a recording.
 
     Attributes:
-        decisions: steps, or pieces of steps.
-        identical: of these, with the very answer that was recorded.
-        first_difference: number of the first other step, as "epoch/seq"; "" when there is none.
-        not_applied: steps of a what-if that could not be applied.
-        is_cut: the file ended inside a decision, which is left out.
+        decisions: number of steps, or parts of steps.
+        identical: number of decisions with exactly the recorded answer.
+        first_difference: the first step with another answer, as "epoch/seq"; "" when there is none.
+        not_applied: number of what-if steps that could not be applied.
+        is_cut: the file ends inside a decision, which is skipped.
     """
 
     replica: str
@@ -60,36 +60,36 @@ class Outcome:
 
     @property
     def is_what_if(self) -> bool:
-        """In another pool than the recorded one."""
+        """True if the pool differs from the recorded one."""
         return self.num_blocks != self.recorded_blocks
 
 
 def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
-    """Decide a recording again, in a pool of `num_blocks` blocks (None = the recorded size).
+    """Replay a recording in a pool of `num_blocks` blocks (None = the recorded number).
 
     Raises:
-        NotFound, InvalidArgument: as `Frames`; or a pool that cannot be.
-        KvplaneError: the same pool refuses a step that was applied then.
+        NotFound, InvalidArgument: as `Frames`; or the pool is too small for the spec.
+        KvplaneError: the recorded pool refuses a step that was applied when it was recorded.
     """
     file = Frames(path)
     frames = iter(file)
     first = next(frames, None)
     if first is None or first.WhichOneof("entry") != "header":
-        raise InvalidArgument(f"{path} does not begin with a header", field="--log", remedy="record anew")
+        raise InvalidArgument(f"{path} does not begin with a header", field="--log", remedy="record it again")
     spec = wire.decode_spec(first.header.spec)
     outcome = Outcome(first.header.replica, first.header.version, num_blocks or spec.num_blocks, spec.num_blocks)
-    again = _Again(replace(spec, num_blocks=outcome.num_blocks), outcome, first.header.step_version or 1)
+    replayed = _Replayed(replace(spec, num_blocks=outcome.num_blocks), outcome, first.header.step_version or 1)
     for frame in frames:
         if frame.WhichOneof("entry") == "decision":
-            again.decide(frame.decision)
+            replayed.decide(frame.decision)
         else:
-            again.begin_life(frame.life)
-    outcome.counts, outcome.is_cut = again.counts(), file.is_cut
+            replayed.begin_life(frame.life)
+    outcome.counts, outcome.is_cut = replayed.counts(), file.is_cut
     return outcome
 
 
-class _Again:
-    """A replica that decides again."""
+class _Replayed:
+    """A replica that applies the recorded steps."""
 
     def __init__(self, spec: ReplicaSpec, outcome: Outcome, step_version: int) -> None:
         self._replica = Replica(spec)
@@ -99,12 +99,12 @@ class _Again:
         self._digest_size = HashScheme.of(spec).digest.size
         self._outcome = outcome
         self._step_version = step_version
-        self._waiting: dict[int, None] = {}  # slots of a what-if that ask again, in order
-        self._never_fits = 0  # requests
-        self._too_long: set[int] = set()  # slots of those that are still there
+        self._waiting: dict[int, None] = {}  # slots that a what-if retries, in order
+        self._never_fits = 0  # number of requests
+        self._too_long: set[int] = set()  # slots of these requests while they are known
 
     def begin_life(self, life: RecordedLife) -> None:
-        if self._outcome.is_what_if:  # whose blocks are not those that were said to be busy
+        if self._outcome.is_what_if:  # the recorded busy blocks are ids of another pool
             self._replica.begin_epoch(life.epoch, memory_is_new=True)
         else:
             stamps, busy = array("Q", life.stamp_table), array("I", life.busy_blocks)
@@ -116,7 +116,7 @@ class _Again:
         step, outcome = step_of(recorded, self._digest_size, self._step_version), self._outcome
         outcome.decisions += 1
         if outcome.is_what_if:
-            self._decide_otherwise(step)
+            self._decide_what_if(step)
             return
         result = self._replica.apply(step)
         self._note_too_long(step, result)
@@ -125,15 +125,15 @@ class _Again:
         elif not outcome.first_difference:
             outcome.first_difference = f"{step.epoch}/{step.seq}"
 
-    def _decide_otherwise(self, step: Step) -> None:
+    def _decide_what_if(self, step: Step) -> None:
         for part in step.parts:
             self._waiting |= dict.fromkeys(part.resume.slot if part.resume is not None else ())
         step = replace(step, parts=[self._fitting(part) for part in step.parts])
-        spoken_for = {slot for part in step.parts for slot in (*part.admit.slot, *_ended(part.facts))}
-        again = [slot for slot in self._waiting if slot not in spoken_for]
-        if again and step.last:
+        in_step = {slot for part in step.parts for slot in (*part.admit.slot, *_ended(part.facts))}
+        retried = [slot for slot in self._waiting if slot not in in_step]
+        if retried and step.last:
             budget = Budget(tokens=self._replica.spec.max_in_flight_tokens)
-            step.parts.append(Part(admit=Admit(slot=again, on_refusal=OnRefusal.STOP), budget=budget))
+            step.parts.append(Part(admit=Admit(slot=retried, on_refusal=OnRefusal.STOP), budget=budget))
         try:
             result = self._replica.apply(step)
         except KvplaneError:
@@ -144,24 +144,24 @@ class _Again:
     def _note_waiting(self, step: Step, result: StepResult) -> None:
         self._note_too_long(step, result)
         requests = self._replica.requests
-        asked = [slot for part in step.parts for slot in part.admit.slot]
+        admitting = [slot for part in step.parts for slot in part.admit.slot]
         preempted = [slot for part in result.parts for slot in part.preempted]
-        for slot in dict.fromkeys([*self._waiting, *preempted, *asked]):
+        for slot in dict.fromkeys([*self._waiting, *preempted, *admitting]):
             if requests.is_live(slot) and not requests.running[slot] and not requests.held[slot]:
                 self._waiting[slot] = None
             else:
                 self._waiting.pop(slot, None)
 
     def _note_too_long(self, step: Step, result: StepResult) -> None:
-        for part, told in zip(step.parts, result.parts, strict=True):
+        for part, answer in zip(step.parts, result.parts, strict=True):
             self._too_long.difference_update(part.news.slot)
-            for slot, status in zip(part.admit.slot, told.admit_status, strict=True):
+            for slot, status in zip(part.admit.slot, answer.admit_status, strict=True):
                 if status == AdmitStatus.NEVER_FITS and slot not in self._too_long:
                     self._too_long.add(slot)
                     self._never_fits += 1
 
     def _fitting(self, part: Part) -> Part:
-        """Without what was true of the recorded pool alone."""
+        """The part without references to blocks and holds of the recorded pool."""
         held = [slot for slot in part.cache.released if slot in self._replica.ledger.held]
         cache = Cache(part.cache.failed_steps, [], held, part.cache.reset)
         return replace(part, facts=self._fitting_facts(part.facts), cache=cache, resume=None)
@@ -176,18 +176,18 @@ class _Again:
         )
 
     def _at_most(self, slot: int, count: int) -> int:
-        """What the request has here, when that is less than was recorded."""
+        """The recorded count, limited to the tokens that the request has computed here."""
         if count == UNCHANGED or not self._replica.requests.is_live(slot):
             return UNCHANGED
         return min(count, self._replica.requests.computed[slot])
 
     def counts(self) -> dict[str, int]:
-        """What the replica counted."""
+        """The replica's counters."""
         counters = self._replica.counters
         names = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens")
         evicted = sum(group.evicted_blocks for group in self._replica.group_counters())
-        told = {name: getattr(counters, name) for name in names}
-        return {**told, "never_fits": self._never_fits, "evicted_keys": evicted}
+        values = {name: getattr(counters, name) for name in names}
+        return {**values, "never_fits": self._never_fits, "evicted_keys": evicted}
 
 
 def _ended(facts: Facts) -> list[int]:

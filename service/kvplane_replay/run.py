@@ -1,4 +1,4 @@
-"""One workload on the replicas of one model, against a running service."""
+"""Runs one workload on the replicas of one model, against a running service."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvplane_replay.workloads import MalformedTrace, TraceRequest
 
 
 class ReplayRun:
-    """Registers replicas, opens their sessions, and takes everything back at the end. A context manager.
+    """Registers replicas and opens their sessions; on exit closes and deregisters them. A context manager.
 
     Attributes:
-        names: of the replicas.
+        names: names of the replicas.
         fleet: the engines.
-        fault: why reading stopped early, "" when it did not.
+        fault: why reading the trace stopped early; "" when it did not.
     """
 
     def __init__(self, client: Client, plan: RunPlan, name: str, trace: Iterable[TraceRequest]) -> None:
-        """`name` is what the replicas are called, with a number behind when there are several."""
+        """`name` is the name of the replica; several replicas are named `name/0`, `name/1`, ..."""
         self.names = [name] if plan.replicas == 1 else [f"{name}/{i}" for i in range(plan.replicas)]
         self.fault = ""
         self._client = client
@@ -47,18 +47,18 @@ class ReplayRun:
         self._undo.close()
 
     def run(self, after_step: Callable[[], bool]) -> None:
-        """Step until all is done or `after_step` answers False. A fault of the trace ends reading, not the run."""
+        """Step until all requests end or `after_step` returns False. A malformed trace ends reading, not the run."""
         started = time.monotonic()
         while self._step() and after_step():
             pass
         self._wall_s += time.monotonic() - started
 
     def describe(self) -> list[DescribeReplicaResponse]:
-        """What the service says of each replica now."""
+        """The service's description of each replica."""
         return [self._client.describe_replica(name) for name in self.names]
 
     def summary(self, workload: str) -> Summary:
-        """Where it stands; call it when `run` has ended."""
+        """The outcome. Call it after `run`."""
         progress = self.fleet.progress
         described = self.describe()
         return Summary(

@@ -17,7 +17,7 @@ from kvplane_service.core.cache_events import runs_of
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was never run, or given up, and why."""
+    """A request that was refused, and why."""
 
     request_id: str
     reason: str
@@ -120,7 +120,7 @@ def _real_blocks(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCounts:
-    """Counters of one replica, or the sum over several, as the service tells them; lists by KV cache group."""
+    """The service's counters of one replica, or their sum over several; tuples by KV cache group."""
 
     steps: int
     admitted: int
@@ -163,13 +163,13 @@ class Summary:
         spec: of each replica.
         num_replicas: equal replicas.
         cost: what moved the virtual clock.
-        requests, completed: read from the workload; of these, run to their end.
-        refusals: the others.
-        counts: what the service counted.
-        tally: what the engines counted in the answers.
-        counts_evictions: whether the answers carried events, from which the engines count evictions.
-        virtual_ns, wall_s: time in the model's world, and in ours.
-        fault: why reading stopped before the end of the workload; "" when it did not.
+        requests, completed: requests read from the workload, and those that completed.
+        refusals: the refused requests.
+        counts: the service's counters.
+        tally: the engines' counts of the answers.
+        counts_evictions: True if the answers carried events, from which the engines count evictions.
+        virtual_ns, wall_s: virtual time in nanoseconds, real time in seconds.
+        fault: why reading the workload stopped early; "" when it did not.
     """
 
     workload: str
@@ -194,20 +194,20 @@ class Summary:
 
     @property
     def hit_share(self) -> float:
-        """Of the tokens looked up, those that were cached; 0 to 1."""
+        """Share of the looked-up tokens that were cached, 0 to 1."""
         return self.counts.hit_tokens / self.counts.queried_tokens if self.counts.queried_tokens else 0.0
 
     @property
     def evicted(self) -> int:
-        """Keys lost because their block was handed out again, all groups."""
+        """Keys evicted because their block was reallocated, all groups."""
         return sum(self.counts.evicted_blocks)
 
     def refused_by_reason(self) -> dict[str, int]:
-        """Requests refused by name, most frequent reason first."""
+        """Number of refused requests by reason, most frequent first."""
         return dict(Counter(refusal.reason for refusal in self.refusals).most_common())
 
     def disagreements(self) -> list[str]:
-        """Where the numbers contradict each other; empty when all is well."""
+        """Contradictions between the counts; empty when they agree."""
         return list(self._disagreements())
 
     def _disagreements(self) -> Iterator[str]:
@@ -216,12 +216,12 @@ class Summary:
         for name in ServiceCounts.__slots__:
             if name == "evicted_blocks" and not self.counts_evictions:
                 continue
-            counted, told = getattr(self.tally, name), getattr(self.counts, name)
-            if (tuple(counted) if isinstance(counted, list) else counted) != told:
-                yield f"{name}: the service counts {told}, the engine {counted}"
+            ours, theirs = getattr(self.tally, name), getattr(self.counts, name)
+            if (tuple(ours) if isinstance(ours, list) else ours) != theirs:
+                yield f"{name}: the service counts {theirs}, the engine {ours}"
 
     def as_json(self) -> dict[str, Any]:
-        """For machines: everything, both counts whole."""
+        """The whole outcome as JSON, with the counts of both sides."""
         return {
             "workload": self.workload,
             "model": self.model,

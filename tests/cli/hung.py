@@ -1,4 +1,4 @@
-"""A real service beside something that hangs, and what everybody else is answered meanwhile."""
+"""A service process next to a store that hangs, and checks of what it still answers."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from tests.store import servers
 REPLICAS = 12
 CALLERS = 24
 BOUND_S = (
-    12.0  # for what should take some milliseconds on a machine with nothing else to do; the faults took 40 to 120 s
+    12.0  # for calls that take milliseconds on an idle machine; with the faults that this finds they took 40 to 120 s
 )
 GRACE_MS = 4000
 MODEL = ModelSource(model="llama-3.1-8b", num_blocks=2000, max_model_len=16384)
 
 
 class TooLate(Exception):
-    """Something was not answered in time."""
+    """A call was not answered in time."""
 
 
 @dataclass
 class Hangable:
-    """A store, and what makes it hang and go on."""
+    """A store with functions that make it hang and resume."""
 
     setting: str
     hang: Callable[[], object]
-    go_on: Callable[[], object]
+    resume: Callable[[], object]
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def stopped_redis(folder: Path) -> Iterator[Hangable]:
 
 @contextmanager
 def black_hole(folder: Path) -> Iterator[Hangable]:
-    """Between the service and Redis: connections stay, and nothing passes."""
+    """A proxy between the service and Redis: connections stay open, no byte passes."""
     with servers.serving(folder) as server:
         proxy = CuttingProxy(server.address)
         yield Hangable(f"redis://{proxy.address}", lambda: proxy.hold(True), lambda: proxy.hold(False))
@@ -66,7 +66,7 @@ def black_hole(folder: Path) -> Iterator[Hangable]:
 
 @contextmanager
 def locked_file(folder: Path) -> Iterator[Hangable]:
-    """A disk on which a write does not end: another process has the file locked."""
+    """A disk on which a write does not end: another process holds the lock of the file."""
     folder.mkdir()
     path = folder / "entries.db"
 
@@ -85,7 +85,7 @@ STORES = {"redis stopped": stopped_redis, "black hole": black_hole, "file locked
 
 @dataclass
 class Service:
-    """A process of `kvplane serve`, weakened where a twin is named, with replicas and two sessions."""
+    """A process of `kvplane serve`, with a planted fault where a twin is named, with replicas and two sessions."""
 
     process: subprocess.Popen[str]
     address: str
@@ -112,7 +112,7 @@ class Service:
     # -- what is measured
 
     def answers(self) -> dict[str, Callable[[], object]]:
-        """What needs no store."""
+        """Calls that need no store."""
         client, other = self.client, self.client
         return {
             "metrics": self.scrape,
@@ -123,35 +123,35 @@ class Service:
         }
 
     def check_answers(self, *without: str) -> None:
-        for what, ask in self.answers().items():
-            if what in without:
+        for name, call in self.answers().items():
+            if name in without:
                 continue
-            asked_s = time.monotonic()
+            started_s = time.monotonic()
             try:
-                ask()
+                call()
             except (KvplaneError, OSError) as error:
-                raise TooLate(f"{what}: {error!r}") from error
-            took_s = time.monotonic() - asked_s
+                raise TooLate(f"{name}: {error!r}") from error
+            took_s = time.monotonic() - started_s
             if took_s > BOUND_S:
-                raise TooLate(f"{what}: {took_s:.1f} s")
+                raise TooLate(f"{name}: {took_s:.1f} s")
 
     @contextmanager
-    def strangers(self) -> Iterator[list[KvplaneError]]:
-        """Callers that ask again and again for what another service may have, or register; their refusals."""
+    def store_clients(self) -> Iterator[list[KvplaneError]]:
+        """Clients that repeatedly register replicas or request replicas of other services; yields their errors."""
         over, refusals = threading.Event(), list[KvplaneError]()
 
-        def ask(number: int) -> None:
+        def call(number: int) -> None:
             client = kvplane.connect(self.address, timeout_s=60.0, retry=RetryPolicy(attempts=1))
             while not over.is_set():
                 try:
                     if number % 2:
-                        client.register_replica(f"stranger-{number}-{time.monotonic_ns()}", MODEL)
+                        client.register_replica(f"other-{number}-{time.monotonic_ns()}", MODEL)
                     client.describe_replica(f"unknown-{number}")
                 except KvplaneError as error:
                     refusals.append(error)
                 over.wait(0.05)
 
-        threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(CALLERS)]
+        threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(CALLERS)]
         for thread in threads:
             thread.start()
         try:
@@ -160,7 +160,7 @@ class Service:
             over.set()
 
     def check_drain(self) -> None:
-        """Engines are told before anything else is done, and the process ends soon after the grace."""
+        """Engines are notified first, and the process ends soon after the grace period."""
         drain(self.process, self.sessions, GRACE_MS / 1000, BOUND_S)
         if self.process.returncode:
             raise TooLate(f"it ended with {self.process.returncode}: {self.log.read_text()}")
@@ -169,22 +169,22 @@ class Service:
 def drain(
     process: subprocess.Popen[str], sessions: Sequence[kvplane.Session], grace_s: float, late_s: float
 ) -> tuple[float, float]:
-    """SIGTERM for a service: after how many seconds the first session was told, and the process had ended.
+    """Send SIGTERM to a service; returns the seconds until the first session was notified, and until the process ended.
 
     Raises:
-        TooLate: the session was told when the grace was over, or the process lives `late_s` longer than that.
+        TooLate: the session was not notified within the grace period, or the process lives `late_s` longer than that.
     """
-    asked_s = time.monotonic()
+    started_s = time.monotonic()
     process.send_signal(signal.SIGTERM)
     while not sessions[0].draining:
-        if time.monotonic() - asked_s > grace_s:
-            raise TooLate("an engine was told of the drain when the grace was over")
+        if time.monotonic() - started_s > grace_s:
+            raise TooLate("no engine was notified of the drain within the grace period")
         try:
             sessions[0].apply(Part())
         except Unavailable as error:
-            raise TooLate(f"an engine was not told of the drain: {error}") from error
+            raise TooLate(f"an engine was not notified of the drain: {error}") from error
         time.sleep(0.05)
-    told_s = time.monotonic() - asked_s
+    notified_s = time.monotonic() - started_s
     for one in sessions:
         with contextlib.suppress(KvplaneError):
             one.close()
@@ -192,7 +192,7 @@ def drain(
         process.wait(grace_s + late_s)
     except subprocess.TimeoutExpired:
         raise TooLate("the process did not end") from None
-    return told_s, time.monotonic() - asked_s
+    return notified_s, time.monotonic() - started_s
 
 
 @contextmanager

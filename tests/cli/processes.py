@@ -1,4 +1,4 @@
-"""The command line as processes: how they end, and what they leave behind."""
+"""The command line as processes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LIMIT_S = 110.0
 
 
 def run_kvplane(*arguments: str | int | Path) -> subprocess.CompletedProcess[str]:
-    """The command, to its end."""
+    """Run a command to its end."""
     command = [*KVPLANE, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
 @contextmanager
 def running(*arguments: str | int | Path) -> Iterator[subprocess.Popen[str]]:
-    """The command, under way; killed when the test leaves it running."""
+    """A running command; killed at the end of the block."""
     command = [*KVPLANE, *map(str, arguments)]
     # A group of its own, so that a signal of the test reaches it alone, as Ctrl-C in its own terminal would.
     process = subprocess.Popen(
@@ -40,13 +40,13 @@ def running(*arguments: str | int | Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def interrupt(process: subprocess.Popen[str]) -> int:
-    """Ctrl-C: the whole foreground group gets it; returns the exit code."""
+    """Send SIGINT to the process group, as Ctrl-C does; returns the exit code."""
     os.killpg(process.pid, signal.SIGINT)
     return process.wait(LIMIT_S)
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started and that have not ended."""
+    """Running child processes of a process."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [int(child) for child in (task / "children").read_text(encoding="ascii").split()]
@@ -54,13 +54,13 @@ def children(pid: int) -> list[int]:
 
 
 class Watched:
-    """A process that need not be a child of ours, named so that its number cannot be taken by another."""
+    """Any process, held by a file descriptor so that its number cannot be reused."""
 
     def __init__(self, pid: int) -> None:
         self._file = os.pidfd_open(pid)
 
     def wait_for_end(self) -> bool:
-        """Whether it ends within the limit."""
+        """True if it ends within the limit."""
         ready, _, _ = select.select([self._file], [], [], LIMIT_S)
         os.close(self._file)
         return bool(ready)

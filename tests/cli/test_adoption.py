@@ -1,4 +1,4 @@
-"""Services that share a store, as processes: one goes, another one has its replicas, and engines see a pause."""
+"""Service processes that share a store: one ends, another one adopts its replicas, and engines see a pause."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LEASE_MS = 600
 
 @dataclass
 class Fleet:
-    """Two services on one Redis; a process can be gone and come back."""
+    """Two services on one Redis; each can end and start again."""
 
     store: str
     addresses: list[str] = field(default_factory=lambda: [f"127.0.0.1:{servers.free_port()}" for _ in range(2)])
@@ -47,7 +47,7 @@ class Fleet:
         return process
 
     def owner(self) -> int:
-        """Which of the two says that the replica is its own."""
+        """The number of the service that owns the replica."""
         for number, address in enumerate(self.addresses):
             with Client(open_channel(address), timeout_s=1.0) as client:
                 try:
@@ -55,9 +55,9 @@ class Fleet:
                 except (Moved, kvplane.Unavailable):
                     continue
                 return number
-        raise AssertionError("nobody has the replica")
+        raise AssertionError("no service owns the replica")
 
-    def goes_on_with(self, number: int) -> None:
+    def wait_for_owner(self, number: int) -> None:
         servers.wait_until(lambda: self.owner() == number, f"service {number} has the replica")
 
 
@@ -77,7 +77,7 @@ def fleet(redis):
 
 @contextmanager
 def an_engine(fleet) -> Iterator[LastingEngine]:
-    """An engine on the first service that asks the second one first, with something published."""
+    """An engine with published keys on the first service; its client tries the second one first."""
     with kvplane.connect(fleet.addresses[0]) as client:
         client.register_replica("r", HYBRID)
     with kvplane.connect(",".join(reversed(fleet.addresses))) as client:
@@ -89,7 +89,7 @@ def an_engine(fleet) -> Iterator[LastingEngine]:
         engine.session.close()
 
 
-def test_when_a_service_is_killed_another_one_goes_on_and_back_again(fleet):
+def test_replicas_of_a_killed_service_are_adopted_twice(fleet):
     first, second = fleet.start(0), fleet.start(1)
     with an_engine(fleet) as engine:
         first.kill()
@@ -105,23 +105,23 @@ def test_when_a_service_is_killed_another_one_goes_on_and_back_again(fleet):
         assert (fleet.owner(), engine.revivals) == (0, 2)
 
 
-def test_a_service_that_drains_hands_its_replicas_over_at_once(fleet):
+def test_a_draining_service_hands_over_its_replicas(fleet):
     first = fleet.start(0)
     fleet.start(1)
     with an_engine(fleet) as engine:
         first.send_signal(signal.SIGTERM)
         while fleet.owner() == 0:
             engine.step()
-        _, logged = first.communicate(timeout=15)  # less than drain_grace_ms, which an engine may take that stays
+        _, logged = first.communicate(timeout=15)  # less than drain_grace_ms, the limit for engines that stay
         assert (first.returncode, engine.session.draining) == (0, False), logged
         assert engine.revivals
-        assert not engine.log[-1].preempted, "requests run on with their blocks"
+        assert not engine.log[-1].preempted, "requests keep their blocks"
         assert engine.running
         engine.run()
         assert engine.hits_since_revival > 0
 
 
-def test_a_name_with_two_addresses_is_as_good_as_a_list(fleet):
+def test_a_host_name_with_two_addresses_is_used_as_a_list(fleet):
     if not has_ipv6():
         pytest.skip("this machine has no IPv6, so localhost has one address")
     port = fleet.addresses[0].rpartition(":")[2]
@@ -153,7 +153,7 @@ def test_an_asyncio_session_and_a_subscriber_follow(fleet):
     memory = PageMemory(HYBRID.num_blocks)
     batches: SimpleQueue[EventBatch] = SimpleQueue()
 
-    async def go_on_elsewhere() -> None:
+    async def move_to_the_other() -> None:
         async with aio.connect(",".join(reversed(fleet.addresses))) as client:
             session = await client.lasting_session("r", lambda: Revival(tuple(memory.stamps), memory.incarnation))
             epoch = session.epoch
@@ -171,16 +171,16 @@ def test_an_asyncio_session_and_a_subscriber_follow(fleet):
             memory.carry_out((await session.apply(part)).parts[0])
 
     with subscribed(fleet.addresses[1] + "," + fleet.addresses[0], batches):
-        asyncio.run(go_on_elsewhere())
-        told = [batches.get(timeout=WAIT_S)]
-        while not told[-1].events or told[-1].events[0].kind is not EventKind.STORED:
-            told.append(batches.get(timeout=WAIT_S))
-    assert any(batch.gap for batch in told), "another service counts on its own"
+        asyncio.run(move_to_the_other())
+        received = [batches.get(timeout=WAIT_S)]
+        while not received[-1].events or received[-1].events[0].kind is not EventKind.STORED:
+            received.append(batches.get(timeout=WAIT_S))
+    assert any(batch.gap for batch in received), "another service has its own batch numbers"
 
 
 @contextmanager
 def subscribed(addresses: str, batches: SimpleQueue[EventBatch]) -> Iterator[None]:
-    """A subscriber in a thread of its own, from the first batch on."""
+    """A subscriber in a thread, from the first batch."""
     with kvplane.connect(addresses, retry=RetryPolicy(attempts=200, max_delay_s=0.05)) as client:
 
         def listen() -> None:
@@ -195,8 +195,8 @@ def subscribed(addresses: str, batches: SimpleQueue[EventBatch]) -> Iterator[Non
     assert not thread.is_alive()
 
 
-def test_an_owner_that_was_stopped_and_wakes_does_no_harm(fleet):
-    """It says for a moment that the replica is its own; no engine asks it, and it gives up."""
+def test_a_resumed_former_owner_gives_up_the_replica(fleet):
+    """It claims the replica until it reads the record; no engine uses it, and it gives up."""
     first, second = fleet.start(0), fleet.start(1)
     with an_engine(fleet) as engine, Client(open_channel(fleet.addresses[1])) as client:
         first.send_signal(signal.SIGSTOP)
@@ -207,7 +207,7 @@ def test_an_owner_that_was_stopped_and_wakes_does_no_harm(fleet):
         first.send_signal(signal.SIGCONT)
         for _ in range(10):
             engine.step()
-        fleet.goes_on_with(1)
+        fleet.wait_for_owner(1)
         assert engine.session.epoch == epoch
         wait_until_stored(client)
         second.kill()

@@ -42,7 +42,7 @@ def test_operations_are_printed_row_by_row(kvplane):
     ]
 
 
-def test_an_image_is_printed_too(kvplane):
+def test_a_resumed_image_is_printed(kvplane):
     resume = Resume([1], [9], num_blocks=[3], blocks=[5, 6, 7], held_slot=[4], held_count=[1], held_blocks=[9])
     result = StepResult(3, 0, [PartResult(free_blocks=15)], 0)
     code, out, _ = kvplane("decode", pack(Decision(Step(2, 3, [Part(resume=resume)]), result, ([],), 0, 0)))
@@ -50,7 +50,7 @@ def test_an_image_is_printed_too(kvplane):
     assert out.splitlines()[1:] == ["resumed slot 1: 9 tokens computed", "held slot 4", "15 blocks free"]
 
 
-def test_loads_that_are_over_are_printed(kvplane):
+def test_ended_loads_are_printed(kvplane):
     result = StepResult(3, 0, [PartResult(free_blocks=15)], 0)
     part = Part(cache=Cache(loads_over=[5, 9]))
     code, out, _ = kvplane("decode", pack(Decision(Step(2, 3, [part]), result, ([],), 0, 0)))
@@ -58,7 +58,7 @@ def test_loads_that_are_over_are_printed(kvplane):
     assert "loads of earlier engine lives are over: blocks [5, 9]" in out.splitlines()
 
 
-def test_nonsense_is_wrong_use(kvplane):
-    code, out, told = kvplane("decode", "nonsense")
+def test_invalid_text_is_wrong_use(kvplane):
+    code, out, errors = kvplane("decode", "nonsense")
     assert (code, out) == (2, "")
-    assert "no packed operations" in told
+    assert "no packed operations" in errors

@@ -1,4 +1,4 @@
-"""`kvplane demo` as its user meets it: without a terminal, with one, and interrupted."""
+"""`kvplane demo`, run as a process: without a terminal, with one, and interrupted."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COUNTS = re.compile(
 )
 
 
-def test_the_last_line_is_the_summary_and_every_model_shows_everything(tmp_path):
-    """Exit code 0 says that the service's counters are the engines' counts."""
+def test_every_model_shows_all_effects_and_the_last_line_sums_them_up(tmp_path):
+    """Exit code 0: the service's counters equal the engines' counts."""
     picture = tmp_path / "demo.svg"
     done = run_kvplane("demo", "--svg", picture)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     summary = done.stdout.splitlines()[-1]
-    told = COUNTS.findall(summary)
-    assert tuple(model for model, *_ in told) == MODELS
-    for model, *counts in told:
+    by_model = COUNTS.findall(summary)
+    assert tuple(model for model, *_ in by_model) == MODELS
+    for model, *counts in by_model:
         assert all(int(count.replace(",", "")) > 0 for count in counts), model
     drawn = picture.read_text(encoding="utf-8")
     assert drawn.startswith("<svg")

@@ -1,4 +1,4 @@
-"""`kvplane doctor`: each fault that it knows is staged."""
+"""`kvplane doctor`: each of its faults is staged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def silent_engine(service: Service) -> Iterator[None]:
 
 @contextmanager
 def silent_worker(service: Service) -> Iterator[None]:
-    """One of two ranks has a worker, the other one's has fallen silent."""
+    """One of two ranks has a worker; the other rank's worker is silent."""
     with workers(service, WorkerInfo(0, 11, "unix:here", 77, "cpu", WorkerState.READY)):
         yield
 
@@ -97,11 +97,11 @@ def workers(service: Service, *infos: WorkerInfo) -> Iterator[None]:
 
 @contextmanager
 def store_away(service: Service) -> Iterator[None]:
-    """The store was there when the service started, and has gone."""
+    """The store was available when the service started, and is unavailable now."""
     writer = service.app.keeper._writer
     assert writer is not None
     store = Away()
-    store.error = StoreUnavailable("nobody there")
+    store.error = StoreUnavailable("connection refused")
     writer.store = Offloaded(lambda: store, Executor("the store"))
     asyncio.run_coroutine_threadsafe(writer.store.open(), service.loop).result(WAIT_S)
     service.register()
@@ -113,7 +113,7 @@ def store_away(service: Service) -> Iterator[None]:
 
 @contextmanager
 def load_of_a_dead_engine(service: Service) -> Iterator[None]:
-    """The engine life before said that loads may still write to these blocks."""
+    """The previous engine life listed loads that may still write to these blocks."""
     service.register()
     stream = service.open(busy_blocks=column(7, 9))
     yield
@@ -145,7 +145,7 @@ def decodes_in_front(service: Service) -> Iterator[None]:
 
 @contextmanager
 def rejecting_engine(service: Service) -> Iterator[None]:
-    """It says that its prompt has to be computed once more."""
+    """An engine whose prompt has to be computed again."""
     with connect(service.address) as client:
         client.register_replica("hybrid", ModelSource(model="jamba-v0.1", num_blocks=200, max_model_len=512))
         with client.session("hybrid") as session:
@@ -175,7 +175,7 @@ def examine(kvplane, service: Service) -> tuple[int, list[dict[str, Any]]]:
     return code, json.loads(out)
 
 
-def test_a_sound_service_has_no_fault(kvplane):
+def test_a_healthy_service_has_no_fault(kvplane):
     with running() as service:
         service.register()
         code, findings = examine(kvplane, service)
@@ -184,7 +184,7 @@ def test_a_sound_service_has_no_fault(kvplane):
     assert all(finding["is_well"] for finding in findings)
 
 
-def test_a_server_without_health_is_a_finding_and_no_crash():
+def test_a_server_without_health_service_is_a_finding():
     server = grpc.server(ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -199,7 +199,7 @@ def test_every_check_has_a_fault():
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_staged_fault_is_found_and_no_other(kvplane, tmp_path, check):
+def test_a_staged_fault_is_the_only_finding(kvplane, tmp_path, check):
     store = f"sqlite:{tmp_path / 'index'}" if check == "store" else "none"
     config = Config(listen="127.0.0.1:0", reflection="false" if check == "reflection" else "auto", store=store)
     with running(config) as service, FAULTS[check](service):
@@ -209,10 +209,10 @@ def test_a_staged_fault_is_found_and_no_other(kvplane, tmp_path, check):
     assert [finding["check"] for finding in findings if not finding["is_well"]] == [check]
     (fault,) = [finding for finding in findings if not finding["is_well"]]
     assert f"{check}: {fault['remedy']}" in text
-    assert check == "clocks" or fault["seen"] in text  # milliseconds go on
+    assert check == "clocks" or fault["seen"] in text  # the skew differs between two runs
 
 
-def test_the_blocks_of_a_dead_engine_are_described(kvplane):
+def test_describe_counts_the_blocks_under_old_loads(kvplane):
     with running() as service, load_of_a_dead_engine(service):
         code, out, _ = kvplane("describe", "r", "--service", service.address)
     assert code == 0

@@ -1,4 +1,4 @@
-"""`kvplane health`, as an exec probe or a person asks."""
+"""`kvplane health`, run as an exec probe does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def service():
         yield service
 
 
-def test_it_serves(service):
+def test_health_of_a_serving_service(service):
     done = run_kvplane("health", service.app.health_address)
     assert (done.returncode, done.stdout) == (0, "serving\n")
 
 
-def test_it_drains_and_lives(service):
+def test_health_of_a_draining_service(service):
     stream = service.open()
     gone = asyncio.run_coroutine_threadsafe(service.app.drain(), service.loop)
     stream.receive()
@@ -36,9 +36,9 @@ def test_it_drains_and_lives(service):
     gone.result(60)
 
 
-def test_a_name_that_nobody_knows_is_wrong_use(service):
+def test_an_unknown_name_is_wrong_use(service):
     assert run_kvplane("health", service.address, "--name", "redness").returncode == WRONG_USE
 
 
-def test_nobody_is_there():
+def test_no_answer_is_unavailable():
     assert run_kvplane("health", "127.0.0.1:1").returncode == UNAVAILABLE

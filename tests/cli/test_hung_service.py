@@ -1,4 +1,4 @@
-"""A real service that is stopped (SIGSTOP) under engines: every wait ends, and each way on from there is tried."""
+"""A service process that is stopped (SIGSTOP) under engines: every wait ends, and each way to continue is tested."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def place():
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def open_session(place, request):
-    """Opens sessions of either kind on a replica that is new."""
+    """Opens sessions of either kind on a new replica."""
     name = "hung/" + re.sub(r"[^a-z_]", "-", request.node.name)
     with kvplane.connect(place.address) as client:
         client.register_replica(name, ONE_GROUP)
@@ -68,8 +68,8 @@ def is_late(call) -> None:
         call()
 
 
-def receive_in_the_end(session):
-    """The answer, when the service goes on: a try that began while it stood still may fail."""
+def receive_eventually(session):
+    """The answer after the service has resumed: an attempt that began while it was stopped may fail."""
     for _ in range(100):
         try:
             return session.receive()
@@ -78,7 +78,7 @@ def receive_in_the_end(session):
     raise AssertionError("no answer")
 
 
-def test_a_call_ends_and_the_same_call_again_gets_the_answer(place, open_session):
+def test_a_call_times_out_and_a_retry_gets_the_answer(place, open_session):
     with open_session() as session:
         with place.stopped():
             with pytest.raises(DeadlineExceeded, match="no answer within"):
@@ -86,13 +86,13 @@ def test_a_call_ends_and_the_same_call_again_gets_the_answer(place, open_session
             assert session.in_flight == 1
             is_late(session.receive)
             assert (session.in_flight, session.ended) == (1, None)
-        assert receive_in_the_end(session).parts[0].admit_granted == [100]
+        assert receive_eventually(session).parts[0].admit_granted == [100]
         assert session.apply(part_of(FactRow(0, tokens=[7]), RunRow(0))).parts[0].granted == [1]
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
 @pytest.mark.parametrize("where", ["waiting", "opening"])
-def test_another_thread_ends_a_call_that_hangs(place, open_session, how, where):
+def test_another_thread_ends_a_hanging_call(place, open_session, how, where):
     session = open_session(step_timeout_s=1000.0, open_timeout_s=1000.0)
     session.apply(Part())
     ended = threading.Event()
@@ -122,15 +122,15 @@ def test_another_thread_ends_a_call_that_hangs(place, open_session, how, where):
 
 
 def end_session(session, how):
-    """From this thread; an asyncio session is aborted on its loop."""
+    """End the session from this thread; an asyncio session is aborted on its loop."""
     if how == "abort" and isinstance(session, Blocking):
         shared_loop().make(session.abort)
     else:
         getattr(session, how)()
 
 
-def test_keepalive_finds_a_stopped_service_out(place, monkeypatch):
-    """In half a minute; here in two seconds."""
+def test_keepalive_detects_a_stopped_service(place, monkeypatch):
+    """Half a minute by default, two seconds here."""
     quick = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}
     monkeypatch.setattr(channel, "_OPTIONS", tuple((key, quick.get(key, value)) for key, value in channel._OPTIONS))
     with kvplane.connect(place.address) as client:
@@ -142,7 +142,7 @@ def test_keepalive_finds_a_stopped_service_out(place, monkeypatch):
         session.close()
 
 
-def test_a_session_closes_while_its_service_hangs_between_calls(place, open_session):
+def test_a_session_closes_while_its_service_hangs(place, open_session):
     session = open_session()
     session.apply(ASK)
     with place.stopped():
@@ -151,8 +151,8 @@ def test_a_session_closes_while_its_service_hangs_between_calls(place, open_sess
         session.apply(Part())
 
 
-def test_an_engine_begins_a_new_life_in_place_of_waiting(place, open_session):
-    """Its request is told again with what was cached; what the late answer granted is not used."""
+def test_an_engine_begins_a_new_life_instead_of_waiting(place, open_session):
+    """Its request is submitted again and hits the cache; the grants of the late answer are not used."""
     memory = PageMemory(ONE_GROUP.num_blocks)
     news = [News()]
     session = open_session(lambda: Revival(tuple(memory.stamps), memory.incarnation, news[0], running(news[0])))
@@ -164,7 +164,7 @@ def test_an_engine_begins_a_new_life_in_place_of_waiting(place, open_session):
     epoch = session.epoch
     news[0] = part_of(NewsRow(1, TEXT)).news
     session.begin_new_life()
-    answer = receive_in_the_end(session).parts[0]
+    answer = receive_eventually(session).parts[0]
     assert (answer.admit_status, answer.preempted) == ([0], [1])
     assert session.epoch > epoch
     assert session.apply(part_of(AdmitRow(1))).parts[0].admit_hit == [96]
@@ -188,7 +188,7 @@ class NoMover:
         return None
 
 
-def test_an_engine_launches_without_an_answer_and_no_page_that_it_may_have_written_hits(place, open_session):
+def test_pages_of_a_launch_without_an_answer_are_never_hit(place, open_session):
     num_blocks = ONE_GROUP.num_blocks
     table = StampTable.create(bytearray(table_bytes(num_blocks)), num_blocks, incarnation=5)
     rank, group = Rank(table, NoMover()), RankGroup([table])
@@ -205,7 +205,7 @@ def test_an_engine_launches_without_an_answer_and_no_page_that_it_may_have_writt
     old_epoch = session.epoch
     rank.invalidate(old_epoch, pages[2:])  # the launch without an answer may write to these
     session.begin_new_life()
-    answer = receive_in_the_end(session)
+    answer = receive_eventually(session)
     assert answer.parts[0].preempted == [0]
     group.claim(session.epoch, answer.seq)
     with pytest.raises(kvplane.StaleEpoch):

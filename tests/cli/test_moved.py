@@ -1,4 +1,4 @@
-"""Two services on one store: who does not own a replica says who does, and the client goes there."""
+"""Two services on one store: the one that does not own a replica names the owner, and the client connects there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHANNELS = {"one": "ONE", "two": "TWO", "three": "THREE", "owner": "OWNER"}
 
 @pytest.fixture(scope="module")
 def addresses(tmp_path_factory):
-    """Of a service with a replica and of one without it."""
+    """Addresses of a service with a replica and of one without it."""
     owner, other = (f"127.0.0.1:{servers.free_port()}" for _ in range(2))
     with servers.serving(tmp_path_factory.mktemp("redis")) as server:
         settings = ("--set", f"store=redis://{server.address}")
@@ -32,7 +32,7 @@ def addresses(tmp_path_factory):
             yield owner, other
 
 
-def test_a_client_goes_to_the_owner(addresses):
+def test_a_client_follows_to_the_owner(addresses):
     with kvplane.connect(addresses[1]) as client:
         assert client.describe_replica("r").replica == "r"
         answer = client.allocate_slots("r", Allocate("one", Content(tokens=[1] * 20)))
@@ -42,7 +42,7 @@ def test_a_client_goes_to_the_owner(addresses):
             assert session.apply(kvplane.Part()).seq == 1
 
 
-def test_an_asyncio_client_too(addresses):
+def test_an_asyncio_client_follows_to_the_owner(addresses):
     async def ask():
         async with aio.connect(addresses[1]) as client:
             described = await client.describe_replica("r")
@@ -54,7 +54,7 @@ def test_an_asyncio_client_too(addresses):
     assert asyncio.run(ask()) == ("r", 1)
 
 
-def test_who_follows_nobody_is_told_where_the_owner_is(addresses):
+def test_a_client_that_does_not_follow_gets_the_address_of_the_owner(addresses):
     with Client(open_channel(addresses[1])) as client:
         with pytest.raises(Moved) as moved:
             client.describe_replica("r")
@@ -63,12 +63,12 @@ def test_who_follows_nobody_is_told_where_the_owner_is(addresses):
             client.session("r")
 
 
-def test_a_replica_that_nobody_has_is_not_found(addresses):
+def test_a_replica_without_an_owner_is_not_found(addresses):
     with kvplane.connect(addresses[1]) as client, pytest.raises(NotFound):
-        client.describe_replica("nobody's")
+        client.describe_replica("unowned")
 
 
-def test_nobody_is_followed_for_ever():
+def test_the_number_of_redirections_is_limited():
     opened = []
 
     def reach(address):

@@ -62,8 +62,8 @@ def test_an_engine_outlives_a_killed_service_on_redis(tmp_path):
         killed_under_an_engine(f"redis://{server.address}", HYBRID)
 
 
-def test_an_engine_that_gives_nothing_outlives_a_killed_service(tmp_path):
-    """As README's does: it loses what was cached, and no request."""
+def test_an_engine_without_stamps_outlives_a_killed_service(tmp_path):
+    """As in README: it loses the cache, but no request."""
     address = f"127.0.0.1:{servers.free_port()}"
     settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}", "--set", "store_flush_ms=5")
     with kvplane.connect(address) as client:
@@ -86,8 +86,8 @@ def test_an_engine_that_gives_nothing_outlives_a_killed_service(tmp_path):
             session.close()
 
 
-def test_what_the_store_brought_back_is_told_as_that(kvplane, tmp_path):
-    """Nobody knows what became of it before: nothing is claimed of its past."""
+def test_the_past_of_a_recovered_replica_is_not_recorded(kvplane, tmp_path):
+    """The decision log does not cover the time before a recovery: no cause is claimed for it."""
     address = f"127.0.0.1:{servers.free_port()}"
     settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}", "--set", "store_flush_ms=5")
     prompt = list(range(100))
@@ -113,12 +113,12 @@ def test_what_the_store_brought_back_is_told_as_that(kvplane, tmp_path):
             assert "the engine of r has not come back" in ask(*question)
             with client.session("r"):
                 assert "cause: not recorded: " in ask(*question)
-                told = ask("record", "r", str(tmp_path / "log"))
-            assert "what it decided before a store brought it back is not known (record from" in told
+                errors = ask("record", "r", str(tmp_path / "log"))
+            assert "what it decided before a store brought it back is not known (record from" in errors
 
 
 def letter(path):
-    path.write_text("no database at all, but a letter to somebody")
+    path.write_text("no database at all, but a letter to a friend")
 
 
 def newer(path):
@@ -138,7 +138,7 @@ def from_the_future(path):
 @pytest.mark.parametrize(
     ("made", "words"), [(letter, "another program"), (newer, "run a newer kvplane"), (from_the_future, "clock")]
 )
-def test_a_store_that_cannot_be_used_is_told_in_one_line_and_not_touched(made, words, tmp_path):
+def test_an_unusable_store_is_one_error_line_and_unchanged(made, words, tmp_path):
     path = tmp_path / "entries.db"
     made(path)
     before = path.read_bytes()
@@ -150,7 +150,7 @@ def test_a_store_that_cannot_be_used_is_told_in_one_line_and_not_touched(made, w
     assert path.read_bytes() == before
 
 
-def test_a_wrong_password_is_told_in_one_line(tmp_path):
+def test_a_wrong_password_is_one_error_line(tmp_path):
     with servers.guarded(tmp_path / "guarded") as (server, authority):
         fields = {"store": f"rediss://{server.address}", "store_tls_ca": authority, "store_username": servers.USER}
         flags = [text for key, value in fields.items() for text in ("--set", f"{key}={value}")]
@@ -162,7 +162,7 @@ def test_a_wrong_password_is_told_in_one_line(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_state_of_the_store_is_seen_by_clients(tmp_path):
+def test_clients_see_the_state_of_the_store(tmp_path):
     with servers.serving(tmp_path) as server:
         settings = ("--set", f"store=redis://{server.address}", "--set", "store_flush_ms=5")
         with serving(*settings) as (_, address), kvplane.connect(address) as client:
@@ -180,7 +180,7 @@ def test_the_state_of_the_store_is_seen_by_clients(tmp_path):
             engine.session.close()
 
 
-def test_a_restart_ends_a_session_that_remembers_nothing(tmp_path):
+def test_a_restart_ends_a_session_without_remember(tmp_path):
     address = f"127.0.0.1:{servers.free_port()}"
     settings = ("--set", f"store=sqlite:{tmp_path / 'entries.db'}")
     with kvplane.connect(address) as client:

@@ -1,4 +1,4 @@
-"""`kvplane serve` as a process: its address, its signals, its ends."""
+"""`kvplane serve` as a process: address, signals, exit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def serving(
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Exit status and what was logged."""
+    """Exit status and log."""
     _, logged = process.communicate(timeout=WAIT_S)
     return process.returncode, logged
 
@@ -58,7 +58,7 @@ def session(channel: grpc.Channel) -> Stream:
 
 
 @pytest.mark.parametrize("loop", ["uvloop=true", "uvloop=false"])
-def test_it_serves_on_a_free_port_and_drains_on_sigterm(loop):
+def test_serve_takes_a_free_port_and_drains_on_sigterm(loop):
     with serving("--set", loop) as (process, address):
         assert not address.endswith(":0")
         with grpc.insecure_channel(address) as channel:
@@ -73,7 +73,7 @@ def test_it_serves_on_a_free_port_and_drains_on_sigterm(loop):
     assert logged.rstrip().endswith("drained")
 
 
-def test_clients_that_break_off_leave_no_noise():
+def test_clients_that_disconnect_are_not_logged():
     """In the middle of a step, of a stream, of a call; also a program that kills itself."""
     client = "import grpc, os, sys; from tests.cli.test_serve import session; "
     client += "session(grpc.insecure_channel(sys.argv[1])); os.kill(os.getpid(), 9)"
@@ -108,8 +108,8 @@ def test_a_second_signal_stops_at_once():
     assert "SIGINT: stopping at once" in logged
 
 
-def test_sigterm_during_a_registration_is_no_accident():
-    """Whether it is answered or refused, the process ends well."""
+def test_sigterm_during_a_registration_ends_cleanly():
+    """The call is answered or refused; the process exits with 0."""
     with serving() as (process, address), grpc.insecure_channel(address) as channel:
         stub = AllocationStub(channel)
         request = pb.RegisterReplicaRequest(replica="large", model=ModelSource(model="gemma-3-27b", num_blocks=1 << 17))
@@ -123,7 +123,7 @@ def test_sigterm_during_a_registration_is_no_accident():
     assert "Traceback" not in logged
 
 
-def test_a_taken_port_is_named_with_a_remedy(kvplane):
+def test_a_used_port_is_refused_with_a_remedy(kvplane):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         code, output, errors = kvplane("serve", "--listen", address)
@@ -143,13 +143,13 @@ def test_a_second_service_does_not_share_the_address(kvplane, tmp_path, listen):
 
 
 @pytest.mark.parametrize("listen", ["192.0.2.1:7070", "unix:/nowhere/at/all", "unix:" + "x" * 200])
-def test_an_address_that_is_not_ours_is_named(kvplane, listen):
+def test_a_foreign_address_is_refused_by_name(kvplane, listen):
     code, _, errors = kvplane("serve", "--listen", listen)
     assert code == 3
     assert f"cannot listen on {listen}: " in errors
 
 
-def test_a_socket_that_was_left_behind_is_used_again(tmp_path):
+def test_a_stale_socket_file_is_replaced(tmp_path):
     listen = f"unix:{tmp_path}/s"
     with serving(listen=listen) as (process, _):
         process.kill()

@@ -1,4 +1,4 @@
-"""The chart through real Helm: 3.6.2 as a command, 4 as a library. And what of a manifest does not depend on Helm."""
+"""Renders the chart with Helm 3.6.2 (a command) and 4 (a library), and reads the manifests."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ Values = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """Helm does not render it."""
+    """Helm refuses to render the chart."""
 
 
 def values_of(name: str) -> dict[str, Any]:
-    """One of the sets in ci/, as Helm reads it."""
+    """A set of values in ci/, as Helm reads it."""
     return helm_python.values_from_yaml((CHART / "ci" / f"{name}-values.yaml").read_text())
 
 
 def objects_in(text: str) -> list[Object]:
-    """Manifests of a text, read as Kubernetes reads them, to which `on` is true."""
+    """Manifests in a text, parsed as Kubernetes does, for which `on` is true."""
     return [one for one in yaml.safe_load_all(text) if one]
 
 
 @dataclass(frozen=True, slots=True)
 class Helm3:
-    """The command. It knows the schema, the capabilities that it is told, and the version of Kubernetes."""
+    """The command. It has the schema, the capabilities that it is given, and the version of Kubernetes."""
 
     kubernetes: str = "1.29.0"
 
     def run(self, *arguments: str, values: Values | None = None, check: bool = True) -> str:
-        """Its output; raises Refused with what it complains about."""
+        """Run it; returns its output. Raises Refused with its error."""
         given = ["--values", "-"] if values is not None else []
         done = subprocess.run(
             [*HELM_3, *arguments, *given],
@@ -67,7 +67,7 @@ class Helm3:
         return objects_in(self.text(values, release))
 
     def lint(self, values: Values, kubernetes: str = "") -> str:
-        """What it says; raises Refused. It knows one version of Kubernetes only."""
+        """Lint the chart; returns the output. Raises Refused. Lint supports one version of Kubernetes."""
         return self.run("lint", "--strict", str(CHART), "--namespace", NAMESPACE, values=values)
 
 
@@ -75,7 +75,7 @@ class Helm4:
     """The library, without a cluster."""
 
     def files(self, values: Values, release: str = "kvplane") -> dict[str, str]:
-        """Each template's text, NOTES.txt too."""
+        """The text of each template, and of NOTES.txt."""
         chart = helm_python.Chart.load(str(CHART))
         try:
             chart.validate_schema(dict(values))
@@ -100,7 +100,7 @@ def kinds(objects: list[Object]) -> list[str]:
 
 
 def the(objects: list[Object], kind: str, suffix: str = "") -> Object:
-    """The one object of a kind whose name ends so."""
+    """The one object of a kind whose name has the suffix."""
     (found,) = [
         one for one in objects if one["kind"] == kind and (not suffix or one["metadata"]["name"].endswith(suffix))
     ]
@@ -108,7 +108,7 @@ def the(objects: list[Object], kind: str, suffix: str = "") -> Object:
 
 
 def pod_specs(objects: list[Object]) -> list[Object]:
-    """Of every object that makes pods, and of pods."""
+    """Pod specs of every object that creates pods, and of pods."""
     specs = []
     for one in objects:
         if one["kind"] == "Pod":
@@ -119,7 +119,7 @@ def pod_specs(objects: list[Object]) -> list[Object]:
 
 
 def configuration(objects: list[Object]) -> dict[str, Any]:
-    """The file that the service reads."""
+    """The configuration file of the service."""
     for one in objects:
         if one["kind"] == "ConfigMap" and "config.yaml" in one.get("data", {}):
             return yaml.safe_load(one["data"]["config.yaml"])

@@ -1,9 +1,9 @@
-"""An emulation of Kubernetes' API, as much of it as Helm asks for: discovery, objects, watches, patches.
+"""An emulation of the part of Kubernetes' API that Helm uses: discovery, objects, watches, patches.
 
-What it adds to storing: each object is held against the schema of its version of Kubernetes, unknown fields and all;
-fields that may not change do not; workloads are ready at once; a pod is run by whoever is asked to. No scheduling,
-admission or rights, and few defaults. A server-side apply replaces what was applied before, which is right where one
-manager owns every field.
+Each object is validated against the schema of the emulated version, and unknown fields are refused. Immutable fields
+do not change. Workloads are ready at once; a pod is run by a function that the test sets. There is no scheduling,
+admission or authorization, and there are few defaults. A server-side apply replaces what was applied before, which is
+correct where one manager owns every field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.helm.charts import NAMESPACE, Object
 from tests.helm.patches import merge, strategic_merge
 from tests.helm.schemas import complaints
 
-# Group and version → plural → kind; all of them live in namespaces but the last group's.
+# Group and version → plural → kind; all are namespaced except the last group's.
 RESOURCES = {
     "v1": {
         "configmaps": "ConfigMap",
@@ -56,12 +56,12 @@ FIXED = {
     "DaemonSet": ("selector",),
 }
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
-WATCH_S = 0.5  # how often a watch looks whether the server ends
+WATCH_S = 0.5  # seconds between checks of a watch for the end of the server
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a path names: a collection, or an object in it."""
+    """The target of a path: a collection, or an object in it."""
 
     api: str
     plural: str
@@ -87,7 +87,7 @@ class Place:
 
 
 class Cluster:
-    """Objects, and what happened to them."""
+    """The objects, and a log of their changes."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -104,7 +104,7 @@ class Cluster:
             return [one for one in self._objects.values() if one["kind"] == kind]
 
     def installed(self) -> list[Object]:
-        """Everything but what Helm keeps of its releases."""
+        """All objects except Helm's records of releases."""
         with self._changed:
             return [one for one in self._objects.values() if not one.get("type", "").startswith("helm.sh/")]
 
@@ -113,12 +113,12 @@ class Cluster:
             return self._objects.get(place)
 
     def choose(self, place: Place, labels: str, fields: str) -> list[Object]:
-        """Objects of a collection by Kubernetes' selectors, of equality alone."""
+        """Objects of a collection by equality selectors."""
         with self._changed:
             return [one for at, one in self._objects.items() if _is_in(at, place) and _fits(one, labels, fields)]
 
     def write(self, verb: str, place: Place, given: Object) -> tuple[int, Object]:
-        """Store an object; status and what to answer."""
+        """Store an object; returns status and response."""
         wrong = complaints(given, self.version)
         if wrong:
             return 422, refusal(422, "Invalid", "; ".join(wrong))
@@ -135,11 +135,11 @@ class Cluster:
             metadata["resourceVersion"] = str(number)
             is_changed = before is None or before.get("spec") != given.get("spec")
             metadata["generation"] = (before["metadata"]["generation"] if before else 0) + is_changed
-            settle(given)
+            complete(given)
             if given["kind"] == "Pod":
                 given["status"] = {"phase": "Succeeded" if self.run_pod(given) else "Failed"}
             self._objects[place] = given
-            self._tell(number, "MODIFIED" if before else "ADDED", place, given)
+            self._notify(number, "MODIFIED" if before else "ADDED", place, given)
             self.log.append(f"{verb} {given['kind']} {place.name}")
         return 200 if before else 201, given
 
@@ -148,12 +148,12 @@ class Cluster:
             gone = self._objects.pop(place, None)
             if gone is None:
                 return 404, refusal(404, "NotFound", f"{place.plural} {place.name} not found")
-            self._tell(next(self._numbers), "DELETED", place, gone)
+            self._notify(next(self._numbers), "DELETED", place, gone)
             self.log.append(f"DELETE {gone['kind']} {place.name}")
         return 200, {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
     def changes(self, place: Place, labels: str, fields: str, after: int) -> Iterator[tuple[str, Object] | None]:
-        """Events of a collection without end; None when there was nothing for a while."""
+        """Endless events of a collection; None when none came within WATCH_S."""
         while not self.ends:
             with self._changed:
                 if self._latest() <= after and not self.ends:
@@ -170,13 +170,13 @@ class Cluster:
     def _latest(self) -> int:
         return self._events[-1][0] if self._events else 0
 
-    def _tell(self, number: int, kind: str, place: Place, one: Object) -> None:
+    def _notify(self, number: int, kind: str, place: Place, one: Object) -> None:
         self._events.append((number, kind, place, json.loads(json.dumps(one))))
         self._changed.notify_all()
 
 
-def settle(one: Object) -> None:
-    """Give an object what the API itself adds, and the status that it has once everything is well."""
+def complete(one: Object) -> None:
+    """Add the fields that the API adds, and the status of a healthy object."""
     spec, generation = one.get("spec", {}), one["metadata"]["generation"]
     count = spec.get("replicas", 1)
     alike = dict.fromkeys(("replicas", "readyReplicas", "availableReplicas", "updatedReplicas"), count)
@@ -225,13 +225,13 @@ def _fits(one: Object, labels: str, fields: str) -> bool:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """HTTP to the cluster."""
+    """HTTP server of the cluster."""
 
     protocol_version = "HTTP/1.1"
     cluster: Cluster
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the cluster's own log tells what changed."""
+        """Do not log: the cluster's own log has the changes."""
 
     def do_GET(self) -> None:
         path, asked = self._asked()
@@ -337,7 +337,7 @@ class Handler(BaseHTTPRequestHandler):
                     self._chunk(*event)
             self.wfile.write(b"0\r\n\r\n")
         except OSError:
-            self.close_connection = True  # who watched has gone
+            self.close_connection = True  # the watcher has disconnected
 
     def _chunk(self, kind: str, one: Object) -> None:
         line = json.dumps({"type": kind, "object": one}).encode() + b"\n"
@@ -356,7 +356,7 @@ def _resource(plural: str, kind: str) -> Object:
 
 @contextmanager
 def cluster(version: str) -> Iterator[tuple[Cluster, str]]:
-    """A cluster of a version of Kubernetes, and the kubeconfig that leads to it."""
+    """A cluster of a version of Kubernetes, and the kubeconfig for it."""
     here = Cluster(version)
     handler = type("Here", (Handler,), {"cluster": here})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

@@ -1,4 +1,4 @@
-"""Patches as Kubernetes applies them: JSON merge (RFC 7386), and its own strategic merge, as far as charts need it."""
+"""Patches as Kubernetes applies them: JSON merge (RFC 7386), and the part of strategic merge that charts use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _merged(after: Object, patch: Object) -> Object:
             after[key] = _merged_list(key, after.get(key) or [], value, order)
         else:
             after[key] = value
-    for key, order in patch.items():  # an order alone, of a list that the patch does not change
+    for key, order in patch.items():  # only an order, for a list that the patch does not change
         name = key.removeprefix("$setElementOrder/")
         if name != key and name not in patch and name in after:
             after[name] = _ordered(after[name], order, _key_of(name, order))

@@ -1,9 +1,9 @@
-"""A pod runner: starts the very processes that rendered manifests describe, on this machine.
+"""A pod runner: starts the processes that rendered manifests describe, on this machine.
 
-What stands for a part of Kubernetes, and how: each pod has an address of its own in 127.0.0.0/8, and the names of
-Services and pods lead to it; volumes are folders. Both are put in where a process would read them: in arguments,
-variables and mounted text. Probes are real gRPC calls, connections and commands, as the manifest says. An image is what
-its Dockerfile's entry point is called; there are no limits of memory or CPU, and no other user.
+Each pod has its own address in 127.0.0.0/8, to which the names of Services and pods are translated; volumes are
+directories. Names and paths are translated where a process reads them: in arguments, variables and mounted text. Probes
+are the gRPC calls, connections and commands of the manifest. An image is the entry point of its Dockerfile. There are
+no limits of memory or CPU, and no other user.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LOOK_S = 0.02
 
 
 def program(word: str) -> list[str]:
-    """What a word at the beginning of a command is on this machine."""
+    """Translates the first word of a command to this machine."""
     if word == "kvplane":
         return KVPLANE
     if word == "python":
@@ -49,7 +49,7 @@ def program(word: str) -> list[str]:
 
 
 def entry_point(image: str) -> list[str]:
-    """Of one of our images, as its Dockerfile says."""
+    """The entry point of one of our images, from its Dockerfile."""
     part = image.partition("@")[0].rpartition(":")[0].rpartition("/")[2]
     text = (ROOT / "docker" / f"{part}.Dockerfile").read_text()
     (found,) = re.findall(r"^ENTRYPOINT (\[.*\])$", text, re.MULTILINE)
@@ -58,7 +58,7 @@ def entry_point(image: str) -> list[str]:
 
 @dataclass
 class Plan:
-    """A pod that an object of the manifests asks for."""
+    """A pod that an object of the manifests creates."""
 
     name: str
     labels: Mapping[str, str]
@@ -67,7 +67,7 @@ class Plan:
 
 
 def plans(objects: list[Object]) -> Iterator[Plan]:
-    """Every pod that the objects ask for, of a cluster of one node."""
+    """Every pod of the objects in a cluster of one node."""
     for one in objects:
         name, spec = one["metadata"]["name"], one.get("spec", {})
         if one["kind"] == "Pod":
@@ -87,7 +87,7 @@ class Ending:
     Attributes:
         codes: exit code of each container.
         killed: containers that took longer than the grace period.
-        took_s: from the first word of it to the last exit.
+        took_s: seconds from the start of the termination to the last exit.
     """
 
     codes: dict[str, int] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Ending:
 
 
 class Machine:
-    """One node. Pods of its manifests are started one by one; all are killed at the end."""
+    """One node. Pods of its manifests are started one by one, and killed at the end."""
 
     _numbers = itertools.count(1)
 
@@ -107,16 +107,16 @@ class Machine:
         self.look_at(objects)
 
     def look_at(self, objects: list[Object]) -> None:
-        """Go by these manifests from now on; pods that run go on, and every name keeps its address."""
+        """Use these manifests from now on. Running pods continue, and every name keeps its address."""
         self.objects = objects
         self.plans = {plan.name: plan for plan in plans(objects)}
-        ours = os.getpid() % 60_000 + 256  # so that two runs at once do not meet
+        ours = os.getpid() % 60_000 + 256  # so that concurrent runs do not collide
         for name in self.plans.keys() - self.addresses.keys():
             self.addresses[name] = f"127.{ours >> 8}.{ours & 255}.{next(self._numbers) % 250 + 1}"
         self.names = dict(self._names())
 
     def start(self, name: str) -> Pod:
-        """Start a pod again or for the first time; its init containers have ended well."""
+        """Start or restart a pod; returns after its init containers have succeeded."""
         pod = Pod(self, self.plans[name])
         self.pods.append(pod)
         pod.start()
@@ -134,7 +134,7 @@ class Machine:
         return plain | {key: base64.b64decode(text) for key, text in coded.items()}
 
     def _names(self) -> Iterator[tuple[str, str]]:
-        """What DNS would know: each Service, and each pod behind a headless one."""
+        """Names that DNS resolves: each Service, and each pod of a headless Service."""
         for one in self.objects:
             if one["kind"] != "Service":
                 continue
@@ -148,7 +148,7 @@ class Machine:
 
 
 class Pod:
-    """Containers that run, or ran."""
+    """The containers of a pod, running or ended."""
 
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self.machine = machine
@@ -180,7 +180,7 @@ class Pod:
         return self.log(container).read_text()
 
     def command(self, container: Object, words: list[str] | None = None) -> list[str]:
-        """The container's own, or that of a probe or hook in it."""
+        """The command of the container, or of a probe or hook in it."""
         if words is None:
             words = [*(container.get("command") or entry_point(container["image"])), *container.get("args", ())]
         variables = self._variables(container)
@@ -188,23 +188,23 @@ class Pod:
         return [*program(first), *rest]
 
     def environment(self, container: Object) -> dict[str, str]:
-        """The manifest's variables, and what finds the interpreter's modules."""
+        """The variables of the manifest, and those that the interpreter needs to find modules."""
         found = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
         return found | {name: self.put_in(value) for name, value in self._variables(container).items()}
 
     def put_in(self, text: str) -> str:
-        """Text with addresses and folders of this machine in place of the cluster's."""
+        """The text with the cluster's addresses and paths replaced by this machine's."""
         pattern = "|".join(map(re.escape, sorted(self._replaced, key=len, reverse=True)))
         return re.sub(rf"(?<![\w.-])(?:{pattern})(?![\w-])", lambda match: self._replaced[match[0]], text)
 
     def place(self, path: str) -> Path:
-        """Where a path of a container is."""
+        """The path on this machine of a path in a container."""
         return Path(self.put_in(path))
 
     # ---- probes
 
     def is_well(self, container: str, probe: str) -> bool:
-        """Whether a probe succeeds now; True where there is none."""
+        """True if a probe succeeds, or if there is none."""
         asked = self.containers[container].get(probe)
         if asked is None:
             return True
@@ -215,13 +215,13 @@ class Pod:
         return self.run(container, asked["exec"]["command"]).returncode == 0
 
     def wait_ready(self) -> None:
-        """Until every startup and readiness probe succeeds."""
+        """Wait until every startup and readiness probe succeeds."""
         for name in self.containers:
             for probe in ("startupProbe", "readinessProbe"):
                 wait_until(lambda name=name, probe=probe: self._ready(name, probe), f"{self.plan.name}: {probe}")
 
     def run(self, container: str, words: list[str]) -> subprocess.CompletedProcess[str]:
-        """A command in a container, to its end."""
+        """Run a command in a container to its end."""
         spec = self.containers[container]
         command, environment = self.command(spec, words), self.environment(spec)
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
@@ -250,7 +250,7 @@ class Pod:
     # ---- the end
 
     def terminate(self) -> Ending:
-        """As the kubelet does: preStop, SIGTERM, and at the end of the grace period SIGKILL."""
+        """Terminate as the kubelet does: preStop, SIGTERM, and SIGKILL after the grace period."""
         ending, begun = Ending(), time.monotonic()
         deadline = begun + self.spec.get("terminationGracePeriodSeconds", 30)
         for name, container in self.containers.items():
@@ -276,17 +276,17 @@ class Pod:
             process.wait(PATIENCE_S)
 
     def wait(self) -> dict[str, int]:
-        """Until every container has ended; their exit codes."""
+        """Wait until every container has ended; returns their exit codes."""
         return {name: process.wait(PATIENCE_S) for name, process in self.processes.items()}
 
-    # ---- what containers see
+    # ---- mounts and addresses
 
     def _replacements(self) -> dict[str, str]:
-        """Addresses and paths: those of the cluster → those of this machine."""
+        """Map from addresses and paths of the cluster to those of this machine."""
         found = {**self.machine.names, "0.0.0.0": self.ip, "127.0.0.1": self.ip}
         for container in (*self.spec["containers"], *self.spec.get("initContainers", ())):
             for mount in container.get("volumeMounts", ()):
-                if mount["mountPath"] != "/dev/shm":  # the machine's own: programs know it by this name alone
+                if mount["mountPath"] != "/dev/shm":  # programs use the machine's own by this fixed name
                     found[mount["mountPath"]] = str(self._folder_of(mount["name"]))
         return found
 
@@ -327,13 +327,13 @@ class Pod:
 
 
 def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """$(NAME) as Kubernetes fills it in; an unknown name stays as it is."""
+    """Expand $(NAME) as Kubernetes does; an unknown name is unchanged."""
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
 
 
 @contextmanager
 def machine(objects: list[Object], *secrets: Object) -> Iterator[Machine]:
-    """A node for these manifests and secrets that somebody made before. Its folder's path is short, as sockets need."""
+    """A node for these manifests and existing secrets. Its directory has a short path, because of sockets."""
     with tempfile.TemporaryDirectory(prefix="kv") as folder:
         node = Machine([*objects, *secrets], Path(folder))
         try:

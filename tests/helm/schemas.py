@@ -1,4 +1,4 @@
-"""Kubernetes' own schemas, strict: a field that a version does not know is refused. What it does not know, we do."""
+"""Kubernetes' schemas, strict: unknown fields are refused. Schemas of operators' resources are given here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _GROUP = {
     "required": ["name", "rules"],
     "properties": {"name": _TEXT, "interval": _TEXT, "rules": {"type": "array", "minItems": 1, "items": _RULE}},
 }
-# What the chart uses of the operators' resources, after their documentation.
+# The fields of the operators' resources that the chart uses, by their documentation.
 CUSTOM = {
     "ServiceMonitor": _resource(
         "ServiceMonitor",
@@ -112,7 +112,7 @@ def _validator(version: str, kind: str, api: str) -> Any:
 
 
 def complaints(manifest: dict[str, Any], version: str) -> list[str]:
-    """What a version of Kubernetes would say against a manifest; raises FileNotFoundError for an unknown kind."""
+    """Errors of a manifest by a version of Kubernetes; raises FileNotFoundError for an unknown kind."""
     found = _validator(version, manifest["kind"], manifest["apiVersion"]).iter_errors(manifest)
     name = f"{manifest['kind']} {manifest['metadata']['name']}"
     return [f"{version}: {name}: {'.'.join(map(str, error.path))}: {error.message}" for error in found]

@@ -1,4 +1,4 @@
-"""docs/install.md, the README's lines and NOTES.txt: their commands are carried out, where something here can."""
+"""Commands in docs/install.md, the chart's README and NOTES.txt are executed as far as possible."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ INSTALL = (ROOT / "docs" / "install.md").read_text()
 COMMANDS = [line for block in fenced_blocks(INSTALL, "sh") for line in block.splitlines()]
 
 
-def test_the_commands_of_the_document_work_in_their_order(tmp_path):
-    """helm's; kubectl's make secrets, which an emulation need not see."""
+def test_commands_of_the_document_work_in_order(tmp_path):
+    """Runs helm's commands; kubectl's create secrets, which the emulation does not need."""
     file = tmp_path / "kubeconfig"
     file.touch(0o600)
     with cluster(VERSIONS[0]) as (here, kubeconfig):
@@ -34,7 +34,7 @@ def test_the_commands_of_the_document_work_in_their_order(tmp_path):
     assert {"StatefulSet", "Certificate"} <= installed
 
 
-def test_the_readme_says_the_same():
+def test_readme_has_the_commands_of_the_document():
     (block,) = (block for block in fenced_blocks((ROOT / "README.md").read_text(), "sh") if "helm install" in block)
     assert block.splitlines() == COMMANDS[:2]
     assert block in (CHART / "README.md").read_text()
@@ -55,7 +55,7 @@ def notes() -> str:
     return text
 
 
-def test_the_grpcurl_lines_of_the_notes_work(notes):
+def test_grpcurl_commands_of_the_notes_work(notes):
     lines = [line.strip() for line in notes.splitlines() if line.strip().startswith("grpcurl")]
     assert len(lines) == 3
     with machine(Helm4().objects({"drain": {"preStopSeconds": 0}})) as node:
@@ -75,7 +75,7 @@ def test_the_grpcurl_lines_of_the_notes_work(notes):
 
 
 def buf_list(line: str) -> str:
-    """What `grpcurl -plaintext ADDRESS list` says, from buf, which stands in for it."""
+    """The output of `grpcurl -plaintext ADDRESS list`, obtained with buf."""
     words = shlex.split(line)
     assert (words[:2], words[3]) == (["grpcurl", "-plaintext"], "list")
     flags = ["--protocol", "grpc", "--http2-prior-knowledge", "--list-services"]
@@ -84,7 +84,7 @@ def buf_list(line: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["default", "ha", "tls", "everything", "gpu-daemonset"])
-def test_the_notes_speak_of_what_was_installed(name):
+def test_notes_describe_what_was_installed(name):
     (text,) = (text for path, text in Helm4().files(values_of(name)).items() if path.endswith("NOTES.txt"))
     assert "helm test kvplane --namespace caches" in text
     assert ("-plaintext" in text) == (name not in ("tls", "everything"))

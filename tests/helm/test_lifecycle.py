@@ -17,7 +17,7 @@ from tests.helm.pods import Machine, Pod, machine
 from tests.helm.schemas import VERSIONS
 
 TIMEOUT_S = 60
-# What the API adds to what it is given.
+# Fields that the API adds.
 ADDED = ("uid", "creationTimestamp", "resourceVersion", "generation", "managedFields", "annotations")
 CHANGE: dict[str, Any] = {"config": {"lease_ms": 5000}, "podLabels": {"new": "label"}, "commonLabels": {"also": "new"}}
 
@@ -71,7 +71,7 @@ class ByHelm3:
 
 
 def plain(one: Object) -> Object:
-    """An object without what the API and Helm add, and without a drawn password."""
+    """An object without the fields of API and Helm, and without a generated password."""
     one = json.loads(json.dumps(one))
     for key in ADDED:
         one["metadata"].pop(key, None)
@@ -89,7 +89,7 @@ def plain(one: Object) -> Object:
 
 
 def assert_is(here: Cluster, values: dict[str, Any]) -> None:
-    """What the cluster holds is what the chart says, neither more nor less."""
+    """Check that the cluster has exactly the objects of the chart."""
     expected = [plain(one) for one in Helm3(f"{here.version}.0").objects(values) if one["kind"] != "Pod"]
     found = {(one["kind"], one["metadata"]["name"]): plain(one) for one in here.installed()}
     assert found == {(one["kind"], one["metadata"]["name"]): one for one in expected}
@@ -107,7 +107,7 @@ def assert_is(here: Cluster, values: dict[str, Any]) -> None:
     ],
     ids=lambda one: getattr(one, "__name__", one),
 )
-def test_a_release_lives_and_leaves_nothing(by, name, version, tmp_path):
+def test_a_release_is_installed_upgraded_and_removed(by, name, version, tmp_path):
     before, after = values_of(name), {**values_of(name), **CHANGE}
     with cluster(version) as (here, kubeconfig):
         helm = by(kubeconfig, tmp_path)
@@ -120,12 +120,12 @@ def test_a_release_lives_and_leaves_nothing(by, name, version, tmp_path):
         secrets = [one["data"] for one in here.of_kind("Secret") if "password" in one["data"]]
         helm.rollback(1)
         assert_is(here, before)
-        assert [one["data"] for one in here.of_kind("Secret") if "password" in one["data"]] == secrets  # drawn once
+        assert [one["data"] for one in here.of_kind("Secret") if "password" in one["data"]] == secrets  # generated once
         helm.uninstall()
         assert here.installed() == []
 
 
-def test_what_may_not_change_is_refused_and_the_release_goes_on():
+def test_a_forbidden_change_is_refused_and_the_release_stays():
     with cluster("1.33") as (here, kubeconfig):
         helm = ByHelm4(kubeconfig, Path())
         helm.install({})
@@ -135,14 +135,14 @@ def test_what_may_not_change_is_refused_and_the_release_goes_on():
         assert_is(here, {})
 
 
-def test_an_object_with_an_unknown_field_does_not_get_in():
+def test_an_object_with_an_unknown_field_is_refused():
     extra = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"prots": []}}
     with cluster("1.33") as (_, kubeconfig), pytest.raises(helm_python.HelmReleaseError, match="prots"):
         ByHelm4(kubeconfig, Path()).install({"extraObjects": [extra]})
 
 
 class Kubelet:
-    """Runs the StatefulSet of a cluster as it stands, and the pods that Helm makes."""
+    """Runs the pods of the cluster's StatefulSet, and those that Helm creates."""
 
     def __init__(self, here: Cluster, node: Machine) -> None:
         self._here = here
@@ -152,7 +152,7 @@ class Kubelet:
         here.run_pod = self.run_pod
 
     def roll(self) -> None:
-        """One pod gives way to the next, as the manifests now say."""
+        """Replace the pods one by one by those of the current manifests."""
         if self.pod is not None:
             assert self.pod.terminate().codes == {"kvplane": 0}
         self._node.look_at(self._here.installed())
@@ -173,7 +173,7 @@ def release() -> Iterator[tuple[ByHelm4, Kubelet]]:
         yield ByHelm4(kubeconfig, Path()), Kubelet(here, node)
 
 
-def test_a_release_whose_pods_run():
+def test_a_release_with_running_pods():
     values = {"drain": {"preStopSeconds": 0, "graceSeconds": 5}, "store": {"type": "sqlite"}}
     with release() as (helm, kubelet):
         helm.install(values)
@@ -190,6 +190,6 @@ def test_a_release_whose_pods_run():
         kubelet.roll()
         helm.test()
         assert kubelet.pod.terminate().codes == {"kvplane": 0}
-        with pytest.raises(helm_python.HelmReleaseError):  # nobody answers any more
+        with pytest.raises(helm_python.HelmReleaseError):  # no pod answers any more
             helm.test()
         helm.uninstall()

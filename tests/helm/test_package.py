@@ -16,20 +16,20 @@ def archive(tmp_path_factory) -> str:
     return helm_python.package(str(CHART), destination=str(tmp_path_factory.mktemp("package")))
 
 
-def test_it_holds_what_it_renders_and_no_more(archive):
+def test_archive_has_exactly_the_files_of_the_chart(archive):
     with tarfile.open(archive) as file:
         names = {name.removeprefix("kvplane/") for name in file.getnames()}
     assert {"Chart.yaml", "values.schema.json", "README.md", "files/try.py", "templates/tests/try.yaml"} <= names
     assert not any(name.startswith("ci/") for name in names)
 
 
-def test_it_renders_as_the_folder_does(archive):
+def test_archive_renders_as_the_directory(archive):
     texts = helm_python.Chart.load(archive).render({}, name="kvplane", namespace=NAMESPACE)
     found = [one for path, text in texts.items() if path.endswith(".yaml") for one in objects_in(text)]
     assert sorted(map(str, found)) == sorted(map(str, Helm4().objects({})))
 
 
-def test_it_is_of_the_program_s_version():
+def test_chart_has_the_version_of_the_program():
     program = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     metadata = helm_python.Chart.load(str(CHART)).metadata
     assert metadata["appVersion"] == program

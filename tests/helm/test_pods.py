@@ -1,4 +1,4 @@
-"""What the manifests describe runs: service, stores, workers and `helm test`, as processes of this machine."""
+"""Runs the pods of the manifests as processes of this machine: service, stores, workers and `helm test`."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def client_of(pod: Pod) -> Client:
 
 
 def hit_after_a_round(client: Client, replica: str) -> int:
-    """Allocate, free, and look up again; tokens that are found."""
+    """Allocate, free, and look up; returns the hit tokens."""
     client.allocate_slots(replica, Allocate("r", content=Content(tokens=TOKENS)))
     client.free(replica, "r")
     return client.find_cache_hit(replica, Content(tokens=TOKENS)).hit_tokens
 
 
 def helm_test(node: Machine) -> str:
-    """What the chart's own test says, once it has passed."""
+    """Run the chart's own test; returns its output."""
     pod = node.start("kvplane-test")
     assert pod.wait() == {"try": 0}, pod.said("try")
     return pod.said("try")
 
 
-def test_the_default_serves_is_tested_and_drains():
+def test_default_values_serve_and_drain():
     with machine(rendered("default")) as node:
         pod = node.start("kvplane-0")
         pod.wait_ready()
@@ -71,7 +71,7 @@ def test_the_default_serves_is_tested_and_drains():
             thread = threading.Thread(target=lambda: endings.append(pod.terminate()))
             thread.start()
             wait_until(lambda: not pod.is_well("kvplane", "readinessProbe"), "the pod is taken out")
-            assert pod.is_well("kvplane", "livenessProbe")  # nobody kills it while it drains
+            assert pod.is_well("kvplane", "livenessProbe")  # the kubelet does not kill it during the drain
             with pytest.raises(Unavailable):
                 client.register_replica("new", MODEL)
             step = kvplane.part_of(kvplane.NewsRow(0, tokens=TOKENS), kvplane.AdmitRow(0))
@@ -83,7 +83,7 @@ def test_the_default_serves_is_tested_and_drains():
     assert 1 < ending.took_s < 10  # preStop, and then no longer than the session
 
 
-def test_a_session_that_stays_is_cut_before_the_pod_is_killed():
+def test_a_remaining_session_is_ended_before_the_pod_is_killed():
     with machine(rendered("default", drain={"preStopSeconds": 0, "graceSeconds": 1})) as node:
         pod = node.start("kvplane-0")
         pod.wait_ready()
@@ -96,7 +96,7 @@ def test_a_session_that_stays_is_cut_before_the_pod_is_killed():
     assert 1 <= ending.took_s < pod.spec["terminationGracePeriodSeconds"]
 
 
-def test_a_key_with_a_typo_ends_the_pod_with_the_nearest_one():
+def test_a_misspelled_key_ends_the_pod_and_names_the_nearest_one():
     objects = rendered("default")
     (config,) = (one for one in objects if one["kind"] == "ConfigMap")
     config["data"]["config.yaml"] += "leese_ms: 5\n"
@@ -132,7 +132,7 @@ def test_three_processes_share_the_built_in_store():
         with client_of(first) as client:
             client.register_replica("r", MODEL)
             assert hit_after_a_round(client, "r") == 32
-        for pod in others:  # told to go to kvplane-0 by the name that it advertises, and follow
+        for pod in others:  # redirect to kvplane-0 by its advertised name, which clients follow
             with client_of(pod) as client:
                 wait_until(lambda client=client: owner_of(client) == "r", "the others know whose it is")
                 assert client.find_cache_hit("r", Content(tokens=TOKENS)).hit_tokens == 32
@@ -147,7 +147,7 @@ def owner_of(client: Client) -> str:
 
 
 def guarded(node: Machine, folder: Path) -> kvplane.Tls:
-    """Make the secrets that the set `tls` names; what a client shows."""
+    """Create the secrets of the set `tls`; returns the credentials of a client."""
     authority = Authority(folder)
     service = authority.issue("service", host=node.addresses["kvplane-0"])
     own = authority.issue("own")
@@ -160,20 +160,20 @@ def guarded(node: Machine, folder: Path) -> kvplane.Tls:
     return kvplane.Tls(authority.cert, own.cert, own.key)
 
 
-def test_strangers_are_kept_out(tmp_path):
-    """TLS, certificates of clients, and tokens: `helm test` passes with them, and sees a refusal without each."""
+def test_unauthenticated_clients_are_refused(tmp_path):
+    """TLS, client certificates and tokens: `helm test` passes with them, and is refused without any one of them."""
     with machine(rendered("tls")) as node:
         guarded(node, tmp_path)
         pod = node.start("kvplane-0")
         pod.wait_ready()
         said = helm_test(node)
         assert "32 of 33 tokens found again" in said
-        assert "reflection" not in said  # off, since callers must say who they are
+        assert "reflection" not in said  # off, because clients must authenticate
         container = node.plans["kvplane-test"].spec["containers"][0]
-        container["args"].append("--stranger")
+        container["args"].append("--expect-refusal")
         for ours in ("KVPLANE_TOKEN_FILE",), ("KVPLANE_CERT_FILE", "KVPLANE_KEY_FILE"):
             container["env"] = [one for one in container["env"] if one["name"] not in ours]
-            assert "a stranger is refused" in helm_test(node)
+            assert "an unauthenticated client is refused" in helm_test(node)
         assert pod.terminate().codes == {"kvplane": 0}
 
 
@@ -181,7 +181,7 @@ def read(path: str | Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def test_a_sidecar_holds_pages_for_an_engine_beside_it():
+def test_a_sidecar_holds_pages_for_an_engine_in_its_pod():
     values = {"gpuWorker": {"mode": "sidecar", "device": "cpu", "graceSeconds": 5}}
     with machine(rendered(**values)) as node:
         pod = node.start("kvplane-0")
@@ -206,7 +206,7 @@ def test_a_node_s_workers_hold_pages_for_engines_of_that_node():
         assert workers.terminate().codes == {"worker-0": 0, "worker-1": 0}
 
 
-def test_a_worker_shows_who_it_is(tmp_path):
+def test_a_worker_presents_its_credentials(tmp_path):
     worker = {"mode": "sidecar", "device": "cpu", "graceSeconds": 5, "replica": "acme/$(POD_NAME)"}
     with machine(rendered("tls", gpuWorker=worker)) as node:
         tls = guarded(node, tmp_path)
@@ -236,7 +236,7 @@ def use_pages(service: Pod, workers: Pod, replica: str) -> None:
 
 
 def test_a_probe_can_fail():
-    """The runner's own check: a pod whose process does not listen is not well, and one that ends is told of."""
+    """Checks the runner: a pod whose process does not listen is not ready, and one that ends is reported."""
     objects = rendered("default")
     (workload,) = (one for one in objects if one["kind"] == "StatefulSet")
     container = workload["spec"]["template"]["spec"]["containers"][0]

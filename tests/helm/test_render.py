@@ -1,4 +1,4 @@
-"""What the chart renders, by the oldest Helm that it allows and by the newest: valid, restricted, and named well."""
+"""Manifests of the oldest supported Helm and of the newest: valid, restricted, with valid names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helm.charts import CHART, SETS, Helm3, Helm4, configuration, kinds, p
 from tests.helm.schemas import CUSTOM, VERSIONS, complaints
 
 SINCE = {"gpu-dra": "1.31"}  # sets that an older Kubernetes cannot run
-# What YAML takes for something else than text when it is not quoted, a leading digit, a dot, and the longest.
+# Names that YAML does not read as text without quotes, with a leading digit or a dot, and the longest one.
 NAMES = ("y", "on", "012", "1e3", "a.b", "r" * 53)
 DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -22,7 +22,7 @@ LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 
 @pytest.fixture(scope="module", params=SETS)
 def case(request):
-    """A set's name and what Helm 3.6.2 makes of it."""
+    """The name of a set of values, and its manifests by Helm 3.6.2."""
     name = request.param
     return name, Helm3(SINCE.get(name, "1.29") + ".0").objects(values_of(name))
 
@@ -32,21 +32,21 @@ def case(request):
     # The lint of Helm 3 takes Kubernetes to be 1.20, on which a set of a later one is refused.
     [(Helm4(), name) for name in SETS] + [(Helm3(), name) for name in SETS if name not in SINCE],
 )
-def test_lint_has_nothing_to_say(name, helm):
+def test_lint_finds_nothing(name, helm):
     assert "WARNING" not in helm.lint(values_of(name), SINCE.get(name, "1.29"))
 
 
 def test_both_helms_render_the_same(case):
     name, by_three = case
     by_four = Helm4().objects(values_of(name))
-    of_operators = ("ServiceMonitor", "PrometheusRule")  # the library is told of no cluster that knows them
+    of_operators = ("ServiceMonitor", "PrometheusRule")  # the library has no cluster with these kinds
     assert kinds(by_four) == kinds([one for one in by_three if one["kind"] not in of_operators])
-    plain = [one for one in by_three if one["kind"] not in of_operators and name != "ha"]  # ha draws a password
+    plain = [one for one in by_three if one["kind"] not in of_operators and name != "ha"]  # ha generates a password
     assert all(one in by_four for one in plain)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_manifest_keeps_the_schema(case, version):
+def test_every_manifest_is_valid(case, version):
     name, objects = case
     if float(version) < float(SINCE.get(name, "0")):
         assert any(complaints(one, version) for one in objects)
@@ -76,7 +76,7 @@ def test_the_configuration_is_what_the_service_accepts(case, tmp_path):
         assert loaded.config.store_prefix == "1e3"
 
 
-def test_no_secret_lies_in_a_config_map(case):
+def test_no_secret_is_in_a_config_map(case):
     name, objects = case
     secrets = [one for one in objects if one["kind"] == "Secret"]
     assert bool(secrets) == (name == "ha")
@@ -101,7 +101,7 @@ def test_pods_are_restricted(case):
                 assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_only_workers_of_a_node_leave_their_namespaces(case):
+def test_only_daemonset_workers_use_host_namespaces(case):
     _, objects = case
     for spec in pod_specs(objects):
         is_daemon = any(container["name"] == "worker-0" for container in spec["containers"]) and "hostPID" in spec
@@ -128,7 +128,7 @@ def test_a_changed_configuration_changes_the_pods():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("helm", [Helm3(), Helm4()], ids=["helm-3.6.2", "helm-4"])
-def test_any_release_name_gives_names_that_kubernetes_takes(name, helm):
+def test_any_release_name_gives_valid_object_names(name, helm):
     values = {**values_of("ha"), "gpuWorker": {"mode": "daemonset"}, "metrics": {"dashboard": {"enabled": True}}}
     objects = helm.objects(values, name)
     for one in objects:
@@ -143,12 +143,12 @@ def test_any_release_name_gives_names_that_kubernetes_takes(name, helm):
         assert [line for version in VERSIONS[::8] for line in complaints(one, version)] == []
 
 
-def test_long_releases_that_begin_alike_do_not_meet():
+def test_long_release_names_with_a_common_prefix_differ():
     full = {the(Helm4().objects({}, "r" * 52 + last), "StatefulSet")["metadata"]["name"] for last in "ab"}
     assert len(full) == 2
 
 
-def test_what_needs_the_operator_waits_for_it():
+def test_operator_resources_need_their_api():
     values = values_of("everything")
     assert {"ServiceMonitor", "PrometheusRule"} <= set(kinds(Helm3().objects(values)))
     files = Helm4().files(values)
@@ -165,7 +165,7 @@ def test_alerts_and_dashboard_are_those_of_the_files():
     assert json.loads(dashboard) == json.loads((CHART / "files" / "dashboard.json").read_text())
 
 
-def test_a_certificate_names_every_way_to_a_pod():
+def test_a_certificate_has_every_name_of_a_pod():
     objects = Helm3().objects(values_of("tls"))
     spec = the(objects, "Certificate")["spec"]
     container = the(objects, "StatefulSet")["spec"]["template"]["spec"]["containers"][0]
@@ -181,4 +181,4 @@ def test_the_claims_of_a_driver_replace_the_runtime_class():
     spec = the(Helm3().objects(values_of("gpu-daemonset")), "DaemonSet")["spec"]["template"]["spec"]
     assert spec["runtimeClassName"] == "nvidia"
     assert [one["name"] for one in spec["containers"]] == ["worker-0", "worker-1"]
-    assert "nvidia.com/gpu" not in json.dumps(spec["containers"])  # the engine asks for it, or it would find none free
+    assert "nvidia.com/gpu" not in json.dumps(spec["containers"])  # the engine requests it, or none would be free

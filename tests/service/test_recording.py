@@ -209,7 +209,7 @@ def test_a_damaged_file_is_refused(path):
         (b"kvplane decisions 9\n", "a recording of version 9", "this kvplane reads versions up to 2"),
         (b'{"a": "trace"}', "is no recording", "kvplane record"),
         (b"", "is no recording", "kvplane record"),
-        (MAGIC, "does not begin with a header", "record anew"),
+        (MAGIC, "does not begin with a header", "record it again"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(tmp_path, raw, match, remedy):

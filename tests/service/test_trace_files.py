@@ -175,18 +175,18 @@ MOONCAKE_FAULTS: dict[str, object] = {
     "output_length: -1 is out of 0..": mooncake(output=-1),
     "input_length: 0 is out of 1..": mooncake(length=0, ids=[]),
     "input_length: -5 is out of 1..": mooncake(length=-5),
-    'input_length: "700" is no whole number': mooncake() | {"input_length": "700"},
-    "input_length: true is no whole number": mooncake() | {"input_length": True},
+    'input_length: "700" is not an integer': mooncake() | {"input_length": "700"},
+    "input_length: true is not an integer": mooncake() | {"input_length": True},
     "output_length: 1000000000000000000000000000000000000... is out of": mooncake(output=10**50),
     "hash_ids: 2 ids, but input_length 1025 needs 3": mooncake(length=1025),
     "hash_ids: 3 ids, but input_length 1024 needs 2": mooncake(length=1024, ids=[1, 2, 3]),
-    "hash_ids: holds something that is no whole number": mooncake(ids=[1, 2.5]),  # type: ignore[list-item]
+    "hash_ids: holds something that is not an integer": mooncake(ids=[1, 2.5]),  # type: ignore[list-item]
     "hash_ids: 2097152 is beyond 2097151": mooncake(ids=[1, 2**21]),
-    'hash_ids: "1 2" is no list': mooncake() | {"hash_ids": "1 2"},
+    'hash_ids: "1 2" is not a list': mooncake() | {"hash_ids": "1 2"},
     "timestamp: -1 is out of": mooncake(timestamp=-1),
-    "timestamp: null is no time": mooncake() | {"timestamp": None},
-    "timestamp: is before that of the request in front": mooncake(timestamp=99),
-    "the line is no JSON object": [1, 2],
+    "timestamp: null is not a time": mooncake() | {"timestamp": None},
+    "timestamp: is before that of the previous request": mooncake(timestamp=99),
+    "the line is not a JSON object": [1, 2],
 }
 
 
@@ -208,12 +208,12 @@ WEKA_FAULTS: dict[str, dict[str, Any]] = {
     "requests[0].requests[1].out: is missing": weka(
         "a", {"t": 1.0, "requests": [turn(0), without(turn(1), "out")]}
     ),
-    "requests[0] is no JSON object": weka("a", 7),  # type: ignore[arg-type]
-    "requests: 3 is no list": weka("a") | {"requests": 3},
+    "requests[0] is not a JSON object": weka("a", 7),  # type: ignore[arg-type]
+    "requests: 3 is not a list": weka("a") | {"requests": 3},
     "block_size: 0 is out of 1..": weka("a", turn(0)) | {"block_size": 0},
     "hash_id_scope: only local ids": weka("a", turn(0)) | {"hash_id_scope": "global"},
     "id: is missing": without(weka("a", turn(0)), "id"),
-    'id: "" is no text': weka("", turn(0)),
+    'id: "" is not a non-empty string': weka("", turn(0)),
     "out: the session generates more than": weka("a", turn(0, out=2**30), turn(1)),
 }
 

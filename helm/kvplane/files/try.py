@@ -1,6 +1,6 @@
-"""What `helm test` runs: health, reflection, and an allocation that is given back. Where a stranger asks: a refusal.
+"""The script of `helm test`: checks health, reflection, and an allocation that is freed; without credentials, a refusal.
 
-Arguments: the service's address, the address of its health port, and --stranger when we have nothing to show.
+Arguments: the service's address, the address of its health port, and --expect-refusal if there are no credentials.
 """
 
 import os
@@ -19,7 +19,7 @@ TOKENS = list(range(100, 133))  # two blocks of 16, and one token
 
 
 def access() -> Access:
-    """As the variables say that every command of kvplane reads."""
+    """The credentials in the variables that every command of kvplane reads."""
     names = ("KVPLANE_TLS_CA", "KVPLANE_CERT_FILE", "KVPLANE_KEY_FILE", "KVPLANE_TOKEN_FILE")
     ca, cert, key, token = (os.environ.get(name, "") for name in names)
     tls = Tls("" if ca == "system" else ca, cert, key) if ca else None
@@ -27,7 +27,7 @@ def access() -> Access:
 
 
 def check_health(address: str) -> None:
-    """The pod serves, and says so in plain text."""
+    """Check that the pod reports SERVING on its plaintext port."""
     with grpc.insecure_channel(address) as channel:
         grpc.channel_ready_future(channel).result(30)
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
@@ -36,16 +36,16 @@ def check_health(address: str) -> None:
 
 
 def check_reflection(channel: grpc.Channel) -> None:
-    """The service lists its services."""
-    ask = reflection_pb2.ServerReflectionRequest(list_services="")
-    answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask]), timeout=10)
+    """Check that reflection lists the services."""
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    answers = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=10)
     names = {service.name for service in next(answers).list_services_response.service}
     assert "kvplane.v1.Allocation" in names, names
     print("reflection:", ", ".join(sorted(names)))
 
 
 def check_round_trip(client: Client) -> None:
-    """Blocks are granted, given back, and found again."""
+    """Check that blocks are granted, freed, and hit again."""
     replica = f"{os.environ['REPLICA_PREFIX']}helm-test-{uuid.uuid4().hex[:12]}"
     client.register_replica(replica, ModelSource(model="llama-3.1-8b", num_blocks=64, max_model_len=1008))
     try:
@@ -55,23 +55,23 @@ def check_round_trip(client: Client) -> None:
     finally:
         client.deregister_replica(replica)
     assert hit == 32, (answer, hit)
-    print(f"allocation: granted, freed, {hit} of {len(TOKENS)} tokens found again")
+    print(f"allocation: granted, freed, {hit} of {len(TOKENS)} tokens hit again")
 
 
 def main(address: str, health_address: str, *rest: str) -> None:
-    """All of it; an exception fails the test."""
+    """Run all checks; an exception fails the test."""
     check_health(health_address)
-    ours = access()
-    with connect(address, tls=ours.tls, token=ours.token) as client:
-        if "--stranger" in rest:
+    credentials = access()
+    with connect(address, tls=credentials.tls, token=credentials.token) as client:
+        if "--expect-refusal" in rest:
             try:
                 answer = client.status()
             except KvplaneError as refusal:
-                print("a stranger is refused:", refusal)
+                print("an unauthenticated client is refused:", refusal)
                 return
-            raise AssertionError(f"a stranger is answered: {answer}")
+            raise AssertionError(f"an unauthenticated client is answered: {answer}")
         if os.environ["REFLECTION"] == "on":
-            with open_channel(address, ours) as channel:
+            with open_channel(address, credentials) as channel:
                 check_reflection(channel)
         check_round_trip(client)
 

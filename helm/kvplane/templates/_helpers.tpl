@@ -1,7 +1,7 @@
 {{/*
 Whole name of objects. At most 52 characters: a StatefulSet's pods carry its name and a hash of 10 characters in one
 label of 63. It begins with a letter, as names of Services must: a release may be called 012. A longer one is cut and
-ends in a digest, so that two long releases do not meet.
+ends in a digest, so that the names of two long releases differ.
 */}}
 {{- define "kvplane.fullname" -}}
 {{- $name := .Values.nameOverride | default .Chart.Name -}}
@@ -66,12 +66,12 @@ labels: {{- include "kvplane.labels" . | nindent 2 }}
 {{ include "kvplane.fullname" . }}.{{ .Release.Namespace }}.svc.{{ .Values.clusterDomain }}:{{ int .Values.ports.grpc }}
 {{- end }}
 
-{{/* Not empty when calls need a token. */}}
+{{/* Not empty if clients must authenticate. */}}
 {{- define "kvplane.auth" -}}
 {{- if .Values.auth.existingSecret }}on{{ end -}}
 {{- end }}
 
-{{/* What every pod of the chart says of itself, beside its containers. No pod talks to Kubernetes. */}}
+{{/* Fields of every pod of the chart except its containers. No pod calls the Kubernetes API. */}}
 {{- define "kvplane.podBasics" -}}
 serviceAccountName: {{ include "kvplane.serviceAccountName" . | quote }}
 automountServiceAccountToken: false

@@ -1,4 +1,4 @@
-{{/* Variables of the service: what differs by pod, and secrets, which never lie in a ConfigMap. */}}
+{{/* Variables of the service: values that differ by pod, and secrets, which are never in a ConfigMap. */}}
 {{- define "kvplane.serviceEnv" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -113,7 +113,7 @@ ports:
   {{- if .Values.metrics.enabled }}
   - {name: metrics, containerPort: {{ int .Values.ports.metrics }}}
   {{- end }}
-# Alive before a store has been read, ready after it, until the service drains.
+# Live while the store is read, ready afterwards until the service drains.
 startupProbe:
   grpc: {port: {{ int .Values.ports.health }}, service: liveness}
   periodSeconds: 1
@@ -127,7 +127,7 @@ readinessProbe:
   grpc: {port: {{ int .Values.ports.health }}, service: readiness}
   periodSeconds: 5
   timeoutSeconds: 5
-# Sessions that begin while load balancers still know the pod are served; SIGTERM asks the open ones to leave.
+# Sessions opened while load balancers still list the pod are served. SIGTERM notifies open sessions.
 lifecycle:
   preStop:
     exec:

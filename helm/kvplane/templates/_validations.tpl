@@ -1,4 +1,4 @@
-{{/* Values that contradict each other: all of them in one message, each with the remedy. */}}
+{{/* Contradicting values: all of them in one message, each with its remedy. */}}
 {{- define "kvplane.validate" -}}
 {{- $wrong := list -}}
 {{- range $check := list "store" "tls" "auth" "scale" "pods" "worker" -}}
@@ -7,7 +7,7 @@
 {{- end -}}
 {{- end -}}
 {{- if $wrong -}}
-{{- fail (printf "\nkvplane: these values cannot be:\n%s\n" (join "\n" $wrong)) -}}
+{{- fail (printf "\nkvplane: invalid values:\n%s\n" (join "\n" $wrong)) -}}
 {{- end -}}
 {{- end }}
 
@@ -15,16 +15,16 @@
 {{- $store := .Values.store }}
 {{- $most := ternary (max (int .Values.autoscaling.maxReplicas) 1) (int .Values.replicas) .Values.autoscaling.enabled }}
 {{- if and (gt (int $most) 1) (has $store.type (list "none" "sqlite")) }}
-store.type: {{ $store.type }} is not shared, and there may be {{ $most }} service processes: use external (or, to try it, builtin), or one process
+store.type: {{ $store.type }} is not shared, and there may be {{ $most }} service processes: use external (builtin for evaluation), or one process
 {{- end }}
 {{- if and (eq $store.type "external") (not $store.external.url) }}
 store.external.url is empty: name the store, such as redis://HOST:6379
 {{- end }}
 {{- if and (ne $store.type "external") (or $store.external.url $store.external.existingSecret) }}
-store.external is given, but store.type is {{ $store.type }}: set store.type=external, or take it away
+store.external is given, but store.type is {{ $store.type }}: set store.type=external, or remove it
 {{- end }}
 {{- if contains "@" $store.external.url }}
-store.external.url holds a user: put it into store.external.existingSecret (usernameKey, passwordKey)
+store.external.url contains a user: move it to store.external.existingSecret (usernameKey, passwordKey)
 {{- end }}
 {{- if and (not $store.external.existingSecret) (or $store.external.usernameKey $store.external.caKey $store.external.certKey $store.external.keyKey) }}
 store.external names keys of a secret, but no existingSecret
@@ -33,7 +33,7 @@ store.external names keys of a secret, but no existingSecret
 store.external has half a TLS pair: give certKey and keyKey, or neither
 {{- end }}
 {{- if and $store.external.caKey (not (hasPrefix "rediss" $store.external.url)) }}
-store.external.caKey is given, but the url is not one of TLS: begin it with rediss
+store.external.caKey is given, but the url does not use TLS: begin it with rediss
 {{- end }}
 {{- end }}
 
@@ -50,10 +50,10 @@ tls.existingSecret and tls.certManager both give a certificate: choose one
 tls.certManager.issuerRef.name is empty: name the issuer
 {{- end }}
 {{- if and (not $tls.enabled) (or $given (ne $tls.clientAuth "none") $tls.clientCA.existingSecret) }}
-tls is set up but not enabled: set tls.enabled=true, or take the rest away
+tls is set up but not enabled: set tls.enabled=true, or remove the other tls values
 {{- end }}
 {{- if and $tls.clientCA.existingSecret (eq $tls.clientAuth "none") }}
-tls.clientCA is given, but no client is asked for a certificate: set tls.clientAuth=require
+tls.clientCA is given, but clients need no certificate: set tls.clientAuth=require
 {{- end }}
 {{- end }}
 
@@ -63,13 +63,13 @@ tls.clientCA is given, but no client is asked for a certificate: set tls.clientA
 auth names keys or claims, but no existingSecret that holds them
 {{- end }}
 {{- if and $auth.existingSecret (not $auth.ownersKey) }}
-auth.ownersKey is empty: name the file that says what each owner may
+auth.ownersKey is empty: name the key of the file with the owners
 {{- end }}
 {{- if and $auth.existingSecret (not $auth.tokensKey) (not $auth.jwksKey) (ne .Values.tls.clientAuth "require") }}
-auth.existingSecret, and nobody can show who it is: name tokensKey or jwksKey, or set tls.clientAuth=require
+auth.existingSecret without a way to authenticate: name tokensKey or jwksKey, or set tls.clientAuth=require
 {{- end }}
 {{- if and $auth.jwksKey (not (and $auth.jwtIssuer $auth.jwtAudience)) }}
-auth.jwksKey without jwtIssuer and jwtAudience: any token of these keys would do; give both
+auth.jwksKey without jwtIssuer and jwtAudience: any token signed by these keys would be accepted; give both
 {{- end }}
 {{- if and (or $auth.jwtIssuer $auth.jwtAudience) $auth.existingSecret (not $auth.jwksKey) }}
 auth.jwtIssuer and jwtAudience are claims of a JWT: name auth.jwksKey
@@ -92,19 +92,19 @@ access.tokenKey would cross the network in plain text: set tls.enabled=true
 autoscaling.minReplicas {{ int $scale.minReplicas }} is above maxReplicas {{ int $scale.maxReplicas }}
 {{- end }}
 {{- if and .Values.metrics.serviceMonitor.enabled (not .Values.metrics.enabled) }}
-metrics.serviceMonitor has nothing to read: set metrics.enabled=true
+metrics.serviceMonitor has no endpoint to scrape: set metrics.enabled=true
 {{- end }}
 {{- end }}
 
 {{- define "kvplane.validate.pods" -}}
 {{- $ports := list (int .Values.ports.grpc) (int .Values.ports.health) (int .Values.ports.metrics) }}
 {{- if ne (len (uniq $ports)) 3 }}
-ports.grpc, ports.health and ports.metrics are one pod's: give each its own
+ports.grpc, ports.health and ports.metrics must differ: they are ports of one pod
 {{- end }}
 {{- $needed := add (int .Values.drain.preStopSeconds) (int .Values.drain.graceSeconds) }}
 {{- with .Values.terminationGracePeriodSeconds }}
 {{- if le (int64 .) (int64 $needed) }}
-terminationGracePeriodSeconds {{ int . }} is no longer than draining takes: give more than {{ $needed }} (drain.preStopSeconds + drain.graceSeconds)
+terminationGracePeriodSeconds {{ int . }} is not longer than a drain: give more than {{ $needed }} (drain.preStopSeconds + drain.graceSeconds)
 {{- end }}
 {{- end }}
 {{- range .Values.extraEnv }}
@@ -118,10 +118,10 @@ extraEnv sets {{ .name }}, which the chart sets: use the value for it (README.md
 {{- define "kvplane.validate.worker" -}}
 {{- $worker := .Values.gpuWorker }}
 {{- if and (eq $worker.mode "daemonset") $worker.replica (not (contains "$(NODE_NAME)" $worker.replica)) }}
-gpuWorker.replica is the same on every node, and a rank has one worker: let it contain $(NODE_NAME)
+gpuWorker.replica is the same on every node, but a rank has one worker: include $(NODE_NAME)
 {{- end }}
 {{- if and (eq $worker.mode "sidecar") $worker.replica (not (contains "$(POD_NAME)" $worker.replica)) }}
-gpuWorker.replica is the same in every pod, and a rank has one worker: let it contain $(POD_NAME)
+gpuWorker.replica is the same in every pod, but a rank has one worker: include $(POD_NAME)
 {{- end }}
 {{- if and $worker.resourceClaims (semverCompare "<1.31-0" .Capabilities.KubeVersion.Version) }}
 gpuWorker.resourceClaims needs Kubernetes 1.31, this is {{ .Capabilities.KubeVersion.Version }}: use gpuWorker.runtimeClassName

@@ -1,7 +1,7 @@
 {{/*
-Workers, the processes that hold the pages of one rank each.
+Workers: processes that hold the pages of one rank each.
 
-No liveness probe: a worker that is slow for a while holds the cache of an engine, and a restart would lose it.
+No liveness probe: a slow worker still holds the cache of an engine, and a restart would lose it.
 */}}
 {{- define "kvplane.workerContainers" -}}
 {{- $worker := .root.Values.gpuWorker -}}
@@ -115,12 +115,12 @@ No liveness probe: a worker that is slow for a while holds the cache of an engin
 {{- include "kvplane.accessVolumes" . }}
 {{- end }}
 
-{{/* Where workers may run: their nodes are those with GPUs, unless they hold pages on CPUs. */}}
+{{/* Nodes of workers: those with GPUs, unless the pages are in CPU memory. */}}
 {{- define "kvplane.workerNodes" -}}
 {{- if eq .Values.gpuWorker.device "cuda" }}{{ toYaml .Values.gpuWorker.nodeSelector }}{{ else }}{}{{ end -}}
 {{- end }}
 
-{{/* What a pod with workers needs of its node to see GPUs. */}}
+{{/* Access to the GPUs of the node. */}}
 {{- define "kvplane.workerGpus" -}}
 {{- $worker := .Values.gpuWorker -}}
 {{- if $worker.resourceClaims }}

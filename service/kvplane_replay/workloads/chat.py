@@ -1,11 +1,10 @@
-"""The built-in workload: chats and agents that share system prompts, made from a seed.
+"""The built-in workload: chats and agents with shared system prompts, generated from a seed.
 
-    chat    system | user 1 | answer 1 | user 2 | answer 2 | ...        a person reads and thinks between
-    turns agent   tools  | task   | call 1   | result | call 2   | ...        a tool answers within seconds
+    chat    system | user 1 | answer 1 | user 2 | answer 2 | ...        a person reads and thinks between turns
+    agent   tools  | task   | call 1   | result | call 2   | ...        a tool answers within seconds
 
-Each turn's prompt is the one before, its generated answer, and something new: what multi-turn traffic looks
-like to a prefix cache. Lengths follow log-normal laws whose medians are shares of `max_model_len`, so that a
-session fills the model's context in the course of its turns.
+The prompt of a turn is the previous prompt, its generated answer, and new text, as in multi-turn traffic. Lengths are
+log-normal with medians that are shares of `max_model_len`, so that a session fills the model's context over its turns.
 """
 
 from __future__ import annotations
@@ -19,22 +18,20 @@ from kvplane.base.errors import InvalidArgument
 from kvplane_replay.workloads.requests import Span, TokenSource, TraceRequest, overlay
 
 MIN_MODEL_LEN = 256
-_SCALED_MODEL_LEN = 16_384  # longer contexts do not make people write more
-_SECONDS_PER_TOKEN = 0.02  # an answer has been read, or run, no sooner
+_SCALED_MODEL_LEN = 16_384  # above it lengths do not grow: longer contexts do not make people write more
+_SECONDS_PER_TOKEN = 0.02  # least time to read an answer, or to run a tool
 
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """How much of what. Rates and counts are those of typical services; the caller sizes the pool, not the
-    text.
+    """Size and mix of the workload. The defaults are those of typical services.
 
     Attributes:
-        max_model_len: no prompt with its output is longer; `MIN_MODEL_LEN` or more.
+        max_model_len: longest prompt with its output, in tokens; `MIN_MODEL_LEN` or more.
         num_sessions: chats and agents together.
-        sessions_per_s: rate at which they start, at random.
-        agent_share: of the sessions, 0..1.
-        num_system_prompts: of chats; a few are much more in use than the others. Agents have one for each
-            four.
+        sessions_per_s: mean rate of new sessions; starts are random.
+        agent_share: share of agents in the sessions, 0..1.
+        num_system_prompts: system prompts of chats, used with Zipf frequencies. Agents have a quarter of this number.
     """
 
     max_model_len: int
@@ -52,14 +49,14 @@ class ChatShape:
 
     @property
     def unit(self) -> int:
-        """The length, in tokens, that the medians are multiples of."""
+        """The length in tokens whose multiples are the medians."""
         return min(self.max_model_len, _SCALED_MODEL_LEN) // 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What chats and agents differ in; lengths are medians in units, `gap_s` is the mean between answer and
-    turn.
+    """Parameters that differ between chats and agents. Lengths are medians in units; `gap_s` is the mean pause after an
+    answer, in seconds.
     """
 
     name: str
@@ -73,7 +70,7 @@ class _Kind:
 
 
 def chat_workload(rng: Random, shape: ChatShape) -> Iterator[TraceRequest]:
-    """The requests of all sessions in order of arrival; equal `rng` and shape, equal requests."""
+    """The requests of all sessions in order of arrival; a function of `rng` and `shape`."""
     clock = Random(rng.getrandbits(64))
     starts_s = list(accumulate(clock.expovariate(shape.sessions_per_s) for _ in range(shape.num_sessions)))
     chat = _Kind("chat", 0, shape.num_system_prompts, 5, 1.0, 1.5, 5, 15.0)
@@ -89,20 +86,20 @@ def chat_workload(rng: Random, shape: ChatShape) -> Iterator[TraceRequest]:
 
 
 class _Session:
-    """One chat or agent: a shared system prompt and two streams of its own, said and answered."""
+    """One chat or agent: a shared system prompt and two streams of its own, for input and for output."""
 
     def __init__(self, kind: _Kind, shape: ChatShape, number: int, rng: Random) -> None:
         self._kind, self._shape, self._rng = kind, shape, rng
         self._name = f"{kind.name}-{number}"
         self._number = number
-        self._said = self._answered = 0
+        self._written = self._answered = 0
 
     def turns(self, start_s: float) -> Iterator[TraceRequest]:
-        """As many as it wants, or as fit `max_model_len`."""
+        """The turns of the session; ends early when the next one would exceed `max_model_len`."""
         kind, rng, now_s = self._kind, self._rng, start_s
-        wanted = 1 + int(rng.expovariate(1 / kind.mean_turns))
+        num_turns = 1 + int(rng.expovariate(1 / kind.mean_turns))
         prompt = self._system()
-        for turn in range(wanted):
+        for turn in range(num_turns):
             prompt += self._new_text()
             output = self._answer()
             if len(prompt) + len(output) > self._shape.max_model_len:
@@ -112,7 +109,7 @@ class _Session:
             now_s += len(output) * _SECONDS_PER_TOKEN + rng.expovariate(1 / kind.gap_s)
 
     def _system(self) -> TokenSource:
-        """One of the shared prompts; the k-th is used 1/k as often as the first."""
+        """One of the shared prompts; the k-th is used 1/k as frequently as the first."""
         kind = self._kind
         choices = range(kind.num_systems)
         choice = self._rng.choices(choices, [1 / (k + 1) for k in choices])[0]
@@ -121,10 +118,10 @@ class _Session:
         return TokenSource((Span(stream, 0, min(length, self._shape.max_model_len // 3)),))
 
     def _new_text(self) -> TokenSource:
-        start = self._said
-        self._said += self._length(self._kind.new_units)
+        start = self._written
+        self._written += self._length(self._kind.new_units)
         shared = self._shape.num_system_prompts * 2
-        return TokenSource((Span(shared + self._number, start, self._said),))
+        return TokenSource((Span(shared + self._number, start, self._written),))
 
     def _answer(self) -> TokenSource:
         start = self._answered

@@ -1,4 +1,4 @@
-"""Checked access to the JSON records of a trace: what is missing or mistyped is named with its line."""
+"""Validated access to the JSON records of a trace. Errors name the field, the value found, and the line."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ class Record:
     """A JSON object on a line of a trace, or nested in one."""
 
     def __init__(self, line: Line, values: object, place: str = "") -> None:
-        """`place` says where in the line: "" or like "requests[3]."."""
+        """`place` is the position in the line: "" or like "requests[3]."."""
         self._line = line
         self._place = place
         if not isinstance(values, dict):
-            raise self.malformed(f"{place.rstrip('.') or 'the line'} is no JSON object")
+            raise self.malformed(f"{place.rstrip('.') or 'the line'} is not a JSON object")
         self._values: dict[str, object] = values
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
     def malformed(self, cause: str) -> MalformedTrace:
-        """The error that blames this line."""
+        """A MalformedTrace that names this line."""
         return self._line.malformed(cause)
 
     def count(self, name: str, least: int = 0) -> int:
-        """A whole number from `least` to the longest text that there can be."""
+        """An integer from `least` to the longest possible text."""
         value = self._get(name)
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self._bad(name, f"{_brief(value)} is no whole number")
+            raise self._bad(name, f"{_brief(value)} is not an integer")
         if not least <= value <= POSITIONS:
             raise self._bad(name, f"{_brief(value)} is out of {least}..{POSITIONS}")
         return value
@@ -43,26 +43,26 @@ class Record:
         """A time of at least 0, in the unit of the trace."""
         value = self._get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._bad(name, f"{_brief(value)} is no time")
+            raise self._bad(name, f"{_brief(value)} is not a time")
         if not 0 <= value <= _MAX_TIME:
             raise self._bad(name, f"{_brief(value)} is out of 0..{_MAX_TIME}")
         return float(value)
 
     def text(self, name: str) -> str:
-        """A text, not empty."""
+        """A string, not empty."""
         value = self._get(name)
         if not isinstance(value, str) or not value:
-            raise self._bad(name, f"{_brief(value)} is no text")
+            raise self._bad(name, f"{_brief(value)} is not a non-empty string")
         return value
 
     def ids(self, name: str, tokens_per_id: int) -> array[int]:
-        """Hash ids: whole numbers from 0, as large as streams have room for."""
+        """Hash ids: integers from 0, limited by the length of a stream."""
         values = self._list(name)
         limit = POSITIONS // tokens_per_id
         try:
             ids = array("I", cast("list[int]", values))
         except (TypeError, OverflowError):
-            raise self._bad(name, f"holds something that is no whole number of 0..{limit - 1}") from None
+            raise self._bad(name, f"holds something that is not an integer of 0..{limit - 1}") from None
         if ids and max(ids) >= limit:
             raise self._bad(name, f"{max(ids)} is beyond {limit - 1}")
         return ids
@@ -75,7 +75,7 @@ class Record:
     def _list(self, name: str) -> list[object]:
         value = self._get(name)
         if not isinstance(value, list):
-            raise self._bad(name, f"{_brief(value)} is no list")
+            raise self._bad(name, f"{_brief(value)} is not a list")
         return value
 
     def _get(self, name: str) -> object:
@@ -91,7 +91,7 @@ def parse(line: Line) -> Record:
     """The object on a line.
 
     Raises:
-        MalformedTrace: it is no JSON object.
+        MalformedTrace: it is not a JSON object.
     """
     try:
         values = json.loads(line.text, parse_constant=_refuse_constant)
@@ -103,7 +103,7 @@ def parse(line: Line) -> Record:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _brief(value: object) -> str:

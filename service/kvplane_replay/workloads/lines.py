@@ -1,6 +1,4 @@
-"""Lines of a trace file, plain, gzip or zstd, one at a time: a trace may expand 250-fold and is never held
-whole.
-"""
+"""Lines of a trace file (plain, gzip or zstd), one at a time: a trace may expand 250-fold and is never read whole."""
 
 from __future__ import annotations
 
@@ -15,48 +13,48 @@ from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneErro
 
 MAX_LINE_BYTES = 64 << 20
 
-# Small, because zstd unpacks a chunk at once and up to 32,000-fold.
+# Small, because zstd decompresses a whole chunk at once, up to 32,000-fold.
 _CHUNK_BYTES = 4 << 10
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class MalformedTrace(KvplaneError):
-    """A trace file is not what it should be. `metadata` holds file and line; requests before it are good."""
+    """A line of a trace file is malformed. `metadata` has `file` and `line`; requests before it are valid."""
 
     reason = "MALFORMED_TRACE"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a trace file; lines count from 1."""
+    """One line of a trace file. Line numbers start at 1."""
 
     file: str
     number: int
     text: bytes
 
     def malformed(self, cause: str) -> MalformedTrace:
-        """The error that blames this line."""
+        """A MalformedTrace that names this line."""
         return malformed(self.file, self.number, cause)
 
 
 def malformed(file: str, number: int, cause: str) -> MalformedTrace:
-    """The error that blames a line."""
+    """A MalformedTrace that names a line."""
     return MalformedTrace(f"{file}, line {number}: {cause}", metadata={"file": file, "line": str(number)})
 
 
 class TraceLines:
-    """The lines of a file, read as they are asked for. An iterator; blank lines are left out."""
+    """Iterator over the lines of a file, read on demand. Blank lines are skipped."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file.
+        """Open the file.
 
         Raises:
             NotFound: there is no such file.
             InvalidArgument: it cannot be read.
-            FailedPrecondition: it is zstd and the package zstandard is not installed.
+            FailedPrecondition: it is compressed by zstd, and the package zstandard is not installed.
         """
         self.file = str(path)
-        self.bytes_read = 0  # as stored, for a progress bar
+        self.bytes_read = 0  # of the stored file
         self._raw = _open(path)
         self.size_bytes = path.stat().st_size
         self._lines = self._split(self._unpacked())
@@ -68,12 +66,12 @@ class TraceLines:
         """The next line.
 
         Raises:
-            MalformedTrace: the compressed data are damaged or cut off, or the line is too long.
+            MalformedTrace: the compressed data are damaged or truncated, or the line is too long.
         """
         return next(self._lines)
 
     def close(self) -> None:
-        """Closes the file; no line may be asked for any more."""
+        """Close the file; no further line can be read."""
         self._raw.close()
 
     def _split(self, chunks: Iterator[bytes]) -> Iterator[Line]:
@@ -113,11 +111,11 @@ class TraceLines:
 
 
 class _DamagedData(Exception):
-    """The bytes of the file cannot be what was written; the message says why."""
+    """The compressed data are invalid; the message states why."""
 
 
 class _Inflater(Protocol):
-    """What the decompressors of zlib and zstandard share. One unpacks one frame."""
+    """The common interface of the decompressors of zlib and zstandard. One object decompresses one frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -129,9 +127,9 @@ class _Inflater(Protocol):
 def _inflate(
     first: bytes, chunks: Iterator[bytes], new_frame: Callable[[], _Inflater], error: type[Exception]
 ) -> Iterator[bytes]:
-    """Unpacked bytes of one or more frames.
+    """Decompressed bytes of one or more frames.
 
-    A file that ends within a frame is cut off, which zstandard's own reader would not report.
+    A file that ends inside a frame is truncated, which zstandard's own reader does not report.
     """
     frame, begun = new_frame(), False
     for chunk in chain([first], chunks):
@@ -156,7 +154,7 @@ def _unpack_zstd(first: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
         raise FailedPrecondition(
             "zstd traces need the package zstandard, which is not installed",
             field="file",
-            remedy="pip install 'kvplane[cli]', or unpack the file first",
+            remedy="pip install 'kvplane[cli]', or decompress the file first",
         ) from None
     unpacker = zstandard.ZstdDecompressor()
     return _inflate(first, chunks, unpacker.decompressobj, zstandard.ZstdError)

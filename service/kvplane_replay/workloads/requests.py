@@ -1,15 +1,15 @@
 """Requests of a workload, with the tokens that stand for their text.
 
-Serving traces carry no text: only lengths, and ids of what is shared. Replayed, equal content must become
-equal tokens and different content different tokens, for any block size. So content is a place in a *stream*:
-an endless sequence of tokens that is a fixed function of its number.
+Serving traces contain no text, only lengths and ids of shared content. In a replay, equal content must become equal
+tokens and different content different tokens, for any block size. So content is a position in a *stream*: an unbounded
+sequence of tokens that is a fixed function of its number.
 
     position      0        1        2        3        4     ...
     token         0    mark + s     2    mark + s     4              stream s; generated text: 2^31 more
 
-Any two neighbours name their stream and position, hence two blocks (of two tokens or more) are equal only if
-they are the same piece of the same stream, by construction and not by chance. Hash id h of a trace whose ids
-stand for n tokens is the piece [h * n, (h + 1) * n): a run of ids is one piece, and a partial one is cut.
+Two adjacent tokens identify stream and position, so two blocks of two tokens or more are equal only if they are the
+same range of the same stream. Hash id h of a trace whose ids stand for n tokens is the range [h * n, (h + 1) * n): a
+run of consecutive ids is one range, and a partial one is cut.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ STREAMS = 1 << 30
 _STREAM_MARK = 1 << 30
 _GENERATED = 1 << 31
 
-# A chunk of a stream as one large integer of 32-bit lanes, so that its tokens cost two multiplications
-# together (5.5 ns a token) and not a step of the interpreter each (21 ns). No lane overflows: positions end
-# at 2^30.
+# A chunk of a stream is one large integer of 32-bit lanes: two multiplications for all its tokens (5.5 ns a token)
+# instead of one interpreter step per token (21 ns). No lane overflows, because positions are below 2^30.
 _CHUNK = 1024
 _EVEN_LANES = sum(1 << 64 * pair for pair in range(_CHUNK // 2))
 _ODD_LANES = _EVEN_LANES << 32
@@ -59,16 +58,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """A text as pieces of streams; its tokens are made when asked for."""
+    """A text as ranges of streams; its tokens are computed on demand."""
 
     spans: tuple[Span, ...] = ()
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Number of tokens."""
         return sum(span.stop - span.start for span in self.spans)
 
     def __add__(self, other: TokenSource) -> TokenSource:
-        """One text behind the other."""
+        """Concatenation of the two texts."""
         return TokenSource(self.spans + other.spans)
 
     def packed(self) -> bytes:
@@ -77,9 +76,7 @@ class TokenSource:
 
 
 def text_of_ids(ids: Sequence[int], tokens_per_id: int, num_tokens: int, stream: int = 0) -> TokenSource:
-    """The first `num_tokens` tokens of the contents that `ids` name; all but the last id must be needed in
-    full.
-    """
+    """The first `num_tokens` tokens of the contents that `ids` name. Requires that only the last id is partial."""
     missing = len(ids) * tokens_per_id - num_tokens
     assert 0 <= missing < tokens_per_id or not ids
     steps = enumerate(map(sub, islice(ids, 1, None), ids), 1)
@@ -97,11 +94,11 @@ class TraceRequest:
 
     Attributes:
         name: unique in the workload.
-        arrival_s: since the workload's start; requests come in this order.
-        session: name of the conversation that it belongs to, "" when the trace has no such notion.
+        arrival_s: seconds since the start of the workload, the order of requests.
+        session: name of its conversation; "" when the trace has none.
         prompt: 1 token or more.
-        output: what the model is going to generate; generated text occurs nowhere else, but in later prompts
-            of its own session where the workload says so.
+        output: the tokens that the model generates. They occur in no other request, except in later prompts of the same
+            session where the workload includes them.
     """
 
     name: str
@@ -112,17 +109,16 @@ class TraceRequest:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens to be generated; may be 0."""
+        """Number of tokens to generate; may be 0."""
         return len(self.output)
 
 
 def overlay(starts_s: Iterable[float], sessions: Iterator[list[TraceRequest]]) -> Iterator[TraceRequest]:
-    """The requests of all sessions in order of arrival; at equal times, the session that started first goes
-    first.
+    """The requests of all sessions in order of arrival; at equal times, those of the session that started first.
 
-    Session k is asked for only when time has come to `starts_s[k]`, before which it has no request, so that
-    memory holds the sessions that have started and not ended. Ends when `sessions` does. What `sessions`
-    raises comes through after every request that arrives before the start of the session at fault.
+    Session k is read when time reaches `starts_s[k]`, before which it has no request, so that only active sessions are
+    in memory. Ends with `sessions`. An error of `sessions` is raised after all requests that arrive before the start of
+    the session that caused it.
     """
     starts, order = iter(starts_s), count()
     waiting: list[tuple[float, int, TraceRequest]] = []

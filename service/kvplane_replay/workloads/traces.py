@@ -32,23 +32,22 @@ DEFAULT_SPACING_S = 60.0
 
 
 class TraceKind(Enum):
-    """Whose format a trace has."""
+    """Format of a trace."""
 
     MOONCAKE = "mooncake"
     WEKA = "weka"
 
 
 class TraceFile:
-    """A trace, read once from front to back while it is iterated over.
+    """A trace, read once from start to end by iteration.
 
     Attributes:
-        kind: found by looking at the first line.
-        size_bytes: of the file as stored.
+        kind: detected from the first line.
+        size_bytes: size of the file as stored.
     """
 
     def __init__(self, path: Path, session_spacing_s: float = DEFAULT_SPACING_S) -> None:
-        """Opens the file and looks at its first line. `session_spacing_s` is used where sessions have no
-        common clock.
+        """Open the file and read its first line. `session_spacing_s`: seconds between sessions without a common clock.
 
         Raises:
             MalformedTrace: the first line is of no known kind, or damaged.
@@ -72,13 +71,11 @@ class TraceFile:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the stored file that were read so far, for a progress bar."""
+        """Bytes of the stored file read so far."""
         return self._lines.bytes_read
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests in order of arrival. At the place of a fault raises MalformedTrace; those before it
-        are good.
-        """
+        """The requests in order of arrival. Raises MalformedTrace at a malformed line; requests before it are valid."""
         return self._requests
 
     def __enter__(self) -> TraceFile:
@@ -90,7 +87,7 @@ class TraceFile:
         self.close()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._lines.close()
 
 
@@ -104,17 +101,17 @@ def _kind_of(first: Line) -> TraceKind:
 
 
 def read_mooncake(lines: Iterable[Line]) -> Iterator[TraceRequest]:
-    """The requests in the order of the file, which is that of arrival.
+    """The requests in the order of the file, which is the order of arrival.
 
     Raises:
-        MalformedTrace: at the first line that is no request, or that goes back in time.
+        MalformedTrace: a line is not a request, or is earlier than the one before.
     """
     latest_s = 0.0
     for line in lines:
         record = parse(line)
         request = _mooncake_request(record, line.number)
         if request.arrival_s < latest_s:
-            raise record.malformed("timestamp: is before that of the request in front")
+            raise record.malformed("timestamp: is before that of the previous request")
         latest_s = request.arrival_s
         yield request
 
@@ -136,11 +133,10 @@ def _mooncake_request(record: Record, number: int) -> TraceRequest:
 
 
 def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> Iterator[TraceRequest]:
-    """The requests of all sessions in order of arrival; session k, in file order from 0, starts at `k *
-    spacing_s`.
+    """The requests of all sessions in order of arrival; session k of the file, from 0, starts at `k * spacing_s`.
 
     Raises:
-        MalformedTrace: when time comes to the start of the first session that is malformed.
+        MalformedTrace: a session is malformed; raised when time reaches its start.
     """
     sessions = (_Session(k, k * spacing_s).read(parse(line)) for k, line in enumerate(lines))
     return overlay((k * spacing_s for k in count()), sessions)
@@ -148,7 +144,7 @@ def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> It
 
 @dataclass(slots=True)
 class _Session:
-    """A session being read; `own_tokens` is the length, so far, of the text that no one else has."""
+    """Reader of one session; `own_tokens` is the length so far of the text that only this session contains."""
 
     number: int
     start_s: float
@@ -187,7 +183,7 @@ class _Session:
 
 
 def _flattened(session: Record) -> Iterator[tuple[float, Record]]:
-    """Requests with seconds since the session's start; those of a sub-agent in the place of its entry."""
+    """Requests with seconds since the session's start; the requests of a sub-agent replace its entry."""
     for entry in session.records("requests"):
         time = entry.time("t")
         if "requests" not in entry:
