@@ -1,4 +1,4 @@
-"""The script of `helm test`: checks health, reflection, and an allocation that is freed; without credentials, a refusal.
+"""The script of `helm test`: checks health, reflection, and an allocation; without credentials, a refusal.
 
 Arguments: the service's address, the address of its health port, and --expect-refusal if there are no credentials.
 """
