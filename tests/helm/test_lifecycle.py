@@ -179,7 +179,7 @@ def test_a_release_with_running_pods():
         helm.install(values)
         kubelet.roll()
         helm.test()
-        assert "32 of 33 tokens found again" in kubelet.said
+        assert "32 of 33 tokens hit again" in kubelet.said
         helm.upgrade({**values, "config": {"log_level": "DEBUG"}})
         kubelet.roll()
         helm.test()

@@ -63,7 +63,7 @@ def test_default_values_serve_and_drain():
         said = helm_test(node)
         assert "health: serving" in said
         assert "reflection: grpc.health.v1.Health" in said
-        assert "32 of 33 tokens found again" in said
+        assert "32 of 33 tokens hit again" in said
         with client_of(pod) as client:
             client.register_replica("r", MODEL)
             session = client.session("r")
@@ -167,7 +167,7 @@ def test_unauthenticated_clients_are_refused(tmp_path):
         pod = node.start("kvplane-0")
         pod.wait_ready()
         said = helm_test(node)
-        assert "32 of 33 tokens found again" in said
+        assert "32 of 33 tokens hit again" in said
         assert "reflection" not in said  # off, because clients must authenticate
         container = node.plans["kvplane-test"].spec["containers"][0]
         container["args"].append("--expect-refusal")

@@ -1,4 +1,4 @@
-"""Values that cannot be are refused before anything is installed; what is made from values.yaml follows it."""
+"""Contradicting values are refused before anything is installed; generated files follow values.yaml."""
 
 from __future__ import annotations
 
