@@ -32,8 +32,8 @@ FULL = GroupSpec(GroupKind.FULL_ATTENTION, 16)
 WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=1024, lookup_class=1)
 STATE = GroupSpec(GroupKind.MAMBA, 80, mamba_mode=MambaMode.ALIGN, lookup_class=1)
 NOTE = """\
-A block cycle is allocate with eviction, register, release, find, touch, release; ours also stamps the page, keeps ages
-and tells each eviction. A decode step is `Replica.apply` with validation, events, orders and answer for 256 requests;
+A block cycle is allocate with eviction, register, release, find, touch, release; kvplane also stamps the page, keeps
+ages and emits each eviction. A decode step is `Replica.apply` with validation, events, orders and answer for 256 requests;
 the objects only grow tables and register keys."""
 MODELS = {
     "1 group (full)": (FULL,),
@@ -57,7 +57,7 @@ def cycle_ours(pool: BlockPool, keys: list[bytes]) -> None:
 
 
 def cycle_objects(pool: ObjectPool, keys: list[bytes]) -> None:
-    """The same with objects."""
+    """The same operations on objects."""
     blocks = pool.take(len(keys))
     for block, digest in zip(blocks, keys, strict=True):
         pool.register(block, digest)
@@ -81,7 +81,7 @@ class Decoder:
         self.replica.apply(Step(0, 1, [Part(news=news, admit=Admit(slot=self.slots))]))
 
     def next_step(self) -> Step:
-        """Made outside the measured time."""
+        """Parts are created outside the measured time."""
         self.seq += 1
         self.tokens = [tokens + 1 for tokens in self.tokens]
         counts = [int(tokens % self.size == 0) for tokens in self.tokens]
@@ -90,14 +90,14 @@ class Decoder:
 
 
 def timed_ns(act: Callable[..., object], *arguments: object) -> int:
-    """How long it took."""
+    """Duration of the call."""
     start = time.perf_counter_ns()
     act(*arguments)
     return time.perf_counter_ns() - start
 
 
 def measure() -> dict[str, dict[str, float]]:
-    """Rounds in turn; median of each figure."""
+    """Run rounds in turn; returns the median of each figure."""
     samples: dict[str, dict[str, list[float]]] = {"ns per block cycle": {"ours": [], "objects": []}}
     ours, objects = BlockPool(20_000, 1, True), ObjectPool(20_000)
     decoders = {name: Decoder(groups) for name, groups in MODELS.items()}
@@ -122,7 +122,7 @@ def measure() -> dict[str, dict[str, float]]:
 
 
 def report(figures: dict[str, dict[str, float]]) -> tuple[str, dict[str, object]]:
-    """The table, and the same for programs."""
+    """The table, and its data."""
     lines = ["# In process", "", machine_line(), ""]
     lines += ["| figure | ours | object per block | ratio |", "|---|---|---|---|"]
     for name, row in figures.items():

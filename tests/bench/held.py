@@ -3,14 +3,14 @@
     python -m tests.bench.held                  prints the table and writes tests/bench/results/held.{md,json}
     python -m tests.bench.held --models llama-3.1-8b --no-write
 
-A ticker in the service's loop wakes every two milliseconds and notes the CPU time that the loop's thread used since it
-woke last: what else the machine does is not in it. A *step* is the handling of its message, bytes to bytes, in the same
-time. One engine computes prompts in chunks of 8192 tokens with three steps in flight, a second one sends small steps,
+A ticker in the service's loop wakes every two milliseconds and records the CPU time of the loop's thread since the last
+tick, which excludes other load of the machine. A *step* is the handling of its message, bytes to bytes, in the same
+clock. One engine computes prompts in chunks of 8192 tokens with three steps in flight, a second one sends small steps,
 and a subscriber reads every event of the first.
 
-The second table is of what takes long, while another engine sends small steps. A thread does that and may keep the loop
-waiting, so intervals between ticks are in CPU time of the whole process. The other engine waits in real time, in which
-the rest of the machine is, too.
+The second table is of long operations while another engine sends small steps. A thread runs them and may delay the
+loop, so intervals between ticks are in CPU time of the whole process. The other engine's waits are in real time, which
+includes other load of the machine.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ SERVE = "import sys; from tests.bench.held import serve; serve(sys.argv.pop(1))"
 
 
 def serve(path: str) -> None:
-    """`kvplane serve`, which writes at its end what its loop was held by."""
+    """`kvplane serve` that writes the durations of steps and intervals of ticks on SIGUSR1."""
     from kvplane_service.cli import main, server
     from kvplane_service.rpc import session
 
     steps, ticks, together = list[int](), list[int](), list[int]()
-    handle, tell = session._Stream._step, server._print_addresses
+    handle, print_addresses = session._Stream._step, server._print_addresses
 
     async def timed(self: Any, message: Any) -> bytes:
         started = time.thread_time_ns()
@@ -70,9 +70,9 @@ def serve(path: str) -> None:
             ticks.append(time.thread_time_ns() - before)
             together.append(time.process_time_ns() - all_before)
 
-    def tell_and_tick(app: Any) -> None:
+    def print_and_tick(app: Any) -> None:
         ticking.append(asyncio.get_running_loop().create_task(tick()))
-        tell(app)
+        print_addresses(app)
 
     def note(*_: object) -> None:
         Path(path).write_text(json.dumps({"steps": steps, "ticks": ticks, "together": together}))
@@ -81,7 +81,7 @@ def serve(path: str) -> None:
 
     ticking = list[asyncio.Task[None]]()
     session._Stream._step = timed  # type: ignore[method-assign]
-    server._print_addresses = tell_and_tick
+    server._print_addresses = print_and_tick
     signal.signal(signal.SIGUSR1, note)
     main()
 
@@ -101,11 +101,11 @@ def service() -> Iterator[tuple[str, subprocess.Popen[str], Path]]:
             process.wait(30)
 
 
-# -- beside it ---------------------------------------------------------------------------------------------------------
+# -- the load ----------------------------------------------------------------------------------------------------------
 
 
 class Prefills:
-    """An engine that computes prompts, one after the other, ahead of their execution."""
+    """An engine that computes one prompt after another, with steps in flight."""
 
     def __init__(self, session: kvplane.Session, in_flight: int) -> None:
         self._session, self._in_flight, self._done = session, in_flight, 0
@@ -136,18 +136,18 @@ def follow(address: str, replica: str, ended: threading.Event) -> None:
                 return
 
 
-def step_beside(address: str, ended: threading.Event) -> None:
-    """An engine that does nothing, every few milliseconds."""
+def send_small_steps(address: str, ended: threading.Event) -> None:
+    """An engine that sends an empty step every few milliseconds."""
     with kvplane.connect(address) as client:
-        client.register_replica("beside", ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=4096))
-        with client.session("beside") as session:
+        client.register_replica("small", ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=4096))
+        with client.session("small") as session:
             while not ended.wait(0.005):
                 session.apply(Part())
 
 
 @dataclass(frozen=True)
 class Held:
-    """Of one model, in ms: steps of 8192 tokens, and the ticker's intervals."""
+    """Results of one model, in ms: steps of 8192 tokens, and intervals of the ticker."""
 
     model: str
     groups: int
@@ -159,7 +159,7 @@ class Held:
 
 
 def measure(model: str, in_flight: int) -> Held:
-    """Fill the pool, then note some prompts."""
+    """Fill the pool, then measure some prompts."""
     with service() as (address, process, path), kvplane.connect(address) as client:
         client.register_replica("probe", ModelSource(model=model, num_blocks=1 << 16, max_model_len=40_000))
         with client.session("probe") as session:
@@ -168,11 +168,11 @@ def measure(model: str, in_flight: int) -> Held:
         blocks = groups * (3 * LONG // spec.hash_block_size + 64)
         client.register_replica("r", ModelSource(model=model, num_blocks=blocks, max_model_len=40_000))
         ended = threading.Event()
-        beside = [
+        others = [
             threading.Thread(target=follow, args=(address, "r", ended), daemon=True),
-            threading.Thread(target=step_beside, args=(address, ended), daemon=True),
+            threading.Thread(target=send_small_steps, args=(address, ended), daemon=True),
         ]
-        for thread in beside:
+        for thread in others:
             thread.start()
         with client.session("r") as session:
             engine = Prefills(session, in_flight)
@@ -190,7 +190,7 @@ def measure(model: str, in_flight: int) -> Held:
 
 
 def noted(process: subprocess.Popen[str], path: Path) -> dict[str, list[int]]:
-    """What held the loop since the last call."""
+    """Durations of steps and intervals of ticks since the last call, in ns."""
     path.unlink(missing_ok=True)
     process.send_signal(signal.SIGUSR1)
     while not path.exists() or not path.read_text().endswith("}"):
@@ -199,11 +199,11 @@ def noted(process: subprocess.Popen[str], path: Path) -> dict[str, list[int]]:
     return found
 
 
-# -- what takes long ---------------------------------------------------------------------------------------------------
+# -- long operations ---------------------------------------------------------------------------------------------------
 
 
-# Longest without a tick and longest wait of the other engine, when the event loop did all this itself (2026-11-22, the
-# same machine at a load of 12 to 16).
+# Longest interval without a tick and longest wait of the other engine, when the event loop executed all of this itself
+# (2026-11-22, the same machine at a load of 12 to 16).
 BEFORE = {
     "1 M tokens, admitted in one step": (313, 1927),
     "its end": (20, 79),
@@ -221,17 +221,17 @@ BEFORE = {
 
 @dataclass(frozen=True)
 class Long:
-    """Of one case, in ms: CPU time, longest interval without a tick, longest wait of the other engine."""
+    """Results of one case, in ms: CPU time, longest interval without a tick, longest wait of the other engine."""
 
     case: str
     times: int
     cpu: float
     longest: float
-    beside_longest: float
+    other_longest: float
 
 
-class Beside:
-    """An engine that sends small steps, and how long it waited for each answer."""
+class OtherEngine:
+    """An engine that sends small steps and records the wait for each answer."""
 
     def __init__(self, address: str) -> None:
         self._waits, self._ended = list[float](), threading.Event()
@@ -240,41 +240,41 @@ class Beside:
 
     def _run(self, address: str) -> None:
         with kvplane.connect(address) as client:
-            client.register_replica("beside", ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=4096))
-            with client.session("beside") as session:
+            client.register_replica("small", ModelSource(model="llama-3.1-8b", num_blocks=2100, max_model_len=4096))
+            with client.session("small") as session:
                 while not self._ended.wait(0.002):
                     began = time.perf_counter()
                     session.apply(Part())
                     self._waits.append(1000 * (time.perf_counter() - began))
 
     def waits(self) -> list[float]:
-        """Since the last call, ascending, ms."""
+        """Waits since the last call, ascending, in ms."""
         waits, self._waits = self._waits, []
         return sorted(waits) or [0.0]
 
     def end(self) -> None:
-        """Leave."""
+        """Close the session."""
         self._ended.set()
         self._thread.join()
 
 
 class Meter:
-    """Measures what is done to a service."""
+    """Measures operations on a service."""
 
     def __init__(self, address: str, process: subprocess.Popen[str], path: Path) -> None:
         self.rows = list[Long]()
-        self._beside, self._process, self._path = Beside(address), process, path
+        self._other, self._process, self._path = OtherEngine(address), process, path
 
     @contextmanager
     def case(self, name: str, times: int = 1) -> Iterator[None]:
-        """The block does something so many times."""
+        """Measure the block, which repeats an operation `times` times."""
         time.sleep(0.3)
-        self._beside.waits()
+        self._other.waits()
         noted(self._process, self._path)
         before = self._cpu_ms()
         yield
-        time.sleep(0.1)  # until the ticker had its turn
-        cpu, found, waits = self._cpu_ms() - before, noted(self._process, self._path), self._beside.waits()
+        time.sleep(0.1)  # until the ticker has run
+        cpu, found, waits = self._cpu_ms() - before, noted(self._process, self._path), self._other.waits()
         longest = max(found["together"]) / 1e6
         self.rows.append(Long(name, times, cpu / times, longest, waits[-1]))
 
@@ -283,8 +283,8 @@ class Meter:
         return 1000 * (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def end(self) -> None:
-        """The engine beside leaves."""
-        self._beside.end()
+        """Stop the other engine."""
+        self._other.end()
 
 
 def long_prompt(client: kvplane.Client, meter: Meter) -> None:
@@ -346,19 +346,19 @@ def measure_long() -> list[Long]:
 
 
 def report_long(rows: list[Long]) -> str:
-    """As Markdown."""
-    lines = ["", "## What takes long", "", "CPU time of the process; the other engine's waits in real time. ms.", ""]
+    """The results as Markdown."""
+    lines = ["", "## Long operations", "", "CPU time of the process; the other engine's waits in real time. ms.", ""]
     lines += ["| case | CPU, each | longest without a tick | before | other engine, longest | before |"]
     lines.append("|---" * 6 + "|")
     for row in rows:
         tick, wait = BEFORE[row.case]
-        line = f"{row.case} | {row.cpu:.0f} | {row.longest:.1f} | {tick} | {row.beside_longest:.1f} | {wait}"
+        line = f"{row.case} | {row.cpu:.0f} | {row.longest:.1f} | {tick} | {row.other_longest:.1f} | {wait}"
         lines.append(f"| {line} |")
     return "\n".join(lines) + "\n"
 
 
 def report(rows: list[Held], command: str) -> str:
-    """As Markdown."""
+    """The results as Markdown."""
     lines = [
         "# How long a step holds the loop",
         "",
@@ -371,16 +371,16 @@ def report(rows: list[Held], command: str) -> str:
     lines.append("|---" * 8 + "|")
     for row in rows:
         most = row.step_longest + TICK_S * 1000
-        told = f"{row.tick_longest:.1f}" if row.tick_longest <= most else f"**{row.tick_longest:.1f}**"
+        tick = f"{row.tick_longest:.1f}" if row.tick_longest <= most else f"**{row.tick_longest:.1f}**"
         lines.append(
             f"| {row.model} | {row.groups} | {row.steps} | {row.step_median:.1f} | {row.step_longest:.1f} "
-            f"| {row.tick_p99:.1f} | {told} | {most:.1f} |"
+            f"| {row.tick_p99:.1f} | {tick} | {most:.1f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What holds the loop of a service.")
+    parser = argparse.ArgumentParser(description="Time that the event loop of a service is held.")
     parser.add_argument("--models", nargs="*", default=list(MODELS))
     parser.add_argument("--in-flight", type=int, default=3)
     parser.add_argument("--no-write", action="store_true")

@@ -1,13 +1,13 @@
-"""What the logs of busy replicas weigh, and how long the collector of cycles stops everything for them.
+"""Memory of the logs of busy replicas, and duration of full garbage collections with them.
 
     python -m tests.bench.logs                              prints the table, writes tests/bench/results/logs.{md,json}
-    python -m tests.bench.logs --before PATH                the same of another checkout too, for the comparison
+    python -m tests.bench.logs --before PATH                also of another checkout, for comparison
     python -m tests.bench.logs --replicas 2 --steps 50 --no-write
 
-Each line is a process of its own, set as a service is: replicas of 3,000 blocks, each of which computes prompts of 512
-hash blocks step by step with events on, until the logs have been full for a while. Memory and objects are what came
-with the steps; a collection is a full one, by the process's CPU time, the median of five. What it takes before the logs
-are full is mostly for the keys of the pools.
+Each line is a process configured as a service: replicas of 3,000 blocks, each of which computes prompts of 512 hash
+blocks step by step with events on, until the logs have been full for some time. Memory and objects are those added by
+the steps. Collections are full ones, in CPU time of the process, the median of five. Before the logs are full, a
+collection mostly visits the keys of the pools.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.bench.machine import machine, machine_line
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(__file__).parent / "results"
 REPLICAS, STEPS = (1, 8, 32), 300
-MOST_MB, MOST_MS = 20.0, 20.0  # of a busy replica beyond the budget, and of a collection with 32 of them
+MOST_MB, MOST_MS = 20.0, 20.0  # limits: memory of a busy replica beyond the budget, and a collection with 32 of them
 
-# Runs in any checkout: what it imports has been there for long.
+# Runs in any checkout: it imports only modules that old versions have.
 BUSY = """
 import gc, json, os, statistics, sys, time
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
@@ -71,11 +71,11 @@ def step(seq):
         news = News([0], [HASHES * SIZE], num_hashes=[HASHES], hashes=hashes)
         part = Part(facts=facts, news=news, admit=Admit([0]))
         host.step(1, Step(epoch, seq, [part], executed_through=seq - 1), b"")
-    if hasattr(registry, "logs"):  # what a service does beside its steps
+    if hasattr(registry, "logs"):  # as a service does between its steps
         for _ in registry.logs.pack():
             pass
 
-for seq in range(1, 13):  # so many fill the pool
+for seq in range(1, 13):  # enough to fill the pool
     step(seq)
 before = state()
 for seq in range(13, 13 + steps):
@@ -91,7 +91,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Weight:
-    """Of one line, what the steps of all replicas added.
+    """Results of one line: what the steps of all replicas added.
 
     Attributes:
         pools_ms: CPU time of a full collection before the logs are full.
@@ -112,11 +112,11 @@ class Weight:
 
     @property
     def mb_beyond(self) -> float:
-        """Of a replica, in MB, beyond its share of the budget."""
+        """Memory of a replica beyond its share of the budget, in MB."""
         return max(0, self.bytes - self.budget) / self.replicas / 1e6
 
     def line(self) -> str:
-        """Of the table."""
+        """The line of the table."""
         return (
             f"| {self.tree} | {self.replicas} | {self.bytes / self.replicas / 1e6:.1f} | {self.mb_beyond:.1f} "
             f"| {self.objects / self.replicas:,.0f} | {self.pools_ms:.1f} | {self.collection_ms:.1f} "
@@ -125,7 +125,7 @@ class Weight:
 
 
 def weigh(tree: str, root: Path, replicas: int, steps: int) -> Weight:
-    """Run so many replicas of a checkout for so many steps each."""
+    """Run `replicas` replicas of a checkout for `steps` steps each."""
     folders = ("clients/python", "service")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(root / folder) for folder in folders)}
     command = [sys.executable, "-c", BUSY, str(replicas), str(steps)]
@@ -135,7 +135,7 @@ def weigh(tree: str, root: Path, replicas: int, steps: int) -> Weight:
 
 
 def report(rows: list[Weight], command: str) -> str:
-    """As Markdown."""
+    """The results as Markdown."""
     lines = [
         "# What logs weigh",
         "",

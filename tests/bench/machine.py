@@ -1,4 +1,4 @@
-"""What figures were measured on: the line at the head of each table in results/."""
+"""Description of the machine: the line at the head of each table in results/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine() -> dict[str, str | int | float]:
-    """Date, processor, cores, Python and load of now."""
+    """Date, processor, cores, Python version and current load."""
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_model(),
@@ -20,11 +20,11 @@ def machine() -> dict[str, str | int | float]:
 
 
 def machine_line() -> str:
-    """The same for people."""
+    """The description as one line."""
     return ", ".join(f"{name} {value}" for name, value in machine().items())
 
 
 def cpu_model() -> str:
-    """As the kernel names it."""
+    """The model name in /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,4 +1,4 @@
-"""An object per block: the plain way to write a pool, measured beside the columns."""
+"""A block pool with one object per block, the obvious design, to compare with columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ObjectPool:
         self.index: dict[bytes, Block] = {}
 
     def take(self, count: int) -> list[Block]:
-        """Hand out the oldest free blocks."""
+        """Allocate the oldest free blocks."""
         taken = [self.free.popitem(last=False)[1] for _ in range(count)]
         for block in taken:
             if block.key is not None:
@@ -32,23 +32,23 @@ class ObjectPool:
         return taken
 
     def find(self, key: bytes) -> Block | None:
-        """The block of a key."""
+        """Find the block of a key."""
         return self.index.get(key)
 
     def touch(self, blocks: list[Block]) -> None:
-        """Add a reference to each."""
+        """Add a reference to each block."""
         for block in blocks:
             if block.references == 0:
                 del self.free[block.number]
             block.references += 1
 
     def register(self, block: Block, key: bytes) -> None:
-        """Let the block be found."""
+        """Register a key for the block."""
         block.key = key
         self.index[key] = block
 
     def release(self, blocks: list[Block]) -> None:
-        """Drop a reference of each."""
+        """Release a reference of each block."""
         for block in blocks:
             block.references -= 1
             if block.references == 0:
@@ -57,7 +57,7 @@ class ObjectPool:
 
 
 class ObjectDecoder:
-    """256 requests that grow by a token a step, one group of full attention, over the object pool."""
+    """256 requests that grow by a token per step, one group of full attention, over the object pool."""
 
     def __init__(self, pool: ObjectPool, num_requests: int, num_tokens: int, block_size: int) -> None:
         self.pool = pool

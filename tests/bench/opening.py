@@ -1,16 +1,17 @@
-"""What it costs to open a session, and how long the event loop is held: CPU per million keys, and a real service.
+"""Cost of opening a session: CPU per million keys, and how long the event loop of a service is held.
 
     python -m tests.bench.opening [--blocks 1000000 4000000] [--keys 300000 1000000]
 
-In process: the CPU time of ending an engine life on a full pool, by what the memory shows, and its longest slice.
+In process: the CPU time of ending an engine life on a full pool, by the share of keys in the stamp table, and its
+longest slice.
 
-In a real `kvplane serve` a task that wakes every 5 ms notes how late it is, and the session of another replica sends
-an empty step every 5 ms, while a large replica is registered and opened: untouched, then full of keys with a stamp
-table that shows all of them, half of them, and none. Then services with a SQLite store and so many keys are killed and
-started again; their time is from the start of the process to the answer of the open.
+In a `kvplane serve` process a task that wakes every 5 ms records its delay, and the session of another replica sends an
+empty step every 5 ms, while a large replica is registered and opened: empty, then full of keys with a stamp table of
+all, half, and none of them. Then services with a SQLite store and `--keys` keys are killed and restarted; their time is
+from the start of the process to the answer of the open.
 
-Figures are of one run on a machine that may be shared: the loop is also held by whatever the machine gives to others,
-so the CPU time of its thread stands beside; and a loop that takes digests out of a dict beside the CPU times.
+Figures are of one run on a machine that may be shared. Other load holds the loop too, so the CPU time of its thread is
+given as well; and a loop that removes digests from a dict is the reference of the CPU times.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ def _timed_life(replica: Replica, stamps: Any) -> tuple[float, list[float]]:
 
 
 def serve(holds: str, arguments: list[str]) -> None:
-    """`kvplane serve`, and a task that writes when the loop was held: `[at, ms, CPU ms of its thread]` in lines."""
+    """`kvplane serve` with a task that writes a line whenever the loop was held: `[at, ms, CPU ms of its thread]`."""
     from kvplane_service.cli import main
     from kvplane_service.process import app as service
 
@@ -163,7 +164,7 @@ class Serving:
             time.sleep(0.02)
 
     def longest_hold(self, begin: float, end: float) -> str:
-        """Milliseconds that the loop was held at a time, and CPU milliseconds of its thread."""
+        """Longest time that the loop was held, and CPU time of its thread, in ms."""
         time.sleep(0.2)
         holds = [json.loads(line) for line in self._holds.read_text().splitlines()]
         seen = [(held, cpu) for at, held, cpu in holds if begin - held / 1e3 <= at <= end]
@@ -176,7 +177,7 @@ class Serving:
 
 @contextmanager
 def bystander(address: str) -> Iterator[list[tuple[float, float]]]:
-    """Another engine: when it sent each step, and milliseconds to the answer."""
+    """Another engine: records when it sent each step, and milliseconds to the answer."""
     seen: list[tuple[float, float]] = []
     over = threading.Event()
 
@@ -199,7 +200,7 @@ def bystander(address: str) -> Iterator[list[tuple[float, float]]]:
 
 
 class Memory:
-    """An engine that fills its cache, and the stamps that it was told."""
+    """An engine that fills its cache, with the stamps of its pages."""
 
     def __init__(self, num_blocks: int) -> None:
         self.stamps = array("Q", bytes(8 * num_blocks))
@@ -218,7 +219,7 @@ class Memory:
 
 
 def pool_rows(num_blocks: int) -> list[str]:
-    """A replica of this size on a service."""
+    """A replica of this size on a service process."""
     rows, folder = [], Path(tempfile.mkdtemp())
     service, memory = Serving(folder, "max_blocks=20000000", "max_total_blocks=20000000"), Memory(num_blocks)
     spec, none = spec_of(num_blocks), array("Q", bytes(8 * num_blocks))
@@ -250,7 +251,7 @@ def pool_rows(num_blocks: int) -> list[str]:
 
 
 def restart_row(num_keys: int) -> str:
-    """A service that is killed with this many keys in its store, and comes back beside another engine."""
+    """Kill a service with this many keys in its store, and restart it while another engine runs."""
     folder, spec = Path(tempfile.mkdtemp()), spec_of(num_keys + 2 * PROMPT)
     store, memory = f"store=sqlite:{folder / 'entries.db'}", Memory(num_keys + 2 * PROMPT)
     service = Serving(folder, store)

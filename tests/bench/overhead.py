@@ -1,13 +1,13 @@
-"""What watching costs: CPU time of decode steps of 256 requests, with and without the decision log, metrics, traces.
+"""Cost of observability: CPU time of decode steps of 256 requests with and without decision log, metrics and traces.
 
     python -m tests.bench.overhead              prints a table and writes tests/bench/results/overhead.{md,json}
     python -m tests.bench.overhead --pairs 4 --steps 50 --no-write
 
-On and off take turns in one process, a few identical steps each and every other time in the other order, so that a
-machine whose speed wanders is as fast for one as for the other. The turns of so many steps a side are a pair. Time is
-the CPU time of the whole process, so the threads that deliver spans count too; the OTLP collector is another process.
-Python's garbage collector is set as in a service, and decisions are packed between turns, beside the clock. The
-interval is that of the mean over pairs, by bootstrap. gRPC is left out, which would only make the shares smaller.
+On and off alternate in one process, a few identical steps each, in alternating order, so that a machine of varying
+speed affects both equally. The turns of `--steps` steps per side are a pair. Time is the CPU time of the whole process,
+including the threads that deliver spans; the OTLP collector is another process. Python's garbage collector is
+configured as in a service, and decisions are packed between turns, outside the measured time. The interval is a
+bootstrap of the mean over pairs. gRPC is excluded; it would only reduce the shares.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kvplane_service.telemetry.tracing import Tracing
 from tests.bench.machine import machine_line
 
 RESULTS = Path(__file__).parent / "results"
-REQUESTS, PROMPT, PAIRS, STEPS = 256, 16, 100, 200  # 20,000 steps a side
-TURN = 5  # steps that a side takes before the turn of the other; odd, for blocks fill every sixteenth
+REQUESTS, PROMPT, PAIRS, STEPS = 256, 16, 100, 200  # 20,000 steps per side
+TURN = 5  # steps per turn; odd, because blocks fill every sixteenth step
 RESAMPLES, CONFIDENCE = 4000, 0.95
 COLLECTOR = """
 import sys
@@ -51,12 +51,12 @@ with collecting() as (_, address):
 
 
 def forget(entry: Entry) -> None:
-    """Keep nothing and show it to nobody."""
+    """Drop the entry."""
     del entry
 
 
 class Side:
-    """A replica that is watched in one way."""
+    """A replica with one kind of observability."""
 
     def __init__(self, steps: int, watch: Callable[[ReplicaHost], None]) -> None:
         spec = ReplicaSpec(
@@ -81,7 +81,7 @@ class Side:
         self._step(Part(news=News(slots, [PROMPT] * REQUESTS), admit=Admit(slots)))
 
     def decode(self, steps: int) -> int:
-        """So many decode steps, each in lists of its own as if it came from the wire; their CPU nanoseconds."""
+        """Run `steps` decode steps, each with new lists as if decoded from the wire; returns CPU nanoseconds."""
         slots = range(REQUESTS)
         parts = [Part(facts=Facts([*slots], appended=[1] * REQUESTS), run=Run([*slots])) for _ in range(steps)]
         started = time.process_time_ns()
@@ -92,7 +92,7 @@ class Side:
         return took_ns
 
     def _pack(self) -> None:
-        """What a service does beside its steps."""
+        """Pack decisions, as a service does between its steps."""
         started = time.process_time_ns()
         self.num_packed += sum(1 for _ in self._logs.pack())
         self.packing_ns += time.process_time_ns() - started
@@ -108,22 +108,22 @@ class Side:
 
 
 def unwatched(host: ReplicaHost) -> None:
-    """No decision log, and so nothing that reads it."""
+    """No decision log, and no reader of it."""
     host.decisions.append = forget  # type: ignore[method-assign]
 
 
 def log_only(host: ReplicaHost) -> None:
-    """The decision log alone."""
+    """Only the decision log."""
     host.decisions.unfollow(host.tally.add)
 
 
 def always_on(host: ReplicaHost) -> None:
-    """As a service runs: the decision log, and what metrics count."""
+    """As in a service: decision log and metrics."""
 
 
 @dataclass(frozen=True)
 class Overhead:
-    """Mean extra CPU time in percent, with the bounds of its interval; what is packed beside the steps is not in it."""
+    """Mean extra CPU time in percent, with the bounds of its interval. Packing between the steps is not included."""
 
     what: str
     percent: float
@@ -132,13 +132,13 @@ class Overhead:
     off_us_per_step: float
     pairs: int
     steps: int
-    packing_us: float = 0.0  # a decision
+    packing_us: float = 0.0  # per decision
 
 
 def measure(
     what: str, on: Callable[[ReplicaHost], None], off: Callable[[ReplicaHost], None], pairs: int, steps: int
 ) -> Overhead:
-    """Alternating pairs; both sides have decided the same at the end."""
+    """Measure alternating pairs; checks that both sides have equal states at the end."""
     sides = Side(steps, off), Side(steps, on)
     pair_of(sides, min(steps, 50))  # warm
     extra, off_ns = [], []
@@ -153,7 +153,7 @@ def measure(
 
 
 def pair_of(sides: tuple[Side, Side], steps: int) -> tuple[int, int]:
-    """Let both sides decode so many steps in turns; the CPU nanoseconds of each."""
+    """Let both sides decode `steps` steps in turns; returns the CPU nanoseconds of each."""
     took = [0, 0]
     for side in sides:
         side.begin()
@@ -166,7 +166,7 @@ def pair_of(sides: tuple[Side, Side], steps: int) -> tuple[int, int]:
 
 
 def bootstrap(values: list[float], source: random.Random) -> tuple[float, float]:
-    """The interval of the mean, from resampled means."""
+    """Confidence interval of the mean by bootstrap."""
     means = sorted(statistics.fmean(source.choices(values, k=len(values))) for _ in range(RESAMPLES))
     edge = int(RESAMPLES * (1 - CONFIDENCE) / 2)
     return means[edge], means[-edge - 1]
@@ -174,7 +174,7 @@ def bootstrap(values: list[float], source: random.Random) -> tuple[float, float]
 
 @contextmanager
 def collector() -> Iterator[str]:
-    """An OTLP collector in a process of its own; where it listens."""
+    """An OTLP collector in its own process; yields its address."""
     process = subprocess.Popen(
         [sys.executable, "-c", COLLECTOR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -187,8 +187,8 @@ def collector() -> Iterator[str]:
 
 
 def measure_all(pairs: int, steps: int) -> list[Overhead]:
-    """Each against what it is added to."""
-    told = [
+    """Measure each part against the configuration to which it is added."""
+    results = [
         measure("decision log", log_only, unwatched, pairs, steps),
         measure("metrics", always_on, log_only, pairs, steps),
     ]
@@ -199,46 +199,46 @@ def measure_all(pairs: int, steps: int) -> list[Overhead]:
         def traced(host: ReplicaHost) -> None:
             host.decisions.follow(tracing.follower(host.name))
 
-        told.append(measure("traces at 1 %", traced, always_on, pairs, steps))
+        results.append(measure("traces at 1 %", traced, always_on, pairs, steps))
         tracing.shutdown()
-    return told
+    return results
 
 
-def table(told: list[Overhead]) -> str:
-    """As Markdown."""
+def table(results: list[Overhead]) -> str:
+    """The results as Markdown."""
     lines = [
-        "# What watching costs",
+        "# Cost of observability",
         "",
         machine_line(),
         "",
-        f"CPU time of decode steps of {REQUESTS} requests in process, {told[0].pairs} pairs of {told[0].steps} steps a "
-        f"side, in turns of {TURN}",
+        f"CPU time of decode steps of {REQUESTS} requests in process, {results[0].pairs} pairs of {results[0].steps} steps "
+        f"per side, in turns of {TURN}",
         "",
         "| added | extra CPU | 95 % interval | µs per step without it |",
         "|---|---|---|---|",
     ]
     lines += [
         f"| {one.what} | {one.percent:+.2f} % | {one.low:+.2f} to {one.high:+.2f} % | {one.off_us_per_step:.0f} |"
-        for one in told
+        for one in results
     ]
-    lines += ["", "The decision log and what metrics count are always on; without a collector nothing is traced."]
-    lines += [f"A decision is packed beside the steps, which takes {told[-1].packing_us:.0f} µs."]
+    lines += ["", "Decision log and metrics are always on; without a collector nothing is traced."]
+    lines += [f"Packing a decision, between the steps, takes {results[-1].packing_us:.0f} µs."]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What watching costs.")
+    parser = argparse.ArgumentParser(description="Cost of observability.")
     parser.add_argument("--pairs", type=int, default=PAIRS)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--no-write", action="store_true")
     arguments = parser.parse_args()
     garbage.settle()
-    told = measure_all(arguments.pairs, arguments.steps)
-    text = table(told)
+    results = measure_all(arguments.pairs, arguments.steps)
+    text = table(results)
     sys.stdout.write(text)
     if not arguments.no_write:
         (RESULTS / "overhead.md").write_text(text)
-        (RESULTS / "overhead.json").write_text(json.dumps([asdict(one) for one in told], indent=1) + "\n")
+        (RESULTS / "overhead.json").write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""How long a restart takes with a million entries, beside reading and checksumming the same bytes from the same store.
+"""Duration of a restart with a million entries, compared with reading and checksumming the same bytes.
 
     python -m tests.bench.restart [--entries N]     prints a table and writes tests/bench/results/restart.{md,json}
 
-Ready means: chunks read and checked, stamps compared, index and order of eviction in place. Reading means: the same
-chunks from the same store in the same run, each checksummed. Both in turns, medians over the rounds, in CPU time of
-this process: the machine may be shared. The garbage collector rests as it does in the service. The slowest round is
-told too: mostly the first, on memory that the process never used before. Then 1,000 random prefixes must hit as before.
+Ready means: chunks read and verified, stamps compared, index and eviction order restored. Reading means: the same chunks
+from the same store in the same run, each checksummed. Both alternate; figures are medians over the rounds, in CPU time
+of this process, because the machine may be shared. The garbage collector is configured as in the service. The slowest
+round is reported too: mostly the first, on memory that the process uses for the first time. Then 1,000 random prefixes
+must hit as before.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ HEAD = """\
 
 
 def spec_of(groups: int, entries: int) -> ReplicaSpec:
-    """A pool that holds so many entries, every block cached."""
+    """A pool of `entries` entries, every block cached."""
     return ReplicaSpec(
         (FULL, *[WINDOW] * (groups - 1)),
         num_blocks=entries + groups * PROMPT_BLOCKS + 2,
@@ -95,7 +96,7 @@ def digests_of(prompt: int) -> bytes:
 
 
 def fill(spec: ReplicaSpec, entries: int) -> tuple[Replica, int]:
-    """A replica that has served prompts until it holds so many entries; and how many."""
+    """A replica that has served prompts until it has `entries` entries; also the number of keys."""
     replica, prompts = Replica(spec), entries // (PROMPT_BLOCKS * len(spec.groups))
     for prompt in range(prompts):
         tokens = PROMPT_BLOCKS * SIZE
@@ -108,7 +109,7 @@ def fill(spec: ReplicaSpec, entries: int) -> tuple[Replica, int]:
 
 
 def write(replica: Replica, store: BlockingStore) -> None:
-    """Everything that is published, as a resync writes it."""
+    """All published entries, as a resync writes them."""
     journal = ReplicaJournal(LOG, replica, 1, lambda: 0)
     journal.resync()
     while (batch := journal.take()) is not None:
@@ -116,7 +117,7 @@ def write(replica: Replica, store: BlockingStore) -> None:
 
 
 def read(store: BlockingStore) -> int:
-    """Read and checksum; the bytes."""
+    """Read and checksum; returns the number of bytes."""
     total = 0
     for chunk in store.load(LOG):
         xxhash.xxh3_64_intdigest(chunk.raw)
@@ -125,7 +126,7 @@ def read(store: BlockingStore) -> int:
 
 
 def recover(spec: ReplicaSpec, store: BlockingStore, stamps: tuple[int, ...]) -> tuple[Replica, float]:
-    """A new object with everything that the memory proves, and the seconds; the empty pool was there before."""
+    """A new replica with all entries that the stamps verify, and the seconds without the creation of the empty pool."""
     replica = Replica(spec)
     garbage.settle()
     begin = time.process_time()
@@ -136,7 +137,7 @@ def recover(spec: ReplicaSpec, store: BlockingStore, stamps: tuple[int, ...]) ->
 
 
 def hits_of(replica: Replica, prompts: list[tuple[int, int]]) -> list[int]:
-    """Tokens that prefixes of so many blocks hit."""
+    """Hit tokens of prefixes of these numbers of blocks."""
     found = []
     for prompt, blocks in prompts:
         hashes = digests_of(prompt)
@@ -152,7 +153,7 @@ def timed(act: Callable[[], object]) -> float:
 
 
 class Served:
-    """A replica that has served, what it would answer, and what its page memory shows."""
+    """A replica that has served, with the hits it would answer and its stamp table."""
 
     def __init__(self, groups: int, entries: int) -> None:
         self.spec = spec_of(groups, entries)
@@ -163,7 +164,7 @@ class Served:
         self.hits, self.num_keys = hits_of(self.replica, self.asked), self.replica.count_keys()
 
     def measure(self, name: str, store: BlockingStore) -> Figure:
-        """One line: come back from this store."""
+        """Restore from this store; returns one line of the table."""
         write(self.replica, store)
         reads, readies = [], []
         for _ in range(ROUNDS):

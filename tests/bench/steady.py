@@ -3,9 +3,9 @@
     python -m tests.bench.steady                 prints the tables and writes tests/bench/results/steady.{md,json}
     python -m tests.bench.steady --rounds 3 --models Llama-3.1-70B --no-write
 
-Ways to run the same steps take turns in one process, a block's worth of steps each, so that a machine whose speed
-wanders is as fast for one as for the other. A step is `ReplicaHost.step`: validation, core, decision log, metrics,
-publication. A plain Python loop is measured beside them. In a full pool every new block evicts a cached one.
+Several ways to run the same steps alternate in one process, the steps of one block each, so that a machine of varying
+speed affects all equally. A step is `ReplicaHost.step`: validation, core, decision log, metrics, publication. A plain
+Python loop is measured as a reference. In a full pool every new block evicts a cached one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ RESULTS = Path(__file__).parent / "results"
 ROUNDS, REQUESTS, PROMPT, LONG, CHUNK = 9, 256, 1100, 32_768, 8192
 DECODE, PHASE, PREFILL = "decode 256", "decode 256, rows in phase", "prefill 8192"
 LOADS = (DECODE, PHASE, PREFILL)
-LOOP = 20_000  # turns of the loop that is measured beside
+LOOP = 20_000  # iterations of the reference loop
 
 
 @dataclass(frozen=True)
 class Way:
-    """How steps run: in a full pool or one that never fills, events on or off, so many steps in flight."""
+    """How steps run: in a full pool or one that never fills, events on or off, number of steps in flight."""
 
     full: bool
     events: bool
@@ -82,13 +82,13 @@ class Side:
             self._fill()
         if load != PREFILL:
             self._admit()
-            self.turn()  # gives back what lies behind windows
+            self.turn()  # releases blocks behind windows
         pool = self.host.replica.coordinator.pool
-        if way.full:  # what has no key would be handed out first
+        if way.full:  # blocks without a key would be allocated first
             pool.reserve(pool.num_free - pool.num_evictable)
 
     def _blocks(self, num_groups: int, rounds: int) -> tuple[int, int]:
-        """What the requests hold at once, and what they take besides over all rounds, with room to spare."""
+        """Blocks that the requests hold concurrently, and blocks that they allocate over all rounds, with a margin."""
         if self._load == PREFILL:
             prompt = num_groups * (self._long // self.unit + 2)
             return 64 + 2 * prompt, prompt * (1 if self._way.full else rounds + 3)
@@ -96,7 +96,7 @@ class Side:
         return held, 3 * REQUESTS * num_groups * (rounds + 3)
 
     def _fill(self) -> None:
-        """Serve prompts until every free block that a key can be on has one."""
+        """Serve prompts until every free block that can have a key has one."""
         pool, before, tokens = self.host.replica.coordinator.pool, -1, self._chunk
         while pool.num_evictable != before or pool.num_evictable < pool.num_free // 2:
             before = pool.num_evictable
@@ -113,11 +113,11 @@ class Side:
 
     @property
     def evicted(self) -> int:
-        """Keys that new blocks had."""
+        """Number of keys evicted by new blocks."""
         return sum(self.host.replica.coordinator.pool.evicted_keys)
 
     def turn(self) -> list[int]:
-        """CPU nanoseconds of each of a few steps: so many that every decoding request fills one block."""
+        """CPU nanoseconds of each step of a turn, in which every decoding request fills one block."""
         parts = self._prefill() if self._load == PREFILL else self._decode()
         return [self._send(part) for part in parts]
 
@@ -129,7 +129,7 @@ class Side:
             yield Part(facts=facts, run=Run(slot=self._slots[:]))
 
     def _prefill(self) -> Iterator[Part]:
-        """A prompt in chunks; the one before ends."""
+        """A prompt in chunks; the previous one ends."""
         facts = Facts([0], end=[int(End.FREE)]) if self._computed else Facts()
         self._computed = self._long
         budget, cap = Budget(tokens=self._chunk), [self._chunk]
@@ -148,7 +148,7 @@ class Side:
         started = time.thread_time_ns()
         result = self.host.step(1, step, b"")
         took = time.thread_time_ns() - started
-        for _ in self._logs.pack():  # what a service does beside its steps
+        for _ in self._logs.pack():  # as a service does between its steps
             pass
         granted = sum(result.parts[0].granted) + sum(result.parts[0].admit_granted)
         assert granted or part.facts.end, f"{self._load}, {self._way}: step {self._seq} was granted nothing"
@@ -168,7 +168,7 @@ def _loop() -> int:
 
 @dataclass(frozen=True)
 class Cell:
-    """Of one way, in µs: mean step of a turn, as median and minimum over the rounds; the longest step's median."""
+    """Results of one way in µs over the rounds: median and minimum of a turn's mean step, median of its longest step."""
 
     model: str
     groups: int
@@ -180,7 +180,7 @@ class Cell:
 
 
 def measure(model: Model, load: str, rounds: int) -> tuple[list[Cell], list[int]]:
-    """All ways in turns; and the times of the loop."""
+    """All ways in turns; also the times of the reference loop."""
     sides = [(way, Side(model, load, way, rounds)) for way in WAYS]
     means: dict[Way, list[float]] = {way: [] for way in WAYS}
     longest: dict[Way, list[float]] = {way: [] for way in WAYS}
@@ -189,7 +189,7 @@ def measure(model: Model, load: str, rounds: int) -> tuple[list[Cell], list[int]
         first = number % len(sides)
         for way, side in sides[first:] + sides[:first]:
             took = side.turn()
-            if number:  # the first is for warming
+            if number:  # the first is a warm-up
                 means[way].append(statistics.fmean(took) / 1000)
                 longest[way].append(max(took) / 1000)
         loops.append(_loop())
@@ -214,9 +214,9 @@ RATIOS = {
 
 
 def report(cells: list[Cell], loops: list[int], command: str) -> str:
-    """As Markdown."""
+    """The results as Markdown."""
     lines = ["# The steady state", "", machine_line(), "", f"`{command}`; CPU time per step in µs, by the minimum (and"]
-    lines[-1] += f" median) of the rounds. A loop of {LOOP} additions beside it: {min(loops) / 1000:.0f}"
+    lines[-1] += f" median) of the rounds. A loop of {LOOP} additions for reference: {min(loops) / 1000:.0f}"
     lines[-1] += f" ({statistics.median(loops) / 1000:.0f}) µs."
     by = {(cell.model, cell.load, cell.way): cell for cell in cells}
     cases = list(dict.fromkeys((cell.model, cell.groups, cell.load) for cell in cells))
@@ -249,11 +249,11 @@ def _step_row(by: dict[tuple[str, str, str], Cell], model: str, load: str) -> li
 
 
 def _ratio_row(by: dict[tuple[str, str, str], Cell], model: str, load: str) -> list[str]:
-    told = []
+    cells = []
     for one, other, most in RATIOS.values():
         ratio = by[model, load, str(one)].least / by[model, load, str(other)].least
-        told.append(f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**")
-    return told
+        cells.append(f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**")
+    return cells
 
 
 def main() -> None:
@@ -267,8 +267,8 @@ def main() -> None:
     cells, loops = list[Cell](), list[int]()
     for model in (model for model in MODELS if model.name in given.models):
         for load in given.loads:
-            more, beside = measure(model, load, given.rounds)
-            cells, loops = cells + more, loops + beside
+            new_cells, new_loops = measure(model, load, given.rounds)
+            cells, loops = cells + new_cells, loops + new_loops
             print(f"{model.name}, {load}: measured", file=sys.stderr, flush=True)
     command = f"python -m tests.bench.steady --rounds {given.rounds}"
     text = report(cells, loops, command)

@@ -1,13 +1,13 @@
-"""What the store costs: CPU time of a step with it and without, and its size over a long run.
+"""Cost of the store: CPU time of a step with and without it, and its size over a long run.
 
     python -m tests.bench.store_cost [--steps N] [--pairs N] [--inserts N]
 
-A step is the same decode step of 64 requests, applied by a host whose journal follows it or does not; what is written
-behind is counted too, on the same CPU. Both sides take turns of a few steps and change who begins, so that a machine
-whose speed wanders is as fast for one as for the other; the turns of so many steps are a pair. The garbage collector is
-set as in a service. The interval is a bootstrap of the median difference.
+A step is the same decode step of 64 requests, applied by a host with or without a journal; the background writes are
+counted too, on the same CPU. Both sides alternate in turns of a few steps, in alternating order, so that a machine of
+varying speed affects both equally; the turns of `--steps` steps are a pair. The garbage collector is configured as in a
+service. The interval is a bootstrap of the median difference.
 
-The size is measured after a million inserts over a hundred thousand live entries, beside the packed live entries.
+The size is measured after a million inserts over a hundred thousand live entries, and compared with these when packed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Decoding:
 
 
 def turns(sides: tuple[Decoding, Decoding], steps: int) -> tuple[int, int]:
-    """Let both decode so many steps, a few at a time; CPU nanoseconds of this process for each."""
+    """Let both sides decode `steps` steps in turns; returns the CPU nanoseconds of each."""
     took = [0, 0]
     for turn, done in enumerate(range(0, steps, TURN)):
         for number in (0, 1) if turn % 2 else (1, 0):
@@ -121,8 +121,8 @@ def cost(steps: int, pairs: int) -> str:
     low, high = bootstrap(differences)
     base, more = statistics.median(without), statistics.median(differences)
     return (
-        f"{pairs} pairs of {steps:,} steps a side, in turns of {TURN}: {base:.1f} µs a step without a store, with it "
-        f"{more:+.1f} µs (95 % interval {low:+.1f} to {high:+.1f}), {more / base:+.1%} "
+        f"{pairs} pairs of {steps:,} steps per side, in turns of {TURN}: {base:.1f} µs per step without a store, "
+        f"with it {more:+.1f} µs (95 % interval {low:+.1f} to {high:+.1f}), {more / base:+.1%} "
         f"({low / base:+.1%} to {high / base:+.1%})"
     )
 
@@ -135,7 +135,7 @@ def bootstrap(values: list[float], rounds: int = 2000) -> tuple[float, float]:
 
 
 def size(name: str, store: BlockingStore, on_disk, inserts: int, live: int) -> str:
-    """Largest size over the run, beside the packed live entries. Prompts of 100 blocks come and evict old ones."""
+    """Largest size over the run, and the size of the packed live entries. Prompts of 100 blocks evict old ones."""
     replica, chance, per_prompt = new_replica(spec_of(live + 101)), random.Random(2), 100
     journal = ReplicaJournal(LOG, replica, 100_000, lambda: 0)
     host = ReplicaHost("bench", replica, Config(), lambda: 0)
@@ -167,7 +167,7 @@ def main() -> None:
     chosen = parser.parse_args()
     lines = []
 
-    def tell(line: str) -> None:
+    def show(line: str) -> None:
         print(line, flush=True)
         lines.append(line)
 
@@ -176,13 +176,13 @@ def main() -> None:
         sqlite = SqliteStore(path)
         files = [path, path.with_name(path.name + "-wal")]
         on_disk = partial(size_of, files)
-        tell(size("SQLite, file and write-ahead log", sqlite, on_disk, *extent(chosen)))
+        show(size("SQLite, file and write-ahead log", sqlite, on_disk, *extent(chosen)))
         redis = opened(Config(store=f"redis://{server.address}"))
-        tell(size("Redis, memory of the stream", redis, lambda: redis.size_bytes(LOG), *extent(chosen)))
-    tell(cost(chosen.steps, chosen.pairs))
+        show(size("Redis, memory of the stream", redis, lambda: redis.size_bytes(LOG), *extent(chosen)))
+    show(cost(chosen.steps, chosen.pairs))
     RESULTS.mkdir(exist_ok=True)
-    told = "\n\n".join([(__doc__ or "").rstrip(), machine_line(), *lines])
-    (RESULTS / "store_cost.md").write_text(told + "\n", encoding="utf-8")
+    text = "\n\n".join([(__doc__ or "").rstrip(), machine_line(), *lines])
+    (RESULTS / "store_cost.md").write_text(text + "\n", encoding="utf-8")
 
 
 def size_of(files: list[Path]) -> int:

@@ -25,7 +25,7 @@ def test_it_checks_measures_and_writes_the_table(tiny):
     names = [figure["name"] for figure in data["figures"]]
     assert len(names) == len(set(names))
     some = {"copy, 16 KiB pages", "write 32 tokens, float8_e4m3fn", "decode bfloat16, 2 x 64 tokens, pages of 16"}
-    some.add("decode beside saves of 4 KiB fragments")
+    some.add("decode during saves of 4 KiB fragments")
     assert some <= set(names)
     assert all(figure["value"] > 0 and figure["ratio"] > 0 for figure in data["figures"])
     text = (tiny / "gpu.md").read_text()

@@ -1,4 +1,4 @@
-"""The bench of overheads: what it compares is the same, and its interval is one."""
+"""The benchmark of overheads: both sides do the same work, and the interval narrows with samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def test_both_sides_decide_the_same_and_are_watched_as_they_say():
     def watched(host: ReplicaHost) -> None:
         host.decisions.follow(seen.append)
 
-    told = measure("a follower", watched, unwatched, pairs=2, steps=3)
-    assert (told.pairs, told.steps) == (2, 3)
-    assert told.low <= told.percent <= told.high
-    assert len(seen) == 1 + (3 + 2) + 2 * (3 + 2)  # a life; warming and two runs, each admitted and freed
-    assert "| a follower | " in table([told])
+    result = measure("a follower", watched, unwatched, pairs=2, steps=3)
+    assert (result.pairs, result.steps) == (2, 3)
+    assert result.low <= result.percent <= result.high
+    assert len(seen) == 1 + (3 + 2) + 2 * (3 + 2)  # an engine life; warm-up and two runs, each admitted and freed
+    assert "| a follower | " in table([result])
 
 
 def test_off_keeps_nothing_and_on_keeps_everything():
@@ -28,7 +28,7 @@ def test_off_keeps_nothing_and_on_keeps_everything():
         side.begin()
         side.decode(2)
         side.end()
-    assert [len(side.host.decisions) for side in sides] == [0, 5, 5]  # a life, an admission, two steps, the end
+    assert [len(side.host.decisions) for side in sides] == [0, 5, 5]  # an engine life, an admission, two steps, the end
     assert [sum(side.host.tally.step_times.counts) for side in sides] == [0, 0, 4]
 
 

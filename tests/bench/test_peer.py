@@ -1,4 +1,4 @@
-"""The bench beside the reference runs and counts right; what it measures is not looked at here."""
+"""The benchmark against the reference runs and counts correctly; its figures are not checked."""
 
 import json
 from dataclasses import asdict
@@ -71,7 +71,7 @@ def test_a_ratio_is_that_of_the_medians_over_all_process_starts():
     unix = cells[decode, UNIX]
     assert (unix.rounds, unix.median, unix.extremes, unix.ratio) == (6, 50, (40, 90), 0.25)
     assert unix.start_ratios == (0.25, 0.25)
-    assert cells[ahead, UNIX].ratio == 0.15  # beside the reference's decode step
+    assert cells[ahead, UNIX].ratio == 0.15  # relative to the reference's decode step
 
 
 def test_without_a_reference_there_are_no_ratios():

@@ -1,4 +1,4 @@
-"""The bench of the steady state: full pools evict, ways do the same work, and the tables say what was measured."""
+"""The benchmark of the steady state: full pools evict, all ways do the same work, the tables have the results."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def batch_of(lengths: list[int], page: int, device: torch.device) -> tuple[Batch, int]:
-    """Rows whose blocks lie anywhere, and the number of blocks."""
+    """Rows with blocks in random order, and the number of blocks."""
     columns = [-(-length // page) for length in lengths]
     table = torch.zeros((len(lengths), max(columns)), dtype=torch.int32)
     blocks = iter((torch.randperm(sum(columns)) + 1).int().split(columns))
@@ -62,7 +62,7 @@ def random_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def decode_rate(clock: Clock, pages_of: tuple[torch.dtype, int, int], lengths: list[int]) -> float:
-    """Bytes of keys and values per second; pages of a type, of so many tokens and heads."""
+    """Bytes of keys and values per second. `pages_of`: type, tokens per page, heads."""
     dtype, _, kv_heads = pages_of
     num_bytes = 2 * sum(lengths) * kv_heads * SIZE * dtype.itemsize
     return num_bytes / clock.seconds(decoder(clock.device, pages_of, lengths))
@@ -98,7 +98,7 @@ def runner(decode: attention.Decode, device: torch.device) -> Work:
 
 
 def peers(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figure]:
-    """Torch on caches that lie together, which no paged cache does; and its paged attention where it has one."""
+    """Torch on contiguous caches, unlike any paged cache; and its paged attention where it has one."""
     shape = (sizes.rows, sizes.kv_heads, sizes.context, SIZE)
     k, v = (torch.randn(shape, device=clock.device).bfloat16() for _ in range(2))
     q = torch.randn((sizes.rows, sizes.kv_heads * GROUP, 1, SIZE), device=clock.device).bfloat16()

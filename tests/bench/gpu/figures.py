@@ -1,4 +1,4 @@
-"""What is measured, as values: limits of the machine, and figures beside them."""
+"""The results as values: limits of the machine, and figures relative to them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def pages_of(clock: Clock, num_bytes: int, page_bytes: int, layers: int = LAYERS
 
 
 def page_moves(clock: Clock, sizes: Sizes, limits: Limits, page_bytes: int) -> Iterator[Figure]:
-    """Random pages, all in one launch: as parts of a copy of as many bytes that lie together."""
+    """Random pages, all in one launch, relative to a contiguous copy of the same number of bytes."""
     group = pages_of(clock, sizes.pool_bytes, page_bytes)
     table, num_blocks = moves.LayerTable.of(group), group.layers[0].shape[0]
     chosen = torch.randperm(num_blocks - 1)[: min(num_blocks - 1, 2 * sizes.moved_bytes // group.bytes_per_block)] + 1
@@ -92,8 +92,8 @@ def token_writes(clock: Clock, sizes: Sizes, limits: Limits, dtype: torch.dtype)
 
 
 def link(clock: Clock, sizes: Sizes, limits: Limits, page_bytes: int) -> Iterator[Figure]:
-    """Blocks of one layer, so that a page is a fragment: by each route, and by the one that the link chooses; beside
-    them, a kernel that writes pinned memory itself.
+    """Blocks of one layer, so that a page is a fragment: by each route, by the one that the link chooses, and by a
+    kernel that writes pinned memory itself.
     """
     group, ops = pages_of(clock, 4 * sizes.link_bytes, page_bytes, layers=1), TritonOps()
     count = min(sizes.link_bytes // page_bytes, group.layers[0].shape[0] - 1)

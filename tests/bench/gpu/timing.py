@@ -1,4 +1,4 @@
-"""How long work takes on a device: medians of several rounds of several runs, the host's part left out."""
+"""Durations of work on a device: medians over rounds of several runs, without the host's part."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Clock:
-    """Times work on a device; on a CPU by the wall, which says nothing about kernels.
+    """Times work on a device; on a CPU in wall-clock time, which is no measure of kernels.
 
     Attributes:
-        runs: of the work in a round; rounds: of which the median counts.
+        runs: executions of the work per round; rounds: rounds over which the median is taken.
     """
 
     device: torch.device
@@ -25,7 +25,7 @@ class Clock:
     rounds: int = 5
 
     def seconds(self, work: Work) -> float:
-        """Seconds per run. On a GPU the runs of a round are one graph, so that launches cost nothing on the host."""
+        """Seconds per run. On a GPU the runs of a round are one graph, so that launches take no host time."""
         work()
         if self.device.type != "cuda":
             return self._by_the_wall(work)
@@ -38,7 +38,7 @@ class Clock:
         return self._by_events(graph.replay) / self.runs
 
     def seconds_as_called(self, work: Work) -> float:
-        """Seconds per run, host and all: for work on several streams, which waits for events of earlier runs."""
+        """Seconds per run including the host: for work on several streams, which waits for events of earlier runs."""
         work()
         if self.device.type != "cuda":
             return self._by_the_wall(work)
@@ -49,10 +49,10 @@ class Clock:
 
         return self._by_events(several) / self.runs
 
-    def seconds_beside(self, work: Work, beside: Work) -> float:
-        """Seconds per run while `beside`, begun before and longer than all runs of a round, works on another stream."""
+    def seconds_during(self, work: Work, background: Work) -> float:
+        """Seconds per run while `background`, longer than all runs of a round, runs on another stream."""
         if self.device.type != "cuda":
-            beside()
+            background()
             return self._by_the_wall(work)
         work()
         stream: torch.cuda.Stream = torch.cuda.Stream(self.device)
@@ -61,7 +61,7 @@ class Clock:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize(self.device)
             with torch.cuda.stream(stream):
-                beside()
+                background()
             begin.record()
             for _ in range(self.runs):
                 work()

@@ -1,4 +1,4 @@
-"""Beside the reference, in one run: what a step costs the engine here, and what it costs in vLLM's own manager.
+"""Comparison with the reference in one run: the cost of a step for the engine here, and in vLLM's own manager.
 
 work        what both sides do: prompts, sampled tokens, chunks; standard library only
 models      the four models, as headers (for the reference) and as ReplicaSpecs (for us)

@@ -1,4 +1,4 @@
-"""Measures us beside the reference and writes tests/bench/results/peer.md and peer.json.
+"""Measures kvplane and the reference, and writes tests/bench/results/peer.md and peer.json.
 
     make bench-peer                     all cases, 3 process starts of 7 rounds
     make bench-peer PEER="--quick"      a look: fewer cases and rounds, nothing is written
@@ -24,12 +24,12 @@ QUICK: dict[str, Any] = {"requests": (8, 64, 256), "prompts": (6144,), "rounds":
 
 
 def main() -> None:
-    """Parse, start so many processes one after the other, report."""
+    """Parse arguments, run the process starts in sequence, report."""
     parser = argparse.ArgumentParser(prog="make bench-peer", description=__doc__.partition("\n")[0])
     parser.add_argument("--starts", type=int, default=3, help="process starts (3)")
     parser.add_argument("--rounds", type=int, default=None, help="rounds of each case in a start (7)")
     parser.add_argument("--model", action="append", choices=NAMES, help="one model (all); may be repeated")
-    parser.add_argument("--no-reference", action="store_true", help="our side alone, without ratios")
+    parser.add_argument("--no-reference", action="store_true", help="measure only kvplane, without ratios")
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds; prints, writes nothing")
     given = parser.parse_args()
     plan = Plan(models=tuple(given.model or NAMES), reference=not given.no_reference)

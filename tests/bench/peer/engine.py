@@ -1,4 +1,4 @@
-"""Our side: an engine on a Session, timed where it runs."""
+"""The kvplane side: an engine on a Session, timed where it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.bench.peer.work import SETUP_BATCH, Shape, prompt, sampled
 
 @dataclass(slots=True)
 class Request:
-    """What an engine keeps of a request."""
+    """State of a request in an engine."""
 
     slot: int
     tokens: list[int]
@@ -40,7 +40,7 @@ class AheadStep:
 
 @dataclass(slots=True)
 class Engine:
-    """As much of an engine as a session needs: its requests, their tokens and block tables."""
+    """The part of an engine that a session needs: requests, their tokens and block tables."""
 
     session: Session
     shape: Shape
@@ -54,7 +54,7 @@ class Engine:
     # -- decode ------------------------------------------------------------------------------------------------------
 
     def admit(self, num_requests: int) -> None:
-        """Prefill so many requests."""
+        """Prefill `num_requests` requests."""
         scheme = HashScheme.named(self.shape.unit)
         lengths = self.shape.decode_prompts(num_requests)
         waiting = [Request(index, prompt(index, length), RequestHasher(scheme)) for index, length in enumerate(lengths)]
@@ -65,7 +65,7 @@ class Engine:
         self.running = waiting
 
     def decode(self) -> int:
-        """One step: a token joins each request, and each gets its slot; nanoseconds."""
+        """One step: append a token to each request and allocate its slot; returns nanoseconds."""
         tokens = self._sample()
         begin = perf_counter_ns()
         slots = self._slots()
@@ -74,19 +74,19 @@ class Engine:
         return perf_counter_ns() - begin
 
     def decode_ahead(self, num_steps: int, gpu_s: float) -> list[AheadStep]:
-        """So many steps, each sent while the GPU works on the one before; this thread sleeps in the GPU's place.
+        """Run steps, each sent while the GPU computes the previous one; this thread sleeps for the GPU's time.
 
         What the step on the GPU samples is not known when the next one is sent: its rows ask for one token more than is
-        known, and bring the tokens of the step before it.
+        known, and add the tokens of the step before it.
         """
-        self.decode()  # the GPU begins with this one
+        self.decode()  # the first step of the GPU
         spent = [self._step_ahead(gpu_s, first=index == 0) for index in range(num_steps + 1)]
         self.session.apply(Part(facts=self._append(self._slots(), self._sample())))
         return spent[1:]
 
     def _step_ahead(self, gpu_s: float, first: bool) -> AheadStep:
         tokens = [] if first else self._sample()
-        before = self.session.next_seq - 2  # its results are here; the step behind it is on the GPU
+        before = self.session.next_seq - 2  # its results have arrived; the next step is on the GPU
         begin = perf_counter_ns()
         slots = self._slots()
         facts = Facts() if first else self._append(slots, tokens)
@@ -108,7 +108,7 @@ class Engine:
         return sampled(self.steps, len(self.running))
 
     def _append(self, slots: list[int], tokens: Sequence[int]) -> Facts:
-        """A token joins each request; the hash of each block that it fills."""
+        """Append a token to each request; returns the hash of each filled block."""
         unit = self.shape.unit
         counts, hashes = [0] * len(slots), []
         for row, request in enumerate(self.running):
@@ -121,7 +121,7 @@ class Engine:
         return Facts(slot=slots, appended=[1] * len(slots), num_hashes=counts, hashes=b"".join(hashes))
 
     def _take(self, part: Part, result: PartResult) -> None:
-        """Note what was granted: here every row gets its one token."""
+        """Apply the grants: here every row gets its one token."""
         self.tables.update(part, result)
         for request, granted in zip(self.running, result.granted, strict=True):
             assert granted == 1

@@ -1,4 +1,4 @@
-"""The four models: headers of recorded traces with larger pools, which the reference and we read alike."""
+"""The four models: headers of recorded traces with larger pools, which both sides read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Model:
     num_groups: int
 
     def header(self, num_blocks: int) -> Record:
-        """What the reference builds its manager from; statistics and events off, as vLLM's defaults have it."""
+        """Arguments of the reference's manager; statistics and events off, as vLLM's defaults."""
         header = next(read_records(TRACES / f"{self.trace}.jsonl.gz"))
         assert len(header["groups"]) == self.num_groups, self.trace
         args = header["manager_args"] | {
@@ -40,7 +40,7 @@ class Model:
         return header | {"num_blocks": num_blocks, "manager_args": args}
 
     def spec(self, num_blocks: int) -> ReplicaSpec:
-        """Our replica: commit=safe and the kvplane hash, as our defaults have it; events off as in the header."""
+        """The kvplane replica: commit=safe and the kvplane hash, the defaults; events off as in the header."""
         header = self.header(num_blocks)
         known = header | {"manager_args": header["manager_args"] | {"log_stats": True}}
         spec = trace_spec(known)
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def shape(self) -> Shape:
-        """What of the model decides the work."""
+        """The properties that determine the work."""
         groups = self.header(2)["groups"]
         (unit,) = {group["block_size"] for group in groups}
         return Shape(unit, self.num_groups, any(group["mamba_cache_mode"] for group in groups))

@@ -1,4 +1,4 @@
-"""Where a session can lead: into this process, or to a service in another one."""
+"""Targets of a session: this process, or a service in another one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVE = "from kvplane_service.cli import main; main()"
 
 
 class Place(Protocol):
-    """Opens sessions, each on a replica of its own, which is gone afterwards."""
+    """Opens sessions, each on its own replica, which is removed afterwards."""
 
     def session(self, spec: ReplicaSpec) -> Session:
         """A session on a fresh replica."""
@@ -70,7 +70,7 @@ class Remote:
 
 @contextmanager
 def places() -> Iterator[dict[str, Place]]:
-    """All three by name; the services run as long as the block."""
+    """All three by name; the services run during the block."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         listening = {UNIX: f"unix:{Path(folder) / 'kvplane.sock'}", TCP: "127.0.0.1:0"}
@@ -83,7 +83,7 @@ def places() -> Iterator[dict[str, Place]]:
 
 @contextmanager
 def _service(listen: str) -> Iterator[str]:
-    """`kvplane serve` in a process of its own, as a user starts it; its address."""
+    """`kvplane serve` in its own process, as a user starts it; yields its address."""
     command = [sys.executable, "-c", SERVE, "serve", "--listen", listen, "--set", "log_level=WARNING"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -1,4 +1,4 @@
-"""What is measured, and what comes out of it: the words that all parts share. Standard library only."""
+"""The plan and the result types that all parts share. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTLING_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured in one process start.
+    """The cases of one process start.
 
     Attributes:
         models: by name.
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def all_rounds(self) -> int:
-        """With the one that is not measured."""
+        """Including the one that is not measured."""
         return self.rounds + 1
 
     @property
@@ -83,7 +83,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one side took in one round, in microseconds per interval."""
+    """Durations of one side in one round, in microseconds per interval."""
 
     case: Case
     side: str

@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 
 class Scheduler:
-    """As much of a scheduler as the manager needs."""
+    """The part of a scheduler that the manager needs."""
 
     def __init__(self, record: Record) -> None:
         self._shape = Shape(**record["shape"])
@@ -41,7 +41,7 @@ class Scheduler:
     # -- decode ------------------------------------------------------------------------------------------------------
 
     def admit(self, num_requests: int) -> None:
-        """Prefill so many requests."""
+        """Prefill `num_requests` requests."""
         for index, length in enumerate(self._shape.decode_prompts(num_requests)):
             request = _request(f"d{index}", prompt(index, length))
             self._admission(request, self._hasher)
@@ -49,10 +49,9 @@ class Scheduler:
             self._running.append(request)
 
     def decode(self) -> int:
-        """One step: a token joins each request, and each gets its slot; nanoseconds.
+        """One step: append a token to each request and allocate its slot; returns nanoseconds.
 
-        Not in the interval, in the reference's favour: turning the new blocks into ids, and what a scheduler does
-        besides.
+        Excluded, in the reference's favour: the conversion of new blocks to ids, and other work of a scheduler.
         """
         self._steps += 1
         tokens = sampled(self._steps, len(self._running))
@@ -83,7 +82,7 @@ class Scheduler:
         manager = self._manager
         begin = perf_counter_ns()
         manager.new_step_starts()
-        request._block_hasher = hasher  # as its constructor does, which is not in the interval otherwise
+        request._block_hasher = hasher  # as its constructor does, outside the interval
         request.update_block_hashes()
         found, hit, boundary = manager.get_computed_blocks(request)
         request.shared_prefix_boundary = boundary
@@ -111,13 +110,13 @@ class Scheduler:
 
 
 class Answers:
-    """Carries out records; `open` begins a case."""
+    """Executes records; `open` begins a case."""
 
     def __init__(self) -> None:
         self._scheduler: Scheduler | None = None
 
     def answer(self, record: Record) -> Record:
-        """Carry out one line."""
+        """Execute one line."""
         if record["op"] == "about":
             return {name: version(name) for name in ("vllm", "torch")} | {"python": platform.python_version()}
         if record["op"] == "open":
@@ -135,7 +134,7 @@ class Answers:
         if record["op"] == "admit":
             scheduler.admit(record["requests"])
             return {}
-        if record["op"] == "freeze":  # as vLLM's engine core does when it is ready
+        if record["op"] == "freeze":  # as vLLM's engine core does when ready
             gc.collect()
             gc.freeze()
             return {}

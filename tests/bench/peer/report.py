@@ -129,7 +129,7 @@ def _median(rounds: Sequence[Round]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was measured, when and where."""
+    """The plan, date and machine."""
 
     about: dict[str, Any]
     cells: list[Cell]
@@ -140,11 +140,11 @@ class Report:
         return cls(_about(plan, starts), cells_of(starts))
 
     def text(self) -> str:
-        """As markdown."""
+        """The report as Markdown."""
         return _text(self.about, self.cells)
 
     def write(self, folder: Path) -> None:
-        """As peer.md and peer.json."""
+        """Write peer.md and peer.json."""
         folder.mkdir(exist_ok=True)
         (folder / "peer.md").write_text(self.text(), encoding="utf-8")
         (folder / "peer.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -166,7 +166,7 @@ def _about(plan: Plan, starts: Sequence[Found]) -> dict[str, Any]:
 def _text(about: dict[str, Any], cells: list[Cell]) -> str:
     table = {(cell.case, cell.side): cell for cell in cells}
     models = list(dict.fromkeys(cell.case.model for cell in cells))
-    lines = ["# Beside the reference, in one run", "", *_head(about), ""]
+    lines = ["# Comparison with the reference, in one run", "", *_head(about), ""]
     for model in models:
         lines += [f"## {model}", "", *_decode_table(model, table), "", *_admission_table(model, table), ""]
     return "\n".join([*lines, "## What is in an interval", "", INTERVALS, ""])

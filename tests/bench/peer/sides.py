@@ -1,4 +1,4 @@
-"""The ways to do the work of a case: our engine on a session to each place, and vLLM's manager in its process."""
+"""The ways to do the work of a case: kvplane's engine on a session to each place, and vLLM's manager in its process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Side(Protocol):
     name: str
 
     def open(self, model: Model, num_blocks: int) -> None:
-        """Begin with a fresh pool."""
+        """Start with an empty pool."""
         ...
 
     def prefill(self, num_requests: int) -> None:
@@ -33,19 +33,19 @@ class Side(Protocol):
         ...
 
     def decoded(self, plan: Plan) -> object:
-        """Make the steps that are left, so that all sides have made as many; free blocks, which must be equal."""
+        """Run the remaining steps, so that all sides have run as many; returns free blocks, which must be equal."""
         ...
 
     def admit(self, seed: int, tokens: int, hashing: str) -> tuple[int, int]:
-        """Admit a prompt and end it; nanoseconds of the admission, and the hit, which must be equal."""
+        """Admit a prompt and end it; returns nanoseconds of the admission, and the hit, which must be equal."""
         ...
 
     def close(self) -> None:
-        """Forget the pool."""
+        """Drop the pool."""
         ...
 
-    def settle(self) -> None:
-        """The case is set up: let the garbage collector look at it no more, as vLLM's engine core does."""
+    def freeze(self) -> None:
+        """Freeze the objects of the case for the garbage collector, as vLLM's engine core does."""
         ...
 
 
@@ -88,12 +88,12 @@ class OurSide:
         self._engine = None
         self._place.forget()
 
-    def settle(self) -> None:
-        """The whole process settles, once for all its sides (`Start`)."""
+    def freeze(self) -> None:
+        """Nothing: `Start` freezes the whole process once for all sides."""
 
 
 class ReferenceSide:
-    """vLLM's manager, which measures itself."""
+    """vLLM's manager, measured in its own process."""
 
     name = REFERENCE
 
@@ -119,11 +119,11 @@ class ReferenceSide:
     def close(self) -> None:
         """The next open replaces the manager."""
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         self._ask("freeze")
 
     def versions(self) -> dict[str, str]:
-        """Of what runs there."""
+        """Versions of the reference."""
         return self._ask("about")
 
     def _ask(self, op: str, **inputs: Any) -> dict[str, Any]:

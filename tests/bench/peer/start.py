@@ -81,7 +81,7 @@ class Start:
         gc.collect()
         gc.freeze()
         for side in self._sides:
-            side.settle()
+            side.freeze()
         for number in range(self._plan.all_rounds):
             first = number % len(self._sides)
             for side in self._sides[first:] + self._sides[:first]:

@@ -1,19 +1,19 @@
-"""The work that both sides do, so that they do the same. Standard library only: the reference has no kvplane."""
+"""The work of both sides. Standard library only: the reference's environment has no kvplane."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 VOCABULARY = 128_000
-DECODE_PROMPT = 1100  # tokens; longer than every window, so that each step gives back what leaves it
-ADMISSION_SLOTS = 3  # the pool of an admission case holds so many of its longest prompts; then it evicts
+DECODE_PROMPT = 1100  # tokens; longer than every window, so that each step releases blocks
+ADMISSION_SLOTS = 3  # longest prompts that the pool of an admission case holds before it evicts
 MAX_MODEL_LEN = 40_960
-SETUP_BATCH = 32  # requests that are admitted at once while a case is set up
+SETUP_BATCH = 32  # requests admitted per step while a case is set up
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model decides the work.
+    """Properties of a model that determine the work.
 
     Attributes:
         unit: tokens of a block; the four models have equal ones in all their groups.
@@ -31,7 +31,7 @@ class Shape:
         return [DECODE_PROMPT + index * self.unit // spread % self.unit for index in range(num_requests)]
 
     def decode_blocks(self, num_requests: int, num_steps: int) -> int:
-        """Blocks for so many requests over so many steps, with room to spare."""
+        """Blocks for the requests over the steps, with a margin."""
         tokens = DECODE_PROMPT + 2 * self.unit + num_steps
         return 64 + num_requests * self.num_groups * (tokens // self.unit + 2)
 
