@@ -33,8 +33,8 @@ WINDOW = GroupSpec(GroupKind.SLIDING_WINDOW, 16, window=1024, lookup_class=1)
 STATE = GroupSpec(GroupKind.MAMBA, 80, mamba_mode=MambaMode.ALIGN, lookup_class=1)
 NOTE = """\
 A block cycle is allocate with eviction, register, release, find, touch, release; kvplane also stamps the page, keeps
-ages and emits each eviction. A decode step is `Replica.apply` with validation, events, orders and answer for 256 requests;
-the objects only grow tables and register keys."""
+ages and emits each eviction. A decode step is `Replica.apply` with validation, events, orders and answer for 256
+requests; the objects only grow tables and register keys."""
 MODELS = {
     "1 group (full)": (FULL,),
     "7 groups (6 windows, full)": (*[WINDOW] * 6, FULL),

@@ -211,8 +211,8 @@ def table(results: list[Overhead]) -> str:
         "",
         machine_line(),
         "",
-        f"CPU time of decode steps of {REQUESTS} requests in process, {results[0].pairs} pairs of {results[0].steps} steps "
-        f"per side, in turns of {TURN}",
+        f"CPU time of decode steps of {REQUESTS} requests in process, {results[0].pairs} pairs of "
+        f"{results[0].steps} steps per side, in turns of {TURN}",
         "",
         "| added | extra CPU | 95 % interval | µs per step without it |",
         "|---|---|---|---|",

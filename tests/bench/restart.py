@@ -2,11 +2,11 @@
 
     python -m tests.bench.restart [--entries N]     prints a table and writes tests/bench/results/restart.{md,json}
 
-Ready means: chunks read and verified, stamps compared, index and eviction order restored. Reading means: the same chunks
-from the same store in the same run, each checksummed. Both alternate; figures are medians over the rounds, in CPU time
-of this process, because the machine may be shared. The garbage collector is configured as in the service. The slowest
-round is reported too: mostly the first, on memory that the process uses for the first time. Then 1,000 random prefixes
-must hit as before.
+Ready means: chunks read and verified, stamps compared, index and eviction order restored. Reading means: the same
+chunks from the same store in the same run, each checksummed. Both alternate; figures are medians over the rounds, in
+CPU time of this process, because the machine may be shared. The garbage collector is configured as in the service. The
+slowest round is reported too: mostly the first, on memory that the process uses for the first time. Then 1,000 random
+prefixes must hit as before.
 """
 
 from __future__ import annotations

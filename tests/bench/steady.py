@@ -168,7 +168,7 @@ def _loop() -> int:
 
 @dataclass(frozen=True)
 class Cell:
-    """Results of one way in µs over the rounds: median and minimum of a turn's mean step, median of its longest step."""
+    """Results of one way, µs over the rounds: median and minimum of a turn's mean step, median of its longest step."""
 
     model: str
     groups: int
