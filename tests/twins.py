@@ -545,13 +545,13 @@ TWINS: dict[str, Twin] = {
         (
             Patch("kvplane.aio.transport:GrpcTransport._within", leave_the_stream_as_it_is),
             Patch("kvplane.aio.transport:GrpcTransport._on_stream", take_for_a_cancelled_task),
-            Patch("kvplane.machine:SessionMachine._use", use_and_believe),
-            Patch("kvplane.machine:SessionMachine.interrupted", do_nothing),
+            Patch("kvplane.session.machine:SessionMachine._use", use_and_believe),
+            Patch("kvplane.session.machine:SessionMachine.interrupted", do_nothing),
         ),
     ),
     "no deadline of a step": Twin(
         "a call that is not answered ends in time",
-        (Patch("kvplane.transport:_Stream._wait", do_nothing),),
+        (Patch("kvplane.blocking.transport:_Stream._wait", do_nothing),),
     ),
     "no stamp check": Twin(
         "a key is hit after a restart only where the page memory still shows its stamp",

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import StampTable
-from kvplane.calls import Answer, Call
-from kvplane.channel import open_channel
-from kvplane.unary import Client
+from kvplane.blocking.client import Client
+from kvplane.rpc.channel import open_channel
+from kvplane.unary.calls import Answer, Call
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker import wire
 from kvplane_worker.holdings import Holdings

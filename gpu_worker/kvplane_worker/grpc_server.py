@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.status import DETAILS_KEY, encode_status, status_code
+from kvplane.rpc.status import DETAILS_KEY, encode_status, status_code
 from kvplane.wire.parsing import parse
 
 Context: TypeAlias = grpc.ServicerContext

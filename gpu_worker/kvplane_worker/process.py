@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from kvplane.access import PLAIN, Access
 from kvplane.base.errors import KvplaneError, NoPlan, NotFound, Unavailable, WorkerExists, WrongPlan
 from kvplane.base.worker import Assignment, WorkerInfo, WorkerState
-from kvplane.channel import open_channel
-from kvplane.owners import Owners
-from kvplane.workers import WorkersClient
+from kvplane.blocking.workers import WorkersClient
+from kvplane.rpc.access import PLAIN, Access
+from kvplane.rpc.channel import open_channel
+from kvplane.sansio.owners import Owners
 from kvplane_worker.holdings import Holdings
 from kvplane_worker.memory import check_device, use_device
 from kvplane_worker.ops.interface import PAGE_OPERATIONS

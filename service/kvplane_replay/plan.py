@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.sources import ModelSource
+from kvplane.base.sources import ModelSource
 
 NS_PER_SECOND = 1_000_000_000
 NS_PER_US = 1_000

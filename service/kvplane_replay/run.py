@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 from types import TracebackType
 
-from kvplane.unary import Client
+from kvplane.blocking.client import Client
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse
 from kvplane_replay.engine import Engine
 from kvplane_replay.fleet import Fleet

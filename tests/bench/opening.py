@@ -39,7 +39,7 @@ from typing import Any
 import kvplane
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.step import Admit, End, Facts, News, Part
-from kvplane.retry import RetryPolicy
+from kvplane.sansio.retry import RetryPolicy
 from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
 from kvplane_service.process import gc_policy as garbage

@@ -16,13 +16,13 @@ import pytest
 import kvplane
 from kvplane import aio
 from kvplane.base.errors import Moved
+from kvplane.base.events import EventBatch
 from kvplane.base.step import End, EventKind
-from kvplane.channel import open_channel
-from kvplane.events import EventBatch
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
-from kvplane.unary import Client
+from kvplane.blocking.client import Client
+from kvplane.rpc.channel import open_channel
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.reopening import Revival
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from tests.cli.test_restart import wait_until_stored
 from tests.cli.test_serve import serving
 from tests.client.lasting import HYBRID, LastingEngine, PageMemory

@@ -12,14 +12,14 @@ from typing import Any
 import grpc
 import pytest
 
+from kvplane.base.sources import ModelSource
 from kvplane.base.step import Budget
 from kvplane.base.worker import WorkerInfo, WorkerState
-from kvplane.channel import open_channel
-from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane.sources import ModelSource
-from kvplane.unary import connect
+from kvplane.blocking.client import connect
+from kvplane.blocking.workers import WorkersClient
+from kvplane.rpc.channel import open_channel
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.workers import WorkersClient
 from kvplane_service.cli.query import checks
 from kvplane_service.config import Config
 from kvplane_service.core.program import PATIENT_ROWS

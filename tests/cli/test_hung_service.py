@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 import kvplane
-from kvplane import AdmitRow, FactRow, NewsRow, Part, RunRow, aio, channel, part_of
+from kvplane import AdmitRow, FactRow, NewsRow, Part, RunRow, aio, part_of
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.step import End, News
 from kvplane.rank import Rank, RankGroup
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
+from kvplane.rpc import channel
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.reopening import Revival
 from tests.cli.test_serve import serving
 from tests.client.lasting import ONE_GROUP, PageMemory
 from tests.client.loop_thread import LIMIT_S, Blocking, shared_loop

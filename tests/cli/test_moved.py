@@ -9,10 +9,10 @@ import pytest
 import kvplane
 from kvplane import aio
 from kvplane.base.errors import InvalidArgument, Moved, NotFound, Unavailable
-from kvplane.channel import open_channel
-from kvplane.owners import MAX_HOPS, Owners, split_addresses
-from kvplane.requests import Allocate, Content
-from kvplane.unary import Client
+from kvplane.base.requests import Allocate, Content
+from kvplane.blocking.client import Client
+from kvplane.rpc.channel import open_channel
+from kvplane.sansio.owners import MAX_HOPS, Owners, split_addresses
 from tests.cli.test_serve import serving
 from tests.client.lasting import ONE_GROUP
 from tests.store import servers

@@ -17,8 +17,8 @@ import yaml
 from google.protobuf import descriptor_pool, json_format, message_factory
 
 from kvplane import AdmitRow, Content, FactRow, NewsRow, RunRow, connect, part_of
+from kvplane.base.requests import Allocate
 from kvplane.base.step import End
-from kvplane.requests import Allocate
 from kvplane.v1.admin_pb2 import ExplainResponse
 from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, GroupCounters, ReplicaState, ReplicaSummary
 from kvplane_service.cli import COMMANDS
@@ -338,7 +338,7 @@ def test_top_picture_needs_no_terminal(ask, monkeypatch, tmp_path):
 async def test_top_shows_an_unreachable_service():
     from textual.widgets import Static
 
-    from kvplane.retry import RetryPolicy
+    from kvplane.sansio.retry import RetryPolicy
     from kvplane_service.cli.views.top_app import Top
 
     with connect("127.0.0.1:1", retry=RetryPolicy(attempts=1)) as client:

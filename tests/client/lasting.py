@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from kvplane.base.step import News, Part, PartResult, Resume
-from kvplane.revival import Revival
-from kvplane.rows import NewsRow, ResumeRow, part_of, resume_of
-from kvplane.session import Session
-from kvplane.tables import BlockTables
+from kvplane.blocking.session import Session
+from kvplane.session.reopening import Revival
+from kvplane.session.rows import NewsRow, ResumeRow, part_of, resume_of
+from kvplane.session.tables import BlockTables
 from tests.client.mini_engine import FULL, MAMBA, WINDOW, MiniEngine, spec_of
 
 INCARNATION = 0xFEED
@@ -64,9 +64,7 @@ class LastingEngine(MiniEngine):
             rows.append(NewsRow(slot, request.tokens, request_id=f"request-{slot}"))
         news = part_of(*rows).news if rows else News()
         resume = self._resume() if self.resumes else None
-        return Revival(
-            tuple(self.memory.stamps), self.memory.incarnation, news, tuple(self.running), resume=resume
-        )
+        return Revival(tuple(self.memory.stamps), self.memory.incarnation, news, tuple(self.running), resume=resume)
 
     def _resume(self) -> Resume:
         tables = self.tables
@@ -82,5 +80,3 @@ class LastingEngine(MiniEngine):
     @property
     def hits_since_revival(self) -> int:
         return self.num_hit - self.hits_at_revival
-
-

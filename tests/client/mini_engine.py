@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.step import AdmitStatus, Budget, End, Part, PartResult
-from kvplane.rows import AdmitRow, FactRow, NewsRow, Row, RunRow, part_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, Row, RunRow, part_of
 
 BLOCK = 16
 FULL = GroupSpec(GroupKind.FULL_ATTENTION, BLOCK)

@@ -22,10 +22,10 @@ from kvplane.base.errors import (
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import Part, PartResult, Peek, Step, StepResult
-from kvplane.driving import Pause, drive
-from kvplane.machine import Action, Close, Doing, Heartbeat, Open, Receive, Revive, Send, SessionMachine
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
+from kvplane.sansio.driver import Pause, drive
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.machine import Action, Close, Doing, Heartbeat, Open, Receive, Revive, Send, SessionMachine
+from kvplane.session.reopening import Revival
 
 SPEC = ReplicaSpec((GroupSpec(GroupKind.FULL_ATTENTION, 16),), 10, 1024, 16, 16, 1024)
 BAD = 99  # the service refuses a step with it

@@ -19,8 +19,8 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import OpenRequest, SessionTransport
 from kvplane.base.step import AdmitStatus, Cache, Part, Step, StepResult
-from kvplane.rows import AdmitRow, NewsRow, PeekRow, RunRow, part_of
-from kvplane.session import Session
+from kvplane.blocking.session import Session
+from kvplane.session.rows import AdmitRow, NewsRow, PeekRow, RunRow, part_of
 from kvplane_service.core.inspect import digest
 from kvplane_service.core.replica import Replica
 from tests.client.mini_engine import HYBRID, MiniEngine

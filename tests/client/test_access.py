@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvplane import Access, InvalidArgument, NotFound, Tls, connect
-from kvplane.channel import open_channel
+from kvplane.rpc.channel import open_channel
 
 
 @pytest.mark.parametrize(("tls", "field"), [(Tls(cert="x"), "tls.key"), (Tls(key="x"), "tls.cert")])

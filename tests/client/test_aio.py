@@ -11,12 +11,12 @@ import pytest
 import kvplane
 from kvplane import aio
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvplane.base.requests import Allocate, Appended, Commit, Content
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import EventKind, Part
-from kvplane.channel import open_aio_channel
-from kvplane.requests import Allocate, Appended, Commit, Content
-from kvplane.retry import RetryPolicy
-from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
+from kvplane.rpc.channel import open_aio_channel
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from tests.client.loop_thread import on_shared_loop, shared_loop
 from tests.client.mini_engine import HYBRID, spec_of

@@ -17,10 +17,10 @@ from kvplane import aio
 from kvplane.base.errors import FailedPrecondition, LimitExceeded
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import StepResult
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.rows import AdmitRow, NewsRow, part_of
-from kvplane.session import Session
+from kvplane.blocking.session import Session
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.reopening import Revival
+from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_service.replicas.recovery import Recovering

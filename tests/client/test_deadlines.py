@@ -12,13 +12,14 @@ import grpc
 import pytest
 
 import kvplane
-from kvplane import AdmitRow, NewsRow, Part, aio, channel, part_of, wire
+from kvplane import AdmitRow, NewsRow, Part, aio, part_of, wire
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
+from kvplane.base.requests import Allocate, Content
 from kvplane.base.session import Opened
-from kvplane.requests import Allocate, Content
-from kvplane.retry import RetryPolicy
+from kvplane.blocking.watchdog import NEVER, TICK_S, Watchdog
+from kvplane.rpc import channel
+from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import allocation_pb2 as pb
-from kvplane.watchdog import NEVER, TICK_S, Watchdog
 from tests.client.loop_thread import LIMIT_S, Blocking, shared_loop
 from tests.client.mini_engine import HYBRID
 from tests.client.worlds import GrpcWorld

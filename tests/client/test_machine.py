@@ -8,10 +8,10 @@ import pytest
 
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, ServiceRestarted, Unavailable
 from kvplane.base.session import OpenRequest
-from kvplane.driving import Pause, drive
-from kvplane.machine import Open, SessionMachine, _Sending
-from kvplane.retry import Attempts, RetryPolicy
-from kvplane.session_state import SessionState
+from kvplane.sansio.driver import Pause, drive
+from kvplane.sansio.retry import Attempts, RetryPolicy
+from kvplane.session.machine import Open, SessionMachine, _Sending
+from kvplane.session.state import SessionState
 from tests.client.schedules import ATTEMPTS, Cancelled, World, every_schedule, opened_world
 from tests.twins import use_and_believe
 

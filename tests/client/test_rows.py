@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvplane.base.step import UNLIMITED, Budget, Cache, End, ExtraKeys, Part, RowFlag
-from kvplane.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
 
 
 def test_no_rows_make_the_empty_part():

@@ -21,9 +21,9 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Cache, Part, PartResult, StepResult
-from kvplane.retry import RetryPolicy
-from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
-from kvplane.session import Session
+from kvplane.blocking.session import Session
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane_service.replicas.host import ReplicaState
 from tests.client.flaky import FlakyTransport, breaking, never
 from tests.client.loop_thread import Awaited, Blocking, shared_loop

@@ -7,7 +7,7 @@ from contextlib import closing
 import pytest
 
 from kvplane import aio
-from kvplane.channel import open_aio_channel
+from kvplane.rpc.channel import open_aio_channel
 from tests.client.loop_thread import Blocking, shared_loop
 from tests.client.session_contract import SessionContract
 from tests.client.worlds import GrpcWorld, InProcessWorld

@@ -12,8 +12,8 @@ from kvplane import aio
 from kvplane.base.errors import FailedPrecondition
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part
-from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
-from kvplane.session import Session
+from kvplane.blocking.session import Session
+from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane_service.config import Config
 from tests.client.loop_thread import LIMIT_S, Awaited
 from tests.client.worlds import InProcessWorld

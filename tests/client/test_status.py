@@ -6,7 +6,6 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from kvplane import status
 from kvplane.base.errors import (
     DeadlineExceeded,
     InternalError,
@@ -16,6 +15,7 @@ from kvplane.base.errors import (
     StaleEpoch,
     Unavailable,
 )
+from kvplane.rpc import status
 
 
 def every_error():

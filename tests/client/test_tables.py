@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvplane.base.step import Cache, End, RowFlag
-from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane.tables import BlockTables
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane.session.tables import BlockTables
 from kvplane_service.core.replica import Replica
 from tests.client.mini_engine import FULL, HYBRID, STATE, MiniEngine, spec_of
 from tests.client.stepper import Stepper

@@ -15,12 +15,12 @@ import pytest
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, OtherWriter, StaleEpoch, Unavailable
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part
-from kvplane.channel import open_channel
-from kvplane.retry import RetryPolicy
-from kvplane.rows import AdmitRow, NewsRow, RunRow, part_of
-from kvplane.session import Session
-from kvplane.transport import GrpcTransport
-from kvplane.unary import connect
+from kvplane.blocking.client import connect
+from kvplane.blocking.session import Session
+from kvplane.blocking.transport import GrpcTransport
+from kvplane.rpc.channel import open_channel
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane_service.core.replica import Replica
 from tests.client.mini_engine import HYBRID, MiniEngine
 from tests.client.proxy import CuttingProxy

@@ -25,13 +25,13 @@ from kvplane.base.errors import (
 from kvplane.base.groups import GroupKind, MambaMode
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import FullAttentionSpec, KVSharingLayer, Layer, MambaSpec, SlidingWindowSpec
+from kvplane.base.requests import Allocate, Appended, At, Commit, Content, Ending
+from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import EventKind, ExtraKeys
-from kvplane.channel import open_channel
-from kvplane.requests import Allocate, Appended, At, Commit, Content, Ending
-from kvplane.retry import RetryPolicy
-from kvplane.rows import AdmitRow, NewsRow, part_of
-from kvplane.sources import LayerSource, ModelSource
-from kvplane.unary import Client, connect
+from kvplane.blocking.client import Client, connect
+from kvplane.rpc.channel import open_channel
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from tests.client.mini_engine import HYBRID, spec_of

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvplane import wire
 from kvplane.base import errors
 from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError
+from kvplane.base.events import EventBatch
 from kvplane.base.groups import (
     AlignSpec,
     CommitRule,
@@ -46,7 +47,6 @@ from kvplane.base.step import (
     Step,
     StepResult,
 )
-from kvplane.events import EventBatch
 from kvplane.v1 import allocation_pb2, replica_pb2, step_pb2
 from kvplane.wire import columns
 from kvplane.wire.parsing import parse

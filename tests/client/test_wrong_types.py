@@ -15,7 +15,9 @@ from kvplane import aio
 from kvplane.base.errors import InvalidArgument, KvplaneError
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import FullAttentionSpec, Layer
+from kvplane.base.requests import Allocate, Appended, At, Commit, Content, Ending
 from kvplane.base.session import OpenRequest
+from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import (
     Admit,
     Budget,
@@ -32,10 +34,8 @@ from kvplane.base.step import (
     Run,
 )
 from kvplane.base.typed import check
-from kvplane.requests import Allocate, Appended, At, Commit, Content, Ending
-from kvplane.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
-from kvplane.session import Session
-from kvplane.sources import LayerSource, ModelSource
+from kvplane.blocking.session import Session
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
 from tests.client.loop_thread import Blocking, shared_loop
 from tests.client.worlds import GrpcWorld
 

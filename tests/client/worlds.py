@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvplane.base.session import SessionTransport
-from kvplane.channel import open_channel
-from kvplane.transport import GrpcTransport
-from kvplane.unary import Client
+from kvplane.blocking.client import Client
+from kvplane.blocking.transport import GrpcTransport
+from kvplane.rpc.channel import open_channel
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import digest
 from kvplane_service.process.app import App

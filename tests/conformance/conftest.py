@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplane.unary import connect
+from kvplane.blocking.client import connect
 from kvplane_service.cli.child import ServiceChild
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvplane import wire
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.requests import Allocate, Appended, At, Commit, Content, Ending
 from kvplane.base.step import ExtraKeys, Multimodal, Orders, PartResult, Watermark
-from kvplane.requests import Allocate, Appended, At, Commit, Content, Ending
-from kvplane.unary import Client
+from kvplane.blocking.client import Client
 from kvplane.v1 import allocation_pb2 as pb
 from tests.conformance.forms import Record
 from tests.conformance.operations import check_operation

@@ -251,7 +251,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     if options.rpc is None:
         return 1 if replay_all(options.files, InProcessPath) else 0
-    from kvplane.unary import connect
+    from kvplane.blocking.client import connect
     from kvplane_service.cli.child import ServiceChild
     from tests.conformance.rpc import SessionPath
 

@@ -6,7 +6,7 @@ from random import Random
 
 from kvplane.base.groups import GroupKind
 from kvplane.base.step import AdmitStatus, End, Part, PartResult, RowFlag
-from kvplane.tables import BlockTables
+from kvplane.session.tables import BlockTables
 from tests.core.page_memory import SCRATCH, Launch, Left, Memory, Row, WrongPage, first_seen
 from tests.core.page_requests import PlannedRow, Request, Texts, Transfer, Truth
 

@@ -15,8 +15,8 @@ from random import Random
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.step import End, News, Orders, Part, PartResult, Step
-from kvplane.rows import ResumeRow, resume_of
-from kvplane.tables import BlockTables
+from kvplane.session.rows import ResumeRow, resume_of
+from kvplane.session.tables import BlockTables
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.replica import Replica

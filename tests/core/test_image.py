@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.groups import AlignSpec, GroupKind
 from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run, Step, StepResult
-from kvplane.rows import ResumeRow, resume_of
+from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.image import Image, image_of, replica_of

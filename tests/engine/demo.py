@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvplane
-from kvplane.sources import LayerSource
+from kvplane.base.sources import LayerSource
 from kvplane_service.cli.child import ServiceChild
 from kvplane_worker.engine.config import MIXED
 from kvplane_worker.engine.engine import Engine

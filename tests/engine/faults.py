@@ -10,7 +10,7 @@ from torch import Tensor
 from kvplane.base.stamp_table import StampTable
 from kvplane.base.step import End, StepResult
 from kvplane.rank import Moves, PageMover
-from kvplane.rows import FactRow
+from kvplane.session.rows import FactRow
 from kvplane_worker import pages
 from kvplane_worker.engine.batch import state_index
 from kvplane_worker.engine.engine import Engine

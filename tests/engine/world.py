@@ -11,10 +11,11 @@ from torch import Tensor
 from kvplane.base.groups import CommitRule
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.session import SessionTransport
+from kvplane.base.sources import LayerSource
 from kvplane.base.stamp_table import table_bytes
-from kvplane.revival import Revival
-from kvplane.session import Session, draw_nonce
-from kvplane.sources import LayerSource
+from kvplane.blocking.session import Session
+from kvplane.session.options import draw_nonce
+from kvplane.session.reopening import Revival
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.sources import encode_layer_source
 from kvplane_service.config import Config

@@ -15,8 +15,8 @@ from types import NoneType
 import kvplane
 from kvplane import Content, ModelSource, Part, RetryPolicy
 from kvplane.base.errors import DeadlineExceeded, KvplaneError, NotFound, Unavailable
-from kvplane.transport import OPEN_TIMEOUT_S, STEP_TIMEOUT_S
-from kvplane.unary import TIMEOUT_S
+from kvplane.base.session import OPEN_TIMEOUT_S, STEP_TIMEOUT_S
+from kvplane.unary.retrying import TIMEOUT_S
 from tests.cli.hung import TooLate, drain
 
 REPLICAS, GUEST = ("bystander/one", "bystander/two"), "bystander/guest"

@@ -19,9 +19,9 @@ from torch import Tensor
 import kvplane
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
 from kvplane.base.step import Cache, End, Part, PartResult, StepResult
+from kvplane.blocking.session import Session
 from kvplane.rank import Moves, PageMover, Rank
-from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
-from kvplane.session import Session
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_worker.attach import attach
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.config import ModelConfig

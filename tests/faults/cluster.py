@@ -18,8 +18,8 @@ from typing import Any
 
 import kvplane
 from kvplane.base.errors import KvplaneError
-from kvplane.channel import open_channel
-from kvplane.retry import RetryPolicy
+from kvplane.rpc.channel import open_channel
+from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.admin_pb2_grpc import AdminStub

@@ -10,8 +10,8 @@ import torch
 
 import kvplane
 from kvplane.base.stamp_table import StampTable, table_bytes
-from kvplane.revival import Revival
-from kvplane.session import draw_nonce
+from kvplane.session.options import draw_nonce
+from kvplane.session.reopening import Revival
 from kvplane_worker import pages
 from kvplane_worker.engine.engine import Engine
 from kvplane_worker.engine.model import Model

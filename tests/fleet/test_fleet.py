@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvplane.base.errors import Moved
-from kvplane.channel import open_channel
-from kvplane.unary import Client
+from kvplane.blocking.client import Client
+from kvplane.rpc.channel import open_channel
 from tests.cli.test_serve import end, serving
 from tests.fleet.driver import EngineThread, all_go_on
 from tests.store import servers

@@ -12,7 +12,7 @@ import pytest
 import kvplane
 from kvplane import Allocate, Client, Content
 from kvplane.base.errors import Unavailable
-from kvplane.sources import LayerSource
+from kvplane.base.sources import LayerSource
 from tests.core.planner_layers import full, named, window
 from tests.helm.charts import Helm4, values_of
 from tests.helm.pods import Machine, Pod, machine, secret

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import kvplane
-from kvplane.sources import LayerSource
+from kvplane.base.sources import LayerSource
 from tests.core.planner_layers import full, named
 from tests.packaging.environments import ROOT
 from tests.packaging.images import WRITTEN, Image, built, instructions, unprivileged

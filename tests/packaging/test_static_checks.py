@@ -39,7 +39,7 @@ def import_contracts(copy: Path) -> subprocess.CompletedProcess[str]:
 def test_the_import_contracts_hold_for_the_copy(clean_copy):
     done = import_contracts(clean_copy)
     assert done.returncode == 0, done.stdout
-    assert "Contracts: 6 kept, 0 broken." in done.stdout
+    assert "Contracts: 7 kept, 0 broken." in done.stdout
 
 
 CLIENT = "clients/python/kvplane"
@@ -55,6 +55,11 @@ WORKER = "gpu_worker/kvplane_worker"
         (BASE, "import kvplane.v1.step_pb2", "kvplane.v1"),
         (BASE, "import socket", "socket"),
         (CLIENT, "import kvplane_service", "kvplane_service"),
+        (CLIENT + "/session", "import kvplane.aio", "kvplane.aio"),
+        (CLIENT + "/session", "import kvplane.unary", "kvplane.unary"),
+        (CLIENT + "/session", "import time", "time"),
+        (CLIENT + "/blocking", "import kvplane.aio", "kvplane.aio"),
+        (CLIENT + "/wire", "import kvplane.rpc", "kvplane.rpc"),
         (WORKER, "import kvplane_service", "kvplane_service"),
         (SHELL, "import kvplane_worker", "kvplane_worker"),
         (CORE, "import kvplane.v1.step_pb2", "kvplane.v1"),
@@ -77,6 +82,17 @@ def test_an_import_against_the_arrows_is_refused(folder, statement, refused, cle
         planted.unlink()
     assert done.returncode != 0
     assert f"is not allowed to import {refused}:" in done.stdout
+
+
+def test_a_client_module_outside_the_rooms_is_refused(clean_copy):
+    planted = clean_copy / CLIENT / "planted.py"
+    try:
+        planted.write_text("")
+        done = import_contracts(clean_copy)
+    finally:
+        planted.unlink()
+    assert done.returncode != 0
+    assert "kvplane.planted" in done.stdout
 
 
 @pytest.mark.parametrize(

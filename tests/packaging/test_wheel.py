@@ -73,9 +73,7 @@ def requirement_name(line: str) -> str:
 
 
 def test_the_base_install_is_consistent(empty_environment):
-    done = subprocess.run(
-        [*QUIET_PIP, "--python", str(empty_environment), "check"], capture_output=True, text=True
-    )
+    done = subprocess.run([*QUIET_PIP, "--python", str(empty_environment), "check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

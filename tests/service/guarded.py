@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from kvplane.access import Access, Tls
-from kvplane.channel import open_channel
+from kvplane.rpc.access import Access, Tls
+from kvplane.rpc.channel import open_channel
 from kvplane.v1 import events_pb2_grpc
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane.v1.allocation_pb2_grpc import AllocationStub

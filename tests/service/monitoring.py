@@ -18,7 +18,7 @@ from typing import Any
 from prometheus_client.registry import Collector
 
 from kvplane.base.session import OpenRequest
-from kvplane.session import Session
+from kvplane.blocking.session import Session
 from kvplane_replay import Engine, EngineConfig, Fleet
 from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.registry import Registration

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvplane.base.groups import AlignSpec, GroupKind, GroupSpec, MambaMode, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part, StepResult
-from kvplane.session import Session
+from kvplane.blocking.session import Session
 from kvplane_replay import CostModel, Engine, EngineConfig, Fleet, Routing
 from kvplane_replay.workloads import Span, TokenSource, TraceRequest
 from kvplane_service.config import Config

@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from kvplane.base.errors import KvplaneError
-from kvplane.status import error_of_rpc
+from kvplane.rpc.status import error_of_rpc
 from kvplane.v1 import admin_pb2, events_pb2_grpc
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.v1.admin_pb2_grpc import AdminStub

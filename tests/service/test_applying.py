@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvplane.base.errors import InternalError, InvalidArgument, KvplaneError, NotFound, OtherWriter, SequenceError
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, OnRefusal, Part, Run, Step
-from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane_service.replicas import applying
 from kvplane_service.replicas.engine_lives import ignore_end
 from kvplane_service.replicas.host import ReplicaState, UnaryStep

@@ -20,7 +20,7 @@ from kvplane.base.errors import (
 from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.step import AdmitStatus, Cache, End, EventKind, Part, RemoveReason, RowFlag, Step
-from kvplane.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState, UnaryStep, new_replica
 from kvplane_service.replicas.recovery import Recovering

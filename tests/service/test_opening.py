@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, OtherWriter, ReplicaLapsed, StaleEpoch
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import End, Part, Step
-from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.core import dropping, freelist, inspect, ledger
 from kvplane_service.replicas import engine_lives as lives
 from kvplane_service.replicas.host import ReplicaState, UnaryStep

@@ -25,8 +25,8 @@ from kvplane.base.step import (
     Run,
     StepResult,
 )
-from kvplane.rows import AdmitRow, NewsRow, part_of
-from kvplane.session import Session
+from kvplane.blocking.session import Session
+from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane.v1.admin_pb2 import RecordResponse
 from kvplane_replay import Engine, EngineConfig, Fleet
 from kvplane_replay.from_log import Outcome, replay_log

@@ -15,9 +15,9 @@ from kvplane.base.errors import InvalidArgument
 from kvplane.base.groups import Drafter, GroupKind, ReplicaSpec
 from kvplane.base.layer_spec import DType
 from kvplane.base.layers import FullAttentionSpec, Layer, MambaSpec
+from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import AdmitStatus, Budget, End, PartResult, Step
-from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane.sources import LayerSource, ModelSource
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.core.replica import Replica
 from kvplane_service.models.catalogue import MAX_SPECULATIVE_TOKENS, MODELS

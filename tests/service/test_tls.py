@@ -24,7 +24,7 @@ from kvplane import (
     connect,
     part_of,
 )
-from kvplane.retry import RetryPolicy
+from kvplane.sansio.retry import RetryPolicy
 from kvplane_service.auth.certificates import read_certificates
 from kvplane_service.config import Config
 from kvplane_service.rpc.ports import server_credentials

@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON
 
 from kvplane import AdmitRow, FactRow, NewsRow, RunRow, connect, part_of
 from kvplane.base.errors import InvalidArgument
+from kvplane.base.requests import Allocate, Content
 from kvplane.base.step import Part
 from kvplane.base.trace import TraceContext, is_sampled, parse_traceparent
-from kvplane.requests import Allocate, Content
-from kvplane.tracing import current_traceparent
+from kvplane.sansio.tracing import current_traceparent
 from kvplane_service.config import Config
 from kvplane_service.decisions.log import Decision
 from kvplane_service.telemetry.ops import MAX_PACKED_CHARS, pack, unpack

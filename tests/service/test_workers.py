@@ -15,12 +15,12 @@ from kvplane.base.errors import (
     NotFound,
     WorkerExists,
 )
+from kvplane.base.sources import LayerSource
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.worker import WorkerInfo, WorkerState
-from kvplane.sources import LayerSource
-from kvplane.unary import connect
+from kvplane.blocking.client import connect
+from kvplane.blocking.workers import WorkersClient
 from kvplane.v1 import plan_pb2
-from kvplane.workers import WorkersClient
 from kvplane_service.config import Config
 from kvplane_service.core.planner import to_rank_plan
 from kvplane_service.replicas.workers import WorkerRoster

@@ -16,9 +16,9 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.stamps import Stamp
 from kvplane.base.step import UNCHANGED, Facts, News, Part, PartResult, Resume, StepResult
 from kvplane.rank import RankGroup
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.rows import ResumeRow, resume_of
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.reopening import Revival
+from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_service.replicas.host import ReplicaHost
 from tests.core.builders import tokens
 from tests.core.page_memory import Launch, Row, WrongPage

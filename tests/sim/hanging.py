@@ -13,7 +13,7 @@ from kvplane.aio.session import Session
 from kvplane.base.errors import KvplaneError
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Part
-from kvplane.retry import RetryPolicy
+from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1 import allocation_pb2 as pb
 from tests.core.builders import full, replica_spec
 from tests.sim import history

@@ -9,12 +9,11 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvplane.base.errors import KvplaneError, Moved, Unavailable
-from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
-from kvplane.channel import MAX_MESSAGE_BYTES
-from kvplane.owners import Owners
-from kvplane.status import error_of_rpc
-from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S
+from kvplane.rpc.channel import MAX_MESSAGE_BYTES
+from kvplane.rpc.status import error_of_rpc
+from kvplane.sansio.owners import Owners
 from kvplane.v1 import allocation_pb2, plan_pb2
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.wire import stream as messages
@@ -30,7 +29,7 @@ _SERVICES = {
 
 
 class _Outcome:
-    """A status as `kvplane.status` reads it."""
+    """A status as `kvplane.rpc.status` reads it."""
 
     def __init__(self, status: Any) -> None:
         self._status = status

@@ -16,7 +16,7 @@ from kvplane.base.groups import ReplicaSpec
 from kvplane.base.rank_plan import GroupLayers, RankPlan
 from kvplane.base.stamp_table import StampTable, table_bytes
 from kvplane.base.worker import WorkerInfo, WorkerState
-from kvplane.owners import Owners
+from kvplane.sansio.owners import Owners
 from kvplane.v1 import plan_pb2 as pb
 from kvplane_worker.writer import ProcessName, Writer
 from tests.core.page_memory import Memory

@@ -12,8 +12,8 @@ from typing import Any
 from kvplane.base.errors import KvplaneError
 from kvplane.base.groups import AlignSpec, GroupSpec, ReplicaSpec
 from kvplane.base.stamp_table import StampReading
-from kvplane.owners import Owners
 from kvplane.rank import RankGroup
+from kvplane.sansio.owners import Owners
 from kvplane_service.replicas.host import new_replica
 from tests.core.builders import chunked, full, replica_spec, ring, state, window
 from tests.core.page_requests import Texts, Transfer

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import kvplane
 from kvplane import Allocate, Client, Content, End, FactRow, KvplaneError, ModelSource
-from kvplane.requests import At
-from kvplane.rows import part_of
+from kvplane.base.requests import At
+from kvplane.session.rows import part_of
 from tests.client.mini_engine import MiniEngine
 
 SMALL = ModelSource(model="llama-3.1-8b", num_blocks=120, max_model_len=1024, max_batched_tokens=256)

@@ -13,7 +13,7 @@ import pytest
 from kvplane.base.errors import LimitExceeded, Moved, NotFound, Unavailable
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import End, Step
-from kvplane.rows import AdmitRow, FactRow, NewsRow, part_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry, UnknownReplica
 from kvplane_service.replicas.host import ReplicaState

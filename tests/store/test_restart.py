@@ -12,10 +12,10 @@ from kvplane.base.errors import NotFound, ReplicaLapsed, ServiceRestarted, Stale
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.stamps import Stamp
 from kvplane.base.step import CacheEvent, End, EventKind, Part, Resume
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane.session import Session
+from kvplane.blocking.session import Session
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.reopening import Revival
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane_service.config import Config
 from kvplane_service.core.inspect import check, take_snapshot
 from kvplane_service.core.replica import Replica

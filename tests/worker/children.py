@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import kvplane
-from kvplane.base.errors import KvplaneError
+from kvplane.base.errors import KvplaneError, error_of_reason
 from kvplane.rank import Rank, RankGroup
 from kvplane_worker.attach import Attached, attach
 from kvplane_worker.ops.torch_ops import TorchOps
@@ -71,7 +71,7 @@ def attach_once(where: Path) -> None:
 
 def told(error: KvplaneError) -> KvplaneError:
     """The refusal as something that can be pickled."""
-    return kvplane.status.error_of_reason(
+    return error_of_reason(
         error.reason, error.message, field=error.field, remedy=error.remedy, metadata=error.metadata
     )
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvplane.base.errors import KvplaneError
-from kvplane.sources import LayerSource
-from kvplane.unary import connect
+from kvplane.base.sources import LayerSource
+from kvplane.blocking.client import connect
 from kvplane.v1 import plan_pb2
 from kvplane_service.config import Config
 from kvplane_worker.memory.shared import SHM_FOLDER

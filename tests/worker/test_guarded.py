@@ -7,8 +7,8 @@ import stat
 import pytest
 
 from kvplane import NotFound, connect
-from kvplane.access import Access
-from kvplane.sources import LayerSource
+from kvplane.base.sources import LayerSource
+from kvplane.rpc.access import Access
 from kvplane_worker.memory.shared import SHM_FOLDER
 from kvplane_worker.rundir import shared_prefix
 from tests.service.guarded import Guard

@@ -12,7 +12,7 @@ import pytest
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, LimitExceeded, StaleEpoch
 from kvplane.base.step import End
 from kvplane.rank import RankGroup
-from kvplane.rows import FactRow, RunRow, part_of
+from kvplane.session.rows import FactRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_worker.attach import WorkerClient, pages_under_transfer, read_stamps, run_dir_of

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import grpc
 
-from kvplane.sources import LayerSource
-from kvplane.unary import connect
+from kvplane.base.sources import LayerSource
+from kvplane.blocking.client import connect
 from kvplane_service.config import Config
 from tests.service.rig import Service, running, until
 from tests.store import servers

@@ -21,7 +21,7 @@ from kvplane.base.errors import (
     WorkerExists,
     WrongPlan,
 )
-from kvplane.unary import connect
+from kvplane.blocking.client import connect
 from kvplane.v1 import plan_pb2
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.v1.allocation_pb2 import ListReplicasRequest

@@ -5,7 +5,7 @@
         with client.session("engine-0") as session:
             answer = session.apply(part)
 
-The public names are those of `kvplane.face`; asyncio programs find the same in `kvplane.aio`. They are loaded
+The public names are those of `kvplane.api`; asyncio programs find the same in `kvplane.aio`. They are loaded
 when the first of them is used, so that who imports only the leaf `kvplane.base` does not wait for gRPC.
 """
 
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvplane.face import *  # noqa: F403
+    from kvplane.api import *  # noqa: F403
 else:
 
     def __getattr__(name: str) -> object:
@@ -25,5 +25,5 @@ else:
             raise AttributeError(f"module 'kvplane' has no attribute {name!r}")
         if find_spec(f"kvplane.{name}") is not None:
             return import_module(f"kvplane.{name}")
-        value = globals()[name] = getattr(import_module("kvplane.face"), name)
+        value = globals()[name] = getattr(import_module("kvplane.api"), name)
         return value

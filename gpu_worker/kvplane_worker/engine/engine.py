@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 from kvplane.base.errors import KvplaneError
 from kvplane.base.step import News, Resume, StepResult
+from kvplane.blocking.session import Session
 from kvplane.rank import Rank, RankGroup
-from kvplane.revival import Revival
-from kvplane.session import Session
+from kvplane.session.reopening import Revival
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory

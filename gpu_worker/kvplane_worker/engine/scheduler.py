@@ -31,8 +31,8 @@ from kvplane.base.step import (
     PartResult,
     Resume,
 )
-from kvplane.rows import AdmitRow, FactRow, NewsRow, ResumeRow, Row, RunRow, part_of, resume_of
-from kvplane.tables import BlockTables
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, ResumeRow, Row, RunRow, part_of, resume_of
+from kvplane.session.tables import BlockTables
 from kvplane_worker.engine import batch
 from kvplane_worker.engine.batch import NO_STATE, state_index
 from kvplane_worker.engine.drafter import Drafter, draft

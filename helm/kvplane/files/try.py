@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvplane import Access, Allocate, Client, Content, KvplaneError, ModelSource, Tls, connect
-from kvplane.channel import open_channel
+from kvplane.rpc.channel import open_channel
 
 TOKENS = list(range(100, 133))  # two blocks of 16, and one token
 

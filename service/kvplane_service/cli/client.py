@@ -15,7 +15,7 @@ from kvplane_service.cli.options import SERVICE_VARIABLE, TOKEN_VARIABLE, given_
 
 if TYPE_CHECKING:
     from kvplane import Client
-    from kvplane.calls import Call
+    from kvplane.unary.calls import Call
     from kvplane.v1.allocation_pb2 import DescribeReplicaResponse, ReplicaSummary
 
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def client_of(service: str, with_retries: bool = False) -> Iterator[Client]:
     """A client of the service. By default it makes one attempt, so that an operator sees a failure at once."""
     from kvplane import connect
-    from kvplane.retry import RetryPolicy
+    from kvplane.sansio.retry import RetryPolicy
 
     access, retry = given_access(), RetryPolicy() if with_retries else RetryPolicy(attempts=1)
     with address_remedy(), connect(service, tls=access.tls, token=access.token, retry=retry) as client:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from kvplane.access import PLAIN, Access, Tls
 from kvplane.base.errors import InvalidArgument
+from kvplane.rpc.access import PLAIN, Access, Tls
 
 if TYPE_CHECKING:
     from kvplane_service.config import Loaded

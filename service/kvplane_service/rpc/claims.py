@@ -26,7 +26,7 @@ from kvplane.base.session import NEW_EPOCH, OpenRequest
 from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.worker import WorkerInfo, WorkerState
-from kvplane.status import error_of_rpc
+from kvplane.rpc.status import error_of_rpc
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire.columns import U32, unpack
 from kvplane_service.registry import Entry

@@ -2,7 +2,7 @@
 
 Handlers are built from the service's descriptor with the bytes of the request at hand: they are the
 fingerprint of a call and show what a parser would hide. Every refusal becomes a status here and nowhere else;
-the table is `kvplane.status`.
+the table is `kvplane.rpc.status`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
 from kvplane.base.errors import InternalError, KvplaneError
-from kvplane.status import encode_status
+from kvplane.rpc.status import encode_status
 from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import Gate, Incoming
 from kvplane_service.auth.identity import Proof

@@ -10,8 +10,8 @@ from time import perf_counter_ns
 from kvplane.base.groups import HashAlgorithm
 from kvplane.base.hashing import HashScheme, RequestHasher, pack_tokens
 from kvplane.base.step import Admit, AdmitStatus, End, Facts, News, Part, PartResult, Run
-from kvplane.session import Session
-from kvplane.tables import BlockTables
+from kvplane.blocking.session import Session
+from kvplane.session.tables import BlockTables
 from tests.bench.peer.work import SETUP_BATCH, Shape, prompt, sampled
 
 

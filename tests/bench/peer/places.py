@@ -15,7 +15,8 @@ from typing import Protocol
 import kvplane
 from kvplane.base.groups import ReplicaSpec
 from kvplane.base.session import OpenRequest
-from kvplane.session import Session, draw_nonce
+from kvplane.blocking.session import Session
+from kvplane.session.options import draw_nonce
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.inprocess import InProcessTransport

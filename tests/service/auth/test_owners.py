@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvplane import ModelSource, connect
-from kvplane.access import Tls
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, PermissionDenied
+from kvplane.rpc.access import Tls
 from kvplane_service.auth.owners import Owner, is_pattern, matches, overlap, read_owners
 from kvplane_service.auth.tokens import line_of
 from kvplane_service.config import Config

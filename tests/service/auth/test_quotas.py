@@ -9,7 +9,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from kvplane.base.errors import QuotaExceeded
-from kvplane.status import DETAILS_KEY
+from kvplane.rpc.status import DETAILS_KEY
 from kvplane.v1 import admin_pb2
 from kvplane_service.auth.owners import Owner, OwnerLimits
 from kvplane_service.auth.quotas import Quotas

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvplane.access import TokenChannel
 from kvplane.base.errors import KvplaneError, PermissionDenied, Unauthenticated
+from kvplane.rpc.access import TokenChannel
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2, worker_pb2
 from kvplane_service.auth.scopes import METHODS, Scope
 from tests.service.guarded import Caller, Guard, guarded

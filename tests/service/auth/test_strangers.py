@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import status_pb2
 
 from kvplane.base.errors import AlreadyExists, NotFound, PermissionDenied, StaleEpoch
-from kvplane.status import DETAILS_KEY
+from kvplane.rpc.status import DETAILS_KEY
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2, plan_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.scopes import METHODS

@@ -13,26 +13,27 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from kvplane import calls, wire
-from kvplane.access import Access, Tls, Token
+from kvplane import wire
 from kvplane.aio.session import Session
 from kvplane.aio.transport import GrpcTransport
-from kvplane.asking import Ask, Feed, asked
 from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.events import EventBatch
 from kvplane.base.groups import ReplicaSpec
-from kvplane.calls import Call
-from kvplane.channel import MAX_MESSAGE_BYTES, open_aio_channel
-from kvplane.driving import Pause, drive_async
-from kvplane.events import EventBatch
-from kvplane.owners import Owners
-from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.sessions import SessionOptions, first_request, revival_of, timeouts
-from kvplane.sources import LayerSource, ModelSource
-from kvplane.status import error_of_rpc
-from kvplane.tracing import trace_metadata
-from kvplane.unary import TIMEOUT_S, UNARY_RETRY
+from kvplane.base.requests import HERE, Allocate, At, Commit, Content, Ending
+from kvplane.base.sources import LayerSource, ModelSource
+from kvplane.rpc.access import Access, Tls, Token
+from kvplane.rpc.channel import MAX_MESSAGE_BYTES, open_aio_channel
+from kvplane.rpc.status import error_of_rpc
+from kvplane.sansio.driver import Pause, drive_async
+from kvplane.sansio.owners import Owners
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.sansio.tracing import trace_metadata
+from kvplane.session.options import SessionOptions, first_request, revival_of, timeouts
+from kvplane.session.reopening import Revival
+from kvplane.unary import calls
+from kvplane.unary.calls import Call
+from kvplane.unary.retrying import TIMEOUT_S, UNARY_RETRY, Ask, asked
+from kvplane.unary.subscription import Feed
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2_grpc
 
 Answer = TypeVar("Answer", bound=Message)

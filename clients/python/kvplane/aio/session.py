@@ -10,14 +10,15 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from kvplane.base.errors import FailedPrecondition, KvplaneError
-from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.session import CLOSE_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
-from kvplane.driving import Pause, drive_async
-from kvplane.known import KnownRequests
-from kvplane.machine import Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.session import BEATS_PER_LEASE, CLOSE_TIMEOUT_S, SessionView, aborted, draw_nonce
+from kvplane.sansio.driver import Pause, drive_async
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.known_requests import KnownRequests
+from kvplane.session.machine import Action, Close, Doing, Heartbeat, Open, Receive, Send, SessionMachine
+from kvplane.session.options import draw_nonce
+from kvplane.session.reopening import Revival
+from kvplane.session.view import BEATS_PER_LEASE, SessionView, aborted
 
 _T = TypeVar("_T")
 

@@ -11,12 +11,11 @@ import grpc
 import grpc.aio
 
 from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
-from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
-from kvplane.channel import MAX_MESSAGE_BYTES
-from kvplane.owners import Owners, Route
-from kvplane.status import error_of_rpc
-from kvplane.transport import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, moving_is_breaking
+from kvplane.rpc.channel import MAX_MESSAGE_BYTES
+from kvplane.rpc.status import error_of_rpc
+from kvplane.sansio.owners import Owners, Route, moving_is_breaking
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
 from kvplane.wire import stream as stream_messages

@@ -7,6 +7,7 @@ back to the class, so the same exception arrives whether the session runs in pro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar
 
 
@@ -166,3 +167,23 @@ class InternalError(KvplaneError):
     """The service failed on its side: a bug, or an invariant that does not hold. The message names it."""
 
     reason = "INTERNAL"
+
+
+def _descendants(cls: type[KvplaneError]) -> Iterator[type[KvplaneError]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _descendants(child)
+
+
+_BY_REASON = {cls.reason: cls for cls in _descendants(KvplaneError)}
+
+
+def error_of_reason(
+    reason: str, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None
+) -> KvplaneError:
+    """The refusal of a reason; an unknown reason becomes a KvplaneError that has it in its metadata."""
+    cls = _BY_REASON.get(reason, KvplaneError)
+    facts = dict(metadata or {})
+    if cls is KvplaneError:
+        facts["reason"] = reason
+    return cls(message, field=field, remedy=remedy, metadata=facts)

@@ -12,6 +12,11 @@ from kvplane.base.step import STEP_VERSION, Step, StepResult
 
 NEW_EPOCH = 0
 
+# Defaults of a transport: seconds that a call waits for the service.
+OPEN_TIMEOUT_S = 10.0
+STEP_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
@@ -87,7 +92,7 @@ class Opened:
 
 
 class SessionTransport(Protocol):
-    """Carries one session: gRPC (`kvplane.transport`), in process, or a simulated network.
+    """Carries one session: gRPC (`kvplane.blocking.transport`), in process, or a simulated network.
 
     A step that is refused is an answer like any other. What is raised is about the stream: Unavailable when it is
     broken, DeadlineExceeded when nothing came in time (either way it is opened again), another KvplaneError when the

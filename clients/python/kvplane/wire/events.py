@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvplane.events import EventBatch
+from kvplane.base.events import EventBatch
 from kvplane.v1 import events_pb2 as pb
 from kvplane.wire.columns import build
 from kvplane.wire.result import decode_event, encode_event

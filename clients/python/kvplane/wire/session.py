@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError
+from kvplane.base.errors import FailedPrecondition, InvalidArgument, KvplaneError, error_of_reason
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import STEP_VERSION
 from kvplane.base.typed import check
-from kvplane.status import error_of_reason
 from kvplane.v1 import allocation_pb2, step_pb2
 from kvplane.wire.columns import U32, U64, build, pack, unpack, unpack_words
 from kvplane.wire.parsing import split_field

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvplane.base.groups import Drafter
-from kvplane.sources import LayerSource, ModelSource, PoolSettings
+from kvplane.base.sources import LayerSource, ModelSource, PoolSettings
 from kvplane.v1 import replica_pb2 as pb
 from kvplane.wire.columns import build
 from kvplane.wire.layers import encode_layer

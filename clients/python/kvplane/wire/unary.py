@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.requests import Allocate, Appended, At, Commit, Content, Ending
+from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import NO_EXTRA_KEYS
-from kvplane.requests import Allocate, Appended, At, Commit, Content, Ending
-from kvplane.sources import LayerSource, ModelSource
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane.wire.columns import build
 from kvplane.wire.sources import encode_layer_source, encode_model_source

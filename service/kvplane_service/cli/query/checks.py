@@ -12,9 +12,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvplane import Client
-from kvplane.access import PLAIN, Access
-from kvplane.channel import open_channel
-from kvplane.retry import RetryPolicy
+from kvplane.rpc.access import PLAIN, Access
+from kvplane.rpc.channel import open_channel
+from kvplane.sansio.retry import RetryPolicy
 from kvplane.v1.admin_pb2 import StatusResponse
 from kvplane.v1.allocation_pb2 import REPLICA_STATE_LAPSED, STORE_STATE_DEGRADED, DescribeReplicaResponse
 from kvplane_service.cli.client import described

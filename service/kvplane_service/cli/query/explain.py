@@ -62,7 +62,8 @@ def explain_command(
     grpcurl: Grpcurl = False,
 ) -> None:
     """Explain the prefix-cache hit length of a prompt or of an admitted request."""
-    from kvplane import InvalidArgument, calls
+    from kvplane import InvalidArgument
+    from kvplane.unary import calls
 
     if bool(request) == (tokens is not None):
         raise InvalidArgument(

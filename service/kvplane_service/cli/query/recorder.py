@@ -10,8 +10,8 @@ from typing import BinaryIO, cast
 import grpc
 
 from kvplane.base.errors import AlreadyExists, NotFound
-from kvplane.channel import open_channel
-from kvplane.status import RpcOutcome, error_of_rpc
+from kvplane.rpc.channel import open_channel
+from kvplane.rpc.status import RpcOutcome, error_of_rpc
 from kvplane.v1.admin_pb2 import RecordRequest, RecordResponse
 from kvplane.v1.admin_pb2_grpc import AdminStub
 from kvplane_service.cli.options import given_access

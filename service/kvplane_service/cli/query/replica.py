@@ -22,7 +22,7 @@ def describe_command(
     replica: Replica, service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False
 ) -> None:
     """Show details of a replica: pool, groups, workers, counters, slowest steps."""
-    from kvplane import calls
+    from kvplane.unary import calls
 
     if grpcurl:
         print(grpcurl_line(service, calls.describe_replica(replica)))
@@ -139,7 +139,7 @@ def events_command(
     JSON is one object per line, YAML one document per batch. With --follow a lost connection is resumed after the last
     batch that was printed.
     """
-    from kvplane import calls
+    from kvplane.unary import calls
 
     with client_of(service, with_retries=follow) as client:
         if grpcurl:

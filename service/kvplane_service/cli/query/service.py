@@ -24,7 +24,7 @@ _HEALTH_TIMEOUT_S = 5.0
 
 def status_command(service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False) -> None:
     """Show version, uptime, replicas and telemetry endpoints of a service."""
-    from kvplane import calls
+    from kvplane.unary import calls
 
     if grpcurl:
         print(grpcurl_line(service, calls.status()))
@@ -56,7 +56,7 @@ def replicas_command(
     service: Service = DEFAULT_SERVICE, output: Output = Format.TABLE, grpcurl: Grpcurl = False
 ) -> None:
     """List the replicas of a service with their session states and the use of their pools."""
-    from kvplane import calls
+    from kvplane.unary import calls
     from kvplane.v1.allocation_pb2 import ListReplicasResponse
 
     if grpcurl:
@@ -135,8 +135,8 @@ def health_command(
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from kvplane.channel import open_channel
-    from kvplane.status import RpcOutcome, error_of_rpc
+    from kvplane.rpc.channel import open_channel
+    from kvplane.rpc.status import RpcOutcome, error_of_rpc
 
     with open_channel(address) as channel:
         try:
@@ -154,7 +154,7 @@ def drain_command(
     grpcurl: Grpcurl = False,
 ) -> None:
     """Drain a service: it refuses new sessions, waits for open ones to close, then exits. Same as SIGTERM."""
-    from kvplane import calls
+    from kvplane.unary import calls
 
     if grpcurl:
         print(grpcurl_line(service, calls.drain()))

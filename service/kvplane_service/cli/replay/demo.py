@@ -14,7 +14,7 @@ from random import Random
 from rich.console import Console
 from rich.live import Live
 
-from kvplane.unary import connect
+from kvplane.blocking.client import connect
 from kvplane_replay import CostModel, EngineConfig, RunPlan
 from kvplane_replay.run import ReplayRun
 from kvplane_replay.summary import Summary

@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from kvplane.access import PLAIN
-from kvplane.unary import connect
+from kvplane.blocking.client import connect
+from kvplane.rpc.access import PLAIN
 from kvplane_replay import Fleet, RunPlan
 from kvplane_replay.plan import NS_PER_SECOND
 from kvplane_replay.run import ReplayRun

@@ -40,9 +40,7 @@ class HashScheme:
     @classmethod
     def of(cls, spec: ReplicaSpec) -> HashScheme:
         """The scheme of a replica. Raises as `named`."""
-        return cls.named(
-            spec.hash_block_size, spec.hash_algorithm, spec.hash_seed, spec.hash_lookahead_tokens
-        )
+        return cls.named(spec.hash_block_size, spec.hash_algorithm, spec.hash_seed, spec.hash_lookahead_tokens)
 
     @classmethod
     def named(
@@ -108,9 +106,7 @@ class HashTail:
 class RequestHasher:
     """Hashes the blocks of one request as its tokens become known, in pieces or at once alike."""
 
-    def __init__(
-        self, scheme: HashScheme, extra_keys: ExtraKeys = NO_EXTRA_KEYS, tail: HashTail | None = None
-    ) -> None:
+    def __init__(self, scheme: HashScheme, extra_keys: ExtraKeys = NO_EXTRA_KEYS, tail: HashTail | None = None) -> None:
         """`tail` continues where another hasher of the same scheme and keys stood.
 
         Raises:

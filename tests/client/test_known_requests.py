@@ -9,10 +9,10 @@ import pytest
 from kvplane.base.errors import ServiceRestarted
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Cache, End, ExtraKeys, News, Part, PartResult, Resume, RowFlag, Step, StepResult
-from kvplane.known import KnownRequests
-from kvplane.retry import RetryPolicy
-from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
-from kvplane.session import Session
+from kvplane.blocking.session import Session
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.known_requests import KnownRequests
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from tests.client.lasting import HYBRID, STATE
 from tests.client.mini_engine import MiniEngine
 from tests.store.test_restart import NAME, NONCES, Wire, World

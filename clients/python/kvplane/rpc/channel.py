@@ -5,13 +5,13 @@ from __future__ import annotations
 import grpc
 import grpc.aio
 
-from kvplane.access import PLAIN, Access, with_token, with_token_aio
+from kvplane.rpc.access import PLAIN, Access, with_token, with_token_aio
 
 MAX_MESSAGE_BYTES = 32 << 20  # the service's own default
 
 # A peer that stops answering (a stopped process, a lost host) is detected by a ping in half a minute; a proxy
 # that forbids so many pings (GOAWAY, ENHANCE_YOUR_CALM) is pinged half as often by gRPC after each refusal;
-# a service that restarts is reached again in two seconds. Retries are this client's own: see kvplane.unary.
+# a service that restarts is reached again in two seconds. Retries are this client's own: see kvplane.unary.retrying.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import kvplane
-import kvplane.face
+import kvplane.api
 
 HEAVY = ("torch", "typer", "redis", "pydantic", "rich", "yaml", "opentelemetry", "grpc_status", "kvplane_service")
 
@@ -21,14 +21,14 @@ def loaded_after(code):
 
 
 def test_every_public_name_is_there():
-    for name in kvplane.face.__all__:
-        assert getattr(kvplane, name) is getattr(kvplane.face, name)
+    for name in kvplane.api.__all__:
+        assert getattr(kvplane, name) is getattr(kvplane.api, name)
 
 
 def test_no_public_name_hides_a_module():
     namespace: dict[str, object] = {}
     exec("from kvplane import *", namespace)
-    assert set(kvplane.face.__all__) <= set(namespace)
+    assert set(kvplane.api.__all__) <= set(namespace)
 
 
 def test_what_is_not_there_is_named():
@@ -40,7 +40,12 @@ def test_what_is_not_there_is_named():
 
 def test_the_types_cost_no_grpc():
     loaded = loaded_after("import kvplane, kvplane.base.step, kvplane.base.hashing")
-    assert not loaded & {"grpc", "google.protobuf", "asyncio", "kvplane.face", *HEAVY}
+    assert not loaded & {"grpc", "google.protobuf", "asyncio", "kvplane.api", *HEAVY}
+
+
+def test_the_session_machine_costs_no_grpc_and_no_protobuf():
+    loaded = loaded_after("import kvplane.session.machine, kvplane.session.rows, kvplane.session.tables, kvplane.rank")
+    assert not loaded & {"grpc", "google.protobuf", "kvplane.api", *HEAVY}
 
 
 def test_the_client_needs_its_three_dependencies_alone():

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import TypedDict, cast, get_type_hints
 
 from kvplane.base.errors import InvalidArgument
-from kvplane.base.session import NEW_EPOCH, OpenRequest
+from kvplane.base.session import NEW_EPOCH, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, OpenRequest
 from kvplane.base.typed import check
-from kvplane.known import KnownRequests
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.session import draw_nonce
-from kvplane.transport import OPEN_TIMEOUT_S, STEP_TIMEOUT_S
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.known_requests import KnownRequests
+from kvplane.session.reopening import Revival
 
 
 class SessionOptions(TypedDict, total=False):
@@ -37,6 +36,11 @@ class SessionOptions(TypedDict, total=False):
     step_timeout_s: float
     open_timeout_s: float
     remember: bool
+
+
+def draw_nonce() -> int:
+    """A u64 that names one stream."""
+    return secrets.randbits(64)
 
 
 def first_request(replica: str, revive: Callable[[], Revival] | None, options: SessionOptions) -> OpenRequest:

@@ -10,8 +10,8 @@ from kvplane.base.errors import FailedPrecondition, InternalError, InvalidArgume
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Cache, Part, PartResult, StepResult
-from kvplane.revival import Revival
-from kvplane.session_state import SessionState
+from kvplane.session.reopening import Revival
+from kvplane.session.state import SessionState
 
 SPEC = ReplicaSpec((GroupSpec(GroupKind.FULL_ATTENTION, 16),), 10, 1024, 16, 16, 1024)
 

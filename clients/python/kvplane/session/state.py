@@ -18,7 +18,7 @@ from kvplane.base.errors import (
 from kvplane.base.session import Opened
 from kvplane.base.step import Part, Step, StepResult
 from kvplane.base.typed import check
-from kvplane.revival import Numbers, Revival
+from kvplane.session.reopening import Numbers, Revival
 
 
 class SessionState:

@@ -37,6 +37,7 @@ from kvplane.base.errors import (
     Unavailable,
     WorkerExists,
     WrongPlan,
+    error_of_reason,
 )
 
 DOMAIN = "kvplane"
@@ -67,7 +68,6 @@ _CODES: Mapping[type[KvplaneError], grpc.StatusCode] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     InternalError: grpc.StatusCode.INTERNAL,
 }
-_BY_REASON = {cls.reason: cls for cls in _CODES}
 # What a code means when it came without details: from gRPC itself, or from something in between.
 _BY_CODE: Mapping[grpc.StatusCode, type[KvplaneError]] = {
     grpc.StatusCode.CANCELLED: Unavailable,
@@ -160,17 +160,6 @@ def error_of_rpc(outcome: RpcOutcome) -> KvplaneError:
     code = outcome.code()
     message = outcome.details() or code.name
     return _BY_CODE.get(code, InternalError)(message, metadata={"code": code.name})
-
-
-def error_of_reason(
-    reason: str, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None
-) -> KvplaneError:
-    """The refusal of a reason; an unknown reason becomes a KvplaneError that has it in its metadata."""
-    cls = _BY_REASON.get(reason, KvplaneError)
-    facts = dict(metadata or {})
-    if cls is KvplaneError:
-        facts["reason"] = reason
-    return cls(message, field=field, remedy=remedy, metadata=facts)
 
 
 def _parse_details(value: bytes) -> KvplaneError | None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import kvplane.aio as aio
-from kvplane.access import (
-    Access,
-    Tls,
-)
 from kvplane.base.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -28,6 +24,7 @@ from kvplane.base.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvplane.base.events import EventBatch
 from kvplane.base.groups import (
     AlignSpec,
     CommitRule,
@@ -38,12 +35,14 @@ from kvplane.base.groups import (
     MambaMode,
     ReplicaSpec,
 )
+from kvplane.base.requests import Allocate, Appended, At, Commit, Content, Ending
 from kvplane.base.session import (
     NEW_EPOCH,
     Opened,
     OpenRequest,
     SessionTransport,
 )
+from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.step import (
     Admit,
     AdmitStatus,
@@ -69,54 +68,16 @@ from kvplane.base.step import (
     StepResult,
     Watermark,
 )
-from kvplane.events import (
-    EventBatch,
-)
-from kvplane.known import (
-    KnownRequests,
-)
-from kvplane.requests import (
-    Allocate,
-    Appended,
-    At,
-    Commit,
-    Content,
-    Ending,
-)
-from kvplane.retry import (
-    RetryPolicy,
-)
-from kvplane.revival import (
-    Revival,
-)
-from kvplane.rows import (
-    AdmitRow,
-    FactRow,
-    NewsRow,
-    PeekRow,
-    ResumeRow,
-    RunRow,
-    part_of,
-    resume_of,
-)
-from kvplane.session import Session, draw_nonce
-from kvplane.sessions import (
-    SessionOptions,
-)
-from kvplane.sources import (
-    LayerSource,
-    ModelSource,
-)
-from kvplane.tables import (
-    BlockTables,
-)
-from kvplane.transport import (
-    GrpcTransport,
-)
-from kvplane.unary import (
-    Client,
-    connect,
-)
+from kvplane.blocking.client import Client, connect
+from kvplane.blocking.session import Session
+from kvplane.blocking.transport import GrpcTransport
+from kvplane.rpc.access import Access, Tls
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.session.known_requests import KnownRequests
+from kvplane.session.options import SessionOptions, draw_nonce
+from kvplane.session.reopening import Revival
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, ResumeRow, RunRow, part_of, resume_of
+from kvplane.session.tables import BlockTables
 
 __all__ = [
     "NEW_EPOCH",

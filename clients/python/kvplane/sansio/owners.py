@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from kvplane.base.errors import DeadlineExceeded, InvalidArgument, KvplaneError, Moved, Unavailable
@@ -116,3 +117,12 @@ class Route(Generic[C]):
         if isinstance(failed, (Unavailable, DeadlineExceeded)):
             self._owners.instead_of(self.channel)
         raise failed
+
+
+@contextmanager
+def moving_is_breaking() -> Iterator[None]:
+    """An open stream whose replica another service took is broken; whoever opens it again is told where to go."""
+    try:
+        yield
+    except Moved as moved:
+        raise Unavailable(moved.message) from moved

@@ -6,7 +6,7 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import End, Part
-from kvplane.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from tests.client.lasting import HYBRID, PageMemory
 from tests.store.test_restart import TEXT, Wire, World, shown
 

@@ -11,9 +11,9 @@ from google.protobuf.message import Message
 
 from kvplane import wire
 from kvplane.base.groups import ReplicaSpec
+from kvplane.base.requests import Allocate, At, Commit, Content, Ending
+from kvplane.base.sources import LayerSource, ModelSource
 from kvplane.base.typed import checked
-from kvplane.requests import Allocate, At, Commit, Content, Ending
-from kvplane.sources import LayerSource, ModelSource
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2
 from kvplane.wire.columns import build
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvplane import wire
 from kvplane.base.worker import Assignment, WorkerInfo
-from kvplane.calls import Call
-from kvplane.unary import Client
+from kvplane.blocking.client import Client
+from kvplane.unary.calls import Call
 from kvplane.v1 import plan_pb2 as pb
 
 WORKERS = "kvplane.v1.Workers"

@@ -1,7 +1,7 @@
 """A session as a machine without I/O, for the blocking and the asyncio session.
 
-Each call of a session is a piece of work (`kvplane.driving`): it yields what to do with the transport, and is sent what
-came of it. Nothing waits in here, there is no clock, thread or loop: a test can try every order of events.
+Each call of a session is a generator (`kvplane.sansio.driver`): it yields actions on the transport and receives their
+outcomes. It does not wait and has no clock, thread or loop, so that a test can try every order of events.
 
     down ──open──▶ up ──────── a step is sent, an answer received, the lease kept
      ▲ ▲            │ broken, timed out, interrupted: the next call (or beat) opens again, and sends what is unanswered
@@ -34,12 +34,12 @@ from kvplane.base.errors import (
 )
 from kvplane.base.session import NEW_EPOCH, Opened, OpenRequest
 from kvplane.base.step import Part, Step, StepResult
-from kvplane.driving import Pause, Work
-from kvplane.known import KnownRequests
-from kvplane.retry import Attempts, RetryPolicy
-from kvplane.revival import Revival
-from kvplane.session_state import SessionState
-from kvplane.tracing import current_traceparent
+from kvplane.sansio.driver import Pause, Work
+from kvplane.sansio.retry import Attempts, RetryPolicy
+from kvplane.sansio.tracing import current_traceparent
+from kvplane.session.known_requests import KnownRequests
+from kvplane.session.reopening import Revival
+from kvplane.session.state import SessionState
 
 T = TypeVar("T")
 

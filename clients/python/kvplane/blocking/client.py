@@ -15,29 +15,28 @@ from typing import Self, TypeVar, Unpack, cast
 import grpc
 from google.protobuf.message import Message
 
-from kvplane import calls, wire
-from kvplane.access import Access, Tls, Token
-from kvplane.asking import Ask, Feed, asked
+from kvplane import wire
 from kvplane.base.errors import FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.events import EventBatch
 from kvplane.base.groups import ReplicaSpec
-from kvplane.calls import Call
-from kvplane.channel import MAX_MESSAGE_BYTES, open_channel
-from kvplane.driving import Pause, drive
-from kvplane.events import EventBatch
-from kvplane.owners import Owners
-from kvplane.requests import HERE, Allocate, At, Commit, Content, Ending
-from kvplane.retry import RetryPolicy
-from kvplane.revival import Revival
-from kvplane.session import Session
-from kvplane.sessions import SessionOptions, first_request, revival_of, timeouts
-from kvplane.sources import LayerSource, ModelSource
-from kvplane.status import RpcOutcome, error_of_rpc
-from kvplane.tracing import trace_metadata
-from kvplane.transport import GrpcTransport
+from kvplane.base.requests import HERE, Allocate, At, Commit, Content, Ending
+from kvplane.base.sources import LayerSource, ModelSource
+from kvplane.blocking.session import Session
+from kvplane.blocking.transport import GrpcTransport
+from kvplane.rpc.access import Access, Tls, Token
+from kvplane.rpc.channel import MAX_MESSAGE_BYTES, open_channel
+from kvplane.rpc.status import RpcOutcome, error_of_rpc
+from kvplane.sansio.driver import Pause, drive
+from kvplane.sansio.owners import Owners
+from kvplane.sansio.retry import RetryPolicy
+from kvplane.sansio.tracing import trace_metadata
+from kvplane.session.options import SessionOptions, first_request, revival_of, timeouts
+from kvplane.session.reopening import Revival
+from kvplane.unary import calls
+from kvplane.unary.calls import Call
+from kvplane.unary.retrying import TIMEOUT_S, UNARY_RETRY, Ask, asked
+from kvplane.unary.subscription import Feed
 from kvplane.v1 import admin_pb2, allocation_pb2, events_pb2_grpc
-
-TIMEOUT_S = 10.0
-UNARY_RETRY = RetryPolicy(attempts=4)
 
 Answer = TypeVar("Answer", bound=Message)
 

@@ -12,7 +12,7 @@ from copy import deepcopy
 
 from kvplane.base.errors import ServiceRestarted
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, End, Facts, News, Part, PartResult, RowFlag, Step, StepResult
-from kvplane.revival import Revival
+from kvplane.session.reopening import Revival
 
 _DEFAULTS = {"request_id": "", "domain": "", "extra_keys": NO_EXTRA_KEYS, "skip_reading": 0, "max_tokens": 0}
 

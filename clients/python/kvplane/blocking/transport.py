@@ -8,26 +8,20 @@ engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from queue import SimpleQueue
 
 import grpc
 
-from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Moved, Unavailable
-from kvplane.base.session import Opened, OpenRequest
+from kvplane.base.errors import DeadlineExceeded, FailedPrecondition, KvplaneError, Unavailable
+from kvplane.base.session import CLOSE_TIMEOUT_S, OPEN_TIMEOUT_S, STEP_TIMEOUT_S, Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
-from kvplane.channel import MAX_MESSAGE_BYTES
-from kvplane.owners import Owners, Route
-from kvplane.status import error_of_rpc
+from kvplane.blocking.watchdog import NEVER, WATCHDOG
+from kvplane.rpc.channel import MAX_MESSAGE_BYTES
+from kvplane.rpc.status import error_of_rpc
+from kvplane.sansio.owners import Owners, Route, moving_is_breaking
 from kvplane.v1.allocation_pb2 import SessionRequest, SessionResponse
 from kvplane.v1.allocation_pb2_grpc import AllocationStub
-from kvplane.watchdog import NEVER, WATCHDOG
 from kvplane.wire import stream as stream_messages
-
-OPEN_TIMEOUT_S = 10.0
-STEP_TIMEOUT_S = 5.0
-CLOSE_TIMEOUT_S = 2.0
 
 
 class GrpcTransport:
@@ -138,15 +132,6 @@ class GrpcTransport:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.cut()
-
-
-@contextmanager
-def moving_is_breaking() -> Iterator[None]:
-    """An open stream whose replica another service took is broken; whoever opens it again is told where to go."""
-    try:
-        yield
-    except Moved as moved:
-        raise Unavailable(moved.message) from moved
 
 
 class _Stream:

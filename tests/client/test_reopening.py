@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvplane.base.session import Opened
 from kvplane.base.step import Cache, Facts, News, Part, PartResult, Resume, Step, StepResult
-from kvplane.revival import Numbers, Revival
+from kvplane.session.reopening import Numbers, Revival
 from tests.client.mini_engine import HYBRID
 
 

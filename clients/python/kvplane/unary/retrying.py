@@ -1,0 +1,46 @@
+"""Whom unary calls and subscriptions ask, and when they ask again: without I/O, for both clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from kvplane.base.errors import KvplaneError, Unavailable
+from kvplane.sansio.driver import Pause, Work
+from kvplane.sansio.owners import Owners, Route
+from kvplane.sansio.retry import Attempts, RetryPolicy
+from kvplane.unary.calls import Call
+
+TIMEOUT_S = 10.0
+UNARY_RETRY = RetryPolicy(attempts=4)
+
+Answer = TypeVar("Answer", bound=Message)
+C = TypeVar("C")
+
+
+@dataclass(slots=True)
+class Ask(Generic[C]):
+    """The action of making one call at one service; comes to its answer."""
+
+    channel: C
+    call: Call[Any]
+
+
+def asked(owners: Owners[C], call: Call[Answer], retry: RetryPolicy) -> Work[Ask[C] | Pause, Answer]:
+    """The answer to a call: of the service that the list names now, or of the owner that it names; after Unavailable
+    the next one is asked, unless the call must not be repeated.
+    """
+    attempts = Attempts(retry if call.repeatable else replace(retry, attempts=0))
+    while True:
+        route = Route(owners)
+        try:
+            while True:
+                try:
+                    answer: Answer = yield Ask(route.channel, call)
+                    return answer
+                except KvplaneError as failed:
+                    route.after(failed)
+        except Unavailable as failed:
+            yield Pause(attempts.pause_s(failed))
