@@ -116,7 +116,7 @@ class Service:
         client, other = self.client, self.client
         return {
             "metrics": self.scrape,
-            "unary call": lambda: client.find_cache_hit("r5", Content(tokens=list(range(9000)))),
+            "unary call": lambda: client.find_cache_hit("r5", Content(token_ids=list(range(9000)))),
             "registration": lambda: client.register_replica(f"new-{time.monotonic_ns()}", MODEL),
             "step": lambda: self.sessions[0].apply(Part()),
             "new session": lambda: other.session("r2").close(),

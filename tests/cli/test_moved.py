@@ -35,7 +35,7 @@ def addresses(tmp_path_factory):
 def test_a_client_follows_to_the_owner(addresses):
     with kvplane.connect(addresses[1]) as client:
         assert client.describe_replica("r").replica == "r"
-        answer = client.allocate_slots("r", Allocate("one", Content(tokens=[1] * 20)))
+        answer = client.allocate_slots("r", Allocate("one", Content(token_ids=[1] * 20)))
         assert answer.granted_tokens == 20
         client.free("r", "one")
         with client.session("r") as session:

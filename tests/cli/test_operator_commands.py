@@ -132,7 +132,7 @@ def test_events_follow_resumes_after_a_lost_connection(service):
             assert process.stdout is not None
             printed = []
             for number in range(4):
-                client.allocate_slots("many", Allocate(f"request {number}", Content(tokens=[number] * 40)))
+                client.allocate_slots("many", Allocate(f"request {number}", Content(token_ids=[number] * 40)))
                 if number == 0:
                     continue  # is published when the next step reports it as executed
                 printed.append(json.loads(process.stdout.readline())["seq"])
@@ -354,7 +354,7 @@ async def test_top_shows_an_unreachable_service():
 
 def test_explain_of_a_request_made_by_unary_calls(service, kvplane):
     with connect(service.address) as client:
-        client.allocate_slots("idle", Allocate("by hand", Content(tokens=PROMPT)))
+        client.allocate_slots("idle", Allocate("by hand", Content(token_ids=PROMPT)))
         code, out, _ = kvplane("explain", "idle", "--request", "by hand", "--service", service.address)
     assert code == 0
     assert "cause: tokens 0..16 were never computed" in out

@@ -22,7 +22,7 @@ from tests.client.loop_thread import on_shared_loop, shared_loop
 from tests.client.mini_engine import HYBRID, spec_of
 from tests.client.worlds import GrpcWorld
 
-PROMPT = Content(tokens=range(40))
+PROMPT = Content(token_ids=range(40))
 ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
 
 
@@ -73,7 +73,7 @@ async def test_a_request_from_look_up_to_hit(client, name):
     assert (await client.find_cache_hit(name, PROMPT)).hit_tokens == 0
     first = await client.allocate_slots(name, Allocate("a", PROMPT))
     assert first.status == pb.ALLOCATION_STATUS_GRANTED
-    await client.commit_blocks(name, Commit("a", appended=Appended(tokens=[7])))
+    await client.commit_blocks(name, Commit("a", appended=Appended(token_ids=[7])))
     await client.free(name, "a")
     assert (await client.find_cache_hit(name, PROMPT)).hit_tokens == 32
     await client.evict_blocks(name, [1])

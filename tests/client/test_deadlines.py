@@ -158,7 +158,7 @@ def test_a_proxy_that_is_shy_of_pings_is_pinged_ever_less_often(world, monkeypat
         while len(hop.began) < 2 or time.monotonic() - hop.began[-1] < 1.5 * (hop.began[1] - hop.began[0]):
             assert len(hop.began) < 3, "the interval does not grow"
             assert not done.wait(0.05)
-        world.client.allocate_slots(world.replica, Allocate("a", Content(tokens=range(40))))
+        world.client.allocate_slots(world.replica, Allocate("a", Content(token_ids=range(40))))
         world.client.commit_blocks(world.replica, kvplane.Commit())
         assert done.wait(LIMIT_S)
         assert seen[0].events

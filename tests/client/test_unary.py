@@ -37,7 +37,7 @@ from kvplane.v1 import allocation_pb2 as pb
 from tests.client.mini_engine import HYBRID, spec_of
 from tests.client.worlds import GrpcWorld
 
-PROMPT = Content(tokens=range(40))
+PROMPT = Content(token_ids=range(40))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_a_request_from_look_up_to_hit(client, name):
     first = client.allocate_slots(name, Allocate("a", PROMPT))
     assert (first.status, first.granted_tokens) == (pb.ALLOCATION_STATUS_GRANTED, 40)
     assert [len(group.block_ids) for group in first.block_table] == [3, 3]
-    appended = client.commit_blocks(name, Commit("a", appended=Appended(tokens=[7])))
+    appended = client.commit_blocks(name, Commit("a", appended=Appended(token_ids=[7])))
     assert appended.num_hashes == 2
     assert client.allocate_slots(name, Allocate("a")).granted_tokens == 1
     client.free(name, "a")
@@ -173,7 +173,7 @@ def test_a_request_from_look_up_to_hit(client, name):
 
 
 def test_content_carries_everything(client, name):
-    content = Content(tokens=range(40), extra_keys=ExtraKeys(salt="s"), domain="d", max_tokens=64)
+    content = Content(token_ids=range(40), extra_keys=ExtraKeys(salt="s"), domain="d", max_tokens=64)
     client.allocate_slots(name, Allocate("a", content))
     client.free(name, "a")
     client.commit_blocks(name, Commit())
@@ -192,8 +192,8 @@ def test_a_wish_can_be_limited(client, name):
 
 
 def test_out_of_blocks_is_an_answer_and_victims_help(client, name):
-    client.allocate_slots(name, Allocate("big", Content(tokens=range(16 * 18))))
-    refused = client.allocate_slots(name, Allocate("late", Content(tokens=range(1000, 1200))))
+    client.allocate_slots(name, Allocate("big", Content(token_ids=range(16 * 18))))
+    refused = client.allocate_slots(name, Allocate("late", Content(token_ids=range(1000, 1200))))
     assert refused.status == pb.ALLOCATION_STATUS_REFUSED
     client.free(name, "big", Ending.PREEMPTED)
     assert client.allocate_slots(name, Allocate("late")).status == pb.ALLOCATION_STATUS_GRANTED
@@ -252,8 +252,8 @@ def test_a_session_excludes_unary_writers(client, name):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda client, name: client.allocate_slots(name, Allocate("a", Content(tokens=[2**32]))),
-        lambda client, name: client.allocate_slots(name, Allocate("a", Content(tokens=[-1]))),
+        lambda client, name: client.allocate_slots(name, Allocate("a", Content(token_ids=[2**32]))),
+        lambda client, name: client.allocate_slots(name, Allocate("a", Content(token_ids=[-1]))),
         lambda client, name: client.evict_blocks(name, [10**6]),
         lambda client, name: client.evict_blocks(name, [2**40]),
         lambda client, name: client.find_cache_hit(name, Content()),
@@ -274,7 +274,7 @@ def test_bad_arguments_are_refused_and_change_nothing(client, name, world, call)
 def test_an_answer_or_request_that_is_too_large(world, name):
     with connect(world.service.address, max_message_bytes=1000) as small:
         with pytest.raises(LimitExceeded):
-            small.find_cache_hit(name, Content(tokens=range(70_000, 72_000)))
+            small.find_cache_hit(name, Content(token_ids=range(70_000, 72_000)))
         with small.session(name) as session:
             with pytest.raises(LimitExceeded, match="a message at most 1000"):
                 session.apply(part_of(NewsRow(0, range(900)), AdmitRow(0)))

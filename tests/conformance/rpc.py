@@ -141,7 +141,7 @@ class UnaryReplayer(Replayer):
         request = Request(next(self._order), tokens, len(tokens), extra)
         self.requests[op["id"]] = request
         skip = op.get("skip", False)
-        self._contents[op["id"]] = Content(tokens=list(tokens), extra_keys=extra, skip_reading=skip)
+        self._contents[op["id"]] = Content(token_ids=list(tokens), extra_keys=extra, skip_reading=skip)
         found = self._client.find_cache_hit(self._name, self._contents[op["id"]])
         return Outcome(self._unchanged(), {"n": found.num_tokens} | _hashes(found.num_hashes, found.last_hash))
 
@@ -189,7 +189,7 @@ class UnaryReplayer(Replayer):
 
     def _call_tok(self, op: Record) -> Outcome:
         self.requests[op["id"]].tokens.extend(op["t"])
-        answer = self._client.commit_blocks(self._name, Commit(op["id"], appended=Appended(tokens=op["t"])), _MORE)
+        answer = self._client.commit_blocks(self._name, Commit(op["id"], appended=Appended(token_ids=op["t"])), _MORE)
         return Outcome(self._mutated(answer.result, op["id"]), _hashes(answer.num_hashes, answer.last_hash))
 
     def _call_cache(self, op: Record) -> Outcome:

@@ -148,7 +148,7 @@ class Bystanders:
         assert session is not None
         calls: dict[str, Callable[[], object]] = {
             "metrics": self._scrape,
-            "unary call": lambda: client.find_cache_hit(REPLICAS[0], Content(tokens=TOKENS)),
+            "unary call": lambda: client.find_cache_hit(REPLICAS[0], Content(token_ids=TOKENS)),
             "step": session.receive if session.in_flight else lambda: session.apply(Part()),
             "new session": lambda: self._open(client, REPLICAS[1], _ONCE).close(),
         }

@@ -43,9 +43,9 @@ def client_of(pod: Pod) -> Client:
 
 def hit_after_a_round(client: Client, replica: str) -> int:
     """Allocate, free, and look up; returns the hit tokens."""
-    client.allocate_slots(replica, Allocate("r", content=Content(tokens=TOKENS)))
+    client.allocate_slots(replica, Allocate("r", content=Content(token_ids=TOKENS)))
     client.free(replica, "r")
-    return client.find_cache_hit(replica, Content(tokens=TOKENS)).hit_tokens
+    return client.find_cache_hit(replica, Content(token_ids=TOKENS)).hit_tokens
 
 
 def helm_test(node: Machine) -> str:
@@ -135,7 +135,7 @@ def test_three_processes_share_the_built_in_store():
         for pod in others:  # redirect to kvplane-0 by its advertised name, which clients follow
             with client_of(pod) as client:
                 wait_until(lambda client=client: owner_of(client) == "r", "the others know whose it is")
-                assert client.find_cache_hit("r", Content(tokens=TOKENS)).hit_tokens == 32
+                assert client.find_cache_hit("r", Content(token_ids=TOKENS)).hit_tokens == 32
         helm_test(node)
 
 

@@ -103,7 +103,7 @@ def test_a_traced_step_links_to_the_requests_that_it_admits(monkeypatch):
 def test_a_call_is_a_span_by_the_conventions_and_its_step_the_child(monkeypatch):
     with traced(monkeypatch) as (service, collector), connect(service.address) as client:
         with ENGINE.start_as_current_span("engine") as span:
-            client.allocate_slots("r", Allocate("a", Content(tokens=[CANARY] * 20)))
+            client.allocate_slots("r", Allocate("a", Content(token_ids=[CANARY] * 20)))
             here = span.get_span_context()
         client.describe_replica("r")
         flush(service)
@@ -144,7 +144,7 @@ def test_a_canary_token_is_nowhere(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG)
     with traced(monkeypatch, ratio="1", metrics_listen="127.0.0.1:0") as (service, collector):
         with connect(service.address) as client:
-            client.allocate_slots("r", Allocate("a", Content(tokens=[CANARY] * 40)))
+            client.allocate_slots("r", Allocate("a", Content(token_ids=[CANARY] * 40)))
             client.free("r", "a")
             with client.session("r", with_events=True) as session:
                 session.apply(part_of(NewsRow(0, tokens=[CANARY] * 40, traceparent=str(TRACE)), AdmitRow(0)))
@@ -300,7 +300,7 @@ def test_a_traceparent_per_row_or_none():
 
 def test_every_attribute_is_documented(monkeypatch):
     with traced(monkeypatch, ratio="1") as (service, collector), connect(service.address) as client:
-        client.allocate_slots("r", Allocate("a", Content(tokens=[1] * 20)))
+        client.allocate_slots("r", Allocate("a", Content(token_ids=[1] * 20)))
         client.free("r", "a")
         with client.session("r") as session:
             session.apply(part_of(NewsRow(0, tokens=[1] * 40, traceparent=str(TRACE)), AdmitRow(0)))

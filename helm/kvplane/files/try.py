@@ -49,9 +49,9 @@ def check_round_trip(client: Client) -> None:
     replica = f"{os.environ['REPLICA_PREFIX']}helm-test-{uuid.uuid4().hex[:12]}"
     client.register_replica(replica, ModelSource(model="llama-3.1-8b", num_blocks=64, max_model_len=1008))
     try:
-        answer = client.allocate_slots(replica, Allocate("r", content=Content(tokens=TOKENS)))
+        answer = client.allocate_slots(replica, Allocate("r", content=Content(token_ids=TOKENS)))
         client.free(replica, "r")
-        hit = client.find_cache_hit(replica, Content(tokens=TOKENS)).hit_tokens
+        hit = client.find_cache_hit(replica, Content(token_ids=TOKENS)).hit_tokens
     finally:
         client.deregister_replica(replica)
     assert hit == 32, (answer, hit)

@@ -150,9 +150,11 @@ class Client:
         """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
         return await self._do(calls.find_cache_hit(replica, what, with_blocks))
 
-    async def allocate_slots(self, replica: str, wish: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
+    async def allocate_slots(
+        self, replica: str, request: Allocate, at: At = HERE
+    ) -> allocation_pb2.AllocateSlotsResponse:
         """Give a request blocks for its next tokens."""
-        return await self._do(calls.allocate_slots(replica, wish, at))
+        return await self._do(calls.allocate_slots(replica, request, at))
 
     async def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
         """Append tokens to a request and register full blocks in the prefix cache."""

@@ -15,15 +15,15 @@ class Content:
     """What a request consists of: token ids, which the service hashes, or block hashes and a count of tokens.
 
     Attributes:
-        tokens: token ids; or
+        token_ids: what the service hashes; or
         num_tokens, hashes: their count and the digests of the full hash blocks, in order.
-        extra_keys: what else makes the content; used with tokens.
+        extra_keys: what else makes the content; used with token ids.
         domain: requests share pages only within a domain.
         skip_reading: look nothing up, still register.
         max_tokens: most tokens the request may reach; 0 = max_model_len.
     """
 
-    tokens: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
     num_tokens: int = 0
     hashes: Sequence[bytes] = ()
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
@@ -36,7 +36,7 @@ class Content:
 class Appended:
     """Tokens that joined a request: ids, or their count and the digests of blocks that became complete."""
 
-    tokens: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
     num_tokens: int = 0
     hashes: Sequence[bytes] = ()
 
@@ -63,7 +63,7 @@ HERE = At()
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """A wish for blocks for a request's next tokens; on the first call, the request adopts its prefix hit.
+    """Asks for blocks for a request's next tokens. On the first call the request adopts its prefix hit.
 
     Attributes:
         request_id: 1 to 128 characters.

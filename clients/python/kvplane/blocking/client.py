@@ -181,9 +181,9 @@ class Client:
         """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
         return self._do(calls.find_cache_hit(replica, what, with_blocks))
 
-    def allocate_slots(self, replica: str, wish: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
+    def allocate_slots(self, replica: str, request: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
         """Give a request blocks for its next tokens."""
-        return self._do(calls.allocate_slots(replica, wish, at))
+        return self._do(calls.allocate_slots(replica, request, at))
 
     def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
         """Append tokens to a request and register full blocks in the prefix cache."""

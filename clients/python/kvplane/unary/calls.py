@@ -86,10 +86,10 @@ def find_cache_hit(replica: str, what: Content | str, with_blocks: bool) -> Call
 
 
 @checked
-def allocate_slots(replica: str, wish: Allocate, at: At) -> Call[allocation_pb2.AllocateSlotsResponse]:
+def allocate_slots(replica: str, request: Allocate, at: At) -> Call[allocation_pb2.AllocateSlotsResponse]:
     """Give a request blocks."""
-    request = wire.encode_allocate(_header(replica, at), wish)
-    return Call(f"/{ALLOCATION}/AllocateSlots", request, allocation_pb2.AllocateSlotsResponse)
+    message = wire.encode_allocate(_header(replica, at), request)
+    return Call(f"/{ALLOCATION}/AllocateSlots", message, allocation_pb2.AllocateSlotsResponse)
 
 
 @checked

@@ -45,7 +45,7 @@ def encode_source(source: ReplicaSpec | ModelSource | LayerSource) -> dict[str, 
 def encode_content(content: Content) -> pb.RequestContent:
     """The message of a request's content."""
     fields = {
-        "token_ids": content.tokens,
+        "token_ids": content.token_ids,
         "hashes": content.hashes,
         "num_tokens": content.num_tokens,
         "domain": content.domain,
@@ -69,13 +69,13 @@ def encode_header(replica: str, at: At) -> pb.MutationHeader:
     return build(pb.MutationHeader, "header", fields)
 
 
-def encode_allocate(header: pb.MutationHeader, wish: Allocate) -> pb.AllocateSlotsRequest:
-    """The message of a wish for blocks."""
-    fields: dict[str, Any] = {name: getattr(wish, name) for name in _SAME_IN_ALLOCATE}
-    if wish.content is not None:
-        fields["content"] = encode_content(wish.content)
-    if wish.appended is not None:
-        fields["appended"] = _encode_appended(wish.appended)
+def encode_allocate(header: pb.MutationHeader, request: Allocate) -> pb.AllocateSlotsRequest:
+    """The message of a request for blocks."""
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME_IN_ALLOCATE}
+    if request.content is not None:
+        fields["content"] = encode_content(request.content)
+    if request.appended is not None:
+        fields["appended"] = _encode_appended(request.appended)
     return build(pb.AllocateSlotsRequest, "request", {"header": header, **fields})
 
 
@@ -98,5 +98,5 @@ def encode_ending(ending: Ending) -> int:
 
 
 def _encode_appended(appended: Appended) -> pb.AppendedTokens:
-    fields = {"token_ids": appended.tokens, "num_tokens": appended.num_tokens, "hashes": appended.hashes}
+    fields = {"token_ids": appended.token_ids, "num_tokens": appended.num_tokens, "hashes": appended.hashes}
     return build(pb.AppendedTokens, "appended", fields)

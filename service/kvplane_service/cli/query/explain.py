@@ -90,7 +90,7 @@ def _content(file: Path, domain: str, salt: str, lora: str) -> Content:
         raise InvalidArgument(f"{file} contains a value that is not a token ID: {error}", field="--tokens") from None
     name, _, path = lora.partition("=")
     keys = ExtraKeys(lora=(name, path) if lora else None, salt=salt)
-    return Content(tokens=ids, domain=domain, extra_keys=keys)
+    return Content(token_ids=ids, domain=domain, extra_keys=keys)
 
 
 def _lines(answer: ExplainResponse) -> Iterator[str]:
