@@ -9,8 +9,8 @@ from kvplane.rpc.channel import open_channel
 
 
 @pytest.mark.parametrize(("tls", "field"), [(Tls(cert="x"), "tls.key"), (Tls(key="x"), "tls.cert")])
-def test_half_a_pair_is_refused(tls, field):
-    with pytest.raises(InvalidArgument, match="half a pair") as caught:
+def test_cert_without_key_is_refused(tls, field):
+    with pytest.raises(InvalidArgument, match="cert without key") as caught:
         connect("127.0.0.1:1", tls=tls)
     assert caught.value.field == field
 
@@ -32,7 +32,7 @@ def test_a_token_does_not_cross_the_network_in_plain_text(address):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:7070", "unix:/run/kvplane.sock", "localhost:7070", "[::1]:7070"])
-def test_within_the_machine_it_may(address):
+def test_a_token_may_be_sent_in_plain_text_to_this_machine(address):
     connect(address, token="secret").close()
 
 
@@ -49,7 +49,7 @@ def test_a_token_file_is_read_for_each_call(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two\nlines", b"\xff", b"t\x00"])
-def test_what_is_no_token_is_refused_before_it_is_sent(tmp_path, content):
+def test_a_malformed_token_is_refused_before_it_is_sent(tmp_path, content):
     path = tmp_path / "token"
     path.write_bytes(content)
     with pytest.raises(InvalidArgument) as caught:

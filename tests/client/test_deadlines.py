@@ -185,7 +185,7 @@ def test_a_session_that_remembers_nothing_cannot_begin_a_new_life(world):
 
 def test_an_option_that_there_is_not(world):
     options: Any = {"patience": 3}
-    with pytest.raises(InvalidArgument, match="no such option"):
+    with pytest.raises(InvalidArgument, match="unknown option"):
         world.client.session(world.replica, **options)
 
 

@@ -138,8 +138,8 @@ NEWS = part_of(NewsRow(0, range(40)), AdmitRow(0))
     ("parts", "why"),
     [
         ([NEWS, part_of(FactRow(0, end=End.HELD))], "transfer may read"),
-        ([part_of(NewsRow(0, range(40)), AdmitRow(0, external=16))], "load from outside"),
-        ([part_of(NewsRow(0, range(40)), AdmitRow(0, flags=RowFlag.DELAY_CACHING))], "load from outside"),
+        ([part_of(NewsRow(0, range(40)), AdmitRow(0, external=16))], "external load"),
+        ([part_of(NewsRow(0, range(40)), AdmitRow(0, flags=RowFlag.DELAY_CACHING))], "external load"),
         ([NEWS, Part(resume=Resume(slot=[0], computed=[3]))], "resumed with their blocks"),
         ([NEWS, part_of(NewsRow(1, num_tokens=16, hashes=[b"a" * 32]))], "others hashes"),
     ],
@@ -158,14 +158,14 @@ def test_a_session_with_loads_under_way_ends_with_its_service():
     world.life.flush()
     world.restart()
     for _ in range(2):
-        with pytest.raises(ServiceRestarted, match="load from outside"):
+        with pytest.raises(ServiceRestarted, match="external load"):
             session.apply(Part(), executed_through=0)
     assert isinstance(session.ended, ServiceRestarted)
 
 
 def test_steps_in_flight_that_cannot_be_read_end_it_too():
     lost = step(part_of(NewsRow(1, [2**40]), cache=Cache(released=[3])))
-    with pytest.raises(ServiceRestarted, match="cannot be read"):
+    with pytest.raises(ServiceRestarted, match="is malformed"):
         noted(NEWS).after([lost]).revival(7)
     assert noted(NEWS).after([]).revival(7).running == (0,)
     assert noted(NEWS, part_of(FactRow(0, tokens=[1]), RunRow(0))).revival(7).news.num_tokens == [41]

@@ -137,7 +137,7 @@ def test_orders_cut_short_are_never_begun_again(rank, tape):
         rank.carry_out(EPOCH, 1, 0, Orders(zero_block=[1], zero_group=[0]))
     tape.broken = False
     for seq, part in ((1, 0), (1, 1), (2, 0)):
-        with pytest.raises(FailedPrecondition, match="begun and not finished"):
+        with pytest.raises(FailedPrecondition, match="were interrupted"):
             rank.carry_out(EPOCH, seq, part, Orders())
     rank.claim(EPOCH + 1)
     rank.carry_out(EPOCH + 1, 1, 0, Orders())
@@ -150,7 +150,7 @@ def test_a_launch_without_an_answer_forgets_its_pages_and_ends_the_engine_life(r
     one, three = (Stamp(0, EPOCH, 10 + block).pack() for block in (1, 3))
     assert tape.table.read_all() == (0, one, 0, three, 0, 0, 0, 0)
     for seq, part in ((1, 0), (1, 1), (2, 0)):
-        with pytest.raises(FailedPrecondition, match="launch without an answer"):
+        with pytest.raises(FailedPrecondition, match="pages invalidated"):
             rank.carry_out(EPOCH, seq, part, Orders())
     assert Rank(tape.table, tape).executed_through == 0
     rank.executed(1)

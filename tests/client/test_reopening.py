@@ -1,4 +1,4 @@
-"""Numbers between an engine and a service that was started anew; the sessions themselves are in tests/store."""
+"""Step numbers of an engine whose service restarted; tests of whole sessions are in tests/store."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from kvplane.base.session import Opened
 from kvplane.base.step import Cache, Facts, News, Part, PartResult, Resume, Step, StepResult
-from kvplane.session.reopening import Numbers, Revival
+from kvplane.session.reopening import Revival, StepNumbering
 from tests.client.mini_engine import HYBRID
 
 
@@ -15,66 +15,66 @@ def opened(seq=0, max_rows=100) -> Opened:
 
 
 def test_before_a_restart_nothing_is_translated():
-    numbers, step = Numbers(), Step(1, 5, [Part()])
+    numbers, step = StepNumbering(), Step(1, 5, [Part()])
     result = StepResult(5, 0, [PartResult()])
-    assert numbers.outward(step) is step
-    assert numbers.inward(result) is result
+    assert numbers.to_service(step) is step
+    assert numbers.to_engine(result) is result
 
 
 def test_the_engine_goes_on_counting_and_the_service_begins_anew():
-    numbers = Numbers()
+    numbers = StepNumbering()
     numbers.restart((41, 0), 2, ())
-    sent = numbers.outward(Step(9, 41, [Part()], executed_through=39))
+    sent = numbers.to_service(Step(9, 41, [Part()], executed_through=39))
     assert (sent.seq, sent.part, sent.executed_through) == (3, 0, 2), "what it was told in launches nothing"
-    assert numbers.outward(Step(9, 42, [Part()], executed_through=5)).executed_through == 2
-    assert numbers.outward(Step(9, 43, [Part()], executed_through=41)).executed_through == 3
-    back = numbers.inward(StepResult(3, 0, [PartResult()], published_through=2))
+    assert numbers.to_service(Step(9, 42, [Part()], executed_through=5)).executed_through == 2
+    assert numbers.to_service(Step(9, 43, [Part()], executed_through=41)).executed_through == 3
+    back = numbers.to_engine(StepResult(3, 0, [PartResult()], published_through=2))
     assert (back.seq, back.part, back.published_through) == (41, 0, 40)
-    loads = numbers.inward(StepResult(4, 0, [PartResult(admit_load_after=[0, 3])]))
+    loads = numbers.to_engine(StepResult(4, 0, [PartResult(admit_load_after=[0, 3])]))
     assert loads.parts[0].admit_load_after == [0, 41]
     assert numbers.position(opened(seq=2)) == (41, 0)
 
 
 def test_a_step_that_was_cut_keeps_its_parts():
-    numbers = Numbers()
+    numbers = StepNumbering()
     numbers.restart((41, 3), 1, ())
-    assert numbers.outward(Step(9, 41, [Part()], part=3)).part == 0
-    assert numbers.outward(Step(9, 42, [Part()], part=1)).part == 1
-    assert numbers.inward(StepResult(2, 2, [PartResult()])).part == 5
+    assert numbers.to_service(Step(9, 41, [Part()], part=3)).part == 0
+    assert numbers.to_service(Step(9, 42, [Part()], part=1)).part == 1
+    assert numbers.to_engine(StepResult(2, 2, [PartResult()])).part == 5
     assert numbers.position(opened(seq=1)) == (41, 3)
 
 
 def test_steps_that_a_part_names_are_translated_and_those_of_the_old_service_forgotten():
-    numbers = Numbers()
+    numbers = StepNumbering()
     numbers.restart((41, 0), 1, held=(7,))
     facts = Facts(slot=[1, 2], end=[1, 1], fence=[38, 41])
     part = Part(facts=facts, cache=Cache(failed_steps=[30, 41], released=[7, 8]))
-    (sent,) = numbers.outward(Step(9, 42, [part])).parts
+    (sent,) = numbers.to_service(Step(9, 42, [part])).parts
     assert sent.facts.fence == [0, 2]
     assert (sent.cache.failed_steps, sent.cache.released) == ([2], [8])
     assert part.cache.released == [7, 8], "the engine's part is its own"
-    (later,) = numbers.outward(Step(9, 43, [Part(cache=Cache(released=[7]))])).parts
+    (later,) = numbers.to_service(Step(9, 43, [Part(cache=Cache(released=[7]))])).parts
     assert later.cache.released == [7], "a slot is used again"
-    (again,) = numbers.outward(Step(9, 42, [part])).parts
+    (again,) = numbers.to_service(Step(9, 42, [part])).parts
     assert again == sent, "a step that is sent again is the same one"
 
 
 def test_an_engine_that_has_counted_less_than_the_new_service_names_no_step_by_mistake():
     """Its first step was lost, and the service has been told of its requests in three."""
-    numbers = Numbers()
+    numbers = StepNumbering()
     numbers.restart((2, 0), 3, ())
     part = Part(facts=Facts(slot=[1, 2, 3], end=[1, 1, 2], fence=[0, 2, 0]), cache=Cache(failed_steps=[1, 2]))
-    sent = numbers.outward(Step(9, 2, [part], executed_through=0))
+    sent = numbers.to_service(Step(9, 2, [part], executed_through=0))
     assert (sent.seq, sent.executed_through) == (4, 3)
     assert sent.parts[0].facts.fence == [0, 4, 0]
     assert sent.parts[0].cache.failed_steps == [4], "a step of the service that has gone is nobody's"
 
 
 def test_a_service_that_counts_as_the_engine_does_knows_nothing_of_what_was_before_either():
-    numbers = Numbers()
+    numbers = StepNumbering()
     numbers.restart((4, 0), 3, held=(7,))
     part = Part(facts=Facts(slot=[1], end=[1], fence=[2]), cache=Cache(failed_steps=[2], released=[7]))
-    sent = numbers.outward(Step(9, 4, [part], executed_through=1))
+    sent = numbers.to_service(Step(9, 4, [part], executed_through=1))
     assert (sent.seq, sent.executed_through) == (4, 3)
     assert sent.parts[0].facts.fence == [0]
     assert (sent.parts[0].cache.failed_steps, sent.parts[0].cache.released) == ([], [])
@@ -111,6 +111,6 @@ def test_the_blocks_of_loads_that_an_image_goes_on_with():
         held_blocks=[50, 60, 70, 71],
         held_loading=[0, 1, 0],
     )
-    assert Revival(resume=resume, held=(5, 6)).taken_over == {20, 21, 22, 30, 60, 70, 71}
-    assert Revival().taken_over == frozenset()
-    assert Revival(resume=replace(resume, loading=[], held_loading=[]), held=(5, 6, 7)).taken_over == frozenset()
+    assert Revival(resume=resume, held=(5, 6)).adopted_loads == {20, 21, 22, 30, 60, 70, 71}
+    assert Revival().adopted_loads == frozenset()
+    assert Revival(resume=replace(resume, loading=[], held_loading=[]), held=(5, 6, 7)).adopted_loads == frozenset()

@@ -227,11 +227,11 @@ def test_a_slot_whose_release_was_lost_is_held_and_released_again(held):
     state.restarted(opened(epoch=4), Revival(held=(2,)), told)
     state.register([Part(cache=Cache(released=[2]))], True, None)
     state.restarted(opened(epoch=5), Revival(held=held), told)
-    made = state.take_made()
+    made = state.take_synthesized()
     assert made is not None
     state.answered(made)
     again = state.register([Part(cache=Cache(released=[2]))], True, None)
-    assert state.outward(again).parts[0].cache.released == [2]
+    assert state.to_service(again).parts[0].cache.released == [2]
 
 
 def test_a_new_service_is_told_what_is_still_busy_and_says_what_it_holds():
@@ -242,7 +242,7 @@ def test_a_new_service_is_told_what_is_still_busy_and_says_what_it_holds():
     told = [StepResult(1, 0, [PartResult()])]
     state.restarted(replace(opened(epoch=7), busy_blocks=(3, 5, 9)), revival, told)
     assert state.busy_blocks == (3, 5, 9)
-    made = state.take_made()
+    made = state.take_synthesized()
     assert made is not None
     state.answered(made)
     assert state.busy_blocks == (3, 5, 9), "a transfer of a worker was still writing to block 3"

@@ -1,12 +1,12 @@
-"""kvplane: the control plane of the KV cache of LLM inference engines, as an engine sees it.
+"""kvplane: the client of a control plane for the KV cache of LLM inference engines.
 
     with kvplane.connect("127.0.0.1:7070") as client:
         client.register_replica("engine-0", spec)
         with client.session("engine-0") as session:
             answer = session.apply(part)
 
-The public names are those of `kvplane.api`; asyncio programs find the same in `kvplane.aio`. They are loaded
-when the first of them is used, so that who imports only the leaf `kvplane.base` does not wait for gRPC.
+The public names are those of `kvplane.api`; `kvplane.aio` has the same for asyncio. They are loaded on first use, so
+that a program that imports only `kvplane.base` does not load gRPC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """A module of this package, or a name of the public face."""
+        """A module of this package, or a public name of `kvplane.api`."""
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module 'kvplane' has no attribute {name!r}")
         if find_spec(f"kvplane.{name}") is not None:

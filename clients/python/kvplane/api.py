@@ -1,4 +1,4 @@
-"""The public face of kvplane, all of it. `import kvplane` loads this when one of the names is first used."""
+"""The public names of kvplane. `import kvplane` loads this module when one of them is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in each rank's process of an engine: the orders of a step, exactly once and in order."""
+"""Carries out the orders of each step in a rank's process: stamps, zeroes and copies, exactly once and in order."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ MAX_STAMP = (1 << 64) - 1
 
 
 class Moves(Protocol):
-    """Zeroes and copies that a device may still be working on."""
+    """Zeroes and copies that the device may not have completed yet."""
 
     def have_ended(self) -> bool:
-        """Whether the device has done all of them; waits for nothing."""
+        """Whether the device has completed all of them. Does not wait."""
         ...
 
     def wait(self) -> None:
-        """Return when the device has done all of them."""
+        """Wait until the device has completed all of them."""
         ...
 
 
 class PageMover(Protocol):
-    """Zeroes and copies whole blocks in this rank's pages; the worker package provides it.
+    """Zeroes and copies whole blocks in this rank's pages; the worker package provides one.
 
-    A call may return before the device has done it. The device does calls one after the other, behind every launch that
-    this rank gave it before and in front of every launch after: on a GPU all go to one stream. So a launch reads what
-    was copied for it without waiting; a transfer, which goes by another way, waits until `moves` have ended.
+    A call may return before the device has completed it. The device runs calls and launches in the order in which this
+    rank submits them: on a GPU all go to one stream. So a launch reads copied blocks without waiting; a transfer, which
+    does not use that stream, must wait until `moves` have ended.
     """
 
     @property
@@ -47,29 +47,29 @@ class PageMover(Protocol):
         ...
 
     def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] to dst[i], as if one after the other."""
+        """Copy block src[i] to dst[i], in order: a later copy may read what an earlier one wrote."""
         ...
 
     def moves(self) -> Moves | None:
-        """All calls so far; None where each has ended when it returns."""
+        """All calls so far; None if each call is complete when it returns."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Moving:
-    """What the device was given for one part of a step."""
+    """The zeroes and copies of one part of a step."""
 
     epoch: int
     seq: int
     moves: Moves
 
     def is_within(self, epoch: int, seq: int) -> bool:
-        """Whether it is of the epoch's steps up to this one, or of an earlier epoch."""
+        """Whether they belong to the epoch's steps up to `seq`, or to an earlier epoch."""
         return self.epoch != epoch or self.seq <= seq
 
 
 class Rank:
-    """One rank of an engine life: stamps, then zeroes, then copies, before the launch.
+    """One rank of an engine life: writes stamps, then zeroes, then copies, before the launch.
 
         rank.claim(session.epoch, session.next_seq)
         for at, part in enumerate(result.parts, result.part):
@@ -77,45 +77,45 @@ class Rank:
         ...                                                     # launch, and wait for it
         rank.executed(result.seq)
 
-    A load of a step may start when the step's zeroes and copies have ended on the device. `executed` waits for those of
-    its steps; `poll` notes what has ended; a rank whose launch waits for a load of the same step calls `synchronize`.
+    A load of a step may start when the step's zeroes and copies have ended on the device. `executed` waits for them;
+    `poll` records which have ended. A rank whose launch waits for a load of the same step calls `synchronize`.
 
-    A rank that launches without an answer calls `invalidate` in place of `carry_out`, which ends the engine life.
+    A rank that launches without an answer calls `invalidate` instead of `carry_out`, which ends the engine life.
 
-    How far it is stands in the stamp table, so another `Rank` on the same table goes on where this one ended and
-    repeats nothing. Every refusal is made before anything is written.
+    The position is stored in the stamp table, so that another `Rank` on the same table continues there and repeats
+    nothing. A refusal is raised before anything is written.
     """
 
     def __init__(self, stamps: StampTable, mover: PageMover) -> None:
-        """Go on where the table stands."""
+        """Continue at the position that is stored in the table."""
         self._stamps = stamps
         self._mover = mover
         self._moving: deque[_Moving] = deque()
-        if stamps.moving_from:  # of another `Rank` in this process
+        if stamps.moving_from:  # zeroes and copies of another `Rank` in this process
             self._note_moves(stamps.position[0])
             self.poll()
 
     @property
     def executed_through(self) -> int:
-        """Steps up to this one have finished here."""
+        """The last step that has finished on this rank, with all steps before it."""
         return self._stamps.executed
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make this engine life the owner of the pages; `next_seq` is its first step here (`Session.next_seq`).
+        """Make this engine life the owner of the pages. `next_seq`: its first step on this rank (`Session.next_seq`).
 
         Raises StaleEpoch when a newer engine life owns them.
         """
         self._stamps.claim(epoch, next_seq)
 
     def carry_out(self, epoch: int, seq: int, part: int, orders: Orders) -> None:
-        """Do what a part of a step orders; the device may be zeroing and copying when this returns.
+        """Carry out the orders of a part of a step. The device may still zero and copy when this returns.
 
         Raises:
             StaleEpoch: this engine life does not own the pages.
-            SequenceError: the part was carried out before, or one before it was not.
-            FailedPrecondition: earlier orders were cut short, nobody knows where, or pages were invalidated: begin a
+            SequenceError: the part was already carried out, or an earlier part was not.
+            FailedPrecondition: earlier orders were interrupted at an unknown point, or pages were invalidated: begin a
                 new engine life.
-            InvalidArgument: an order names a page that is not in the pool.
+            InvalidArgument: an order names a page outside the pool.
         """
         table = self._stamps
         table.check_owner(epoch)
@@ -128,28 +128,29 @@ class Rank:
         table.finish(moving=bool(moves) and self._note_moves(seq))
 
     def executed(self, seq: int) -> None:
-        """All launches of steps up to this one have finished here, and with them those of earlier engine lives.
+        """Record that all launches of steps up to this one, and of earlier engine lives, have finished on this rank.
 
-        Waits for zeroes and copies of these steps: no launch may have come behind them. Raises FailedPrecondition.
+        Waits for the zeroes and copies of these steps, since a step may have had no launch after them. Raises
+        FailedPrecondition.
         """
         while self._moving and self._moving[0].is_within(self._stamps.owner_epoch, seq):
             self._moving.popleft().moves.wait()
         self._stamps.set_executed(seq)
 
     def poll(self) -> None:
-        """Note which zeroes and copies have ended on the device, so that loads behind them may start."""
+        """Record which zeroes and copies have ended on the device, so that loads that wait for them may start."""
         while self._moving and self._moving[0].moves.have_ended():
             self._moving.popleft()
         self._note_ended()
 
     def synchronize(self) -> None:
-        """Return when all zeroes and copies have ended on the device, and note it."""
+        """Wait until all zeroes and copies have ended on the device, and record it."""
         while self._moving:
             self._moving.popleft().moves.wait()
         self._note_ended()
 
     def _note_moves(self, seq: int) -> bool:
-        """Remember what the device was given for this step; whether it may still be at it."""
+        """Record the moves of this step. Returns whether the device may not have completed them."""
         moves = self._mover.moves()
         if moves is not None:
             self._moving.append(_Moving(self._stamps.owner_epoch, seq, moves))
@@ -161,21 +162,21 @@ class Rank:
             self._stamps.moves_ended(min([through, *(one.seq - 1 for one in self._moving if one.epoch == owner)]))
 
     def launches_ended(self) -> None:
-        """No launch runs here any more whose orders were carried out so far, of this engine life or earlier ones.
+        """Record that no launch is running on this rank, of this engine life or earlier ones.
 
-        A load of a new engine life waits for that: launches of the life before may still write its pages, and nothing
-        orders a transfer behind a launch. Not needed once a step of the new life was `executed`, nor in a new process
-        that attached to a worker, which has seen the old one exit. Waits for zeroes and copies.
+        A load of a new engine life requires this, since launches of the previous life may still write its pages, and
+        transfers are not ordered after launches. It is not needed once a step of the new life was `executed`, nor in a
+        new process that attached to a worker, which has observed that the old process exited. Waits for zeroes and
+        copies.
         """
         self.synchronize()
         self._stamps.launches_ended()
 
     def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
-        """Raise unless a load may write this rank's pages; as `StampTable.check_load`.
+        """Raise unless a load may write this rank's pages; see `StampTable.check_load`. Calls `poll` first.
 
-        This is enough for a mover that writes the pages of this rank alone: a launch, too, writes those of its own rank
-        alone. Notes first what has ended on the device. Who writes pages of several ranks asks `RankGroup.may_load`,
-        which holds for all of them.
+        It suffices for a transfer that writes only this rank's pages, since a launch also writes only the pages of its
+        own rank. A transfer that writes pages of several ranks must use `RankGroup.may_load`.
         """
         self.poll()
         self._stamps.check_load(epoch, seq, part, load_after)
@@ -183,16 +184,16 @@ class Rank:
     def invalidate(self, epoch: int, blocks: Sequence[int]) -> None:
         """Write stamp 0 on pages, before a launch without an answer of the service may overwrite them.
 
-        `blocks` are all pages that this and every further launch of this engine life may write to. No new life keeps a
-        key of theirs, also where only one rank got here. Orders of this engine life are refused from now on: an answer
-        that arrives late speaks of pages as they were. Begin a new life with `RankGroup.agreed_stamps`; requests that
-        hold such a page are not part of its image (`Revival.resume`). Again, with more pages, is allowed.
+        `blocks`: all pages that this and later launches of this engine life may write. A new life keeps no key of
+        these pages, even if only one rank invalidated them. Orders of this engine life are refused from now on, since
+        a late answer describes the pages as they were before. Begin a new life with `RankGroup.agreed_stamps` and omit
+        requests that hold such a page from its image (`Revival.resume`). May be repeated with more pages.
 
-        Not while a call of the session is under way: it may have sent stamps of before, and go on with their life.
+        Do not call it during a call of the session, which may have read the stamps already and begin a life with them.
 
         Raises:
             StaleEpoch: this engine life does not own the pages.
-            InvalidArgument: a page is not in the pool. Nothing was written.
+            InvalidArgument: a page is outside the pool; nothing was written.
         """
         table = self._stamps
         table.check_owner(epoch)
@@ -210,8 +211,7 @@ class Rank:
         done_seq, done_part = self._stamps.position
         if self._stamps.is_busy:
             raise FailedPrecondition(
-                f"the orders of step {done_seq}, part {done_part} were begun and not finished, or a launch without an "
-                "answer came behind them",
+                f"the orders of step {done_seq}, part {done_part} were interrupted, or pages invalidated after them",
                 field="seq",
                 remedy="begin a new engine life: open a session with epoch 0",
             )
@@ -226,20 +226,20 @@ class Rank:
 
 
 class RankGroup:
-    """All ranks of a replica as their stamp tables show them: what only all of them together can say.
+    """All ranks of a replica, by their stamp tables: facts that hold only if they hold on every rank.
 
-    A rank that lags, or whose process died, stays where its table stands and holds the others back.
+    A slow rank, or one whose process died, counts with the position in its table and holds the others back.
     """
 
     def __init__(self, tables: Sequence[StampTable]) -> None:
-        """Tables by rank; those of other processes are mapped. Raises InvalidArgument for pools of different sizes."""
+        """`tables`: by rank, mapped from the other processes. Raises InvalidArgument for pools of different sizes."""
         if len({table.num_blocks for table in tables}) != 1:
             raise InvalidArgument("no ranks, or pools of different sizes", field="tables", remedy="give equal plans")
         self._tables = tuple(tables)
 
     @property
     def incarnation(self) -> int:
-        """Names the life of all ranks' memory together, for `Revival.incarnation`."""
+        """Identifies the memory of all ranks together, for `Revival.incarnation`."""
         first, *others = (table.incarnation for table in self._tables)
         if not others:
             return first
@@ -248,29 +248,31 @@ class RankGroup:
 
     @property
     def owner_epoch(self) -> int:
-        """The newest engine life that owns a rank's memory, 0 = none: for `Revival.owner_epoch`, read behind stamps."""
+        """The newest engine life that owns a rank's memory, 0 = none. For `Revival.owner_epoch`: read it after the
+        stamps, so that it is not older than they are.
+        """
         return max(table.owner_epoch for table in self._tables)
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make this engine life the owner on every rank, rank 0 first; as `Rank.claim`. Raises StaleEpoch."""
+        """Make this engine life the owner on every rank, rank 0 first; see `Rank.claim`. Raises StaleEpoch."""
         for table in self._tables:
             table.claim(epoch, next_seq)
 
     def executed_through(self, epoch: int) -> int:
-        """Steps of the epoch up to this one have finished on every rank."""
+        """The last step of the epoch that has finished on every rank, 0 = none."""
         return min(table.executed if table.owner_epoch == epoch else 0 for table in self._tables)
 
     def may_load(self, epoch: int, seq: int, part: int, load_after: int) -> bool:
-        """Whether an external load may start, on whatever rank.
+        """Whether an external load may start, on any rank.
 
-        Every rank has carried out the orders of its admission, which came with this part of the answer to step `seq`;
-        its device has ended the zeroes and copies of this step and those before; it has finished step `load_after` of
-        the same answer; and it may run no launch of an earlier engine life (`Rank.launches_ended`).
+        It may when every rank has carried out the orders of its admission, which came with this part of the answer to
+        step `seq`; has completed the zeroes and copies of this step and earlier ones; has finished step `load_after` of
+        the same answer; and runs no launch of an earlier engine life (`Rank.launches_ended`).
 
-        While it may not, ask again when a rank has moved on; once it may, it may until the engine life ends. Start no
-        load that is over already: its pages may be another request's.
+        False: call again after a rank's progress. True holds until the engine life ends. Do not start a load that was
+        already reported as ended: its pages may belong to another request.
 
-        Raises StaleEpoch when a newer engine life owns a rank's pages: such a load never starts.
+        Raises StaleEpoch when a newer engine life owns a rank's pages, so that the load can never start.
         """
         for table in self._tables:
             if table.owner_epoch > epoch:
@@ -278,7 +280,7 @@ class RankGroup:
         return all(_may_load(table, epoch, seq, part, load_after) for table in self._tables)
 
     def agreed_stamps(self) -> tuple[int, ...]:
-        """One stamp per block that every rank shows, 0 where they differ: for `OpenRequest.stamp_table`."""
+        """One stamp per block, 0 where the ranks differ; for `OpenRequest.stamp_table`."""
         return agreed_stamps([table.reading() for table in self._tables])
 
 
@@ -291,7 +293,7 @@ def _may_load(table: StampTable, epoch: int, seq: int, part: int, load_after: in
 
 
 def check_orders(orders: Orders, num_blocks: int, num_groups: int) -> None:
-    """Raise InvalidArgument naming the column of an order that a pool of this size cannot mean."""
+    """Raise InvalidArgument for orders that do not fit a pool of this size; it names the column."""
     for names in (("stamp_block", "stamp"), ("zero_block", "zero_group"), ("copy_src", "copy_dst", "copy_group")):
         if len({len(getattr(orders, name)) for name in names}) != 1:
             raise InvalidArgument("columns of different lengths", field=f"orders.{names[0]}", remedy="send them whole")
@@ -308,12 +310,12 @@ def _check_range(field: str, values: Sequence[int], low: int, high: int) -> None
         raise InvalidArgument(
             f"{min(values)} to {max(values)} is not within {low} to {high}",
             field=field,
-            remedy="block 0 is the null block; plan and pool must be of one registration",
+            remedy="use the plan and the pool of one registration; block 0 is the null block",
         )
 
 
 def _runs(groups: list[int]) -> Iterator[tuple[int, slice]]:
-    """Runs of orders for one group, so that a mover gets many at once and the order stays."""
+    """Consecutive orders of one group, so that each call of the mover gets many and the order is kept."""
     start = 0
     for group, members in groupby(groups):
         end = start + len(list(members))

@@ -1,4 +1,4 @@
-"""kvplane for asyncio programs: the same sessions and calls, awaited.
+"""The client for asyncio: the sessions, unary calls and subscriptions of `kvplane`, awaited.
 
 async with kvplane.aio.connect("127.0.0.1:7070") as client:
     async with await client.session("replica") as session:

@@ -55,9 +55,9 @@ def connect(
 
 
 class Client:
-    """The service behind a channel, which the client closes. What `kvplane.Client` promises holds here too.
+    """A client of the service behind a channel, which the client closes. The contract is that of `kvplane.Client`.
 
-    Of `retry`, attempts and pauses count; the waiting is done by `pause`.
+    `pause` replaces `retry.sleep`: it waits for a number of seconds.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class Client:
         self._pause = pause
 
     async def close(self) -> None:
-        """Close the channel, and with it the streams that are still open."""
+        """Close the channels, and with them all open sessions and subscriptions."""
         self._closed = True
-        for transport in self._transports:  # the channel would leave them open
+        for transport in self._transports:  # grpc.aio leaves them open when it closes a channel
             transport.abort()
         for channel in self._owners.close():
             await channel.close()
@@ -102,19 +102,19 @@ class Client:
         num_ranks: int = 1,
         namespace_digest: bytes = b"",
     ) -> allocation_pb2.RegisterReplicaResponse:
-        """Create a replica; with the same arguments again, find it."""
+        """Create a replica; see `kvplane.Client.register_replica`."""
         return await self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
 
     async def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
-        """Remove a replica; only in this epoch, when one is given."""
+        """Remove a replica. With `epoch`, only if that is its current epoch."""
         await self._do(calls.deregister_replica(replica, epoch))
 
     async def describe_replica(self, replica: str) -> allocation_pb2.DescribeReplicaResponse:
-        """State and counters."""
+        """State and counters of a replica."""
         return await self._do(calls.describe_replica(replica))
 
     async def list_replicas(self, page_size: int = 100) -> AsyncIterator[allocation_pb2.ReplicaSummary]:
-        """All replicas by name; pages are fetched as they are needed."""
+        """All replicas, ordered by name; pages are fetched lazily."""
         token = ""
         while True:
             page = await self._do(calls.list_replicas(page_size, token))
@@ -147,13 +147,13 @@ class Client:
     async def find_cache_hit(
         self, replica: str, what: Content | str, *, with_blocks: bool = False
     ) -> allocation_pb2.FindCacheHitResponse:
-        """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
+        """The length of the cached prefix of content, or of a known request. Changes no state, not even LRU order."""
         return await self._do(calls.find_cache_hit(replica, what, with_blocks))
 
     async def allocate_slots(
         self, replica: str, request: Allocate, at: At = HERE
     ) -> allocation_pb2.AllocateSlotsResponse:
-        """Give a request blocks for its next tokens."""
+        """Allocate blocks for a request's next tokens."""
         return await self._do(calls.allocate_slots(replica, request, at))
 
     async def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
@@ -163,37 +163,37 @@ class Client:
     async def free(
         self, replica: str, request_id: str, ending: Ending = Ending.FREE, *, fence_seq: int = 0, at: At = HERE
     ) -> allocation_pb2.FreeResponse:
-        """End or preempt a request; its blocks return when `fence_seq` has been executed, 0 = at once."""
+        """End or preempt a request. Its blocks return once step `fence_seq` was executed, 0 = immediately."""
         return await self._do(calls.free(replica, request_id, ending, fence_seq, at))
 
     async def evict_blocks(
         self, replica: str, block_ids: Sequence[int], at: At = HERE
     ) -> allocation_pb2.EvictBlocksResponse:
-        """Drop the keys of blocks, in order."""
+        """Evict blocks from the prefix cache: drop their keys, in order."""
         return await self._do(calls.evict_blocks(replica, block_ids, at))
 
     async def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
-        """Drop every key; not done when a block is in use."""
+        """Drop every key of the prefix cache. Nothing changes while a block is in use."""
         return await self._do(calls.reset_prefix_cache(replica, at))
 
     async def snapshot(self, replica: str, *, summary: bool = False) -> admin_pb2.SnapshotResponse:
-        """The allocator's state after a check of its invariants; only digest and counts with `summary`."""
+        """The allocator's state, after a check of its invariants. `summary`: only digest and counts."""
         return await self._do(calls.snapshot(replica, summary))
 
     async def status(self) -> admin_pb2.StatusResponse:
-        """What runs there."""
+        """Version, replicas and telemetry of the service."""
         return await self._do(calls.status())
 
     async def drain(self) -> None:
-        """Let the service go, as SIGTERM does; returns at once."""
+        """Drain the service, as SIGTERM does. Returns immediately."""
         await self._do(calls.drain())
 
     async def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
-        """Why content would hit so much now, or why a request by its name did, and not more."""
+        """Explain the prefix-cache hit length that content would have now, or that a request had at its admission."""
         return await self._do(calls.explain(replica, what))
 
     async def subscribe(self, replica: str, after_seq: int | None = None) -> AsyncIterator[EventBatch]:
-        """Batches of published events, without end; see `kvplane.Client.subscribe`."""
+        """Subscribe to batches of cache events; see `kvplane.Client.subscribe`."""
         feed = Feed(self._owners, self._retry, after_seq)
         while True:
             self._require_open()

@@ -24,13 +24,13 @@ _T = TypeVar("_T")
 
 
 class AsyncSessionTransport(Protocol):
-    """SessionTransport, awaited; the contract is the same. `abort` is called on the loop's thread."""
+    """The contract of SessionTransport, with awaited methods. `abort` is called on the event loop's thread."""
 
     draining: bool
     can_move: bool
 
     async def open(self, request: OpenRequest) -> Opened:
-        """Open a stream, in place of the one before if there was one."""
+        """Open a stream, which replaces the previous one."""
         ...
 
     async def send(self, step: Step) -> None:
@@ -46,20 +46,20 @@ class AsyncSessionTransport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Say goodbye."""
+        """Close the stream, so that the service frees the session's requests."""
         ...
 
     def abort(self) -> None:
-        """End the stream without a goodbye."""
+        """Cancel the stream; the service treats the engine as lost."""
         ...
 
 
 class Session(SessionView):
-    """One engine life on one replica; made by `Session.open`. What `kvplane.Session` promises holds here too.
+    """One engine life on one replica, opened by `Session.open`. The contract of `kvplane.Session` holds here too.
 
-    One task at a time: a call while another one is under way raises FailedPrecondition. A call that is cancelled
-    breaks the stream; the next one opens it again. Steps in flight stay in flight, also the one whose `submit` was
-    cancelled: `in_flight` and `next_seq` say whether it was taken.
+    One task at a time may call: a call during another call raises FailedPrecondition. A cancelled call breaks the
+    stream; the next call reopens it. Steps stay in flight, including the one whose `submit` was cancelled: `in_flight`
+    and `next_seq` show whether it was accepted.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class Session(SessionView):
         nonces: Callable[[], int] = draw_nonce,
         revive: Callable[[], Revival] | KnownRequests | None = None,
     ) -> None:
-        """Not open yet: see `open`. `pause` waits for that many seconds, in place of `retry.sleep`."""
+        """The session is not open before `open`. `pause` replaces `retry.sleep`: it waits for a number of seconds."""
         self._transport = transport
         self._revive = revive
         self._pause = pause
         self._replica = request.replica
         self._machine = SessionMachine(request, retry, nonces, lambda: asyncio.get_running_loop().time(), revive)
-        self._link = asyncio.Lock()  # held while the transport is used, by a call or the heartbeat
+        self._link = asyncio.Lock()  # held while the transport is used, by a call or a heartbeat
         self._stop = asyncio.Event()
         self._in_call = False
 
@@ -93,36 +93,36 @@ class Session(SessionView):
 
     @property
     def draining(self) -> bool:
-        """The service will go: finish what runs, close, and open a session elsewhere."""
+        """Whether the service drains; see `kvplane.Session.draining`."""
         return self._transport.draining
 
     async def apply(self, *parts: Part, executed_through: int | None = None) -> StepResult:
-        """Send one whole step, or the last parts of one, and wait for the answer; see `kvplane.Session.apply`."""
+        """Send one whole step, or the last parts of one, and await the answer; see `kvplane.Session.apply`."""
         return await self._call(self._machine.apply(parts, executed_through, self._moving))
 
     async def submit(self, *parts: Part, last: bool = True, executed_through: int | None = None) -> int:
-        """Send a step, or some parts of one; returns its number. See `kvplane.Session.submit`."""
+        """Send a step, or some parts of one. Returns its number; see `kvplane.Session.submit`."""
         return await self._call(self._machine.submit(parts, last, executed_through, self._moving))
 
     async def receive(self) -> StepResult:
-        """Wait for the next answer, in the order of `submit`; see `kvplane.Session.receive`."""
+        """Await the next answer, in the order of `submit`; see `kvplane.Session.receive`."""
         return await self._call(self._machine.receive())
 
     def begin_new_life(self) -> None:
-        """Take no further answer of this engine life; see `kvplane.Session.begin_new_life`."""
+        """Abandon this engine life; see `kvplane.Session.begin_new_life`."""
         self._machine.check()
         self._machine.begin_new_life()
 
     async def beat(self) -> None:
-        """Keep the lease; open a broken stream again. Nothing is done during a call, which keeps it too."""
+        """Keep the lease; reopen a broken stream. Does nothing during a call, which keeps the lease itself."""
         if not self._link.locked() and self.ended is None:
             async with self._link:
                 await self._carry_out(self._machine.beat())
 
     async def close(self) -> None:
-        """Leave: the service frees what the engine still holds. Idempotent.
+        """End the session: the service frees the blocks of its requests. Idempotent.
 
-        Waits two seconds at most for a call that another task has under way; that call is aborted then.
+        Waits up to two seconds for a call in another task, then aborts it.
         """
         self._stop.set()
         try:
@@ -137,7 +137,7 @@ class Session(SessionView):
             self._link.release()
 
     def abort(self) -> None:
-        """End the session at once, on the loop's thread; see `kvplane.Session.abort`."""
+        """End the session immediately, on the event loop's thread; see `kvplane.Session.abort`."""
         self._machine.end(aborted())
         self._stop.set()
         self._transport.abort()
@@ -155,7 +155,7 @@ class Session(SessionView):
         return self._transport.draining and self._transport.can_move
 
     async def _call(self, work: Doing[_T]) -> _T:
-        """Carry out one call of the engine."""
+        """Run one call of the engine."""
         if self._in_call:
             raise FailedPrecondition(
                 "another task is using this session", remedy="open a session, and use it from one task"
@@ -185,7 +185,7 @@ class Session(SessionView):
         elif isinstance(action, Pause):
             await (self._pause or self._pause_unless_stopped)(action.seconds)
         else:
-            assert callable(self._revive), "the machine knows whether it is one"
+            assert callable(self._revive), "the machine yields Revive only with a callable revive"
             return self._revive()
         return None
 
@@ -196,7 +196,7 @@ class Session(SessionView):
 
 
 async def _keep_beating(ref: weakref.ref[Session], stop: asyncio.Event, interval_s: float) -> None:
-    """Beat until the session is over or forgotten: no lease outlives the engine that dropped it."""
+    """Send heartbeats until the session ends or is garbage collected, so that no lease outlives its engine."""
     while True:
         with suppress(TimeoutError):
             async with asyncio.timeout(interval_s):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _Call: TypeAlias = "grpc.aio.StreamStreamCall[SessionRequest, SessionResponse]"
 _T = TypeVar("_T")
 _ENDED = (grpc.aio.AioRpcError, asyncio.InvalidStateError)  # the second: written to after its end
-_WRITTEN_TOO_LATE = "Internal error from Core"  # what grpc.aio says of a write that the end of the stream overtook
+_WRITTEN_TOO_LATE = "Internal error from Core"  # grpc.aio's details of a write that came after the end of the stream
 _STATUS_WAIT_S = 2.0
 
 
@@ -40,7 +40,7 @@ class GrpcTransport:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
+        """`max_message_bytes`: larger steps are refused here, since the service would end the stream."""
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
         self._stubs: dict[grpc.aio.Channel, AllocationAsyncStub] = {}
         self._channel = self._owners.present  # of the stream
@@ -52,9 +52,9 @@ class GrpcTransport:
         self.draining = self.can_move = False
 
     async def open(self, request: OpenRequest) -> Opened:
-        """Open a stream; raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
+        """Open a stream. Raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
 
-        After these two the next attempt asks the next address of the list.
+        After the first two the next attempt uses the next address of the list.
         """
         message = stream_messages.open_message(request)
         route = Route(self._owners)
@@ -68,7 +68,7 @@ class GrpcTransport:
                 return opened
 
     def _stub(self, channel: grpc.aio.Channel) -> AllocationAsyncStub:
-        """Made once, while the channel is open: gRPC crashes where it is made on a closed one."""
+        """The channel's stub, created once while the channel is open: gRPC crashes on a stub of a closed channel."""
         if channel not in self._stubs:
             self._stubs[channel] = AllocationStub(channel)
         return self._stubs[channel]
@@ -90,9 +90,9 @@ class GrpcTransport:
             raise
 
     async def send(self, step: Step) -> None:
-        """Hand the step to the stream; one that takes nothing for `step_timeout_s` is broken.
+        """Write a step to the stream. A stream that accepts nothing for `step_timeout_s` is broken.
 
-        InvalidArgument: it holds a value that cannot be sent. LimitExceeded: it is too large.
+        Raises InvalidArgument for a value that cannot be encoded, LimitExceeded for a step above `max_message_bytes`.
         """
         message = stream_messages.step_message(step, self._max_message_bytes)
         with suppress(DeadlineExceeded):
@@ -100,8 +100,8 @@ class GrpcTransport:
                 await self._write(message)
 
     async def receive(self) -> StepResult | KvplaneError:
-        """Wait for the next answer; DeadlineExceeded after `step_timeout_s`. Cancelled or late, it breaks the stream,
-        for grpc.aio does so.
+        """Wait for the next answer; DeadlineExceeded after `step_timeout_s`. Cancellation and the deadline break the
+        stream, since grpc.aio cancels a call whose read is cancelled.
         """
         while True:
             with moving_is_breaking():
@@ -112,7 +112,7 @@ class GrpcTransport:
             self.draining = True
 
     async def heartbeat(self) -> None:
-        """Keep the lease; raises what ended the stream when it has ended."""
+        """Keep the lease. Raises the error that ended the stream, if it has ended."""
         if self._call is None or self._call.done():
             with moving_is_breaking():
                 await self._read()
@@ -121,15 +121,15 @@ class GrpcTransport:
                 await self._write(stream_messages.heartbeat_message())
 
     async def close(self) -> None:
-        """Say goodbye, and wait a moment for the answer: then the service has freed the requests.
+        """Close the stream and wait up to two seconds for the end: the service has then freed the requests.
 
-        Who opens again after a service announced that it goes asks the next address of the list.
+        When the service drains, the next `open` uses the next address of the list.
         """
         if self.draining:
             self._owners.instead_of(self._channel)
         if self._call is None:
             return
-        with suppress(KvplaneError):  # the end of the stream, or no peer is left
+        with suppress(KvplaneError):  # the end of the stream, or a broken stream
             async with self._within(CLOSE_TIMEOUT_S):
                 await self._write(stream_messages.close_message())
                 while True:
@@ -137,14 +137,14 @@ class GrpcTransport:
         self.abort()
 
     def abort(self) -> None:
-        """End the stream now, without a goodbye; on the loop's thread. What waits raises Unavailable."""
+        """Cancel the stream; on the event loop's thread. Waiting calls raise Unavailable."""
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
 
     @asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
-        """Break the stream when the block takes longer, or is cancelled."""
+        """Cancel the stream when the block takes longer or is cancelled."""
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -156,13 +156,13 @@ class GrpcTransport:
             raise
 
     async def _write(self, message: SessionRequest) -> None:
-        """Send; a stream that has ended is for `_read` to tell."""
+        """Write a message. The end of the stream is not an error here: `_read` raises it."""
         if self._call is not None:
             with suppress(*_ENDED, Unavailable):
                 await self._on_stream(self._call.write(message))
 
     async def _read(self) -> SessionResponse:
-        """The next message; raises what ended the stream."""
+        """The next message. Raises the error that ended the stream."""
         if self._call is None:
             raise Unavailable("no stream is open")
         try:
@@ -174,7 +174,7 @@ class GrpcTransport:
         return response
 
     async def _on_stream(self, reading: Awaitable[_T]) -> _T:
-        """Tell a stream that was cancelled, by `abort` or with its channel, from a task that was."""
+        """Distinguish a cancelled stream (`abort`, closed channel), which is Unavailable, from a cancelled task."""
         task = asyncio.current_task()
         assert task is not None
         asked = task.cancelling()
@@ -183,13 +183,13 @@ class GrpcTransport:
         except asyncio.CancelledError:
             if task.cancelling() > asked:
                 raise
-            raise Unavailable("the stream was cut") from None
+            raise Unavailable("the stream was cancelled") from None
 
     async def _read_to_the_end(self, call: _Call) -> object:
-        """The next message, EOF, or an AioRpcError with what the service said.
+        """The next message, EOF, or an AioRpcError with the status that the service sent.
 
-        A write that the end overtakes leaves an INTERNAL of grpc.aio's own: until the true status arrives, or in its
-        place when that was first.
+        A write after the end of the stream makes grpc.aio report its own INTERNAL, either until the service's status
+        arrives, or, when that arrived first, permanently; then the recorded first outcome is raised.
         """
         deadline_s = asyncio.get_running_loop().time() + _STATUS_WAIT_S
         while True:
@@ -201,11 +201,11 @@ class GrpcTransport:
                 if self._first_outcome is not None and self._first_outcome.details() != _WRITTEN_TOO_LATE:
                     raise self._first_outcome from None
                 if asyncio.get_running_loop().time() > deadline_s:
-                    raise Unavailable("the stream broke while it was written to") from None
+                    raise Unavailable("the stream broke during a write") from None
             await asyncio.sleep(0.001)
 
     def _note_outcome(self, call: _Call) -> None:
-        """Called at once when the call has an outcome, so that reading it does not wait."""
+        """Record the call's first outcome. It is called when the call is done, so that the read does not wait."""
         if call is self._call and not call.cancelled():
             reading = call.read()
             try:

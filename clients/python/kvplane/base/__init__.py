@@ -1,4 +1,4 @@
-"""The leaf of kvplane: words and arithmetic shared by client, service and worker.
+"""The leaf of kvplane: types, errors and arithmetic that client, service and worker share.
 
-Standard library only, so that an engine can import it anywhere. Nothing here does I/O or reads a clock.
+Standard library only, so that an engine can import it anywhere. It does no I/O and reads no clock.
 """

@@ -1,8 +1,8 @@
-"""Every refusal that kvplane makes on purpose, as one small tree of exceptions.
+"""Every expected refusal of kvplane, as one tree of exceptions.
 
-A refusal changes nothing: the state digest of a replica is the same before and after. Bugs are assertions,
-not members of this tree. The service maps each class to a gRPC status in one table; the client maps `reason`
-back to the class, so the same exception arrives whether the session runs in process or over the wire.
+A refusal changes no state: the state digest of a replica is the same before and after. Bugs are assertions, not members
+of this tree. The service maps each class to a gRPC status in one table (`kvplane.rpc.status`); the client maps `reason`
+back to the class, so that a session raises the same exceptions in process and over gRPC.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class KvplaneError(Exception):
 
     Attributes:
         reason: stable UPPER_SNAKE name, the same on the wire (`google.rpc.ErrorInfo.reason`).
-        field: name of the request field at fault, "" when no single field is.
-        remedy: what the caller can do about it, one sentence.
-        metadata: further facts as text, such as the epoch that holds or the owner's address.
+        field: name of the invalid request field, "" when no single field is.
+        remedy: what the caller can do about it, in one sentence.
+        metadata: further facts as text, such as the current epoch or the owner's address.
     """
 
     reason: ClassVar[str] = "KVPLANE_ERROR"
@@ -38,7 +38,7 @@ class KvplaneError(Exception):
 
 
 class InvalidArgument(KvplaneError):
-    """A field holds a value that no state of the service could accept."""
+    """A field has a value that the service never accepts, whatever its state."""
 
     reason = "INVALID_ARGUMENT"
 
@@ -50,121 +50,121 @@ class NotFound(KvplaneError):
 
 
 class AlreadyExists(KvplaneError):
-    """The name is taken by something different."""
+    """The name is in use with other arguments."""
 
     reason = "ALREADY_EXISTS"
 
 
 class FailedPrecondition(KvplaneError):
-    """The request is well formed but the state it assumes does not hold."""
+    """The request is well formed, but the replica is not in the state that it requires."""
 
     reason = "FAILED_PRECONDITION"
 
 
 class StaleEpoch(FailedPrecondition):
-    """The caller's epoch has ended, a newer engine life owns the replica; `metadata["epoch"]` is current."""
+    """The caller's epoch has ended: a newer engine life owns the replica. `metadata["epoch"]` is the current one."""
 
     reason = "STALE_EPOCH"
 
 
 class ServiceRestarted(StaleEpoch):
-    """The service was started anew: it may know the replica and its entries, but nothing of what ran."""
+    """The service restarted: it may have recovered the replica and its cache entries, but none of its requests."""
 
     reason = "SERVICE_RESTARTED"
 
 
 class OtherWriter(FailedPrecondition):
-    """The replica has another writer: a newer session, or a session where a unary call was tried."""
+    """The replica has another writer: a newer session, or, for a unary call, any open session."""
 
     reason = "OTHER_WRITER"
 
 
 class SequenceError(FailedPrecondition):
-    """A step arrived out of order: from the future, or under a number that was used with other bytes."""
+    """A step arrived out of order: before an earlier step, or with a used number and other bytes."""
 
     reason = "SEQUENCE_ERROR"
 
 
 class ReplicaLapsed(FailedPrecondition):
-    """The replica's engine is gone or silent: nothing can be promised about its pages until a session returns."""
+    """The session of the replica has lapsed: the contents of its pages are unknown until a session opens or returns."""
 
     reason = "REPLICA_LAPSED"
 
 
 class OpIdReused(FailedPrecondition):
-    """An op_id was used before, with other bytes."""
+    """An op_id was used before, with another request."""
 
     reason = "OP_ID_REUSED"
 
 
 class Moved(FailedPrecondition):
-    """Another service process owns the replica. `metadata["address"]` says where."""
+    """Another service process owns the replica; `metadata["address"]` is its address."""
 
     reason = "MOVED"
 
 
 class NoPlan(FailedPrecondition):
-    """The replica was registered by explicit groups, so nobody knows what its memory looks like."""
+    """The replica was registered with explicit groups, so the service has no memory layout for it."""
 
     reason = "NO_PLAN"
 
 
 class WrongPlan(FailedPrecondition):
-    """Pages have another plan than is asked for."""
+    """The pages have another plan than the requested one."""
 
     reason = "WRONG_PLAN"
 
 
 class WorkerExists(FailedPrecondition):
-    """Another worker holds the rank. `metadata` has its "address" and "pid"."""
+    """Another worker is registered for the rank; `metadata` has its "address" and "pid"."""
 
     reason = "WORKER_EXISTS"
 
 
 class PermissionDenied(KvplaneError):
-    """The caller may not do this: it runs as another user, or has not the token of the place."""
+    """The caller lacks the permission: it runs as another user, or without the required token or scope."""
 
     reason = "PERMISSION_DENIED"
 
 
 class Unauthenticated(KvplaneError):
-    """The service asks who calls, and nothing that holds was shown."""
+    """The service requires authentication, and the call has no valid credentials."""
 
     reason = "UNAUTHENTICATED"
 
 
 class OutOfMemory(KvplaneError):
-    """The device has too little memory. `metadata`: bytes "asked" and "free", and "num_blocks" that would fit."""
+    """The device has too little memory. `metadata`: bytes "asked" and "free", and the "num_blocks" that would fit."""
 
     reason = "OUT_OF_MEMORY"
 
 
 class LimitExceeded(KvplaneError):
-    """A configured limit is reached (never: out of blocks, which is an answer)."""
+    """A configured limit is reached. (Running out of blocks is reported in the answer, not by this error.)"""
 
     reason = "LIMIT_EXCEEDED"
 
 
 class QuotaExceeded(LimitExceeded):
-    """The caller's own limit is reached; `metadata["retry_ms"]`, where it is there, says when to try again."""
+    """A quota of the caller is exhausted; `metadata["retry_ms"]`, if present, is the time to wait before a retry."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class Unavailable(KvplaneError):
-    """The service cannot be reached or is shutting down; safe to try again."""
+    """The service is unreachable or shutting down; a retry is safe."""
 
     reason = "UNAVAILABLE"
 
 
 class DeadlineExceeded(KvplaneError):
-    """No answer came in time; the operation may or may not have been done."""
+    """The deadline passed without an answer; the operation may or may not have been executed."""
 
     reason = "DEADLINE_EXCEEDED"
 
 
 class InternalError(KvplaneError):
-    """The service failed on its side: a bug, or an invariant that does not hold. The message names it."""
+    """A failure inside the service: a bug, or a violated invariant, named in the message."""
 
     reason = "INTERNAL"
 
@@ -181,7 +181,7 @@ _BY_REASON = {cls.reason: cls for cls in _descendants(KvplaneError)}
 def error_of_reason(
     reason: str, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None
 ) -> KvplaneError:
-    """The refusal of a reason; an unknown reason becomes a KvplaneError that has it in its metadata."""
+    """The refusal with this `reason`. An unknown reason becomes a KvplaneError with the reason in its metadata."""
     cls = _BY_REASON.get(reason, KvplaneError)
     facts = dict(metadata or {})
     if cls is KvplaneError:

@@ -1,4 +1,4 @@
-"""What a subscriber of cache events gets."""
+"""Batches of cache events, as a subscriber receives them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class EventBatch:
     """The published events of one step of a replica.
 
     Attributes:
-        seq: number of the batch, +1 each; subscribe again after it.
+        seq: number of the batch, incremented by one; subscribe again after it.
         epoch: engine life.
         events: in order.
-        gap: batches before this one are lost; drop what is known of the replica.
-        withdrawn: the replica lapsed; do not route by its entries until `restored`.
-        restored: the replica is back and its entries hold.
+        gap: batches before this one are lost; discard everything recorded of the replica.
+        withdrawn: the replica's session lapsed; do not route by its entries until `restored`.
+        restored: the session is back, and its entries are valid.
     """
 
     seq: int

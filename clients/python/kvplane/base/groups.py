@@ -1,4 +1,4 @@
-"""What the allocator knows of a model: its KV cache groups, and the settings of one replica.
+"""The allocator's view of a model: its KV cache groups, and the settings of one replica.
 
 A *KV cache group* is a set of layers whose blocks are allocated together. The allocator needs only how the
 group spends blocks over tokens, never heads or dtypes; the planner (`kvplane_service.core.planner`) reduces
@@ -14,12 +14,12 @@ from kvplane.base.errors import InvalidArgument
 
 MAX_GROUPS = 64
 MAX_BLOCKS = 1 << 28
-NULL_BLOCK = 0  # holds no page: stands in tables where a request has no block
+NULL_BLOCK = 0  # has no page: the entry of a table where a request has no block
 MAX_TOKENS = 1 << 30
 
 
 class GroupKind(Enum):
-    """How a kind of layer spends blocks. The value is the name used on the wire and in events."""
+    """How a kind of layer uses blocks. The value is the name used on the wire and in events."""
 
     FULL_ATTENTION = "full_attention"
     MLA = "mla_attention"
@@ -41,10 +41,10 @@ class MambaMode(Enum):
 
 
 class CommitRule(Enum):
-    """When a key becomes true for others.
+    """When other requests may hit a key.
 
-    SAFE: keys of steps not yet executed are tentative and are withdrawn when their step does not run.
-    REFERENCE: as vLLM 0.33 does, a key is true as soon as it is registered.
+    SAFE: keys of steps that were not executed yet are tentative, and are withdrawn when their step does not run.
+    REFERENCE: as in vLLM 0.33, as soon as it is registered.
     """
 
     SAFE = "safe"
@@ -69,12 +69,12 @@ class GroupSpec:
     """One KV cache group.
 
     Attributes:
-        kind: how its layers spend blocks.
+        kind: how its layers use blocks.
         block_size: tokens per block of the pool, after context-parallel scaling.
         window: sliding window in tokens (window kinds and R_SWA), else 0.
         chunk: attention chunk in tokens (CHUNKED_LOCAL), else 0.
         mamba_mode: MAMBA only.
-        speculative_blocks: MAMBA only, states kept beside the running one for draft tokens.
+        speculative_blocks: MAMBA only, states kept for draft tokens in addition to the running one.
         sink_tokens: SINK_FULL only, tokens whose blocks the group always holds; a multiple of block_size.
         is_draft: the group holds draft (EAGLE / MTP) layers.
         drops_last_block: a look-up drops the last matched block, which the drafter recomputes.
@@ -103,7 +103,7 @@ class GroupSpec:
     extra_retained_tokens: int = 0
 
     def validate(self, name: str) -> None:
-        """Raise InvalidArgument naming `name.<field>` for a value that no group of this kind can have."""
+        """Raise InvalidArgument, naming `name.<field>`, for a value that is invalid for this kind of group."""
         _require(1 <= self.block_size <= MAX_TOKENS, f"{name}.block_size", "must be 1 or more")
         windowed = self.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.R_SWA)
         _require((self.window > 0) == windowed, f"{name}.window", "must be given exactly for window kinds")
@@ -118,7 +118,7 @@ class GroupSpec:
 
 
 class Drafter(Enum):
-    """What proposes draft tokens, as far as it has layers in the pool."""
+    """What proposes draft tokens, if it has layers in the pool."""
 
     NONE = "none"  # no drafts, or an n-gram or suffix drafter
     EAGLE = "eagle"
@@ -142,23 +142,23 @@ class AlignSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """Everything that decides how one replica's block pool behaves.
+    """Everything that determines the behaviour of a replica's block pool.
 
     Attributes:
         groups: at least one; the index is the group id used everywhere.
-        num_blocks: blocks in the pool with block 0, the null block, which is never handed out.
+        num_blocks: blocks in the pool, including block 0, the null block, which is never allocated.
         max_model_len: longest request in tokens.
         hash_block_size: tokens per block hash; divides every cacheable group's block size.
         scheduler_block_size: hits are multiples of it (of hash_block_size when partial_hits).
         max_in_flight_tokens: most tokens scheduled and not yet executed.
-        hash_algorithm, hash_seed: how hashes are made; the seed "" is the algorithm's own.
-        enable_caching: prefix caching on.
-        retention_interval: window and state groups keep one tail per so many tokens; 0 = replay boundaries
+        hash_algorithm, hash_seed: of the block hashes; "" = the algorithm's default seed.
+        enable_caching: whether prefix caching is on.
+        retention_interval: window and state groups keep one tail per this number of tokens; 0 = replay boundaries
             and junctions only, DENSE_RETENTION = every block.
         partial_hits: hits may end inside a block (copy on write).
         watermark_blocks: blocks left free when a request is admitted while others run.
         commit: see CommitRule.
-        hash_lookahead_tokens: tokens behind a block that its hash also covers (multi-module drafters).
+        hash_lookahead_tokens: tokens after a block that its hash also covers (multi-module drafters).
         prefill_lookahead: drafts per step of a multi-module drafter; blocks within it are not yet cached.
         keep_divergence_boundary: also keep the boundary one alignment below the replay boundary, so that a
             prompt that diverges inside its last block keeps its hit (vLLM #57610). Off = as the reference.
@@ -191,7 +191,7 @@ class ReplicaSpec:
         return self.hash_block_size if self.partial_hits else self.scheduler_block_size
 
     def validate(self) -> None:
-        """Raise InvalidArgument naming the field for a replica that cannot exist."""
+        """Raise InvalidArgument, naming the field, for an impossible replica."""
         _require(1 <= len(self.groups) <= MAX_GROUPS, "groups", f"must have 1 to {MAX_GROUPS} entries")
         _require(2 <= self.num_blocks <= MAX_BLOCKS, "num_blocks", f"must be 2 to {MAX_BLOCKS}, one is null")
         _require(1 <= self.max_model_len <= MAX_TOKENS, "max_model_len", f"must be 1 to {MAX_TOKENS}")

@@ -1,4 +1,4 @@
-"""What unary calls say: the operations of a step in readable form, for engines that start small."""
+"""The arguments of unary calls: the operations of a step, one request at a time, for small engines."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys, Watermark
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a request consists of: token ids, which the service hashes, or block hashes and a count of tokens.
+    """The content of a request: token ids, which the service hashes, or block hashes and a number of tokens.
 
     Attributes:
-        token_ids: what the service hashes; or
-        num_tokens, hashes: their count and the digests of the full hash blocks, in order.
-        extra_keys: what else makes the content; used with token ids.
+        token_ids: the tokens, which the service hashes; or
+        num_tokens, hashes: the number of tokens and the digests of the full hash blocks, in order.
+        extra_keys: further inputs of the hashes; used with token ids.
         domain: requests share pages only within a domain.
-        skip_reading: look nothing up, still register.
-        max_tokens: most tokens the request may reach; 0 = max_model_len.
+        skip_reading: do not look the prefix up; register it anyway.
+        max_tokens: maximum length of the request in tokens; 0 = max_model_len.
     """
 
     token_ids: Sequence[int] = ()
@@ -34,7 +34,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Tokens that joined a request: ids, or their count and the digests of blocks that became complete."""
+    """Tokens appended to a request: their ids, or their number and the digests of blocks that they completed."""
 
     token_ids: Sequence[int] = ()
     num_tokens: int = 0
@@ -43,13 +43,13 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where a mutation belongs.
+    """The header of a mutation: engine life, identity, and step.
 
     Attributes:
-        epoch: engine life; NEW_EPOCH = the current one, whichever it is.
-        op_id: names the call, so that a repeat gets the first answer; "" = the client draws one.
-        more: more calls belong to the same step as this one.
-        executed_through: all steps up to this one have finished on all ranks; None = all before this call's.
+        epoch: engine life; NEW_EPOCH = the current one.
+        op_id: identifies the call, so that a repeat gets the stored answer; "" = the client draws one.
+        more: whether more calls belong to the same step.
+        executed_through: all steps up to this one have finished on all ranks; None = all before this call's step.
     """
 
     epoch: int = NEW_EPOCH
@@ -67,22 +67,22 @@ class Allocate:
 
     Attributes:
         request_id: 1 to 128 characters.
-        content: of a request that is new to the replica.
-        computed_tokens: sets computed tokens first (after rejected drafts); None = as they are.
-        appended: tokens that joined before this call.
-        max_new_tokens: most tokens to grant; None = all that are not computed.
+        content: content of a request that is new to the replica.
+        computed_tokens: new number of computed tokens, set first (after rejected drafts); None = unchanged.
+        appended: tokens appended before this call.
+        max_new_tokens: most tokens to grant; None = all tokens that are not computed.
         extra_tokens: drafts and placeholders beyond the known tokens; negative to compute fewer than known.
-        lookahead_tokens: more slots for drafts to come.
-        external_tokens: first call, tokens behind the hit that come from outside.
-        in_flight_tokens: running, tokens in flight; None = as the service counts.
+        lookahead_tokens: further slots for later drafts.
+        external_tokens: first call: tokens after the hit that an external load provides.
+        in_flight_tokens: running request: tokens in flight; None = as counted by the service.
         delay_caching: allocate now, register keys by a later commit.
-        unaligned: the chunk ends anywhere, also where no recurrent state can be cached.
-        full_fit: first call, the whole sequence must fit.
-        encoder_tokens: first call, for cross attention.
-        reserved_blocks: first call, blocks to leave free for others.
-        watermark: first call, whether the watermark is left free.
-        expected_hit_tokens: first call, refuse with STALE_HIT when the hit is another; None = any.
-        victims: running, requests to preempt when blocks are short, first to go first.
+        unaligned: the chunk may end where no recurrent state can be cached.
+        full_fit: first call: the whole sequence must fit.
+        encoder_tokens: first call: tokens of the encoder, for cross attention.
+        reserved_blocks: first call: blocks to leave free for other requests.
+        watermark: first call: whether to leave the watermark free.
+        expected_hit_tokens: first call: refuse with STALE_HIT when the hit differs; None = any.
+        victims: running request: requests to preempt when blocks are short, in this order.
     """
 
     request_id: str
@@ -106,13 +106,13 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What became true of a request. Without a request_id the call only ends the step.
+    """Progress of a request: computed and appended tokens, blocks to register. An empty request_id only ends the step.
 
     Attributes:
         request_id: of the request.
-        computed_tokens: sets computed tokens first; None = as they are.
-        appended: tokens that joined.
-        commit_tokens: registers full blocks up to so many tokens; None = registers nothing.
+        computed_tokens: new number of computed tokens, set first; None = unchanged.
+        appended: appended tokens.
+        commit_tokens: register full blocks up to this number of tokens; None = register nothing.
     """
 
     request_id: str = ""
@@ -122,7 +122,7 @@ class Commit:
 
 
 class Ending(Enum):
-    """How a request leaves. The value is the end of the name on the wire."""
+    """How a request ends. The value is the suffix of the enum name on the wire."""
 
     FREE = "free"  # its blocks return to the pool
     HELD = "held"  # it ended, its blocks stay until RELEASED

@@ -1,4 +1,4 @@
-"""What opens a session and what the answer says; the same types over the wire and in process."""
+"""Opening a session: the request, the answer, and the transport; the same types over gRPC and in process."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class OpenRequest:
     Attributes:
         replica: name of the replica.
         nonce: u64 drawn at random for each stream; only the newest session of a replica may apply steps.
-        epoch: NEW_EPOCH for a new engine life, the current epoch to resume after a broken stream.
+        epoch: NEW_EPOCH begins a new engine life; the current epoch resumes it after a broken stream.
         with_events: answers carry cache events.
         client: name of the client, for operators.
         stamp_table: new engine life on unchanged page memory: one stamp per block; keys whose stamp matches
             survive. Empty: no key survives.
-        incarnation: names the life of that memory, 0 = not known; what was stored for another one is dropped.
-        busy_blocks: new engine life: blocks that loads of earlier lives, or of requests that an image will list as
-            loading, may still write, as far as the engine knows. The service allocates none of them.
-        step_version: of the steps to come; another one than the service's is refused.
-        owner_epoch: new engine life: the highest that owns a rank's memory (`RankGroup.owner_epoch`); the new life is
-            numbered above it, whatever its service and store know. 0 = none, or not known.
-        begun_by: to resume: nonce of the stream that began the epoch, 0 = not known; two services that do not know of
-            each other may give two lives the same number.
+        incarnation: identifies that memory, 0 = unknown; entries stored for another incarnation are dropped.
+        busy_blocks: new engine life: blocks that loads of earlier lives, or of requests that the image lists as
+            loading, may still write. The service does not allocate them.
+        step_version: version of the steps; must be the service's.
+        owner_epoch: new engine life: the highest epoch that owns a rank's memory (`RankGroup.owner_epoch`), 0 = none
+            or unknown. The new life gets a higher epoch, even if the service and its store have lost count.
+        begun_by: to resume: nonce of the stream that began the epoch, 0 = unknown. It identifies the life, since two
+            services that are not aware of each other may number two lives equally.
     """
 
     replica: str
@@ -69,14 +69,14 @@ class Opened:
     Attributes:
         epoch: the epoch that steps are sent under.
         seq: last step applied completely.
-        next_part: parts applied of step seq + 1.
+        next_part: number of applied parts of step seq + 1.
         max_steps_in_flight, max_rows: limits of the service.
-        lease_ms: send something at least this often.
+        lease_ms: the session lapses when no message arrives for this long.
         spec: of the replica.
-        free_blocks: exact.
-        kept_keys: keys that survived into this epoch.
+        free_blocks: exact number of free blocks.
+        kept_keys: number of keys that survived into this epoch.
         busy_blocks: ascending; not allocated until `Cache.loads_over` names them, since loads of earlier engine lives
-            may still write to them.
+            may still write them.
     """
 
     epoch: int
@@ -94,27 +94,27 @@ class Opened:
 class SessionTransport(Protocol):
     """Carries one session: gRPC (`kvplane.blocking.transport`), in process, or a simulated network.
 
-    A step that is refused is an answer like any other. What is raised is about the stream: Unavailable when it is
-    broken, DeadlineExceeded when nothing came in time (either way it is opened again), another KvplaneError when the
-    service has ended the session (StaleEpoch, OtherWriter, NotFound, InvalidArgument for a message that cannot be
-    read). No method waits without end.
+    The refusal of a step is returned as an answer. Raised errors concern the stream: Unavailable when it broke,
+    DeadlineExceeded when no answer arrived in time (after both the session reopens it), any other KvplaneError when the
+    service ended the session (StaleEpoch, OtherWriter, NotFound, InvalidArgument for a malformed message). Every
+    method has a timeout.
 
     Attributes:
-        draining: the service has announced that it will go; known once an answer behind the notice was received.
-        can_move: another service can be asked for the replica.
+        draining: the service drains; set once an answer after its notice was received.
+        can_move: another service is available for the replica.
     """
 
     draining: bool
     can_move: bool
 
     def open(self, request: OpenRequest) -> Opened:
-        """Open a stream, in place of the one before if there was one."""
+        """Open a stream, which replaces the previous one."""
         ...
 
     def send(self, step: Step) -> None:
-        """Send without waiting. A stream that is broken or ended is `receive`'s to tell.
+        """Send without waiting. A broken stream is not an error here: `receive` raises it.
 
-        InvalidArgument: the step holds a value that cannot be sent; nothing was sent.
+        Raises InvalidArgument for a value that cannot be encoded; nothing was sent.
         """
         ...
 
@@ -127,9 +127,9 @@ class SessionTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Say goodbye: requests are freed. Idempotent; silent when the service cannot be reached."""
+        """Close the stream, so that the service frees the requests. Idempotent; ignores an unreachable service."""
         ...
 
     def abort(self) -> None:
-        """End the stream without a goodbye, and open no other one; from any thread. What waits raises Unavailable."""
+        """Cancel the stream, and refuse to open another one; from any thread. Waiting calls raise Unavailable."""
         ...

@@ -1,4 +1,4 @@
-"""Where the groups of a replica can come from, beside a ReplicaSpec: a model of the service's catalogue, or layers."""
+"""Sources of a replica's groups other than a ReplicaSpec: a model of the service's catalogue, or a list of layers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from kvplane.base.layers import KVSharingLayer, Layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """What every source says about the pool. 0 stands for the service's default, which the contract states.
+    """Settings of the pool, for every source. 0 selects the service's default, which the contract states.
 
     Attributes:
         memory_bytes: cache memory per rank; exactly one of memory_bytes and num_blocks.
-        num_blocks: blocks in the pool, in place of memory_bytes.
+        num_blocks: blocks in the pool, instead of memory_bytes.
         max_model_len: longest request in tokens.
         max_batched_tokens: most tokens scheduled in one step.
-        max_concurrent_batches: steps in flight that the engine may have.
+        max_concurrent_batches: most steps that the engine has in flight.
         disable_caching: turns prefix caching off.
         retention_interval, commit, hash_algorithm, hash_seed: as in ReplicaSpec.
         watermark: share of the pool left free when a request is admitted while others run, 0 to below 1.
-        speculative_tokens: draft tokens of a decode step at most; recurrent states are kept for so many, and a row that
-            asks for more is refused.
-        drafter: has layers in the pool: of EAGLE, or the model's own for multi-token prediction. A look-up then drops
-            the last matched block, which the drafter computes again. Of a LayerSource they are its `is_draft` layers.
+        speculative_tokens: maximum draft tokens of a decode step. Recurrent states are kept for them; a row that asks
+            for more is refused.
+        drafter: a drafter with layers in the pool: EAGLE, or the model's own multi-token prediction. A look-up then
+            drops the last matched block, which the drafter recomputes. In a LayerSource, its `is_draft` layers.
     """
 
     memory_bytes: int = 0
@@ -65,8 +65,8 @@ class LayerSource(PoolSettings):
 
     Attributes:
         layers: in model order, on one rank.
-        block_outermost: all layers of a block lie together (large transfers), in place of all blocks of a layer.
-        decode_context_parallel: degree; a block of a sharded group covers so many times more tokens.
+        block_outermost: store all layers of a block together (for large transfers) instead of all blocks of a layer.
+        decode_context_parallel: degree; a block of a sharded group covers that many times more tokens.
         stages: names of the layers of each pipeline stage, when there is more than one.
     """
 

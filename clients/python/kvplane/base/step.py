@@ -1,13 +1,12 @@
-"""A step as a program of rows in columns, and its answer.
+"""A step as rows in columns, and its answer.
 
-One scheduler iteration of an engine is one Step: what happened, what is new, and what it would like to run,
-in the order in which the engine cares. The law: a part runs facts -> cache -> news -> resume -> run -> admit -> peek,
-each in row order, and a row's effects are complete before the next row. So a step gives the same result sent
-whole or one row per part. Only `resume` is taken whole: its rows are told before anything else of an engine life runs.
+One scheduler iteration of an engine is one Step: what happened, which requests are new, and what to run, in the order
+of the engine's priorities. A part is applied in the order facts -> cache -> news -> resume -> run -> admit -> peek,
+each section in row order, and each row is complete before the next. So a step has the same result whether it is sent
+whole or one row per part. Only `resume` is applied as a whole, before any other row of an engine life runs.
 
-A column is a list with one entry per row, or empty when every row has the default named in its comment. On
-the wire a column is little-endian packed u32 (i32 where it may be negative, u64 where said); see
-`kvplane.wire`.
+A column is a list with one entry per row, or empty when every row has the default named in its comment. On the wire a
+column is little-endian packed u32 (i32 if it may be negative, u64 where noted); see `kvplane.wire`.
 """
 
 from __future__ import annotations
@@ -18,61 +17,61 @@ from enum import IntEnum, IntFlag
 
 from kvplane.base.typed import check
 
-STEP_VERSION = 2  # of the meaning of columns; 1 aligned only the rows that asked for it, by bit 1
+STEP_VERSION = 2  # of the meaning of columns; version 1 aligned only rows with flag bit 1
 UNLIMITED = 0xFFFFFFFF
 ANY_HIT = -1
 UNCHANGED = -1
 
 
 class End(IntEnum):
-    """How a request left, in a facts row."""
+    """How a request ended, in a facts row."""
 
     NONE = 0
     FREE = 1  # blocks return to the pool, tail first (after `fence`)
     HELD = 2  # the request ended, its blocks stay until `Cache.released` names the slot (transfers)
-    PREEMPTED = 3  # as FREE, but tokens and hashes stay: the slot can be admitted again
+    PREEMPTED = 3  # as FREE, but tokens and hashes are kept: the slot can be admitted again
 
 
 class OnRefusal(IntEnum):
     """What a section does when a row gets no blocks."""
 
-    STOP = 0  # later rows of the section are not looked at
-    SKIP = 1  # go on with the next row
-    PREEMPT = 2  # run only: preempt victims until it fits
+    STOP = 0  # later rows of the section are not processed
+    SKIP = 1  # continue with the next row
+    PREEMPT = 2  # run only: preempt victims until the row fits
 
 
 class Watermark(IntEnum):
     """Whether an admission leaves the replica's watermark of blocks free."""
 
-    AUTO = 0  # when some request is running
+    AUTO = 0  # when a request is running
     ALWAYS = 1
     NEVER = 2
 
 
 class RowFlag(IntFlag):
-    """Bits of the flags column of run and admit rows. Bit 1 is reserved and means nothing.
+    """Bits of the flags column of run and admit rows. Bit 1 is reserved and ignored.
 
-    Where the replica has an AlignSpec, chunks of prompts end where recurrent states can be cached.
+    With an AlignSpec, chunks of prompts end where recurrent states can be cached.
     """
 
     NONE = 0
-    DELAY_CACHING = 2  # allocate now, register keys by a later commit (external tokens still on their way)
+    DELAY_CACHING = 2  # allocate now, register keys by a later commit (an external load is in progress)
     FULL_FIT = 4  # admit: the whole sequence must fit, not only this chunk
     WHOLE = 8  # admit: no chunking; a row that does not get all its tokens stops the section
-    UNALIGNED = 16  # the chunk ends anywhere; a state that does not end at a block boundary is not cached
+    UNALIGNED = 16  # the chunk may end anywhere; a state that does not end at a block boundary is not cached
 
 
 class AdmitStatus(IntEnum):
-    """What became of an admit row."""
+    """The outcome of an admit row."""
 
-    NOT_REACHED = 0  # the section had ended: budget, max_running, or an earlier refusal
+    NOT_REACHED = 0  # the section ended before: budget, max_running, or an earlier refusal
     GRANTED = 1
     REFUSED = 2  # out of blocks; nothing was allocated
-    DEFERRED = 3  # its hit is a state in flight, or its old pages are under a load; ask again later
-    STALE_HIT = 4  # the hit is not `expected_hit`; `hit` says what it is now
-    NO_ROOM = 5  # the budget left does not hold it (WHOLE rows and aligned chunks of 0 tokens)
-    NEVER_FITS = 6  # more blocks than the empty pool has
-    NOT_WAITING = 7  # it runs already, or ended as held; later rows are looked at
+    DEFERRED = 3  # its hit is a state in flight, or a load still writes its old pages; admit it again later
+    STALE_HIT = 4  # the hit is not `expected_hit`; `hit` is the current one
+    NO_ROOM = 5  # the remaining budget does not suffice (WHOLE rows and aligned chunks of 0 tokens)
+    NEVER_FITS = 6  # it needs more blocks than the empty pool has
+    NOT_WAITING = 7  # it is running, or ended as HELD; later rows are processed
 
 
 class EventKind(IntEnum):
@@ -84,15 +83,15 @@ class EventKind(IntEnum):
 
 
 class RemoveReason(IntEnum):
-    """Why a key left its block."""
+    """Why a key was removed from its block."""
 
     NONE = 0
-    EVICTED = 1  # the block was handed to another request
+    EVICTED = 1  # the block was allocated to another request
     DROPPED = 2  # EvictBlocks, or a failed load
     PROMOTED = 3  # replaced by a longer key of the same block
     WITHDRAWN = 4  # tentative key of a step that will not run
-    UNVERIFIED = 5  # a new epoch could not prove that the page still holds the content
-    MOVED = 6  # to a copy of the page, of which the next event tells
+    UNVERIFIED = 5  # a new epoch could not prove that the page still has the content
+    MOVED = 6  # to a copy of the page, which the next event reports
 
 
 @dataclass(slots=True)
@@ -104,7 +103,7 @@ class Facts:
 
     slot: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: new count (rejected drafts)
-    appended: list[int] = field(default_factory=list)  # default 0: tokens that joined the request
+    appended: list[int] = field(default_factory=list)  # default 0: number of appended tokens
     tokens: MutableSequence[int] = field(default_factory=list)  # sum(appended) ids, in row order; empty = hashes given
     num_hashes: list[int] = field(default_factory=list)  # default 0: block hashes that became complete
     hashes: bytes = b""  # concatenated digests, rows in order
@@ -115,16 +114,16 @@ class Facts:
 
 @dataclass(slots=True)
 class Cache:
-    """What happened to pages rather than to requests."""
+    """What happened to pages, not to requests."""
 
-    # u64: steps of this epoch whose launch never runs; every rank carries out their orders all the same, in their turn
+    # u64: steps of this epoch whose launch does not run; every rank still carries out their orders, in order
     failed_steps: list[int] = field(default_factory=list)
-    # Blocks whose keys must go, in order. A request that counts one as computed registers it again: where the page is
-    # bad, lower `computed` of every request that has it, or end it, in the same part.
+    # Blocks whose keys are removed, in order. A request for which such a block is computed registers it again: if the
+    # page is bad, lower `computed` of every request that has it, or end it, in the same part.
     evicted: list[int] = field(default_factory=list)
-    released: list[int] = field(default_factory=list)  # slots ended as HELD whose transfers, or any whose load, is over
-    reset: bool = False  # drop every key; works only when no request holds a block
-    loads_over: list[int] = field(default_factory=list)  # blocks of `Opened.busy_blocks` whose loads are over
+    released: list[int] = field(default_factory=list)  # HELD slots whose transfers ended, and slots whose load ended
+    reset: bool = False  # drop every key; has no effect while a request holds a block
+    loads_over: list[int] = field(default_factory=list)  # blocks of `Opened.busy_blocks` whose loads ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +137,7 @@ class Multimodal:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """What else than tokens makes the content of a request's blocks.
+    """Inputs of a request's block hashes other than its tokens.
 
     Attributes:
         lora: (name, path) of the adapter; in the hash of every block.
@@ -153,7 +152,7 @@ class ExtraKeys:
     prompt_embeds: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for a lora that is no pair: two letters would be taken for name and path."""
+        """Raise InvalidArgument for a lora that is not a pair: a string of two letters would unpack as one."""
         check(self.lora, tuple[str, str] | None, "extra_keys.lora")
 
 
@@ -162,40 +161,41 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 @dataclass(slots=True)
 class News:
-    """New requests. A slot is a small number that the client chooses and reuses after the request ended."""
+    """New requests. A slot is a small number that the client chooses, and may reuse after the request ended."""
 
     slot: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     tokens: MutableSequence[int] = field(default_factory=list)  # sum(num_tokens) ids, row by row; empty = hashes given
     num_hashes: list[int] = field(default_factory=list)  # default 0
     hashes: bytes = b""
-    request_id: list[str] = field(default_factory=list)  # default "": name for explanations and traces
+    request_id: list[str] = field(default_factory=list)  # default "": id for explanations and traces
     domain: list[str] = field(default_factory=list)  # default "": requests share pages only within a domain
     extra_keys: list[ExtraKeys] = field(default_factory=list)  # default none; used when tokens are given
-    skip_reading: list[int] = field(default_factory=list)  # default 0; 1 = look nothing up, still register
-    max_tokens: list[int] = field(default_factory=list)  # default 0 = max_model_len: most tokens it may reach
+    skip_reading: list[int] = field(default_factory=list)  # default 0; 1 = do not look the prefix up, but register it
+    max_tokens: list[int] = field(default_factory=list)  # default 0 = max_model_len: maximum length in tokens
     traceparent: list[str] = field(default_factory=list)  # default "": W3C context, see kvplane.base.trace
 
 
 @dataclass(slots=True)
 class Resume:
-    """The image of what held blocks in an engine life before, with nothing in flight: taken whole, or refused.
+    """The image: all blocks that were held in the previous engine life, with nothing in flight. It is accepted as a
+    whole or refused.
 
-    Rows are requests of `News` that run on with the blocks that they have. Entries of a table that its kind of group
-    needs no more may be anything. Held rows are requests of `News` whose pages a load still fills though they do not
-    run, and slots without a request, which ended as HELD. Every other block is free. The memory must show a stamp for
-    each page, so this engine life was opened with its stamps.
+    Rows are requests of `News` that continue with their blocks. Table entries that the group's kind no longer needs may
+    have any value. Held rows are requests of `News` that do not run and whose pages a load still fills, and slots
+    without a request, which ended as HELD. Every other block is free. Each page needs a stamp in the stamp table with
+    which this engine life was opened.
     """
 
     slot: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)  # leading tokens whose pages are written
     launch_end: list[int] = field(default_factory=list)  # default computed: tokens of the last launch, drafts included
-    num_prompt: list[int] = field(default_factory=list)  # default all tokens: how many it was admitted with first
+    num_prompt: list[int] = field(default_factory=list)  # default all tokens: its number of tokens when first admitted
     junction: list[int] = field(default_factory=list)  # default 0: as the admission told
     loading: list[int] = field(default_factory=list)  # default 0; 1 = a load still fills its pages
     num_settled: list[int] = field(default_factory=list)  # default as keys say: blocks, per group, that want no key
     num_blocks: list[int] = field(default_factory=list)  # entries of the table of each group, row by row
-    blocks: list[int] = field(default_factory=list)  # the tables one after the other
+    blocks: list[int] = field(default_factory=list)  # the tables, concatenated
     held_slot: list[int] = field(default_factory=list)
     held_count: list[int] = field(default_factory=list)  # blocks of each held slot
     held_blocks: list[int] = field(default_factory=list)
@@ -204,16 +204,16 @@ class Resume:
 
 @dataclass(slots=True)
 class Run:
-    """Running requests in scheduling order, each at most once a step.
+    """Running requests in scheduling order, each at most once per step.
 
-    Wanted tokens = known tokens + extra - computed, at most cap and the budget.
+    A row asks for known tokens + extra - computed, limited by cap and the budget.
     """
 
     slot: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)  # i32, default 0: drafts beyond the known tokens
     cap: list[int] = field(default_factory=list)  # default UNLIMITED
-    lookahead: list[int] = field(default_factory=list)  # default 0: more slots for drafts to come
-    in_flight: list[int] = field(default_factory=list)  # i32, default -1: counted from executed_through
+    lookahead: list[int] = field(default_factory=list)  # default 0: further slots for later drafts
+    in_flight: list[int] = field(default_factory=list)  # i32, default -1: counted by the service
     flags: list[int] = field(default_factory=list)  # RowFlag, default 0
     victims: list[int] = field(default_factory=list)  # slots to preempt, in order; empty = last row first
     on_refusal: OnRefusal = OnRefusal.PREEMPT
@@ -221,16 +221,16 @@ class Run:
 
 @dataclass(slots=True)
 class Admit:
-    """Waiting requests in order of admission; each looks its prefix up again and adopts the hit."""
+    """Waiting requests in order of admission; each looks up its prefix and adopts the hit."""
 
     slot: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)  # i32, default 0
     cap: list[int] = field(default_factory=list)  # default UNLIMITED
     lookahead: list[int] = field(default_factory=list)  # default 0
-    external: list[int] = field(default_factory=list)  # default 0: tokens behind the hit from outside
+    external: list[int] = field(default_factory=list)  # default 0: tokens after the hit that an external load provides
     expected_hit: list[int] = field(default_factory=list)  # i32, default ANY_HIT
     encoder_tokens: list[int] = field(default_factory=list)  # default 0: for cross attention
-    reserved: list[int] = field(default_factory=list)  # default 0: blocks to leave free for others
+    reserved: list[int] = field(default_factory=list)  # default 0: blocks to leave free for other requests
     watermark: list[int] = field(default_factory=list)  # Watermark, default AUTO
     flags: list[int] = field(default_factory=list)  # RowFlag, default 0
     max_running: int = UNLIMITED
@@ -240,7 +240,7 @@ class Admit:
 
 @dataclass(slots=True)
 class Peek:
-    """Look-ups for later steps: advice, nothing is touched or reserved."""
+    """Look-ups for later steps. They change no state, not even LRU order, and reserve nothing."""
 
     slot: list[int] = field(default_factory=list)
     with_blocks: bool = False
@@ -248,11 +248,11 @@ class Peek:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What run and admit rows of a part may spend together.
+    """The budget that run and admit rows of a part share.
 
     Attributes:
         tokens: scheduled tokens.
-        input: input positions; each scheduled row takes its tokens + `overhead`.
+        input: input positions; each scheduled row uses its tokens + `overhead`.
         overhead: input positions per scheduled row (draft slots).
     """
 
@@ -263,7 +263,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Part:
-    """One ordered program. A step usually has one."""
+    """One ordered set of rows. A step usually has one part."""
 
     facts: Facts = field(default_factory=Facts)
     cache: Cache = field(default_factory=Cache)
@@ -273,8 +273,8 @@ class Part:
     admit: Admit = field(default_factory=Admit)
     peek: Peek = field(default_factory=Peek)
     budget: Budget = Budget()
-    with_hashes: bool = False  # answer with the hashes known of facts and news rows, for checks
-    with_tables: bool = False  # answer with whole block tables of all run and admit rows, for debugging
+    with_hashes: bool = False  # answer with the block hashes of facts and news rows, for checks
+    with_tables: bool = False  # answer with the full block tables of all run and admit rows, for debugging
 
 
 @dataclass(slots=True)
@@ -283,9 +283,9 @@ class Step:
 
     Attributes:
         epoch: the engine life that sends it.
-        seq: step number, from 1, +1 each.
+        seq: step number, from 1, incremented by one.
         part: number of parts[0] within the step.
-        last: no more parts of this step follow.
+        last: whether these are the last parts of the step.
         executed_through: all steps up to this one have finished on all ranks.
         traceparent: W3C context of the engine's step, see kvplane.base.trace; "" = none.
     """
@@ -301,10 +301,10 @@ class Step:
 
 @dataclass(slots=True)
 class Blocks:
-    """Lists of block ids, sparse: entry k gives `count[k]` ids to group `group[k]` of row `row[k]`, in order.
+    """Sparse lists of block ids: entry k has `count[k]` ids for group `group[k]` of row `row[k]`, in order.
 
-    Rows are numbered through the part: run rows from 0, admit rows behind them (peek rows from 0 in
-    PartResult.peek_blocks).
+    Run rows are numbered from 0, admit rows continue after them; peek rows are numbered from 0 in
+    PartResult.peek_blocks.
     """
 
     row: list[int] = field(default_factory=list)
@@ -333,11 +333,11 @@ class Blocks:
 class Orders:
     """What each rank does before the launch, in this order: write stamps, zero pages, copy pages.
 
-    Zeroing first: a copy target is a fresh page and may stand in both lists. Pages that a transfer fills are in none.
-    Orders of a failed step are carried out like any others: a reset that was answered is never undone.
+    Zeroing precedes copying, since a copy target is a new page that may be in both lists. Pages that a transfer fills
+    are in neither. Orders of a failed step are carried out too, since an answered reset is not undone.
 
     Attributes:
-        stamp_block, stamp: new content version (u64) of each block that was handed out or lost a key.
+        stamp_block, stamp: new content version (u64) of each block that was allocated or lost a key.
         copy_src, copy_dst, copy_group: pages to copy, in order.
         zero_block, zero_group: pages to zero.
     """
@@ -353,14 +353,14 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """One change of the prefix cache, in the order in which it happened.
+    """One change of the prefix cache; events are in the order of the changes.
 
-    STORED: `hashes` were registered for blocks of `group` that lie in tokens [start, end) of the request in
-    `slot`; blocks that are null or not retained are skipped in `hashes` and `blocks` but not in the range.
-    `parent` is the hash before `start`, b"" at 0. `block_size` is tokens per hash. REMOVED: one hash, with
-    the reason. CLEARED: every key.
+    STORED: `hashes` were registered for the blocks of `group` that hold tokens [start, end) of the request in `slot`.
+    Null blocks and blocks that are not retained are omitted from `hashes` and `blocks`, but are part of the range.
+    `parent` is the hash before `start`, b"" at 0. `block_size` is tokens per hash. REMOVED: one hash, with the reason.
+    CLEARED: every key.
 
-    When a replica came back from a store, STORED tells of keys of many requests: no parent, no slot and no range, but
+    After a recovery from a store, one STORED has keys of many requests: without parent, slot and range, with
     `block_starts` where they are known.
     """
 
@@ -380,7 +380,7 @@ class CacheEvent:
 
 @dataclass(slots=True)
 class PartResult:
-    """What became of one part. All that logs, traces or counts reads this and derives nothing of its own."""
+    """The result of one part. Logs, traces and metrics read only this."""
 
     granted: list[int] = field(default_factory=list)  # run rows: tokens, 0 = not scheduled
     preempted: list[int] = field(default_factory=list)  # slots in order; the engine queues them again
@@ -388,23 +388,23 @@ class PartResult:
     admit_hit: list[int] = field(default_factory=list)
     admit_granted: list[int] = field(default_factory=list)
     admit_junction: list[int] = field(default_factory=list)
-    admit_load_after: list[int] = field(default_factory=list)  # u64, default 0: a load starts when it is executed
-    new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, run and admit rows
-    tables: Blocks = field(default_factory=Blocks)  # whole; of granted admit rows, of all if with_tables
+    admit_load_after: list[int] = field(default_factory=list)  # u64, default 0: step to be executed before the load
+    new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, of run and admit rows
+    tables: Blocks = field(default_factory=Blocks)  # full tables; of granted admit rows, of all rows if with_tables
     peek_hit: list[int] = field(default_factory=list)
     peek_junction: list[int] = field(default_factory=list)
     peek_blocks: Blocks = field(default_factory=Blocks)
-    num_hashes: list[int] = field(default_factory=list)  # with_hashes: known per facts row, then per news row
-    last_hash: list[bytes] = field(default_factory=list)  # the last of them, b"" when none; same rows
+    num_hashes: list[int] = field(default_factory=list)  # with_hashes: hashes per facts row, then per news row
+    last_hash: list[bytes] = field(default_factory=list)  # the last hash of the same rows, b"" = none
     reset_done: bool = False
     orders: Orders = field(default_factory=Orders)
     free_blocks: int = 0  # exact, after the part
     events: Sequence[CacheEvent] = field(default_factory=list)
     # For the decision log, not sent:
-    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # digests made of each row's tokens
+    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # digests of each row's tokens
     hashed_news: list[bytes] = field(default_factory=list, compare=False)
-    taken_back: int = field(default=0, compare=False)  # of preempted: lost what they had before the run section
-    went_back: int = field(default=0, compare=False)  # of taken_back: set behind the states or windows that they held
+    taken_back: int = field(default=0, compare=False)  # of preempted: lost blocks held before the run section
+    went_back: int = field(default=0, compare=False)  # of taken_back: set back before states or windows that they held
 
 
 @dataclass(slots=True)
@@ -412,7 +412,7 @@ class StepResult:
     """Answer to a Step.
 
     Attributes:
-        published_through: keys registered by steps up to this one may be seen by others.
+        published_through: keys registered by steps up to this one are published to others.
     """
 
     seq: int

@@ -1,6 +1,6 @@
-"""W3C trace context, as it travels in steps and requests: "00-<trace id>-<span id>-<flags>".
+"""W3C trace context in steps and requests: "00-<trace id>-<span id>-<flags>".
 
-https://www.w3.org/TR/trace-context/, version 00. What is not well-formed counts as none, as the standard asks.
+https://www.w3.org/TR/trace-context/, version 00. A malformed context is ignored, as the standard requires.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class TraceContext(NamedTuple):
-    """Who asked: a span of some trace, and whether that trace is recorded."""
+    """The caller's span, its trace, and whether the trace is recorded."""
 
     trace_id: int
     span_id: int
@@ -26,12 +26,12 @@ class TraceContext(NamedTuple):
 
 
 def is_sampled(traceparent: str) -> bool:
-    """Whether the trace is recorded, by its flags alone: cheap, so it can be asked of every step."""
+    """Whether the trace is recorded. Reads only the flags, so that it is cheap enough for every step."""
     return len(traceparent) == _LENGTH and traceparent[-1] in _ODD
 
 
 def parse_traceparent(traceparent: str) -> TraceContext | None:
-    """The context; None when there is none, or it is not well-formed."""
+    """The context; None when it is missing or malformed."""
     found = _FORM.fullmatch(traceparent)
     if found is None:
         return None

@@ -1,6 +1,6 @@
-"""Arguments against their annotations: what is of another type is refused by name, with what was expected.
+"""Checks arguments against their annotations: a value of a wrong type is refused with its name and the expected type.
 
-For calls that are not hot, and to explain what went wrong on a path that is.
+Used on calls off the hot path, and on the hot path after a failure, to name its cause.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SHOWN_CHARS = 60
 
 
 def check(value: object, hint: Any, where: str) -> None:  # noqa: ANN401
-    """Raise InvalidArgument that names `where`, or what in it is of another type than the annotation says."""
+    """Raise InvalidArgument for a value of another type than `hint`. It names `where`, or the element in it."""
     wrong = _wrong(value, hint, where)
     if wrong is not None:
         raise wrong
 
 
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Check the arguments of each call before it."""
+    """Decorator: check the arguments of each call against the annotations."""
     signature = inspect.signature(function)
 
     def look(arguments: dict[str, object]) -> None:

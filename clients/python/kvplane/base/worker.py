@@ -1,4 +1,4 @@
-"""What a worker says of itself: the one that holds the pages of a rank."""
+"""A worker, which holds the pages of a rank: the facts that it registers, and the plan that it receives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_DEVICE_CHARS = 64
 
 
 class WorkerState(Enum):
-    """What a worker is about. The value is the name used on the wire."""
+    """The state of a worker. The value is the name used on the wire."""
 
-    STARTING = "starting"  # it has its plan and no pages yet
-    READY = "ready"  # its pages can be attached
-    LEAVING = "leaving"  # it is about to go
+    STARTING = "starting"  # it has its plan, but no pages yet
+    READY = "ready"  # engines can attach its pages
+    LEAVING = "leaving"  # it is shutting down
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class WorkerInfo:
     """One worker.
 
     Attributes:
-        rank: whose pages it holds.
+        rank: the rank whose pages it holds.
         worker_id: u64 drawn at random by each worker process, not 0.
         address: where it serves `kvplane.v1.Worker`.
-        pid: its process.
-        device: of its pages, such as "cpu" or "cuda:0".
-        state: what it is about.
-        incarnation: names the life of its page memory; 0 while there is none.
-        owner_epoch: engine life that owns its pages.
-        plan_digest: of the plan that its pages have, "" while there are none.
+        pid: its process id.
+        device: device of its pages, such as "cpu" or "cuda:0".
+        state: see WorkerState.
+        incarnation: identifies its page memory; 0 while it has none.
+        owner_epoch: the engine life that owns its pages.
+        plan_digest: digest of the plan of its pages, "" while it has none.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class WorkerInfo:
     plan_digest: str = ""
 
     def validate(self) -> None:
-        """Raise InvalidArgument naming the field for a worker that cannot be."""
+        """Raise InvalidArgument, naming the field, for an impossible worker."""
         _require(self.worker_id > 0, "worker.worker_id", "draw a u64 at random")
         _require(len(self.address) <= MAX_ADDRESS_CHARS, "worker.address", f"give at most {MAX_ADDRESS_CHARS}")
         _require(len(self.device) <= MAX_DEVICE_CHARS, "worker.device", f"give at most {MAX_DEVICE_CHARS}")
@@ -58,12 +58,12 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a worker is told when it registers.
+    """The answer to a worker's registration.
 
     Attributes:
-        plan: memory of its rank.
-        num_ranks: of the replica.
-        lease_ms: renew more often than this.
+        plan: memory layout of its rank.
+        num_ranks: number of ranks of the replica.
+        lease_ms: the registration expires when it is not renewed for this long.
     """
 
     plan: RankPlan

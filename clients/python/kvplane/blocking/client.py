@@ -1,7 +1,7 @@
-"""The blocking client: replicas, sessions, events, and unary calls for engines that start small.
+"""The blocking client: replicas, sessions, events, and unary calls.
 
-Every call has a deadline of its own. Calls that may be repeated, which all but `deregister_replica` may (mutations
-carry an op_id for it), are tried again when the service was not reachable.
+Every call has a deadline. All calls but `deregister_replica` are idempotent (mutations carry an op_id) and are retried
+when the service is unreachable.
 """
 
 from __future__ import annotations
@@ -53,16 +53,17 @@ def connect(
     """A client of the service at an address. Connects with its first call.
 
     Args:
-        address: "host:port", "dns:///host:port" or "unix:/path"; or several with commas between them: when a service
-            is away, or goes, the next one is asked, and says who owns a replica.
+        address: "host:port", "dns:///host:port" or "unix:/path"; or several, separated by commas: when a service is
+            unreachable or drains, the client uses the next one, which redirects it to the owner of a replica.
         tls: None = plain text.
-        token: says who calls; a path = the file that holds it, read for each call. Needs TLS, except to this machine.
-        timeout_s: deadline of each unary call.
-        max_message_bytes: of a message, each way.
-        retry: of unary calls, when the service cannot be reached.
+        token: identifies the client; a Path names a file that is read for each call. Requires TLS, except to this
+            machine.
+        timeout_s: deadline of each unary call, in seconds.
+        max_message_bytes: largest message, in each direction.
+        retry: of unary calls, when the service is unreachable.
 
     Raises:
-        InvalidArgument, NotFound: TLS or token cannot be used.
+        InvalidArgument, NotFound: unusable address, TLS files or token.
     """
     reach = partial(open_channel, access=Access(tls, token), max_message_bytes=max_message_bytes)
     owners = Owners.at(address, reach)
@@ -70,10 +71,10 @@ def connect(
 
 
 class Client:
-    """The service behind a channel, which the client closes. Threads may share it.
+    """A client of the service behind a channel, which the client closes. Thread-safe.
 
-    Answers are protobuf messages of `kvplane.v1`. All calls raise KvplaneError: the service's refusal, Unavailable
-    when it cannot be reached, DeadlineExceeded when it is too slow.
+    Answers are protobuf messages of `kvplane.v1`. Every call raises KvplaneError: the service's refusal, Unavailable
+    when it is unreachable, DeadlineExceeded when the deadline passes.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class Client:
         retry: RetryPolicy = UNARY_RETRY,
         reach: Callable[[str], grpc.Channel] | None = None,
     ) -> None:
-        """`reach` opens a channel to the service that owns a replica, where another one said so; it is followed. An
-        `Owners` has its own.
+        """`reach` opens a channel to the owner of a replica, so that the client can follow redirections. An `Owners`
+        has its own.
         """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel, reach)
         self._closed = False
@@ -95,7 +96,7 @@ class Client:
         self._retry = retry
 
     def close(self) -> None:
-        """Close the channel, and with it the streams of sessions and subscriptions that are still open."""
+        """Close the channels, and with them all open sessions and subscriptions."""
         self._closed = True
         for channel in self._owners.close():
             channel.close()
@@ -118,26 +119,29 @@ class Client:
         num_ranks: int = 1,
         namespace_digest: bytes = b"",
     ) -> allocation_pb2.RegisterReplicaResponse:
-        """Create a replica; with the same arguments again, find it.
+        """Create a replica. Repeated with equal arguments it returns the existing one.
 
         Args:
             replica: name, 1 to 128 characters of [a-zA-Z0-9._/-].
-            source: where its groups come from.
-            num_ranks: of the engine, all with equal plans.
-            namespace_digest: of everything that makes bytes incompatible.
+            source: the groups, or a model or layers from which the service plans them.
+            num_ranks: ranks of the engine; all have equal plans.
+            namespace_digest: digest of everything that makes cached bytes incompatible.
+
+        Raises:
+            AlreadyExists: a replica of this name has other arguments.
         """
         return self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
 
     def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
-        """Remove a replica; only in this epoch, when one is given."""
+        """Remove a replica. With `epoch`, only if that is its current epoch."""
         self._do(calls.deregister_replica(replica, epoch))
 
     def describe_replica(self, replica: str) -> allocation_pb2.DescribeReplicaResponse:
-        """State and counters."""
+        """State and counters of a replica."""
         return self._do(calls.describe_replica(replica))
 
     def list_replicas(self, page_size: int = 100) -> Iterator[allocation_pb2.ReplicaSummary]:
-        """All replicas by name; pages are fetched as they are needed."""
+        """All replicas, ordered by name; pages are fetched lazily."""
         token = ""
         while True:
             page = self._do(calls.list_replicas(page_size, token))
@@ -151,14 +155,14 @@ class Client:
     def session(
         self, replica: str, revive: Callable[[], Revival] | None = None, **options: Unpack[SessionOptions]
     ) -> Session:
-        """Open a session, which goes on through broken streams; see Session and SessionOptions.
+        """Open a session, which survives broken streams; see Session and SessionOptions.
 
         Args:
             replica: its name.
-            revive: says what the engine has, now and whenever a service must be told anew; see Revival. With the stamps
-                of the page memory, what was cached hits again after a restart of the service. None: the session tells
-                what it has seen of the requests; they are preempted, and what was cached is lost (KnownRequests says
-                where that is impossible: the session ends).
+            revive: returns the engine's requests and memory, now and after each restart of the service; see Revival.
+                With the stamps of the page memory, cached prefixes hit again after a restart. None: the session
+                records the requests itself; after a restart they are preempted and the cache is lost (see
+                KnownRequests for when this is impossible, so that the session ends).
             options: see SessionOptions.
         """
         self._require_open()
@@ -178,11 +182,11 @@ class Client:
     def find_cache_hit(
         self, replica: str, what: Content | str, *, with_blocks: bool = False
     ) -> allocation_pb2.FindCacheHitResponse:
-        """How long a prefix is cached: of content, or of a known request. Advice; touches nothing."""
+        """The length of the cached prefix of content, or of a known request. Changes no state, not even LRU order."""
         return self._do(calls.find_cache_hit(replica, what, with_blocks))
 
     def allocate_slots(self, replica: str, request: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
-        """Give a request blocks for its next tokens."""
+        """Allocate blocks for a request's next tokens."""
         return self._do(calls.allocate_slots(replica, request, at))
 
     def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
@@ -192,44 +196,44 @@ class Client:
     def free(
         self, replica: str, request_id: str, ending: Ending = Ending.FREE, *, fence_seq: int = 0, at: At = HERE
     ) -> allocation_pb2.FreeResponse:
-        """End or preempt a request; its blocks return when `fence_seq` has been executed, 0 = at once."""
+        """End or preempt a request. Its blocks return once step `fence_seq` was executed, 0 = immediately."""
         return self._do(calls.free(replica, request_id, ending, fence_seq, at))
 
     def evict_blocks(self, replica: str, block_ids: Sequence[int], at: At = HERE) -> allocation_pb2.EvictBlocksResponse:
-        """Drop the keys of blocks, in order."""
+        """Evict blocks from the prefix cache: drop their keys, in order."""
         return self._do(calls.evict_blocks(replica, block_ids, at))
 
     def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
-        """Drop every key; not done when a block is in use."""
+        """Drop every key of the prefix cache. Nothing changes while a block is in use."""
         return self._do(calls.reset_prefix_cache(replica, at))
 
-    # ---- looking in
+    # ---- inspection
 
     def snapshot(self, replica: str, *, summary: bool = False) -> admin_pb2.SnapshotResponse:
-        """The allocator's state after a check of its invariants; only digest and counts with `summary`."""
+        """The allocator's state, after a check of its invariants. `summary`: only digest and counts."""
         return self._do(calls.snapshot(replica, summary))
 
     def status(self) -> admin_pb2.StatusResponse:
-        """What runs there."""
+        """Version, replicas and telemetry of the service."""
         return self._do(calls.status())
 
     def drain(self) -> None:
-        """Let the service go, as SIGTERM does; returns at once."""
+        """Drain the service, as SIGTERM does. Returns immediately."""
         self._do(calls.drain())
 
     def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
-        """Why content would hit so much now, or why a request by its name did, and not more."""
+        """Explain the prefix-cache hit length that content would have now, or that a request had at its admission."""
         return self._do(calls.explain(replica, what))
 
     def subscribe(self, replica: str, after_seq: int | None = None) -> Iterator[EventBatch]:
-        """Batches of published events, without end.
+        """Subscribe to batches of cache events: an endless iterator.
 
-        After a broken stream it goes on behind the last batch; what is no longer kept there shows as a gap, and so
-        does another service. Close the iterator to unsubscribe.
+        After a broken stream it continues after the last batch. Batches that the service no longer has, and a change of
+        service, show as a gap. Close the iterator to unsubscribe.
 
         Args:
             replica: its name.
-            after_seq: last batch already known; None = only batches from now on; 0 = all that are kept.
+            after_seq: last batch already known; None = only batches from now on; 0 = all retained batches.
         """
         feed = Feed(self._owners, self._retry, after_seq)
         while True:
@@ -270,6 +274,6 @@ class Client:
         (self._retry.sleep or time.sleep)(seconds)
 
     def _require_open(self) -> None:
-        # Not left to gRPC: 1.71 crashes the process when a stub is made on a closed channel.
+        # Checked here because gRPC 1.71 crashes the process when a stub is created on a closed channel.
         if self._closed:
             raise FailedPrecondition("the client is closed", remedy="connect again")

@@ -1,4 +1,4 @@
-"""The session of a blocking engine loop: steps out, answers in, in order, through broken streams."""
+"""The session of a blocking engine loop: steps out, answers in, in order, over one stream after another."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ class Session(SessionView):
         with kvplane.Session(transport, OpenRequest("replica", nonce)) as session:
             answer = session.apply(part)                    # one whole step, and its answer
 
-    A step that is refused raises its KvplaneError: nothing was changed, and the next step gets the same
-    number. Steps submitted behind it were not applied either and must be submitted again.
+    A refused step raises its KvplaneError: nothing was changed, and the next step gets the same number. Steps
+    submitted after it were not applied either and must be submitted again.
 
-    When the stream breaks, the session opens it again and sends again what was not answered; the service
-    repeats the answers of what it had applied, so nothing is applied twice. If that fails for longer than
-    `retry` allows, the call raises Unavailable; when no answer comes in the transport's time, DeadlineExceeded. The
-    steps stay in flight then, and the engine has the choice:
+    When the stream breaks, the session reopens it and resends the unanswered steps. The service repeats the answers of
+    steps that it has applied, so no step is applied twice. If reopening fails for longer than `retry` allows, the call
+    raises Unavailable; if no answer arrives within the transport's timeout, DeadlineExceeded. The steps then stay in
+    flight, and the engine can
 
-    - try again: `receive` gets the answer when there is one;
-    - `begin_new_life`, and `receive`: nothing was granted, and what runs is told to the service again;
-    - launch without an answer what it had been granted before: see `Rank`; the session must begin a new life after it.
+    - retry: `receive` returns the answer once there is one;
+    - call `begin_new_life` and `receive`: nothing is granted, and the requests are sent to the service again;
+    - launch with the blocks granted so far, without an answer: see `Rank`. The session must begin a new life after it.
 
-    StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same.
+    StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same error.
 
-    When the service itself was started anew, a session with a `revive` (`Client.session` always gives one) tells it
-    the requests, and shows it the page memory where there are stamps; the answers to what was in flight then say that
-    nothing was granted and who was preempted. The epoch is another one from then on, the numbers of steps go on. It
-    does the same when the service goes and another one can be asked, as soon as nothing is in flight.
+    When the service restarts, a session with a `revive` (`Client.session` always provides one) sends it the requests,
+    and the stamps of the page memory if there are any. The answers to steps in flight then grant nothing and list the
+    preempted requests. The epoch changes; step numbers continue. The same happens when the service drains and another
+    service is available, as soon as nothing is in flight.
 
-    Parts belong to the session until they are answered: build new ones for the next step. One thread at a
-    time: a call while another one is under way raises FailedPrecondition. A daemon thread keeps the lease
-    while the engine is busy elsewhere.
+    Do not modify a part before it is answered. One thread at a time may call: a call during another call raises
+    FailedPrecondition. A daemon thread keeps the lease while the engine is busy.
     """
 
     def __init__(
@@ -66,23 +65,21 @@ class Session(SessionView):
         """Open the session; raises KvplaneError when the service refuses it or cannot be reached.
 
         Args:
-            transport: carries it; the session closes it.
-            request: the nonce is used for the first stream, `nonces` draws those of later ones.
-            retry: how to go on when the stream breaks. None: ten seconds to open, a minute when it breaks, which
-                is time enough for a service to be started anew.
-            nonces: draws a u64.
-            heartbeats: keep the lease by a thread; off when something else calls `beat`.
-            revive: tells a service that was started anew what the engine has, and what it holds in memory; called
-                within `apply` or `receive`. KnownRequests: what this session has seen of it. None: such a service ends
+            transport: carries the session, which closes it.
+            request: its nonce is used for the first stream; `nonces` draws those of later streams.
+            retry: how to reopen a broken stream. None: for ten seconds when the session opens, for a minute later,
+                so that a service has time to restart.
+            nonces: draws a random u64.
+            heartbeats: keep the lease by a thread; False when the engine calls `beat` itself.
+            revive: returns the engine's requests and memory for a restarted service; called within `apply` or
+                `receive`. KnownRequests: the session records its requests itself. None: a restart of the service ends
                 the session.
         """
         self._transport = transport
         self._machine = SessionMachine(request, retry, nonces, time.monotonic, revive)
         self._revive = revive
-        self._caller, self._link = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # the second is held by calls and by the heartbeat
+        self._caller = threading.Lock()  # held by a call of the engine
+        self._link = threading.Lock()  # held while the transport is used, by a call or a heartbeat
         self._stop = threading.Event()
         self._pause = (retry.sleep if retry else None) or self._stop.wait
         self._carry_out(self._machine.open())
@@ -93,8 +90,8 @@ class Session(SessionView):
 
     @property
     def draining(self) -> bool:
-        """The service will go: finish what runs, close, and open a session elsewhere. A session with `revive` does so
-        itself at its next step when it knows another service.
+        """Whether the service drains: finish running steps, close, and open a session at another service. A session
+        with a `revive` moves by itself at its next step when another service is available.
         """
         return self._transport.draining
 
@@ -103,11 +100,11 @@ class Session(SessionView):
 
         Args:
             parts: applied in order.
-            executed_through: all steps up to this one have finished on all ranks; None = all before this one.
+            executed_through: all steps up to this one have finished on all ranks; None = all earlier steps.
 
         Raises:
             KvplaneError: the step is refused and nothing was changed; or see the class.
-            FailedPrecondition: earlier answers are outstanding.
+            FailedPrecondition: an earlier step is unanswered.
             Unavailable, DeadlineExceeded: the step is in flight, see the class.
         """
         return self._call(self._machine.apply(parts, executed_through, self._moving))
@@ -117,12 +114,12 @@ class Session(SessionView):
 
         Args:
             parts: applied in order.
-            last: no more parts of this step follow.
-            executed_through: as in `apply`; must be given while earlier steps are in flight.
+            last: whether these are the last parts of the step.
+            executed_through: as in `apply`; required while earlier steps are in flight.
 
         Raises:
-            LimitExceeded: the service takes no more steps in flight; receive an answer first.
-            InvalidArgument: a value that cannot be sent.
+            LimitExceeded: the maximum number of steps is in flight; receive an answer first.
+            InvalidArgument: a value that cannot be encoded.
         """
         return self._call(self._machine.submit(parts, last, executed_through, self._moving))
 
@@ -131,13 +128,13 @@ class Session(SessionView):
 
         Raises:
             KvplaneError: that step is refused; see the class.
-            FailedPrecondition: nothing is in flight.
+            FailedPrecondition: no step is in flight.
             Unavailable, DeadlineExceeded: the step stays in flight, see the class.
         """
         return self._call(self._machine.receive())
 
     def begin_new_life(self) -> None:
-        """Take no further answer of this engine life: the next call begins another one, as after a restart.
+        """Abandon this engine life and its answers: the next call begins a new one, as after a restart.
 
         Raises FailedPrecondition when the session has no `revive`.
         """
@@ -145,7 +142,7 @@ class Session(SessionView):
         self._machine.begin_new_life()
 
     def beat(self) -> None:
-        """Keep the lease; open a broken stream again. Nothing is done during a call, which keeps it too."""
+        """Keep the lease; reopen a broken stream. Does nothing during a call, which keeps the lease itself."""
         if self.ended is None and self._link.acquire(blocking=False):
             try:
                 self._carry_out(self._machine.beat())
@@ -153,9 +150,9 @@ class Session(SessionView):
                 self._link.release()
 
     def close(self) -> None:
-        """Leave: the service frees what the engine still holds. Idempotent.
+        """End the session: the service frees the blocks of its requests. Idempotent.
 
-        Waits two seconds at most for a call that another thread has under way; that call is aborted then.
+        Waits up to two seconds for a call in another thread, then aborts it.
         """
         self._stop.set()
         if not self._link.acquire(timeout=CLOSE_TIMEOUT_S):
@@ -167,9 +164,10 @@ class Session(SessionView):
             self._link.release()
 
     def abort(self) -> None:
-        """End the session at once, from any thread; a call under way raises FailedPrecondition.
+        """End the session immediately, from any thread; a call under way raises FailedPrecondition.
 
-        The service is not told: to it the engine is gone, and its requests' blocks stay until the next session opens.
+        The service is not notified: it treats the engine as lost and keeps the blocks of its requests until the next
+        session opens.
         """
         self._machine.end(aborted())
         self._stop.set()
@@ -188,13 +186,13 @@ class Session(SessionView):
         return self._transport.draining and self._transport.can_move
 
     def _call(self, work: Doing[_T]) -> _T:
-        """Carry out one call of the engine."""
+        """Run one call of the engine."""
         if not self._caller.acquire(blocking=False):
             raise FailedPrecondition(
                 "another thread is using this session", remedy="open a session, and use it from one thread"
             )
         try:
-            with self._link:  # the heartbeat holds it for a moment, or while it tries once to open a broken stream
+            with self._link:  # a heartbeat holds it briefly, or for one attempt to reopen a broken stream
                 self._machine.check()
                 return self._carry_out(work)
         finally:
@@ -217,13 +215,13 @@ class Session(SessionView):
         elif isinstance(action, Pause):
             self._pause(action.seconds)
         else:
-            assert callable(self._revive), "the machine knows whether it is one"
+            assert callable(self._revive), "the machine yields Revive only with a callable revive"
             return self._revive()
         return None
 
 
 def _keep_beating(ref: weakref.ref[Session], stop: threading.Event, interval_s: float) -> None:
-    """Beat until the session is over or forgotten: no lease outlives the engine that dropped it."""
+    """Send heartbeats until the session ends or is garbage collected, so that no lease outlives its engine."""
     while not stop.wait(interval_s):
         session = ref()
         if session is None or session.ended is not None:

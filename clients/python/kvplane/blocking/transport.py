@@ -1,8 +1,7 @@
 """A session over gRPC: one bidirectional stream, driven by the blocking stub.
 
-The stub's own thread takes requests from a SimpleQueue; the caller's thread reads answers. That is the
-fastest way in Python to drive a stream from a blocking loop, and the only one that needs no event loop in the
-engine.
+gRPC's sender thread reads requests from a SimpleQueue; the caller's thread reads answers. It is the fastest way in
+Python to use a stream from a blocking loop, and needs no event loop in the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class GrpcTransport:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        """`max_message_bytes`: larger steps are refused here, for the service would end the stream."""
+        """`max_message_bytes`: larger steps are refused here, since the service would end the stream."""
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
         self._stubs: dict[grpc.Channel, AllocationStub] = {}
         self._channel = self._owners.present  # of the stream
@@ -46,9 +45,9 @@ class GrpcTransport:
         self.draining = self.can_move = False
 
     def open(self, request: OpenRequest) -> Opened:
-        """Open a stream; raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
+        """Open a stream. Raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
 
-        After these two the next attempt asks the next address of the list.
+        After the first two the next attempt uses the next address of the list.
         """
         message = stream_messages.open_message(request)
         route = Route(self._owners)
@@ -62,7 +61,7 @@ class GrpcTransport:
                 return opened
 
     def _stub(self, channel: grpc.Channel) -> AllocationStub:
-        """Made once, while the channel is open: gRPC crashes where it is made on a closed one."""
+        """The channel's stub, created once while the channel is open: gRPC crashes on a stub of a closed channel."""
         if channel not in self._stubs:
             self._stubs[channel] = AllocationStub(channel)
         return self._stubs[channel]
@@ -71,7 +70,7 @@ class GrpcTransport:
         self._drop()
         self.draining = False
         self._stream = stream = _Stream(stub)
-        if self._is_aborted:  # looked at behind the assignment: `abort` ends this stream, or it is ended here
+        if self._is_aborted:  # read after the assignment, so that either `abort` or this line ends the stream
             self._drop()
         stream.send(message)
         try:
@@ -81,9 +80,9 @@ class GrpcTransport:
             raise
 
     def send(self, step: Step) -> None:
-        """Hand the step to the stream.
+        """Write a step to the stream, without waiting.
 
-        InvalidArgument: it holds a value that cannot be sent. LimitExceeded: it is too large.
+        Raises InvalidArgument for a value that cannot be encoded, LimitExceeded for a step above `max_message_bytes`.
         """
         message = stream_messages.step_message(step, self._max_message_bytes)
         if self._stream is not None:
@@ -100,16 +99,16 @@ class GrpcTransport:
             self.draining = True
 
     def heartbeat(self) -> None:
-        """Keep the lease; raises what ended the stream when it has ended."""
+        """Keep the lease. Raises the error that ended the stream, if it has ended."""
         stream = self._require_stream()
         with moving_is_breaking():
             stream.check()
         stream.send(stream_messages.heartbeat_message())
 
     def close(self) -> None:
-        """Say goodbye, and wait a moment for the answer: then the service has freed the requests.
+        """Close the stream and wait up to two seconds for the end: the service has then freed the requests.
 
-        Who opens again after a service announced that it goes asks the next address of the list.
+        When the service drains, the next `open` uses the next address of the list.
         """
         if self.draining:
             self._owners.instead_of(self._channel)
@@ -119,7 +118,7 @@ class GrpcTransport:
             stream.exhaust(CLOSE_TIMEOUT_S)
 
     def abort(self) -> None:
-        """End the stream without a goodbye, and open no other one; from any thread."""
+        """Cancel the stream, and refuse to open another one; from any thread."""
         self._is_aborted = True
         self._drop()
 
@@ -135,7 +134,7 @@ class GrpcTransport:
 
 
 class _Stream:
-    """One gRPC stream; FailedPrecondition when its channel is closed. Implements Watched."""
+    """One gRPC stream. Implements Watched. Raises FailedPrecondition when its channel is closed."""
 
     def __init__(self, stub: AllocationStub) -> None:
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
@@ -152,7 +151,7 @@ class _Stream:
         self._requests.put(message)
 
     def receive(self, timeout_s: float) -> SessionResponse:
-        """The next message; raises what ended the stream, or DeadlineExceeded, which ends it."""
+        """The next message. Raises the error that ended the stream, or DeadlineExceeded, after which it is ended."""
         message = None
         self._wait(timeout_s)
         try:
@@ -161,34 +160,34 @@ class _Stream:
             raise self._end() from None
         finally:
             self.deadline_s = NEVER
-            if message is None:  # after Ctrl-C the read goes on inside gRPC, and a second one beside it is an error
+            if message is None:  # after Ctrl-C gRPC still reads, and a second concurrent read is an error
                 self.cut()
         return message
 
     def check(self) -> None:
-        """Raise what ended the stream, if it has ended."""
+        """Raise the error that ended the stream, if it has ended."""
         if not self._call.is_active():
             raise self._end()
 
     def exhaust(self, timeout_s: float) -> None:
-        """Read to the end, whatever it is, and let the sending thread go."""
+        """Read to the end of the stream and stop the sender thread."""
         self._wait(timeout_s)
         try:
             for _ in self._call:
                 pass
         except grpc.RpcError:
-            return  # the stream was broken or cut: no peer is left to close it with
+            return  # the stream is broken or cancelled already
         finally:
             self.cut()
 
     def cut(self) -> None:
-        """End the stream now, and let the sending thread go."""
+        """Cancel the stream and stop the sender thread."""
         WATCHDOG.forget(self)
         self._call.cancel()
         self._requests.put(None)
 
     def is_late(self) -> None:
-        """Nothing came in time."""
+        """Cancel the stream because its deadline passed."""
         self._is_late = True
         self.cut()
 

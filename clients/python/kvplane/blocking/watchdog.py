@@ -1,7 +1,7 @@
-"""Deadlines of blocking reads: one thread of the process ends the streams on which nothing came in time.
+"""Deadlines of blocking reads: one thread per process cancels the streams whose deadline passed.
 
-gRPC's blocking streams take no time-out for a read. A timer for each step would cost a thread for each step; here a
-step costs the setting of a number.
+gRPC's blocking streams have no timeout for a read. A timer per step would cost a thread per step; here a step only sets
+a number.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ import time
 from typing import Protocol
 from weakref import WeakSet
 
-TICK_S = 0.1  # by as much a deadline may be missed
+TICK_S = 0.1  # a deadline is enforced at most this late
 NEVER = float("inf")
 
 
 class Watched(Protocol):
     """Attributes:
-    deadline_s: of `time.monotonic`; NEVER while nobody waits.
+    deadline_s: in seconds of `time.monotonic`; NEVER while no read waits.
     """
 
     deadline_s: float
 
     def is_late(self) -> None:
-        """End what waits."""
+        """The deadline passed: end the read."""
         ...
 
 
 class Watchdog:
-    """Its thread lives while there is something to watch."""
+    """Its thread runs while there is a stream to watch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watched: WeakSet[Watched] = WeakSet()  # a stream that is dropped ends by itself
+        self._watched: WeakSet[Watched] = WeakSet()  # weak: a stream that is garbage collected ends itself
         self._is_running = False
 
     def watch(self, one: Watched) -> None:
-        """Look at its deadline from now on."""
+        """Enforce this stream's deadline from now on."""
         with self._lock:
             self._watched.add(one)
             if not self._is_running:
@@ -44,7 +44,7 @@ class Watchdog:
                 threading.Thread(target=self._run, name="kvplane-deadlines", daemon=True).start()
 
     def forget(self, one: Watched) -> None:
-        """Look no more. Idempotent."""
+        """Stop enforcing it. Idempotent."""
         with self._lock:
             self._watched.discard(one)
 

@@ -1,4 +1,4 @@
-"""The service as a worker sees it: a rank's plan, and the lease that keeps the worker known."""
+"""The client of a worker: it registers for a rank, receives the rank's plan and renews its lease."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ WORKERS = "kvplane.v1.Workers"
 
 
 class WorkersClient(Client):
-    """A client that can also register workers; raises as Client does."""
+    """A client that can also register workers. Raises as Client does."""
 
     def register_worker(self, replica: str, worker: WorkerInfo) -> Assignment:
-        """Become the worker of a rank, or say so again.
+        """Register as the worker of a rank; repeatable. Returns the rank's plan and the lease.
 
         Raises:
-            WorkerExists: another one is, and has not been silent for its lease.
-            NoPlan: the replica was registered by explicit groups.
+            WorkerExists: another worker has the rank, and its lease has not expired.
+            NoPlan: the replica was registered with explicit groups.
         """
         request = pb.RegisterWorkerRequest(replica=replica, worker=wire.encode_worker(worker))
         answer = self._do(Call(f"/{WORKERS}/RegisterWorker", request, pb.RegisterWorkerResponse))
         return wire.decode_assignment(answer)
 
     def renew_worker(self, replica: str, worker: WorkerInfo) -> int:
-        """Keep the lease; returns it in milliseconds. Raises NotFound when the worker must register again."""
+        """Renew the lease. Returns it in milliseconds. Raises NotFound when the worker must register again."""
         request = pb.RenewWorkerRequest(replica=replica, worker=wire.encode_worker(worker))
         return self._do(Call(f"/{WORKERS}/RenewWorker", request, pb.RenewWorkerResponse)).lease_ms
 
     def deregister_worker(self, replica: str, worker_id: int) -> None:
-        """Leave."""
+        """Give up the rank."""
         request = pb.DeregisterWorkerRequest(replica=replica, worker_id=worker_id)
         self._do(Call(f"/{WORKERS}/DeregisterWorker", request, pb.DeregisterWorkerResponse))

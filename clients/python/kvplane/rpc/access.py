@@ -1,4 +1,4 @@
-"""How a client reaches the service: TLS, and the token that says who it is."""
+"""TLS and authentication of a client: certificates, and the token that identifies it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import grpc
     import grpc.aio
 
-Token: TypeAlias = str | Path  # itself, or a file that holds it and is read for each call, since tokens are renewed
+Token: TypeAlias = str | Path  # the token, or a file that is read for each call, since tokens are renewed
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 _LOCAL = ("unix:", "127.0.0.1:", "localhost:", "[::1]:")
@@ -21,12 +21,12 @@ _LOCAL = ("unix:", "127.0.0.1:", "localhost:", "[::1]:")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS to the service. Files are PEM, and read when a channel is opened.
+    """TLS to the service. The files are PEM and are read when a channel is opened.
 
     Attributes:
-        ca: authorities that the service's certificate is checked against; "" = the system's.
-        cert, key: our own pair, where the service asks for one; both or none.
-        server_name: that the certificate must have; "" = the host of the address.
+        ca: file with the certificate authorities of the service; "" = the system's.
+        cert, key: files with the client's certificate and key, if the service requires one; both or none.
+        server_name: name that the service's certificate must have; "" = the host of the address.
     """
 
     ca: str = ""
@@ -35,12 +35,14 @@ class Tls:
     server_name: str = ""
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """For a channel. Raises InvalidArgument for half a pair or files that are not PEM, NotFound."""
-        import grpc  # here, so that a command line can keep an access without waiting for it
+        """The credentials of a channel. Raises InvalidArgument for `cert` without `key` (or the reverse) and for files
+        that are not PEM, NotFound for files that cannot be read.
+        """
+        import grpc  # here, so that a command line that parses options does not load gRPC
 
         if bool(self.cert) != bool(self.key):
             lacking = "key" if self.cert else "cert"
-            raise InvalidArgument("half a pair: it is empty", field=f"tls.{lacking}", remedy="give both, or none")
+            raise InvalidArgument("cert without key or the reverse", field=f"tls.{lacking}", remedy="give both or none")
         return grpc.ssl_channel_credentials(
             _read_pem(self.ca, "tls.ca"), _read_pem(self.key, "tls.key"), _read_pem(self.cert, "tls.cert")
         )
@@ -48,29 +50,31 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """TLS or plain text, with a token or without. A token is sent in plain text only within the machine."""
+    """TLS or plain text, with or without a token. A token is sent in plain text only to this machine."""
 
     tls: Tls | None = None
     token: Token = field(default="", repr=False)
 
     def check(self, address: str) -> None:
-        """Raise InvalidArgument when the token would cross the network where everybody can read it."""
+        """Raise InvalidArgument when the token would cross the network unencrypted."""
         if self.token and self.tls is None and not address.startswith(_LOCAL):
             raise InvalidArgument(
-                f"the token would travel to {address} in plain text", field="token", remedy="give tls too"
+                f"the token would be sent to {address} in plain text", field="token", remedy="give tls too"
             )
 
     def options(self) -> list[tuple[str, str]]:
-        """Of a channel."""
+        """The options of a channel."""
         if self.tls is None or not self.tls.server_name:
             return []
         return [("grpc.ssl_target_name_override", self.tls.server_name)]
 
     def metadata(self) -> Metadata:
-        """Of a call. Raises NotFound, InvalidArgument: there is no token in its file."""
+        """The metadata of a call. Raises NotFound when the token's file cannot be read, InvalidArgument for a malformed
+        or missing token.
+        """
         token = _read_token(self.token) if isinstance(self.token, Path) else self.token
         if not token.isascii() or not token.isprintable():
-            raise InvalidArgument("it has characters that no token has", field="token", remedy="give one line of ASCII")
+            raise InvalidArgument("it is not printable ASCII", field="token", remedy="give one line of printable ASCII")
         return (("authorization", f"Bearer {token}"),)
 
 
@@ -78,7 +82,7 @@ PLAIN = Access()
 
 
 class TokenChannel:
-    """A channel whose calls carry a token; for stubs of either kind. Everything else is the channel's own."""
+    """Wraps a channel, blocking or asyncio, so that its calls carry a token. Other attributes are the channel's."""
 
     def __init__(self, channel: Any, access: Access) -> None:  # noqa: ANN401 - grpc.Channel or grpc.aio.Channel
         self._channel = channel
@@ -113,12 +117,12 @@ class TokenChannel:
 
 
 def with_token(channel: grpc.Channel, access: Access) -> grpc.Channel:
-    """The channel, its calls carrying the token when there is one."""
+    """The channel, wrapped so that its calls carry the token, if there is one."""
     return cast("grpc.Channel", TokenChannel(channel, access)) if access.token else channel
 
 
 def with_token_aio(channel: grpc.aio.Channel, access: Access) -> grpc.aio.Channel:
-    """As `with_token`."""
+    """`with_token` for asyncio."""
     return cast("grpc.aio.Channel", TokenChannel(channel, access)) if access.token else channel
 
 
@@ -128,9 +132,9 @@ def _read_pem(path: str, name: str) -> bytes | None:
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}", field=name, remedy="name a readable PEM file") from None
+        raise NotFound(f"{path}: {error.strerror}", field=name, remedy="give a readable PEM file") from None
     if b"-----BEGIN " not in content:
-        raise InvalidArgument(f"{path} is not PEM", field=name, remedy="name a PEM file")
+        raise InvalidArgument(f"{path} is not PEM", field=name, remedy="give a PEM file")
     return content
 
 
@@ -138,9 +142,9 @@ def _read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}", field="token", remedy="name a readable file") from None
+        raise NotFound(f"{path}: {error.strerror}", field="token", remedy="give a readable file") from None
     except UnicodeDecodeError:
         token = ""
     if not token:
-        raise InvalidArgument(f"{path} holds no token", field="token", remedy="write it there, in one line")
+        raise InvalidArgument(f"{path} contains no token", field="token", remedy="write the token on one line of ASCII")
     return token

@@ -9,32 +9,32 @@ from kvplane.rpc.access import PLAIN, Access, with_token, with_token_aio
 
 MAX_MESSAGE_BYTES = 32 << 20  # the service's own default
 
-# A peer that stops answering (a stopped process, a lost host) is detected by a ping in half a minute; a proxy
-# that forbids so many pings (GOAWAY, ENHANCE_YOUR_CALM) is pinged half as often by gRPC after each refusal;
-# a service that restarts is reached again in two seconds. Retries are this client's own: see kvplane.unary.retrying.
+# Pings detect a peer that stops answering (a stopped process, a lost host) within half a minute. When a proxy refuses
+# frequent pings (GOAWAY, ENHANCE_YOUR_CALM), gRPC halves their rate after each refusal. A restarted service is reached
+# within two seconds. gRPC's own retries are off: see kvplane.unary.retrying.
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # a minute without it, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 10_000),  # otherwise gRPC waits a minute, despite keepalive_timeout_ms
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # which is how long one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the timeout of one attempt to connect
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_retries", 0),
 )
 
 
 def open_channel(address: str, access: Access = PLAIN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """A channel for blocking stubs. Connects when it is first used.
+    """A channel for blocking stubs. It connects on first use.
 
     Args:
         address: "host:port", "dns:///host:port", "unix:/path".
         access: TLS and token.
-        max_message_bytes: of a message, each way.
+        max_message_bytes: largest message, in each direction.
 
     Raises:
-        InvalidArgument, NotFound: of the access.
+        InvalidArgument, NotFound: unusable TLS files or token.
     """
     access.check(address)
     options = _options(access, max_message_bytes)
@@ -46,7 +46,7 @@ def open_channel(address: str, access: Access = PLAIN, max_message_bytes: int = 
 def open_aio_channel(
     address: str, access: Access = PLAIN, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """As `open_channel`, for asyncio stubs; call it within the running loop."""
+    """`open_channel` for asyncio stubs; call it within the running loop."""
     access.check(address)
     options = _options(access, max_message_bytes)
     if access.tls is None:

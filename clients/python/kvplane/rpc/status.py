@@ -1,7 +1,7 @@
-"""Refusals <-> gRPC: the one table of classes and status codes, and rich errors (google.rpc.Status).
+"""Refusals as gRPC statuses: the table of error classes and status codes, and rich errors (google.rpc.Status).
 
-The service turns a KvplaneError into a code and details, the client turns them back, so that the same
-exception is seen on both sides. The details travel in the trailing metadata "grpc-status-details-bin".
+The service encodes a KvplaneError as a code and details, the client decodes them, so that both sides see the same
+exception. The details are sent in the trailing metadata "grpc-status-details-bin".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvplane.base.errors import (
 
 DOMAIN = "kvplane"
 DETAILS_KEY = "grpc-status-details-bin"
-MAX_TEXT = 800  # characters of each text: all metadata of a call should stay under 8 KiB
+MAX_TEXT = 800  # characters of each text, so that all metadata of a call stays under 8 KiB
 
 _CODES: Mapping[type[KvplaneError], grpc.StatusCode] = {
     InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
@@ -68,7 +68,7 @@ _CODES: Mapping[type[KvplaneError], grpc.StatusCode] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     InternalError: grpc.StatusCode.INTERNAL,
 }
-# What a code means when it came without details: from gRPC itself, or from something in between.
+# The class of a code that came without details: from gRPC itself, or from a proxy.
 _BY_CODE: Mapping[grpc.StatusCode, type[KvplaneError]] = {
     grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -84,7 +84,7 @@ _BY_CODE: Mapping[grpc.StatusCode, type[KvplaneError]] = {
 
 
 class RpcOutcome(Protocol):
-    """How a call ended: what grpc.RpcError of a call and grpc.aio.AioRpcError have in common."""
+    """The outcome of a call: the methods that grpc.RpcError and grpc.aio.AioRpcError share."""
 
     def code(self) -> grpc.StatusCode:
         """The status code."""
@@ -95,12 +95,12 @@ class RpcOutcome(Protocol):
         ...
 
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """Pairs of key and value; values of keys that end in "-bin" are bytes."""
+        """Pairs of key and value; the values of keys ending in "-bin" are bytes."""
         ...
 
 
 def status_code(error: KvplaneError) -> grpc.StatusCode:
-    """The gRPC status code of a refusal: that of its class, or of the nearest class above it."""
+    """The gRPC status code of a refusal: that of its class, or of its nearest base class."""
     for cls in type(error).__mro__:
         if cls in _CODES:
             return _CODES[cls]
@@ -108,8 +108,8 @@ def status_code(error: KvplaneError) -> grpc.StatusCode:
 
 
 def encode_status(error: KvplaneError) -> status_pb2.Status:
-    """The rich status of a refusal: ErrorInfo, BadRequest when a field is at fault, QuotaFailure and RetryInfo at an
-    owner's limit. Long texts are cut.
+    """The rich status of a refusal: ErrorInfo, BadRequest for an invalid field, QuotaFailure and RetryInfo for an
+    exceeded quota. Texts are truncated to MAX_TEXT.
     """
     metadata = {key: value[:MAX_TEXT] for key, value in error.metadata.items()}
     if error.remedy:
@@ -125,7 +125,7 @@ def encode_status(error: KvplaneError) -> status_pb2.Status:
 
 
 def _add_quota(status: status_pb2.Status, error: QuotaExceeded) -> None:
-    """Whose limit it is, and when to try again: what retrying clients know how to read."""
+    """Add the name of the quota and the time to retry, in the standard details of google.rpc."""
     subject = error.metadata.get("quota", "")[:MAX_TEXT]
     violation = error_details_pb2.QuotaFailure.Violation(subject=subject, description=error.message[:MAX_TEXT])
     status.details.add().Pack(error_details_pb2.QuotaFailure(violations=[violation]))
@@ -136,7 +136,7 @@ def _add_quota(status: status_pb2.Status, error: QuotaExceeded) -> None:
 
 
 def decode_status(status: status_pb2.Status) -> KvplaneError | None:
-    """The refusal of a rich status; None when it is not one of kvplane's."""
+    """The refusal that a rich status encodes; None when its domain is not kvplane's."""
     info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     for detail in status.details:
         detail.Unpack(info)
@@ -151,7 +151,7 @@ def decode_status(status: status_pb2.Status) -> KvplaneError | None:
 
 
 def error_of_rpc(outcome: RpcOutcome) -> KvplaneError:
-    """The refusal that a failed call stands for: by its details, else by its code."""
+    """The refusal of a failed call: decoded from its details, or chosen by its code."""
     for key, value in outcome.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
             error = _parse_details(value)

@@ -1,8 +1,8 @@
-"""Runs what the client decides without I/O: a generator that yields actions and is sent what they came to.
+"""Runs logic without I/O: a generator that yields actions and receives their outcomes.
 
-The generator never waits: its driver carries out one action after the other, blocking or awaited. An exception
-of an action, of whatever kind (Ctrl-C and a cancelled task too), is raised inside the generator, where the action was
-yielded: so the state is put right in one place, for both drivers.
+The generator does not wait; a driver carries out its actions one by one, blocking or awaited. Any exception of an
+action, including KeyboardInterrupt and CancelledError, is raised in the generator at the yield, so that one piece of
+code restores the state for both drivers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Work: TypeAlias = Generator[A, Any, T]  # yields actions of kind A, returns T
 
 @dataclass(slots=True)
 class Pause:
-    """The action of waiting."""
+    """The action of waiting for `seconds`."""
 
     seconds: float
 
 
 def drive(work: Work[A, T], act: Callable[[A], object]) -> T:
-    """Carry out the actions of the work, and return what it returns."""
+    """Carry out the actions of a generator and return its result."""
     try:
         action = next(work)
         while True:
@@ -41,7 +41,7 @@ def drive(work: Work[A, T], act: Callable[[A], object]) -> T:
 
 
 async def drive_async(work: Work[A, T], act: Callable[[A], Awaitable[object]]) -> T:
-    """As `drive`, awaited."""
+    """`drive`, with awaited actions."""
     try:
         action = next(work)
         while True:

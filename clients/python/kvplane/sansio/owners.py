@@ -1,4 +1,4 @@
-"""Channels to services: the client's own list, asked in turn, and the owners of replicas that these name."""
+"""Which service a call goes to: the client's list of services, and the owners of replicas that services name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Generic, TypeVar
 from kvplane.base.errors import DeadlineExceeded, InvalidArgument, KvplaneError, Moved, Unavailable
 
 MAX_HOPS = 3
-_GRPC_LISTS = ("ipv4:", "ipv6:")  # in which gRPC itself reads several addresses
+_GRPC_LISTS = ("ipv4:", "ipv6:")  # gRPC itself parses several addresses after these
 
 C = TypeVar("C")
 
 
 def split_addresses(text: str) -> list[str]:
-    """The addresses of a list such as "a:7070,b:7070"; raises InvalidArgument when one is empty."""
+    """The addresses of a list such as "a:7070,b:7070". Raises InvalidArgument when one is empty."""
     addresses = [text] if text.startswith(_GRPC_LISTS) else [address.strip() for address in text.split(",")]
     if not all(addresses):
         raise InvalidArgument(f"{text!r} has an empty address", field="address", remedy="write HOST:PORT,HOST:PORT")
@@ -24,16 +24,16 @@ def split_addresses(text: str) -> list[str]:
 
 
 class Owners(Generic[C]):
-    """One channel per address, kept until the client is closed. Threads may share it."""
+    """One channel per address, open until the client closes. Thread-safe."""
 
     def __init__(self, first: C, reach: Callable[[str], C] | None = None, others: Sequence[str] = ()) -> None:
-        """`others` are asked when the first is away. `reach` opens a channel to an address, as the first one was
-        opened; None: nobody is followed.
+        """`others`: addresses to use when the first service is unreachable. `reach` opens a channel to an address;
+        None: owners are not followed.
         """
         self._reach = reach
         self._first = first
         self._others = tuple(others)
-        self._at = 0  # in the list: 0 = the first, n = the n-th of the others
+        self._at = 0  # position in the list: 0 = the first, n = the n-th of the others
         self._channels: dict[str, C] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -46,41 +46,41 @@ class Owners(Generic[C]):
 
     @property
     def present(self) -> C:
-        """Who of the list is asked now."""
+        """The channel of the list that calls use now."""
         with self._lock:
             return self._present()
 
     def after(self, moved: Moved, hops: int) -> C:
-        """Where to ask after this many hops.
+        """The channel of the owner that `moved` names; `hops` includes this one.
 
         Raises:
-            Moved: `moved`, when nobody is followed there.
-            Unavailable: too many hops. Services that pass the owner on to each other come to an end soon.
+            Moved: `moved`, when owners are not followed or the address is missing.
+            Unavailable: over MAX_HOPS hops, so that services that name each other as owner cannot loop.
         """
         address = moved.metadata.get("address", "")
         if self._reach is None or not address:
             raise moved
         if hops > MAX_HOPS:
-            raise Unavailable(f"sent on {hops} times, at last to {address}", remedy="try again in a moment")
+            raise Unavailable(f"redirected {hops} times, last to {address}", remedy="retry in a few seconds")
         with self._lock:
             if self._closed:
                 raise moved
             return self._channel(address)
 
     def instead_of(self, channel: C) -> C:
-        """Who is asked when the service behind this channel is away: the next of the list, if it was of the list."""
+        """The channel to use when this one's service is unreachable: the next of the list, if this one is current."""
         with self._lock:
             if not self._closed and channel is self._present():
                 self._at = (self._at + 1) % (1 + len(self._others))
             return self._present()
 
     def has_other_than(self, channel: C) -> bool:
-        """Whether there is somebody else to ask."""
+        """Whether another service is available."""
         with self._lock:
             return bool(self._others) or channel is not self._present()
 
     def close(self) -> list[C]:
-        """Follow nobody any more; every channel, for the caller to close."""
+        """Stop following owners. Returns every channel, for the caller to close."""
         with self._lock:
             self._closed = True
             return [self._first, *self._channels.values()]
@@ -90,17 +90,17 @@ class Owners(Generic[C]):
 
     def _channel(self, address: str) -> C:
         if address not in self._channels:
-            assert self._reach is not None, "a list of addresses is reached"
+            assert self._reach is not None, "a list of addresses needs a `reach`"
             self._channels[address] = self._reach(address)
         return self._channels[address]
 
 
 class Route(Generic[C]):
-    """Where one question is asked: of the service that the list names now, then of the one that it names as owner.
+    """The route of one call: first the current service of the list, then the owners that services name.
 
     Attributes:
-        channel: to ask next.
-        hops: from owner to owner since something was answered.
+        channel: the channel to use next.
+        hops: redirections since the last answer.
     """
 
     def __init__(self, owners: Owners[C]) -> None:
@@ -109,7 +109,7 @@ class Route(Generic[C]):
         self.channel = owners.present
 
     def after(self, failed: KvplaneError) -> None:
-        """Follow to the owner, or raise `failed`. A service that is away is not the one to ask next time."""
+        """Follow a redirection, or raise `failed`. After Unavailable, later routes start at the next service."""
         if isinstance(failed, Moved):
             self.hops += 1
             self.channel = self._owners.after(failed, self.hops)
@@ -121,7 +121,7 @@ class Route(Generic[C]):
 
 @contextmanager
 def moving_is_breaking() -> Iterator[None]:
-    """An open stream whose replica another service took is broken; whoever opens it again is told where to go."""
+    """Turn Moved on an open stream into Unavailable: the stream is broken, and reopening it finds the owner."""
     try:
         yield
     except Moved as moved:

@@ -1,4 +1,4 @@
-"""How often, how fast and for how long to try again."""
+"""Retries with exponential backoff: a policy, and the attempts of one call under it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvplane.base.errors import KvplaneError
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Attempts with growing pauses, bounded in number and in time. Chance is passed in, for tests and simulations.
+    """Exponential backoff, bounded in number and in time. Randomness is injected, for tests and simulations.
 
     Attributes:
-        attempts: after the first one failed; None = as many as there is time for.
-        first_delay_s: pause before the second of them; the first comes at once.
+        attempts: retries after the first failure; None = limited by time only.
+        first_delay_s: pause before the second retry; the first retry has none.
         max_delay_s: longest pause; pauses double up to it.
-        sleep: waits for that many seconds. None: time.sleep, or what an abort of the session ends.
-        jitter: draws from [0, 1); a pause is shortened by up to half, so that many clients spread out.
-        within_s: seconds after the first failure at which no further attempt begins.
+        sleep: waits for a number of seconds. None: time.sleep; in a session, a wait that `abort` interrupts.
+        jitter: draws from [0, 1); shortens a pause by up to half, so that clients do not retry in step.
+        within_s: no retry begins later than this many seconds after the first failure.
     """
 
     attempts: int | None = 9
@@ -32,7 +32,7 @@ class RetryPolicy:
     within_s: float = 60.0
 
     def delays_s(self) -> Iterator[float]:
-        """The pause before each attempt."""
+        """The pause before each retry, in seconds."""
         delay = 0.0
         for _ in count() if self.attempts is None else range(self.attempts):
             yield delay * (1.0 - self.jitter() / 2)
@@ -40,7 +40,7 @@ class RetryPolicy:
 
 
 class Attempts:
-    """Those of one call. They are counted from the last success, the time from the first failure."""
+    """The retries of one call. They are counted from the last success, the time from the first failure."""
 
     def __init__(self, policy: RetryPolicy, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` counts seconds."""
@@ -49,7 +49,7 @@ class Attempts:
         self._deadline_s = float("inf")
 
     def pause_s(self, failed: KvplaneError) -> float:
-        """How long to wait before the next attempt; raises `failed` when there is none."""
+        """Seconds to wait before the next attempt. Raises `failed` when none is left."""
         now = self._clock()
         self._deadline_s = min(self._deadline_s, now + self._policy.within_s)
         delay = next(self._delays, None)
@@ -58,6 +58,6 @@ class Attempts:
         return delay
 
     def succeeded(self) -> None:
-        """Count anew. What breaks at once all the same is tried again after a pause."""
+        """Reset the count. If the next use fails at once, its retry still has a pause."""
         self._delays = self._policy.delays_s()
         next(self._delays, None)

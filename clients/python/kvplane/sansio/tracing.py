@@ -1,4 +1,4 @@
-"""The engine's trace context, when the engine uses OpenTelemetry; the client does not depend on it, nor load it."""
+"""The engine's trace context, if the engine uses OpenTelemetry. The client neither requires nor imports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvplane.base.trace import TraceContext
 
 
 def current_traceparent() -> str:
-    """W3C context of the span that is open where this is called; "" when there is none."""
+    """The W3C traceparent of the caller's current span; "" without one."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return ""
@@ -17,6 +17,6 @@ def current_traceparent() -> str:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...] | None:
-    """Metadata of a call that carries the context."""
+    """The metadata that propagates the trace context; None without a span."""
     traceparent = current_traceparent()
     return (("traceparent", traceparent),) if traceparent else None

@@ -1,7 +1,8 @@
-"""The requests of a session as its own steps tell them: what a session without a `revive` tells a new service.
+"""The requests of a session, recorded from its own steps, for a session without a `revive`.
 
-There are no stamps, so nothing that was cached is proven, and all requests are preempted; the engine sees a pause, and
-admits them again. It is impossible where more would have to be known: who reads or writes pages from outside.
+A restarted service receives these requests and no stamps: it recovers no cache entry and preempts every request, and
+the engine admits them again. External transfers make this impossible, since the steps do not show which pages they
+read or write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _DEFAULTS = {"request_id": "", "domain": "", "extra_keys": NO_EXTRA_KEYS, "skip_
 
 class _Request:
     """Attributes:
-    facts: of its news row, by column, without its content.
+    facts: the columns of its news row except its content.
     """
 
     __slots__ = ("facts", "hashes", "num_hashes", "num_tokens", "tokens")
@@ -32,39 +33,40 @@ class _Request:
 
 
 class KnownRequests:
-    """Give it to one session as its `revive`. It keeps four bytes for each token of a request that has not ended."""
+    """Give one to a session as its `revive`. It keeps four bytes for each token of a request that has not ended."""
 
     def __init__(self) -> None:
         self.running: set[int] = set()  # slots that hold blocks
         self._requests: dict[int, _Request] = {}
-        self._lacking = ""
+        self._obstacle = ""
 
     def note(self, step: Step, result: StepResult) -> None:
-        """A step was applied."""
+        """Record a step that was applied."""
         for part, done in zip(step.parts, result.parts, strict=True):
-            self._tell(part)
+            self._record(part)
             self._note_running(part, done)
 
     def after(self, lost: Iterable[Step]) -> KnownRequests:
-        """A copy that knows also what these steps said, which no service answered."""
+        """A copy that includes these steps, which no service answered."""
         copy = deepcopy(self)
         try:
             for part in (part for step in lost for part in step.parts):
-                copy._tell(part)
+                copy._record(part)
         except (LookupError, OverflowError, TypeError, ValueError):
-            copy._lacking = "what is in flight cannot be read"
+            copy._obstacle = "a step in flight is malformed"
         return copy
 
     def revival(self, epoch: int) -> Revival:
-        """Requests to resend to a new service, in an engine life behind this epoch.
+        """The requests to send to a restarted service, in an engine life after this epoch.
 
-        Raises ServiceRestarted when they are not known well enough.
+        Raises ServiceRestarted when the recorded steps do not suffice.
         """
         with_tokens = {bool(one.tokens) for one in self._requests.values() if one.num_tokens}
-        lacking = self._lacking or ("some requests have tokens, others hashes" if len(with_tokens) > 1 else "")
-        if lacking:
+        obstacle = self._obstacle or ("some requests have tokens, others hashes" if len(with_tokens) > 1 else "")
+        if obstacle:
             raise ServiceRestarted(
-                f"the service has forgotten the engine, and {lacking}", remedy="open sessions with a revive"
+                f"the service restarted, and the session cannot send its requests again: {obstacle}",
+                remedy="open sessions with a revive",
             )
         return Revival(news=self._news(), running=tuple(sorted(self.running)), owner_epoch=epoch)
 
@@ -80,12 +82,12 @@ class KnownRequests:
         news.hashes = bytes(hashes)
         return news
 
-    def _tell(self, part: Part) -> None:
-        """What the engine said in a part."""
+    def _record(self, part: Part) -> None:
+        """Record what the engine sent in a part."""
         if part.facts.slot:
             self._add_facts(part.facts)
         if part.resume is not None:
-            self._lacking = "requests were resumed with their blocks"
+            self._obstacle = "requests were resumed with their blocks"
         if part.news.slot:
             self._add_news(part.news)
 
@@ -124,14 +126,14 @@ class KnownRequests:
     def _end(self, slot: int, end: End) -> None:
         self.running.discard(slot)
         if end is End.HELD:
-            self._lacking = "a transfer may read pages of it"
+            self._obstacle = "a transfer may read pages of a held request"
         if end is not End.PREEMPTED:
             del self._requests[slot]
 
     def _note_running(self, part: Part, done: PartResult) -> None:
         admit = part.admit
         if any(admit.external) or any(flags & RowFlag.DELAY_CACHING for flags in admit.flags):
-            self._lacking = "a load from outside may write pages of it"
+            self._obstacle = "an external load may write pages of a request"
         for slot, status in zip(admit.slot, done.admit_status, strict=True):
             if status == AdmitStatus.GRANTED:
                 self.running.add(slot)

@@ -1,15 +1,15 @@
-"""A session as a machine without I/O, for the blocking and the asyncio session.
+"""The state machine of a session, without I/O; the blocking and the asyncio session run it.
 
 Each call of a session is a generator (`kvplane.sansio.driver`): it yields actions on the transport and receives their
 outcomes. It does not wait and has no clock, thread or loop, so that a test can try every order of events.
 
     down ──open──▶ up ──────── a step is sent, an answer received, the lease kept
-     ▲ ▲            │ broken, timed out, interrupted: the next call (or beat) opens again, and sends what is unanswered
+     ▲ ▲            │ broken, timed out, interrupted: the next call or heartbeat reopens, and resends unanswered steps
      │ └────────────┘
-     └─ new life: the service was started anew or goes, or the engine asks for it: the next call asks the engine what it
-        has (`Revive`), opens a new engine life and tells it; steps in flight are answered with "nothing granted"
+     └─ new life: the service restarted or drains, or the engine requests it: the next call asks the engine for its
+        requests (`Revive`), opens a new engine life and sends them; steps in flight are answered with "nothing granted"
 
-    ended: closed, aborted, or refused for good; every call raises why
+    ended: closed, aborted, or refused permanently; every call raises the reason
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from kvplane.session.state import SessionState
 
 T = TypeVar("T")
 
-OPENING = RetryPolicy(within_s=10.0)  # a few seconds
-PATIENCE = RetryPolicy(attempts=None)  # a minute: a service may be started anew in it
-FATAL = (StaleEpoch, OtherWriter)  # refusals of a step that no later step can escape
-BROKEN = (Unavailable, DeadlineExceeded)  # say nothing of the session, only of its stream
+OPENING = RetryPolicy(within_s=10.0)
+PATIENCE = RetryPolicy(attempts=None)  # a minute: time for a service to restart
+FATAL = (StaleEpoch, OtherWriter)  # every later step would be refused too
+BROKEN = (Unavailable, DeadlineExceeded)  # the stream is broken; the session is not
 
 
 @dataclass(slots=True)
 class Open:
-    """Open a stream, in place of the one before; comes to an Opened."""
+    """Open a stream, which replaces the previous one. Outcome: an Opened."""
 
     request: OpenRequest
 
 
 @dataclass(slots=True)
 class Send:
-    """Hand a step to the stream."""
+    """Write a step to the stream."""
 
     step: Step
 
 
 @dataclass(slots=True)
 class Receive:
-    """Wait for the next answer; comes to a StepResult or to the refusal of the step."""
+    """Wait for the next answer. Outcome: a StepResult, or the refusal of the step."""
 
 
 RECEIVE = Receive()
@@ -78,12 +78,12 @@ class Heartbeat:
 
 @dataclass(slots=True)
 class Close:
-    """Say goodbye."""
+    """Close the stream, so that the service frees the session's requests."""
 
 
 @dataclass(slots=True)
 class Revive:
-    """Ask the engine what it has; comes to a Revival."""
+    """Ask the engine for its requests and memory. Outcome: a Revival."""
 
 
 Action: TypeAlias = Open | Send | Receive | Heartbeat | Close | Revive | Pause
@@ -91,11 +91,11 @@ Doing: TypeAlias = Work[Action, T]
 
 
 class SessionMachine:
-    """One session. One piece of work at a time, `end` at any time.
+    """One session. At most one call runs at a time; `end` may be called at any time, from any thread.
 
     Attributes:
-        ended: why the session is over; None while it is not.
-        resume_refused: why requests lost their blocks at the last revival; None when none did.
+        ended: why the session ended; None while it is open.
+        resume_refused: why requests lost their blocks when the session was last reopened; None when none did.
     """
 
     def __init__(
@@ -115,37 +115,37 @@ class SessionMachine:
         self.ended: KvplaneError | None = None
         self.resume_refused: KvplaneError | None = None
         self._is_up = False
-        self._begun_by = 0  # nonce of the stream that began the present life, 0 = none of this session's
+        self._begun_by = 0  # nonce of the stream that began this engine life, 0 = another session began it
         self._broken_by: KvplaneError = Unavailable("no stream is open")
-        self._is_new_life = False  # the next call begins one
-        self._is_silent = False  # it did not answer in time, nor take a stream since: a call tries once
-        self._refusal: KvplaneError | None = None  # of the oldest step, until its followers' were taken as well
+        self._is_new_life = False  # the next call begins a new engine life
+        self._is_silent = False  # a deadline passed, and no stream was opened since: each call tries once
+        self._refusal: KvplaneError | None = None  # of the oldest step, until those of the steps behind it are received
 
     @property
     def state(self) -> SessionState:
-        """Numbers of steps, and what the service said at `open`. Raises FailedPrecondition before that has returned."""
+        """Step numbers, and the service's answer to `open`. Raises FailedPrecondition before `open` has returned."""
         if self._state is None:
             raise FailedPrecondition("the session is not open", remedy="use it once `open` has returned")
         return self._state
 
     def check(self) -> None:
-        """Raise why the session is over."""
+        """Raise the reason why the session ended, if it ended."""
         if self.ended is not None:
             raise self.ended.with_traceback(None)
 
     def end(self, reason: KvplaneError) -> None:
-        """It is over; from any thread. What is being done ends with its next action."""
+        """End the session; from any thread. A call under way ends at its next action."""
         if self.ended is None:
             self.ended = reason
 
     def begin_new_life(self) -> None:
-        """Continue the present one no more. Raises FailedPrecondition for a session that cannot be revived."""
+        """Abandon the current engine life. Raises FailedPrecondition for a session without a `revive`."""
         if not self._can_revive:
             raise FailedPrecondition("the session has no revive", remedy="close it, and open another one")
         self._leave("the engine begins a new life")
 
     def open(self) -> Doing[None]:
-        """Begin an engine life; each attempt has a nonce of its own: the service may know the last one."""
+        """Begin an engine life. Each attempt draws a nonce, since the service may have seen that of the last one."""
         attempts, request = Attempts(self._opening, self._clock), self._request
         while True:
             try:
@@ -159,33 +159,33 @@ class SessionMachine:
                 return
 
     def apply(self, parts: Sequence[Part], executed_through: int | None, moving: bool) -> Doing[StepResult]:
-        """A step, and its answer."""
+        """Send a step and receive its answer."""
         self.state.require_idle()
         yield from self.submit(parts, True, executed_through, moving)
         return (yield from self.receive())
 
     def submit(self, parts: Sequence[Part], last: bool, executed_through: int | None, moving: bool) -> Doing[int]:
-        """A step, or some parts of it. `moving`: the service goes, and another one can be asked."""
+        """Send a step, or some parts of it. `moving`: the service drains, and another one is available."""
         step = self.state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
-        if not (self.state.keeps_back(step, moving and self._can_revive) or self._is_new_life):
+        if not (self.state.holds_back(step, moving and self._can_revive) or self._is_new_life):
             with _Sending(self, step):
-                yield Send(self.state.outward(step))
+                yield Send(self.state.to_service(step))
         return step.seq
 
     def receive(self) -> Doing[StepResult]:
-        """The next answer. Unavailable, DeadlineExceeded: not now; the step stays in flight."""
+        """Receive the next answer. After Unavailable or DeadlineExceeded the step stays in flight."""
         self.state.require_in_flight()
         attempts: Attempts | None = None
         while True:
-            made = self.state.take_made()
+            made = self.state.take_synthesized()
             if made is not None:
                 return self.state.answered(made)
             if self._refusal is not None:
                 yield from self._refuse()
-            if self.state.is_quiet:
+            if self.state.is_drained:
                 yield from self._use(Close())
-                self._leave("the service goes, and no other one took the replica")
+                self._leave("the service drains, and no other service has taken the replica")
             if not self._is_up:
                 attempts = attempts or Attempts(self._patience, self._clock)
                 yield from self._resume(attempts)
@@ -204,7 +204,7 @@ class SessionMachine:
             self._refusal = answer
 
     def beat(self) -> Doing[None]:
-        """Keep the lease, or try once to open a broken stream; never raises a KvplaneError."""
+        """Keep the lease, or try once to reopen a broken stream. Raises no KvplaneError."""
         with suppress(KvplaneError):
             with suppress(*BROKEN):
                 if self._is_up:
@@ -213,16 +213,16 @@ class SessionMachine:
                 yield from self._ending(self._reopen())
 
     def close(self) -> Doing[None]:
-        """Leave."""
+        """End the session and close its stream."""
         self.end(FailedPrecondition("the session is closed", remedy="open a new one"))
         yield from self._use(Close())
 
     def interrupted(self) -> None:
-        """The stream is in doubt."""
+        """The caller was interrupted: the stream's state is unknown, so the next call reopens it."""
         self._is_up = False
 
     def _use(self, action: Action) -> Doing[T]:
-        """One action on the stream, which is broken unless it succeeds; when the session is over, only the goodbye."""
+        """Perform one action on the stream, which is broken unless it succeeds. An ended session may only close."""
         if not isinstance(action, Close):
             self.check()
         was_up, self._is_up = self._is_up, False
@@ -236,7 +236,7 @@ class SessionMachine:
         return outcome
 
     def _ending(self, work: Doing[T]) -> Doing[T]:
-        """What is refused in this work ends the session."""
+        """Run a call; a refusal in it ends the session."""
         try:
             return (yield from work)
         except BROKEN:
@@ -248,7 +248,7 @@ class SessionMachine:
     def _take(self, answer: StepResult) -> StepResult:
         step = self.state.oldest
         try:
-            result = self.state.answered(self.state.inward(answer))
+            result = self.state.answered(self.state.to_engine(answer))
         except InternalError as error:
             self.end(error)
             raise
@@ -257,7 +257,7 @@ class SessionMachine:
         return result
 
     def _refuse(self) -> Doing[None]:
-        """Raise the refusal of the oldest step, behind which the service refuses what was sent after it."""
+        """Raise the refusal of the oldest step, after the refusals of the steps behind it were received."""
         assert self._refusal is not None
         with suppress(*BROKEN):
             for _ in range(self.state.followers * self._is_up):
@@ -272,7 +272,7 @@ class SessionMachine:
         raise refusal
 
     def _resume(self, attempts: Attempts) -> Doing[None]:
-        """Open a stream again, here or in a new engine life; raises Unavailable after the last attempt."""
+        """Open a stream again, in this engine life or in a new one. Raises Unavailable after the last attempt."""
         while True:
             self.check()
             yield Pause(attempts.pause_s(self._broken_by))
@@ -284,7 +284,7 @@ class SessionMachine:
                     revival: Revival = yield Revive()
                     yield from self._ending(self._begin_again(revival))
                 elif self._is_new_life and self._known is not None:
-                    yield from self._ending(self._tell_known(self._known))
+                    yield from self._ending(self._begin_again_from(self._known))
             except Unavailable as error:
                 self.check()
                 self._broken_by = error
@@ -296,47 +296,47 @@ class SessionMachine:
                 return
 
     def _reopen(self) -> Doing[None]:
-        """Go on in this engine life: send what was not answered."""
-        begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # what only a new life needs
+        """Continue this engine life: open a stream and resend the unanswered steps."""
+        begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # only a new life sends these
         request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), begun_by=self._begun_by)
         try:
             opened: Opened = yield from self._use(Open(request))
         except ServiceRestarted:
             if not self._can_revive:
                 raise
-            self._leave("the service was started anew")
+            self._leave("the service restarted")
             return
-        self._refusal = None  # it is told again
+        self._refusal = None  # the service repeats it
         for step in self.state.resumed(opened):
-            yield from self._use(Send(self.state.outward(step)))
+            yield from self._use(Send(self.state.to_service(step)))
         self._is_up = True
 
-    def _tell_known(self, known: KnownRequests) -> Doing[None]:
-        """Begin a new life with what this session has seen of the engine."""
+    def _begin_again_from(self, known: KnownRequests) -> Doing[None]:
+        """Begin a new engine life with the requests that this session has recorded."""
         known = known.after(self.state.unanswered())
         yield from self._begin_again(known.revival(self.state.epoch))
-        known.running.clear()  # as the answers that were made say
+        known.running.clear()  # the synthesized answers preempt them
         self._known = known
 
     def _begin_again(self, revival: Revival) -> Doing[None]:
-        """Tell a service what the engine has. Until it has answered all of it, this is tried again."""
+        """Begin a new engine life and send what the engine has. A failure before the last answer repeats all of it."""
         request = revival.open_request(self._request, self._nonces(), self.state.still_busy())
         opened: Opened = yield from self._use(Open(request))
-        told: list[StepResult] = []
+        results: list[StepResult] = []
         for step in revival.first_steps(opened, self.state.unanswered()):
-            told.append((yield from self._ask(step)))
-        image, self.resume_refused = revival.resume_step(opened, told), None
+            results.append((yield from self._exchange(step)))
+        image, self.resume_refused = revival.resume_step(opened, results), None
         if image is not None:
             try:
-                told.append((yield from self._ask(image)))
-            except (InvalidArgument, LimitExceeded) as refusal:  # it costs what it would have saved
+                results.append((yield from self._exchange(image)))
+            except (InvalidArgument, LimitExceeded) as refusal:  # safe to drop: all requests are preempted instead
                 self.resume_refused = refusal
                 revival = revival.without_resume()
-        self.state.restarted(opened, revival, told)
+        self.state.restarted(opened, revival, results)
         self._begun_by = request.nonce
         self._refusal, self._is_new_life, self._is_up = None, False, True
 
-    def _ask(self, step: Step) -> Doing[StepResult]:
+    def _exchange(self, step: Step) -> Doing[StepResult]:
         yield from self._use(Send(step))
         answer: StepResult | KvplaneError = yield from self._use(RECEIVE)
         if isinstance(answer, StepResult):
@@ -348,7 +348,7 @@ class SessionMachine:
 
 
 class _Sending:
-    """Around the sending of a new step: as if it never was when it cannot be sent, in flight when that is in doubt."""
+    """Wraps the sending of a new step: withdraws a step that was not sent, keeps one in flight that may have been."""
 
     def __init__(self, machine: SessionMachine, step: Step) -> None:
         self._machine, self._step = machine, step
@@ -359,7 +359,7 @@ class _Sending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        is_broken = isinstance(error, BROKEN)  # which `receive` tells
+        is_broken = isinstance(error, BROKEN)  # suppressed: `receive` raises it
         if isinstance(error, Exception) and not is_broken:
             self._machine.state.withdraw(self._step)
         elif error is not None:  # Ctrl-C, a cancelled task

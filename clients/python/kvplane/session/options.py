@@ -1,4 +1,4 @@
-"""How a client opens a session: the options of `Client.session`, for both clients."""
+"""The options of `Client.session`, checked, and the first message of the session; for both clients."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class SessionOptions(TypedDict, total=False):
     """Options of a session.
 
     Attributes:
-        epoch: the engine life to go on with; NEW_EPOCH, the default, begins one.
+        epoch: the engine life to continue; NEW_EPOCH, the default, begins a new one.
         with_events: answers carry cache events.
-        stamp_table: see OpenRequest; not with a `revive`, which gives it.
+        stamp_table: see OpenRequest; not with a `revive`, which provides it.
         client: name of the client, for operators.
-        retry: how to go on when the stream breaks, see Session.
-        step_timeout_s: how long a call waits for an answer of the service before it raises DeadlineExceeded.
-        open_timeout_s: how long the service may take to open a stream.
-        remember: without a `revive`, keep what is needed to tell a new service the requests; True by default.
+        retry: how to retry when the stream breaks, see Session.
+        step_timeout_s: seconds that a call waits for an answer before it raises DeadlineExceeded.
+        open_timeout_s: seconds that opening a stream may take.
+        remember: without a `revive`, record the requests so that a restarted service can receive them; True by default.
     """
 
     epoch: int
@@ -44,14 +44,14 @@ def draw_nonce() -> int:
 
 
 def first_request(replica: str, revive: Callable[[], Revival] | None, options: SessionOptions) -> OpenRequest:
-    """What opens the session. Raises InvalidArgument for an option that there is not, or cannot be."""
+    """The message that opens the session. Raises InvalidArgument for an unknown option or an invalid value."""
     hints = get_type_hints(SessionOptions)
     for name, value in options.items():
         if name not in hints:
-            raise InvalidArgument("there is no such option", field=name, remedy=f"use one of {', '.join(hints)}")
+            raise InvalidArgument("unknown option", field=name, remedy=f"use one of {', '.join(hints)}")
         check(value, hints[name], name)
         if name.endswith("timeout_s") and not cast(float, value) > 0.0:
-            raise InvalidArgument(f"{value} s is no time to wait", field=name, remedy="give seconds above 0")
+            raise InvalidArgument(f"{value} s is not a timeout", field=name, remedy="give seconds above 0")
     check(replica, str, "replica")
     check(revive, Callable[[], Revival] | None, "revive")
     epoch, stamps = options.get("epoch", NEW_EPOCH), tuple(options.get("stamp_table", ()))
@@ -60,21 +60,24 @@ def first_request(replica: str, revive: Callable[[], Revival] | None, options: S
         return OpenRequest(replica, draw_nonce(), epoch, with_events, client, stamps)
     if stamps or epoch != NEW_EPOCH:
         name = "stamp_table" if stamps else "epoch"
-        raise InvalidArgument("a revive begins an engine life with its own stamps", field=name, remedy="leave it out")
+        raise InvalidArgument("a revive begins an engine life with its own stamps", field=name, remedy="omit it")
     revival = revive()
     check(revival, Revival, "revive()")
     return revival.first_request(replica, draw_nonce(), with_events, client)
 
 
 def timeouts(options: SessionOptions) -> tuple[float, float]:
-    """Of opening and of a step, in seconds."""
+    """The timeouts of opening a stream and of a step, in seconds."""
     return options.get("open_timeout_s", OPEN_TIMEOUT_S), options.get("step_timeout_s", STEP_TIMEOUT_S)
 
 
 def revival_of(
     revive: Callable[[], Revival] | None, options: SessionOptions
 ) -> Callable[[], Revival] | KnownRequests | None:
-    """How the session outlives its service. Who goes on with an engine life has not seen its beginning."""
+    """How the session survives a restart of its service; None: it does not.
+
+    Requests are recorded only for a new engine life: a session that continues one has not seen its earlier steps.
+    """
     if revive is not None or options.get("epoch", NEW_EPOCH) != NEW_EPOCH or not options.get("remember", True):
         return revive
     return KnownRequests()

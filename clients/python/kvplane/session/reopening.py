@@ -1,11 +1,12 @@
-"""How a session goes on with a service that was started anew: pure, for the blocking and the asyncio session.
+"""How a session continues after its service restarted: pure, for the blocking and the asyncio session.
 
-The new service has the replica's entries, as far as the page memory proves them, and knows none of its requests. So the
-engine shows its memory, tells every request again, and what those hold that ran (the image). Steps that were not
-answered are answered here: nothing was granted, and who ran and is not of the image is preempted. The engine sees a
-pause; the others' prefixes hit when they are admitted again. Its numbers go on; those of the new service begin at 1.
+The restarted service recovers those cache entries that the stamps of the page memory prove, and has none of the
+requests. The session sends the stamps, every request, and the blocks of running requests (the image). Unanswered steps
+are answered here: nothing was granted, and running requests that are not in the image were preempted. The engine sees a
+pause; preempted requests hit their cached prefixes when they are admitted again. The engine's step numbers continue,
+those of the new service begin at 1: `StepNumbering` converts between them.
 
-An image that the service refuses costs what it would have saved: all are preempted.
+When the service refuses the image, all running requests are preempted instead.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from kvplane.base.step import AdmitStatus, Cache, News, Orders, Part, PartResult
 
 @dataclass(frozen=True, slots=True)
 class Revival:
-    """What an engine shows and tells. Nothing it launched may be waiting to be launched still; with a `resume`, all
-    that it launched has finished.
+    """What an engine sends to a restarted service. No granted step may still be waiting for its launch; with a
+    `resume`, every launch must have finished.
 
     Attributes:
         stamp_table: of the page memory, one stamp per block, equal on every rank (0 where they differ).
-        incarnation: of that memory, 0 = not known.
-        news: every request that has not ended, as it is now, with all its tokens or hashes.
-        running: slots of those that hold blocks.
-        held: slots that ended as HELD and have not been released. Those that `resume` leaves out lose their pages: a
-            transfer that reads one finds another stamp behind it.
-        busy_blocks: that loads under way may still write, those of requests that `resume` has as loading among them.
-            The session adds those of its `busy_blocks` that no step has named in `Cache.loads_over`.
-        owner_epoch: the highest that owns a rank's memory, 0 = none, or not known; the new life is numbered above it.
-        resume: what requests of `running` hold that run on, and what transfers hold; None: all are preempted. It leaves
-            out whatever a launch that failed may have touched.
+        incarnation: of that memory, 0 = unknown.
+        news: every request that has not ended, in its current state, with all its tokens or hashes.
+        running: slots of requests that hold blocks.
+        held: slots that ended as HELD and were not released. A slot that `resume` omits loses its pages: a transfer
+            that reads one finds a changed stamp afterwards.
+        busy_blocks: blocks that loads in progress may still write, including those of requests that `resume` lists as
+            loading. The session adds those of its own `busy_blocks` that no step named in `Cache.loads_over`.
+        owner_epoch: the highest epoch that owns a rank's memory, 0 = none or unknown; the new life gets a higher one.
+        resume: the blocks of running requests that continue, and those of transfers; None: all running requests are
+            preempted. Omit every request that a failed launch may have touched.
     """
 
     stamp_table: tuple[int, ...] = ()
@@ -47,11 +48,11 @@ class Revival:
     owner_epoch: int = 0
 
     def first_request(self, replica: str, nonce: int, with_events: bool, client: str) -> OpenRequest:
-        """How the session is opened."""
+        """The message that opens the session."""
         return self.open_request(OpenRequest(replica, nonce, NEW_EPOCH, with_events, client), nonce)
 
     def open_request(self, first: OpenRequest, nonce: int, busy: Iterable[int] = ()) -> OpenRequest:
-        """How the session is opened again; loads of earlier engine lives may still write to the `busy` blocks."""
+        """The message that reopens the session. Loads of earlier engine lives may still write the `busy` blocks."""
         return replace(
             first,
             epoch=NEW_EPOCH,
@@ -63,7 +64,7 @@ class Revival:
         )
 
     def first_steps(self, opened: Opened, lost: Iterable[Step]) -> list[Step]:
-        """What the new service must know first: keys that a lost step took from pages, then the requests."""
+        """The first steps of the new life: evictions of the unanswered (`lost`) steps, then the requests."""
         cache = Cache()
         for part in (part for step in lost for part in step.parts):
             cache.evicted.extend(part.cache.evicted)
@@ -71,24 +72,24 @@ class Revival:
         parts = [Part(cache=cache), *(Part(news=some) for some in _in_pieces(self.news, opened.max_rows))]
         return [Step(opened.epoch, opened.seq + number, [part]) for number, part in enumerate(parts, 1)]
 
-    def resume_step(self, opened: Opened, told: Sequence[StepResult]) -> Step | None:
-        """What is told last, if anything."""
+    def resume_step(self, opened: Opened, results: Sequence[StepResult]) -> Step | None:
+        """The step that sends the image, after the `results` of the first steps; None without an image."""
         if self.resume is None:
             return None
-        return Step(opened.epoch, opened.seq + len(told) + 1, [Part(resume=self.resume)])
+        return Step(opened.epoch, opened.seq + len(results) + 1, [Part(resume=self.resume)])
 
     def without_resume(self) -> Revival:
-        """The same, when the service has refused the image."""
+        """A copy without the image, for a service that refused it."""
         return replace(self, resume=None)
 
     @property
-    def forgotten_held(self) -> frozenset[int]:
-        """Held slots that the new service knows nothing of."""
+    def dropped_held(self) -> frozenset[int]:
+        """Held slots that the image omits: the new service does not have them."""
         return frozenset(self.held) - frozenset(self.resume.held_slot if self.resume else ())
 
     @property
-    def taken_over(self) -> frozenset[int]:
-        """Blocks that belong to loads of the image: busy no more, once the service has taken it."""
+    def adopted_loads(self) -> frozenset[int]:
+        """Blocks that loads of the image write. They are not busy once the service has accepted the image."""
         resume, found = self.resume or Resume(), set[int]()
         blocks, groups = iter(resume.blocks), len(resume.num_blocks) // max(1, len(resume.slot))
         for row, loading in enumerate(resume.loading):
@@ -101,11 +102,11 @@ class Revival:
             found.update(held if loading or slot not in self.held else ())
         return frozenset(found)
 
-    def answers(self, lost: Sequence[Step], told: Sequence[StepResult]) -> list[StepResult]:
-        """Answers to lost steps: nothing was granted. The first one tells who was preempted, and has the orders of all
-        steps that the new service has been `told`.
+    def answers(self, lost: Sequence[Step], results: Sequence[StepResult]) -> list[StepResult]:
+        """Answers to unanswered steps: nothing was granted. The first one lists the preempted requests and the orders
+        of all steps that began the new life (`results`).
         """
-        free_blocks = told[-1].parts[-1].free_blocks
+        free_blocks = results[-1].parts[-1].free_blocks
         answers = []
         for step in lost:
             parts = [_nothing_granted(part, free_blocks) for part in step.parts]
@@ -114,40 +115,40 @@ class Revival:
             first = answers[0].parts[0]
             kept = frozenset(self.resume.slot if self.resume else ())
             first.preempted = [slot for slot in self.running if slot not in kept]
-            first.orders = _joined([part.orders for result in told for part in result.parts])
+            first.orders = _joined([part.orders for result in results for part in result.parts])
         return answers
 
 
-class Numbers:
-    """Between the numbers of the engine and those of the service."""
+class StepNumbering:
+    """Converts between the engine's step numbers and those of the current service."""
 
     def __init__(self) -> None:
-        self._ahead = 0  # the engine's number of a step, less the service's
-        self._cut: tuple[int, int] = (0, 0)  # (step, parts of it) that went to the service before
-        # Held slots that the service knows nothing of, and the (step, part) that released one: it may be sent again.
+        self._ahead = 0  # the engine's number of a step minus the service's
+        self._cut: tuple[int, int] = (0, 0)  # (step, parts of it) that the previous service received
+        # Held slots that the service does not have, and the (step, part) that released one, since it may be resent.
         self._held: dict[int, tuple[int, int] | None] = {}
 
     def restart(self, next_step: tuple[int, int], used: int, held: Iterable[int]) -> None:
-        """The engine's next (step, part) is the first part of the step after the `used` ones of the new service."""
+        """Map the engine's next (step, part) to the first part of step `used` + 1 of the new service."""
         self._ahead = next_step[0] - used - 1
         self._cut = next_step
-        self._held = dict.fromkeys(held)  # nothing of before is sent again
+        self._held = dict.fromkeys(held)  # earlier steps are not resent
 
     @property
     def _has_restarted(self) -> bool:
-        """Also when the two count alike, the service knows nothing of what was before."""
+        """Whether a service was replaced. Not `_ahead != 0`: both may count equally, and earlier steps still differ."""
         return self._cut != (0, 0)
 
-    def outward(self, step: Step) -> Step:
-        """The step as the service counts."""
+    def to_service(self, step: Step) -> Step:
+        """The step with the service's numbers."""
         if not self._has_restarted:
             return step
         part = step.part - self._cut[1] if step.seq == self._cut[0] else step.part
         done = self._done(step.executed_through)
         return replace(step, seq=step.seq - self._ahead, part=part, executed_through=done, parts=self._parts(step))
 
-    def inward(self, result: StepResult) -> StepResult:
-        """The answer as the engine counts."""
+    def to_engine(self, result: StepResult) -> StepResult:
+        """The answer with the engine's numbers."""
         if not self._has_restarted:
             return result
         seq = result.seq + self._ahead
@@ -160,16 +161,16 @@ class Numbers:
         return replace(part, admit_load_after=[step and step + self._ahead for step in part.admit_load_after])
 
     def position(self, opened: Opened) -> tuple[int, int]:
-        """The (step, part) that the service waits for, as the engine counts."""
+        """The (step, part) that the service expects, in the engine's numbers."""
         seq = opened.seq + 1 + self._ahead
         return seq, opened.next_part + (self._cut[1] if seq == self._cut[0] else 0)
 
     def less(self, seq: int) -> int:
-        """A step's number as the service counts, 0 for none and for one of an earlier service."""
+        """The service's number of a step; 0 for no step and for a step of an earlier service."""
         return seq - self._ahead if seq >= self._cut[0] else 0
 
     def _done(self, seq: int) -> int:
-        """How far the service may take steps for executed: the first ones, which launch nothing, in any case."""
+        """The service's `executed_through`. The first steps of a life launch nothing, so they count as executed."""
         return max(seq, self._cut[0] - 1) - self._ahead
 
     def _parts(self, step: Step) -> list[Part]:
@@ -185,7 +186,7 @@ class Numbers:
 
 
 def _joined(orders: Iterable[Orders]) -> Orders:
-    """All orders one after the other."""
+    """All orders, concatenated."""
     joined = Orders()
     for each in orders:
         for name in (column.name for column in fields(Orders)):
@@ -219,7 +220,10 @@ _FLAT = ("tokens", "hashes", "num_hashes")
 
 
 def _in_pieces(news: News, max_rows: int) -> Iterator[News]:
-    """The rows in pieces of at most `max_rows`, and of few tokens: the service hashes those of a message at once."""
+    """The rows in pieces of at most `max_rows` rows and, unless a single row has more, _PIECE_TOKENS tokens.
+
+    Small pieces bound the time that the service spends on the hashes of one message.
+    """
     by_row = [name for name in (one.name for one in fields(News)) if name not in _FLAT]
     size = len(news.hashes) // max(1, sum(news.num_hashes))
     token_at = hash_at = start = 0

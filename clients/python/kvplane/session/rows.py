@@ -1,9 +1,9 @@
-"""Parts built row by row: the readable way, for engines that start small and for tests.
+"""Parts built from rows, one object per request: readable, for small engines and for tests.
 
     part_of(NewsRow(slot=0, tokens=prompt), AdmitRow(slot=0))
     part_of(FactRow(slot=0, tokens=[42]), RunRow(slot=0), budget=Budget(tokens=8192))
 
-Each row costs about a microsecond. An engine with hundreds of rows a step fills the columns of `Part` itself.
+Each row costs about a microsecond. An engine with hundreds of rows per step fills the columns of `Part` directly.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ AS_COUNTED = -1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of some section, about the request in a slot."""
+    """A row of a section of a part, for the request in a slot."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class FactRow(Row):
-    """What happened to one request; see `Facts`. Appended tokens come as ids, or as a count with hashes."""
+    """What happened to one request; see `Facts`. Appended tokens are given as ids, or as a count with hashes."""
 
     tokens: Sequence[int] = ()
     num_tokens: int = 0
@@ -72,12 +72,12 @@ class NewsRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class ResumeRow(Row):
-    """One request that runs on with the blocks that it has; see `Resume`.
+    """One request that continues with its blocks; see `Resume`.
 
     Attributes:
-        tables: of each group, as `BlockTables` has them.
-        launch_end: None = computed.
-        loading: an external load may still write its pages; name these in `Revival.busy_blocks` too.
+        tables: block ids of each group, as in `BlockTables`.
+        launch_end: None = `computed`.
+        loading: an external load may still write its pages; list them in `Revival.busy_blocks` too.
     """
 
     computed: int
@@ -124,9 +124,9 @@ _CONTENT = {"tokens", "num_tokens", "hashes"}
 
 
 def part_of(*rows: Row, budget: Budget | None = None, cache: Cache | None = None) -> Part:
-    """The part of these rows: each goes to its section, in the order given.
+    """A part with these rows, each in its section, in the given order.
 
-    Raises InvalidArgument naming a row, or what in it is of another type.
+    Raises InvalidArgument for a value of a wrong type; it names the row and the field.
     """
     try:
         return _part_of(rows, budget, cache)
@@ -154,7 +154,7 @@ def _part_of(rows: Sequence[Row], budget: Budget | None, cache: Cache | None) ->
 
 
 def resume_of(rows: Sequence[ResumeRow]) -> Resume:
-    """The image of these requests; what holds nothing else is free."""
+    """The image of these requests; blocks in no table are free."""
     tables = [table for row in rows for table in row.tables]
     return Resume(
         slot=[row.slot for row in rows],
@@ -169,7 +169,7 @@ def resume_of(rows: Sequence[ResumeRow]) -> Resume:
 
 
 def _fill(section: Facts | News | Run | Admit, rows: Sequence[Row]) -> None:
-    """Set the columns in which some row differs from the default."""
+    """Set each column in which a row differs from the default."""
     if not rows:
         return
     for column in fields(rows[0]):

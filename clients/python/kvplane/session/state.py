@@ -1,6 +1,6 @@
-"""The client's side of the order of steps: numbers, what is in flight, and what is undone when a step fails.
+"""The client's record of steps: their numbers, which are in flight, and what a failed step undoes.
 
-Pure: no transport, clock or thread. The blocking and the asyncio session share it.
+Pure: no transport, clock or thread. The session's machine uses it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from kvplane.base.errors import (
 from kvplane.base.session import Opened
 from kvplane.base.step import Part, Step, StepResult
 from kvplane.base.typed import check
-from kvplane.session.reopening import Numbers, Revival
+from kvplane.session.reopening import Revival, StepNumbering
 
 
 class SessionState:
-    """Numbers of one session in one epoch.
+    """Step numbers of one session in one epoch.
 
     Attributes:
-        epoch, spec, kept_keys, lease_ms, max_rows: of the answer that opened it.
+        epoch, spec, kept_keys, lease_ms, max_rows: as the service answered when the session opened.
         free_blocks: exact after the last answer.
-        busy_blocks: ascending; held since this life began, because loads of earlier ones may still write to them.
+        busy_blocks: ascending; not allocated in this engine life, because loads of earlier lives may still write them.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -43,14 +43,14 @@ class SessionState:
         self._answered_seq = opened.seq
         self._executed_through = 0
         self._unanswered: deque[Step] = deque()
-        self._numbers = Numbers()
-        self._num_unsent = 0  # of them, the newest: kept for another service
-        self._num_lost = 0  # of them, the oldest: those that such an answer is for
-        self._made: deque[StepResult] = deque()  # answers to the oldest of them, which no service will give
+        self._numbers = StepNumbering()
+        self._num_unsent = 0  # the newest unanswered steps, held back for another service
+        self._num_lost = 0  # the oldest unanswered steps, which the session answers itself
+        self._synthesized: deque[StepResult] = deque()  # the answers to those
 
     @property
     def next_seq(self) -> int:
-        """Number of the next step, or of the one that is incomplete."""
+        """Number of the next step, or of the step whose last part was not sent yet."""
         return self._next[0]
 
     @property
@@ -61,25 +61,24 @@ class SessionState:
         return self._unanswered[-1].seq - self._unanswered[0].seq + 1
 
     def register(self, parts: Sequence[Part], last: bool, executed_through: int | None) -> Step:
-        """The step of these parts under the next number; it is in flight from now on.
+        """Make a step of these parts under the next number and put it in flight.
 
-        `executed_through` None says that all steps before it have finished, or what the first part of it
-        said.
+        `executed_through` None: all earlier steps have finished; for a later part of a step, as in its first part.
 
         Raises:
-            LimitExceeded: as many steps or parts of steps are in flight as may be.
-            InvalidArgument: no parts, or an executed_through that cannot be.
+            LimitExceeded: the maximum number of steps or parts is in flight.
+            InvalidArgument: no parts, or an impossible `executed_through`.
         """
         seq, part = self._next
         if not parts:
             raise InvalidArgument("a step has at least one part", field="parts", remedy="send Part() to apply nothing")
         if part == 0 and self.in_flight >= self._max_steps:
             raise LimitExceeded(
-                f"{self.in_flight} steps are in flight, as many as may be", remedy="receive an answer first"
+                f"{self.in_flight} steps are in flight, at most {self._max_steps}", remedy="receive an answer first"
             )
         if len(self._unanswered) >= self.max_rows:
             raise LimitExceeded(
-                f"{len(self._unanswered)} messages are in flight, as many as a step may have rows",
+                f"{len(self._unanswered)} messages are in flight, at most {self.max_rows}",
                 remedy="receive an answer first",
             )
         for at, given in enumerate(parts):
@@ -91,18 +90,18 @@ class SessionState:
         self._next = (seq + 1, 0) if last else (seq, part + len(step.parts))
         return step
 
-    def keeps_back(self, step: Step, moving: bool) -> bool:
-        """Whether this step, registered last, is not sent to a service that the session is about to leave (`moving`).
+    def holds_back(self, step: Step, moving: bool) -> bool:
+        """Whether the step registered last is kept for the next service, since the session leaves this one (`moving`).
 
-        Steps that were begun there end there.
+        The later parts of a step go where its first part went.
         """
-        keeps = self._num_unsent > 0 or (moving and step.part == 0)
-        self._num_unsent += keeps
-        return keeps
+        holds = self._num_unsent > 0 or (moving and step.part == 0)
+        self._num_unsent += holds
+        return holds
 
     @property
-    def is_quiet(self) -> bool:
-        """The service has answered all that was sent, and something waits to be sent to another one."""
+    def is_drained(self) -> bool:
+        """Whether the service has answered every step that it was sent, and steps are held back for another service."""
         return self._num_unsent == len(self._unanswered) > 0
 
     def withdraw(self, step: Step) -> None:
@@ -112,7 +111,7 @@ class SessionState:
         self._next = (step.seq, step.part)
 
     def answered(self, result: StepResult) -> StepResult:
-        """Take the answer of the oldest step in flight. Raises InternalError when it is another's."""
+        """Record the answer to the oldest step in flight. Raises InternalError when it answers another step."""
         step = self.oldest
         if (result.seq, result.part) != (step.seq, step.part):
             raise InternalError(
@@ -131,52 +130,52 @@ class SessionState:
 
     @property
     def followers(self) -> int:
-        """Parts that were sent behind the oldest one; when that is refused, so is each of them, as out of order."""
+        """Number of parts sent after the oldest one. When that is refused, the service refuses each of them too."""
         return len(self._unanswered) - 1 - self._num_unsent
 
     def refused(self) -> None:
-        """The oldest step in flight was refused: its number is free again."""
+        """Record that the oldest step was refused. Its number is free again; steps behind it are dropped."""
         step = self.oldest
         self._unanswered.clear()
         self._num_unsent = 0
         self._next = (step.seq, step.part)
 
-    def outward(self, step: Step) -> Step:
-        """The step as the service counts."""
-        return self._numbers.outward(step)
+    def to_service(self, step: Step) -> Step:
+        """The step with the service's numbers."""
+        return self._numbers.to_service(step)
 
-    def inward(self, result: StepResult) -> StepResult:
-        """The answer as the engine counts."""
-        return self._numbers.inward(result)
+    def to_engine(self, result: StepResult) -> StepResult:
+        """The answer with the engine's numbers."""
+        return self._numbers.to_engine(result)
 
-    def take_made(self) -> StepResult | None:
-        """The next answer that was made here, if that is what comes next."""
-        return self._made.popleft() if self._made else None
+    def take_synthesized(self) -> StepResult | None:
+        """The next answer, if the session makes it itself."""
+        return self._synthesized.popleft() if self._synthesized else None
 
     def unanswered(self) -> list[Step]:
-        """Steps that wait for an answer of the service, in order."""
-        return list(self._unanswered)[len(self._made) :]
+        """Steps that the service has not answered, in order."""
+        return list(self._unanswered)[len(self._synthesized) :]
 
     def still_busy(self) -> tuple[int, ...]:
         """Those of `busy_blocks` that no step in flight names in `Cache.loads_over`."""
         return _without_ended(self.busy_blocks, self._unanswered)
 
-    def restarted(self, opened: Opened, revival: Revival, told: Sequence[StepResult]) -> None:
-        """A new service begins this life anew, and was told so in steps that it answered: answer what it will not."""
+    def restarted(self, opened: Opened, revival: Revival, results: Sequence[StepResult]) -> None:
+        """Continue in a new engine life. `results`: of the steps that began it; unanswered steps are answered here."""
         self.epoch, self.spec, self.kept_keys = opened.epoch, opened.spec, opened.kept_keys
         self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
-        self.busy_blocks = tuple(block for block in opened.busy_blocks if block not in revival.taken_over)
+        self.busy_blocks = tuple(block for block in opened.busy_blocks if block not in revival.adopted_loads)
         self._num_lost = len(self._unanswered)
         lost = self.unanswered()
-        released = {slot for step in lost for part in step.parts for slot in part.cache.released}  # never sent again
-        self._made.extend(revival.answers(lost, told))
+        released = {slot for step in lost for part in step.parts for slot in part.cache.released}  # not sent again
+        self._synthesized.extend(revival.answers(lost, results))
         self._num_unsent = 0
-        self._numbers.restart(self._next, opened.seq + len(told), revival.forgotten_held - released)
+        self._numbers.restart(self._next, opened.seq + len(results), revival.dropped_held - released)
 
     def resumed(self, opened: Opened) -> list[Step]:
-        """The stream was opened again: what must be sent again, in order.
+        """Continue after the stream was reopened. Returns the steps to send again, in order.
 
-        Raises SequenceError when the service is not where this session left it.
+        Raises SequenceError when the service's position does not match this session's.
         """
         here = self._numbers.position(opened)
         unanswered = self.unanswered()
@@ -184,8 +183,8 @@ class SessionState:
         earliest = (oldest.seq, oldest.part) if oldest else self._next
         if opened.epoch != self.epoch or not earliest <= here <= self._next:
             raise SequenceError(
-                f"the service stands before (step, part) {here} of epoch {opened.epoch}, this session "
-                f"between {earliest} and {self._next} of epoch {self.epoch}",
+                f"the service expects (step, part) {here} of epoch {opened.epoch}, this session would send "
+                f"{earliest} to {self._next} of epoch {self.epoch}",
                 remedy="open a session with a new epoch",
             )
         if not self._unanswered:
@@ -207,23 +206,23 @@ class SessionState:
             raise FailedPrecondition("no step is in flight", remedy="submit one first")
 
     def _executed(self, seq: int, part: int, given: int | None) -> int:
-        said = self._unanswered[-1].executed_through if self._unanswered else self._executed_through
+        latest = self._unanswered[-1].executed_through if self._unanswered else self._executed_through
         if given is None:
             if part:
-                return said
+                return latest
             if self._unanswered:
                 raise InvalidArgument(
                     f"{self.in_flight} steps before step {seq} are in flight",
                     field="executed_through",
-                    remedy="with several steps in flight, say which one has finished on all ranks",
+                    remedy="with several steps in flight, give the last step that has finished on all ranks",
                 )
             return seq - 1
         check(given, int, "executed_through")
-        if not said <= given <= self._answered_seq:
+        if not latest <= given <= self._answered_seq:
             raise InvalidArgument(
-                f"{given} is not in {said}..{self._answered_seq}",
+                f"{given} is not in {latest}..{self._answered_seq}",
                 field="executed_through",
-                remedy="name a step that has been answered and executed; it never goes back",
+                remedy="give a step that was answered and executed; the value never decreases",
             )
         return given
 
@@ -235,7 +234,7 @@ class SessionState:
 
 
 def _without_ended(busy: tuple[int, ...], steps: Iterable[Step]) -> tuple[int, ...]:
-    """The blocks that none of these steps names as written no more."""
+    """The blocks for which none of these steps reports the end of their loads."""
     if not busy:
         return busy
     ended = {block for step in steps for part in step.parts for block in part.cache.loads_over}

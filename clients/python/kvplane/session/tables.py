@@ -1,4 +1,4 @@
-"""Block tables on the engine's side, kept up to date from the answers."""
+"""Block tables in the engine, kept up to date from the answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvplane.base.step import Blocks, End, Part, PartResult
 class BlockTables:
     """Block ids by slot and group, in token order: what paged kernels read.
 
-    A table only grows while its request runs. Entries that the service has released meanwhile (they left a
-    window, or hold an older state) keep their old id here; no kernel of that kind of layer reads them.
+    A table only grows while its request runs. Entries that the service released (they left a window, or hold an older
+    state) keep their block id; this is safe because no kernel of that kind of layer reads them.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -28,7 +28,7 @@ class BlockTables:
         return len(self._tables)
 
     def update(self, part: Part, result: PartResult) -> None:
-        """Take note of what became of a part."""
+        """Apply the result of a part. Both must belong together, and parts must come in the order they were sent."""
         facts = part.facts
         for slot, end in zip(facts.slot, facts.end, strict=False):
             if end in (End.FREE, End.PREEMPTED):
@@ -36,7 +36,7 @@ class BlockTables:
             elif end == End.HELD:
                 self._held.add(slot)
         for slot in part.cache.released:
-            if slot in self._held:  # else a load into it is over, and it may run on
+            if slot in self._held:  # otherwise a load into it ended, and the request may still run
                 self._held.remove(slot)
                 self._tables.pop(slot, None)
         for slot in result.preempted:
@@ -45,7 +45,7 @@ class BlockTables:
         self._append(part.run.slot, result.new_blocks, admitted)
 
     def _take_whole(self, part: Part, tables: Blocks) -> set[int]:
-        """Replace the tables that came whole; returns their rows."""
+        """Replace the tables that the result states in full; returns their rows."""
         slots = [*part.run.slot, *part.admit.slot]
         by_row = tables.by_row()
         for row, groups in by_row.items():

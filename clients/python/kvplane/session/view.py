@@ -1,4 +1,4 @@
-"""What a session states about itself, shared by the blocking and the asyncio session."""
+"""The read-only attributes of a session, shared by the blocking and the asyncio session."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ BEATS_PER_LEASE = 3
 
 
 def aborted() -> KvplaneError:
-    """What every call of a session raises after `abort`."""
+    """The error that every call of a session raises after `abort`."""
     return FailedPrecondition("the session was aborted", remedy="open a new one")
 
 
 class SessionView:
-    """What a session says of itself."""
+    """The read-only attributes of a session."""
 
     _machine: SessionMachine
 
     @property
     def epoch(self) -> int:
-        """The engine life that steps are sent under."""
+        """The engine life of the steps that are sent."""
         return self._machine.state.epoch
 
     @property
     def spec(self) -> ReplicaSpec:
-        """Of the replica."""
+        """The spec of the replica."""
         return self._machine.state.spec
 
     @property
     def free_blocks(self) -> int:
-        """Exact after the last answer."""
+        """Number of free blocks; exact after the last answer."""
         return self._machine.state.free_blocks
 
     @property
     def kept_keys(self) -> int:
-        """Cached keys that survived into this engine life."""
+        """Number of cached keys that survived into this engine life."""
         return self._machine.state.kept_keys
 
     @property
     def busy_blocks(self) -> tuple[int, ...]:
         """Blocks that loads of earlier lives may still write; not allocated until `Cache.loads_over` names them.
 
-        Name each when its movers are done, and all of them when every rank's memory was allocated for this life.
+        Name each when its transfers have ended, and all of them when every rank allocated its memory for this life.
         """
         return self._machine.state.busy_blocks
 
     @property
     def in_flight(self) -> int:
-        """Steps submitted and not answered."""
+        """Number of steps that were submitted and not answered."""
         return self._machine.state.in_flight
 
     @property
@@ -59,10 +59,10 @@ class SessionView:
 
     @property
     def ended(self) -> KvplaneError | None:
-        """Why the session is over; None while it is not."""
+        """Why the session ended; None while it is open."""
         return self._machine.ended
 
     @property
     def resume_refused(self) -> KvplaneError | None:
-        """Why requests lost their blocks at the last revival, though the engine gave an image; None when none did."""
+        """Why the last image was refused, so that running requests lost their blocks; None when none was refused."""
         return self._machine.resume_refused

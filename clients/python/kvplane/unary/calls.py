@@ -1,4 +1,4 @@
-"""Unary calls as values: which method, with what, and whether it may be tried again. Shared by both faces."""
+"""Unary calls as values: method, request message, and whether a retry is safe. Shared by both clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvplane.wire.columns import build
 Answer = TypeVar("Answer", bound=Message)
 
 ALLOCATION, ADMIN = "kvplane.v1.Allocation", "kvplane.v1.Admin"
-REGISTER_TIMEOUT_S = 120.0  # the pool is built in it
+REGISTER_TIMEOUT_S = 120.0  # includes the construction of the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class Call(Generic[Answer]):
     """One unary call.
 
     Attributes:
-        path: of the method.
-        request: what is sent.
-        answer_type: of the answer.
-        repeatable: done twice is done once, so a call that may not have arrived can be sent again.
-        timeout_s: its own, where the client's is not meant for it.
+        path: of the gRPC method.
+        request: the message to send.
+        answer_type: message type of the answer.
+        repeatable: whether the call is idempotent, so that it can be sent again after a failure.
+        timeout_s: deadline of this call; None = the client's.
     """
 
     path: str
@@ -55,7 +55,7 @@ def register_replica(
 
 @checked
 def deregister_replica(replica: str, epoch: int | None) -> Call[allocation_pb2.DeregisterReplicaResponse]:
-    """Remove a replica. Not repeatable: somebody may have registered the name again."""
+    """Remove a replica. Not repeatable: another client may have registered the name again."""
     request = build(allocation_pb2.DeregisterReplicaRequest, "request", {"replica": replica, "epoch": epoch})
     answer = allocation_pb2.DeregisterReplicaResponse
     return Call(f"/{ALLOCATION}/DeregisterReplica", request, answer, repeatable=False)
@@ -63,14 +63,14 @@ def deregister_replica(replica: str, epoch: int | None) -> Call[allocation_pb2.D
 
 @checked
 def describe_replica(replica: str) -> Call[allocation_pb2.DescribeReplicaResponse]:
-    """Tell state and counters."""
+    """State and counters of a replica."""
     request = build(allocation_pb2.DescribeReplicaRequest, "request", {"replica": replica})
     return Call(f"/{ALLOCATION}/DescribeReplica", request, allocation_pb2.DescribeReplicaResponse)
 
 
 @checked
 def list_replicas(page_size: int, page_token: str) -> Call[allocation_pb2.ListReplicasResponse]:
-    """One page of the list."""
+    """One page of the list of replicas."""
     fields = {"page_size": page_size, "page_token": page_token}
     request = build(allocation_pb2.ListReplicasRequest, "request", fields)
     return Call(f"/{ALLOCATION}/ListReplicas", request, allocation_pb2.ListReplicasResponse)
@@ -78,7 +78,7 @@ def list_replicas(page_size: int, page_token: str) -> Call[allocation_pb2.ListRe
 
 @checked
 def find_cache_hit(replica: str, what: Content | str, with_blocks: bool) -> Call[allocation_pb2.FindCacheHitResponse]:
-    """Look up content, or a known request by its name."""
+    """Look up content, or a known request by its id."""
     content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
     fields = {"replica": replica, "with_blocks": with_blocks, **content}
     request = build(allocation_pb2.FindCacheHitRequest, "request", fields)
@@ -87,21 +87,21 @@ def find_cache_hit(replica: str, what: Content | str, with_blocks: bool) -> Call
 
 @checked
 def allocate_slots(replica: str, request: Allocate, at: At) -> Call[allocation_pb2.AllocateSlotsResponse]:
-    """Give a request blocks."""
+    """Allocate blocks for a request's next tokens."""
     message = wire.encode_allocate(_header(replica, at), request)
     return Call(f"/{ALLOCATION}/AllocateSlots", message, allocation_pb2.AllocateSlotsResponse)
 
 
 @checked
 def commit_blocks(replica: str, commit: Commit, at: At) -> Call[allocation_pb2.CommitBlocksResponse]:
-    """Append tokens and register blocks."""
+    """Append tokens to a request and register full blocks."""
     request = wire.encode_commit(_header(replica, at), commit)
     return Call(f"/{ALLOCATION}/CommitBlocks", request, allocation_pb2.CommitBlocksResponse)
 
 
 @checked
 def free(replica: str, request_id: str, ending: Ending, fence_seq: int, at: At) -> Call[allocation_pb2.FreeResponse]:
-    """End a request."""
+    """End or preempt a request."""
     fields = {"request_id": request_id, "end": wire.encode_ending(ending), "fence_seq": fence_seq}
     request = build(allocation_pb2.FreeRequest, "request", {"header": _header(replica, at), **fields})
     return Call(f"/{ALLOCATION}/Free", request, allocation_pb2.FreeResponse)
@@ -131,19 +131,19 @@ def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
 
 @checked
 def status() -> Call[admin_pb2.StatusResponse]:
-    """What runs there."""
+    """Version, replicas and telemetry of a service."""
     return Call(f"/{ADMIN}/Status", admin_pb2.StatusRequest(), admin_pb2.StatusResponse)
 
 
 @checked
 def drain() -> Call[admin_pb2.DrainResponse]:
-    """Let the service go."""
+    """Drain a service."""
     return Call(f"/{ADMIN}/Drain", admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
 
 
 @checked
 def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse]:
-    """Why content, or a request by its name, hits so much and not more."""
+    """Explain the prefix-cache hit of content, or of a request by its id."""
     content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
     request = build(admin_pb2.ExplainRequest, "request", {"replica": replica, **content})
     return Call(f"/{ADMIN}/Explain", request, admin_pb2.ExplainResponse)
@@ -151,10 +151,10 @@ def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse
 
 @checked
 def subscription(replica: str, after_seq: int | None) -> events_pb2.SubscribeRequest:
-    """What is sent to subscribe to events."""
+    """The message that subscribes to events."""
     return build(events_pb2.SubscribeRequest, "request", {"replica": replica, "after_seq": after_seq})
 
 
 def _header(replica: str, at: At) -> allocation_pb2.MutationHeader:
-    """With an op_id, so that the call can be sent again."""
+    """The header, with an op_id, so that the call is repeatable."""
     return wire.encode_header(replica, at if at.op_id else replace(at, op_id=uuid.uuid4().hex))

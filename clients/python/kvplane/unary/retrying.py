@@ -1,4 +1,4 @@
-"""Whom unary calls and subscriptions ask, and when they ask again: without I/O, for both clients."""
+"""The attempts of a unary call over services and owners: without I/O, for both clients."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ C = TypeVar("C")
 
 @dataclass(slots=True)
 class Ask(Generic[C]):
-    """The action of making one call at one service; comes to its answer."""
+    """The action of making one call at one service. Outcome: its answer."""
 
     channel: C
     call: Call[Any]
 
 
 def asked(owners: Owners[C], call: Call[Answer], retry: RetryPolicy) -> Work[Ask[C] | Pause, Answer]:
-    """The answer to a call: of the service that the list names now, or of the owner that it names; after Unavailable
-    the next one is asked, unless the call must not be repeated.
+    """Make a call and return its answer. It goes to the current service of the list and follows Moved to the owner;
+    after Unavailable it goes to the next service, unless the call is not repeatable.
     """
     attempts = Attempts(retry if call.repeatable else replace(retry, attempts=0))
     while True:
