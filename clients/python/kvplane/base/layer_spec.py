@@ -1,10 +1,10 @@
-"""What every format of a layer's cache has in common, and what every attention format has.
+"""The base classes of layer cache formats: of every format, and of every attention format.
 
-The planner turns a model's layers into KV cache groups by asking each format
+The planner turns a model's layers into KV cache groups. It reads from each format
 
-- what it costs: `page_bytes`, `blocks_per_request`, `admission_cap_blocks`,
-- whom it can share a block table with: `merged_with`, `uniform_key`,
-- how it would look otherwise: `grown_to`, `as_full_attention`.
+- its cost: `page_bytes`, `blocks_per_request`, `admission_cap_blocks`,
+- the formats with which it can share a block table: `merged_with`, `uniform_key`,
+- its variants: `grown_to`, `as_full_attention`.
 
 The kinds themselves are in `kvplane.base.layers`. Facts follow vLLM 0.33 (vllm/v1/kv_cache_interface.py).
 All sizes are bytes on one rank, all block sizes are tokens.
@@ -46,11 +46,11 @@ _DTYPE_BYTES = {DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4, DType.FLO
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What bounds the pages that one request can need.
+    """The limits that bound the pages of one request.
 
     Attributes:
         max_model_len: longest request in tokens.
-        max_in_flight_tokens: most tokens scheduled and not yet executed; their pages leave a window late.
+        max_in_flight_tokens: most tokens scheduled and not executed yet, which delay the release of window pages.
         max_encoder_tokens: longest encoder input, for cross attention.
         dcp_size: decode-context-parallel ranks that share a request's tokens.
     """
@@ -63,13 +63,13 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What every format has. Abstract.
+    """The base class of every format. Abstract.
 
     Attributes:
         block_size: tokens per block, before context-parallel scaling.
-        padded_page_bytes: the page is at least so large; 0 = as large as its content.
-        block_stride_alignment: the stride between blocks is a multiple of so many bytes.
-        dcp_sharded: context-parallel ranks split this layer's tokens (else each holds all of them).
+        padded_page_bytes: minimum size of a page; 0 = the size of its content.
+        block_stride_alignment: the stride between blocks is a multiple of this many bytes.
+        dcp_sharded: context-parallel ranks split this layer's tokens (otherwise each holds all of them).
     """
 
     type_name: ClassVar[str]  # unique; the name in JSON
@@ -117,12 +117,12 @@ class LayerSpec:
 
     @property
     def mamba_mode(self) -> MambaMode | None:
-        """How states are cached; None where there are none."""
+        """How states are cached; None for a format without states."""
         return None
 
     @property
     def hit_unit(self) -> int:
-        """A hit must be a multiple of so many tokens."""
+        """The length of a hit is a multiple of this many tokens."""
         return 1
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
@@ -134,7 +134,7 @@ class LayerSpec:
         return 0
 
     def merged_with(self, other: LayerSpec) -> LayerSpec | None:
-        """The one format that serves layers of both, or None when they cannot share it."""
+        """The format that layers of both can share, or None."""
         return self if self == other else None
 
     @property
@@ -146,7 +146,7 @@ class LayerSpec:
         return (self.type_name,)
 
     def grown_to(self, page_bytes: int) -> LayerSpec | None:
-        """This format with pages of `page_bytes`, more than it has; None when it cannot be made so."""
+        """This format with larger pages of `page_bytes`; None when its pages cannot be padded to that size."""
         return replace(self, padded_page_bytes=page_bytes)
 
     def as_full_attention(self, block_size: int) -> LayerSpec:
@@ -154,11 +154,11 @@ class LayerSpec:
         return self
 
     def retaining(self, extra_tokens: int) -> LayerSpec:
-        """This format with at least so many tokens kept below its window; unchanged where it has none."""
+        """This format with at least `extra_tokens` kept below its window; unchanged without a window."""
         return self
 
     def group_fields(self) -> dict[str, Any]:
-        """What a `GroupSpec` of this kind says beside its kind and block size."""
+        """The fields of a `GroupSpec` of this kind other than kind and block size."""
         return {}
 
     def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
@@ -177,9 +177,9 @@ class AttentionSpec(LayerSpec):
         dtype: element type.
         state_bytes: bytes of one head's entry when it is packed, with scales for instance; 0 = key and value.
         tokens_per_state: tokens that one entry covers (compressed attention); divides block_size.
-        page_alignment: the page is padded to a multiple of so many bytes.
+        page_alignment: the page is padded to a multiple of this many bytes.
         state_format: name of the packed form; layers of different forms never share one format.
-        max_tp_shards: tensor-parallel ranks beyond so many hold replicas; 0 = unknown.
+        max_tp_shards: most tensor-parallel ranks that hold different pages; further ranks hold replicas; 0 = unknown.
     """
 
     zeroes_new_blocks: ClassVar[bool] = True

@@ -27,8 +27,8 @@ from kvplane.base.layer_spec import (
 class FullAttentionSpec(AttentionSpec):
     """Every token's keys and values are kept.
 
-    A local layer can be cached so (hybrid allocation off) and still compute with its window or chunk, which
-    is then recorded here; layers that differ in nothing else share one format.
+    A local layer may be cached this way (hybrid allocation off) and still compute with its window or chunk, which is
+    then recorded here; layers that differ only in that share one format.
 
     Attributes:
         computes_window: sliding window of the computation; 0 = none.
@@ -160,7 +160,7 @@ class SlidingWindowSpec(AttentionSpec):
         return ceil_div(min(reach, limits.max_model_len), self.block_size) + 1
 
     def admission_cap_blocks(self, limits: RequestLimits) -> int:
-        """The same bound, so that what fits at start-up is admitted later."""
+        """The same bound, so that a request that fits at start-up is admitted later."""
         return self.blocks_per_request(limits)
 
     def as_full_attention(self, block_size: int) -> LayerSpec:
@@ -168,7 +168,7 @@ class SlidingWindowSpec(AttentionSpec):
         return FullAttentionSpec(computes_window=self.window, **self._promoted(block_size))
 
     def retaining(self, extra_tokens: int) -> LayerSpec:
-        """This window with so many tokens, or more, kept below it."""
+        """This window with at least `extra_tokens` kept below it."""
         return replace(self, extra_retained_tokens=max(self.extra_retained_tokens, extra_tokens))
 
     def group_fields(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class SlidingWindowSpec(AttentionSpec):
 class SlidingWindowMLASpec(SlidingWindowSpec):
     """A sliding window over latent rows.
 
-    Never of one type with plain windows, though the reference unites them when a plain one comes first.
+    It is never merged with a plain window, although the reference merges them when a plain one comes first.
     """
 
     type_name: ClassVar[str] = "sliding_window_mla"
@@ -211,7 +211,7 @@ class ChunkedLocalSpec(AttentionSpec):
         return ceil_div(min(self.chunk + limits.max_in_flight_tokens, limits.max_model_len), self.block_size)
 
     def admission_cap_blocks(self, limits: RequestLimits) -> int:
-        """The same bound, so that what fits at start-up is admitted later."""
+        """The same bound, so that a request that fits at start-up is admitted later."""
         return self.blocks_per_request(limits)
 
     def as_full_attention(self, block_size: int) -> LayerSpec:
@@ -241,7 +241,7 @@ class CrossAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSpec(AttentionSpec):
-    """One block per request for life, written round and round: a compressor's input."""
+    """One block per request, written as a ring buffer: the input of a compressor."""
 
     type_name: ClassVar[str] = "ring"
     kind: ClassVar[GroupKind] = GroupKind.RING
@@ -261,7 +261,7 @@ class MambaSpec(LayerSpec):
         shapes: shapes of the state's tensors, without the block dimension.
         dtypes: their element types, one per shape.
         mode: NONE keeps the running state only; ALIGN also caches states at block boundaries.
-        speculative_blocks: states kept beside the running one for draft tokens.
+        speculative_blocks: states kept for draft tokens in addition to the running one.
     """
 
     type_name: ClassVar[str] = "mamba"

@@ -1,6 +1,6 @@
-"""What the memory of one rank looks like: one allocation, and where each layer's pages lie in it.
+"""The memory layout of one rank: one allocation, and the position of each layer's pages in it.
 
-The planner of the service makes it, a worker allocates it, an engine lays its views over it.
+The service's planner computes it, a worker allocates it, an engine creates its views from it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MAX_SIZE_BYTES = 1 << 48
 class TensorPlacement:
     """Layers of one format within a rank's one allocation.
 
-    The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride. Groups
-    overlap on purpose, each from byte 0: a block belongs to one group at a time.
+    The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride. Groups overlap, each
+    from byte 0: this is safe because a block belongs to one group at a time.
     """
 
     group: int
@@ -59,7 +59,7 @@ class LayerPlace:
     block_stride_bytes: int
 
     def end_bytes(self, num_blocks: int) -> int:
-        """The byte behind the last page."""
+        """The byte after the last page."""
         return self.offset_bytes + (num_blocks - 1) * self.block_stride_bytes + self.spec.page_bytes
 
 
@@ -68,11 +68,11 @@ class RankPlan:
     """One rank's share of a cache plan.
 
     Attributes:
-        num_blocks: with the null block; equal on all ranks.
-        size_bytes: of the allocation.
-        bytes_per_block: of the allocation, over all layers of the widest group.
+        num_blocks: number of blocks, including the null block; equal on all ranks.
+        size_bytes: size of the allocation.
+        bytes_per_block: bytes of the allocation per block, over all layers of the widest group.
         groups: one per KV cache group of the model; the index is the group id.
-        tensors: where the layers of `groups` lie.
+        tensors: positions of the layers of `groups`.
         shared_layers: layers without a cache of their own.
     """
 
@@ -84,7 +84,7 @@ class RankPlan:
     shared_layers: tuple[KVSharingLayer, ...] = ()
 
     def places(self) -> tuple[LayerPlace, ...]:
-        """Where each layer that owns a cache lies, group by group. Raises KeyError for a layer without a format."""
+        """The position of each layer that owns a cache, group by group. Raises KeyError for a layer without format."""
         specs = {name: spec for group in self.groups for name, spec in zip(group.layer_names, group.specs, strict=True)}
         return tuple(
             LayerPlace(
@@ -99,7 +99,7 @@ class RankPlan:
         )
 
     def digest(self) -> str:
-        """Names the plan: equal digests, equal plans."""
+        """A digest of the plan: equal digests mean equal plans."""
         groups = [[group.layer_names, [spec_to_dict(spec) for spec in group.specs]] for group in self.groups]
         tensors = [
             [t.group, t.layer_names, t.offset_bytes, t.layer_stride_bytes, t.block_stride_bytes] for t in self.tensors
@@ -110,7 +110,7 @@ class RankPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def validate(self) -> None:
-        """Raise InvalidArgument naming the field for a plan that no memory can have.
+        """Raise InvalidArgument, naming the field, for an impossible plan.
 
         Every layer is placed once, within the allocation. Pages overlap only where they are one block's, in different
         groups.
@@ -133,7 +133,7 @@ class RankPlan:
             raise InvalidArgument(problem, field="tensors", remedy="take the plan from the service's planner")
 
     def _misplaced(self) -> Iterator[str]:
-        """Pages outside the allocation, or over each other within a group."""
+        """Pages outside the allocation, and pages of one group that overlap."""
         places = self.places()
         for place in places:
             if place.offset_bytes < 0 or place.end_bytes(self.num_blocks) > self.size_bytes:
@@ -146,8 +146,8 @@ class RankPlan:
 def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
     """Pages of different blocks, or of one group, that share a byte.
 
-    With one stride, a page lies within one unit of that length, at a *residue*. Layers whose residues overlap must
-    begin in one unit or num_blocks of them apart:
+    With one stride, a page is within one unit of that length, at an offset called its *residue*. Layers whose residues
+    overlap must begin in the same unit, or at least num_blocks units apart:
 
         layer outermost | A0 | A1 | A2 | B0 | B1 | B2 |        block outermost | A0 B0 | A1 B1 | A2 B2 |
     """
@@ -163,7 +163,7 @@ def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
     for place in sorted(places, key=lambda place: place.offset_bytes % stride):
         residue = place.offset_bytes % stride
         if residue + place.spec.page_bytes > stride:
-            yield f"pages of {place.name} lie across blocks"
+            yield f"pages of {place.name} cross a block boundary"
         if residue >= end:
             yield from _stacked(overlapping, num_blocks, stride)
             overlapping = []
@@ -173,12 +173,12 @@ def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
 
 
 def _stacked(places: Sequence[LayerPlace], num_blocks: int, stride: int) -> Iterator[str]:
-    """Faults of layers of overlapping residues."""
+    """Overlapping pages among layers whose residues overlap."""
     ordered = sorted(places, key=lambda place: (place.offset_bytes // stride, place.group, place.offset_bytes))
     for before, after in pairwise(ordered):
         distance = after.offset_bytes // stride - before.offset_bytes // stride
-        beside = before.offset_bytes + before.spec.page_bytes <= after.offset_bytes
-        if 0 < distance < num_blocks or (not distance and before.group == after.group and not beside):
+        disjoint = before.offset_bytes + before.spec.page_bytes <= after.offset_bytes
+        if 0 < distance < num_blocks or (not distance and before.group == after.group and not disjoint):
             yield f"pages of {before.name} and {after.name} overlap"
 
 

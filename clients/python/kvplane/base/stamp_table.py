@@ -1,14 +1,14 @@
-"""The stamp table: what each page holds, written beside the pages, and by whom it may be written.
+"""The stamp table: the content version of each page, stored next to the pages, and the engine life that may write them.
 
     byte 0     8         12         16          24          32         40      48      56       64
          | magic | version | blocks | incarnation | owner epoch |      0     | seq | part+bits | executed | stamps ...
 
-All little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = nothing is known. Eight bytes are written
-at a time, so that a reader in another process sees an old value or the new one.
+All little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = unknown content. Writes are eight bytes each,
+so that a reader in another process sees either the old or the new value.
 
-The table lies in memory that outlives the engine, so it also keeps what must outlive it: which engine life owns the
-pages (the *owner epoch*, which never goes back), how far its orders were carried out, and, as the null block's stamp,
-the last reset of the cache.
+The table is in memory that outlives the engine. So it also has the engine life that owns the pages (the *owner epoch*,
+which never decreases), the position up to which its orders were carried out, and, as the null block's stamp, the last
+reset of the cache.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _PREFIX = struct.Struct("<8sII")
 _WORDS_BEFORE = HEADER_BYTES // STAMP_BYTES
 _INCARNATION, _OWNER_EPOCH, _, _SEQ, _PART, _EXECUTED = range(2, 8)
 _BUSY = 1 << 32
-_ALL_PARTS = _BUSY - 1  # no part follows it
+_ALL_PARTS = _BUSY - 1  # the last part of a step
 _EARLIER = 1 << 33  # launches of earlier engine lives may still run on this rank
-_ENDED = 1 << 34  # every launch whose orders were carried out so far has ended, whether it finished or not
-_MOVING = 35  # from this bit on: of how many steps, up to the last one, zeroes or copies may be under way on the device
+_ENDED = 1 << 34  # every launch whose orders were carried out so far has ended, successfully or not
+_MOVING = 35  # from this bit on: number of steps, ending with the last one, whose zeroes or copies may not have ended
 _MOST_MOVING = (1 << 29) - 1
 _BELOW_MOVING = (1 << _MOVING) - 1
 _MAX_SEQ = (1 << 64) - 1
 
 
 def table_bytes(num_blocks: int) -> int:
-    """Bytes of the table of a pool."""
+    """Size in bytes of the table of a pool."""
     return HEADER_BYTES + STAMP_BYTES * num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class StampReading:
-    """What one rank's table said at one time.
+    """A copy of one rank's table.
 
     Attributes:
-        incarnation: names the life of the page memory.
-        stamps: one per block; that of the null block is of the last reset.
+        incarnation: identifies the page memory.
+        stamps: one per block; the null block's is that of the last reset.
     """
 
     incarnation: int
@@ -59,10 +59,10 @@ class StampReading:
 
 
 def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
-    """One stamp per block that every rank vouches for, 0 where they do not: for `OpenRequest.stamp_table`.
+    """One stamp per block on which all ranks agree, else 0; for `OpenRequest.stamp_table`.
 
-    A stamp counts only where all ranks show the same one, and only behind the last reset that any rank knows of,
-    which the null block's stamp names.
+    A stamp counts only if all ranks have the same one, and only after the last reset on any rank, which is the null
+    block's stamp.
 
     Raises:
         InvalidArgument: no readings, or pools of different sizes.
@@ -80,7 +80,7 @@ def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
 
 
 class StampTable:
-    """The table over a writable buffer of at least `table_bytes`; writes go through at once."""
+    """The table in a writable buffer of at least `table_bytes`; writes are visible immediately."""
 
     def __init__(self, buffer: memoryview | bytearray) -> None:
         """Open a table that `create` wrote.
@@ -90,7 +90,7 @@ class StampTable:
         """
         view = memoryview(buffer).cast("B")
         if len(view) < HEADER_BYTES:
-            raise InvalidArgument(f"{len(view)} bytes hold no stamp table", field="buffer", remedy="create one")
+            raise InvalidArgument(f"{len(view)} bytes are no stamp table", field="buffer", remedy="create one")
         magic, version, num_blocks = _PREFIX.unpack_from(view)
         if magic != MAGIC or version != VERSION:
             raise InvalidArgument(
@@ -111,7 +111,7 @@ class StampTable:
 
     @classmethod
     def create(cls, buffer: memoryview | bytearray, num_blocks: int, incarnation: int) -> StampTable:
-        """Write an empty table. `incarnation` is drawn at random, never 0, when the page memory is allocated.
+        """Write an empty table. `incarnation`: a random number, not 0, drawn when the page memory is allocated.
 
         Raises:
             InvalidArgument: a value is out of range, or the buffer too small.
@@ -131,56 +131,56 @@ class StampTable:
 
     @property
     def incarnation(self) -> int:
-        """Names this life of the page memory."""
+        """Identifies this page memory."""
         return self._words[_INCARNATION]
 
     @property
     def owner_epoch(self) -> int:
-        """The engine life that may write."""
+        """The engine life that may write the pages."""
         return self._words[_OWNER_EPOCH]
 
     @property
     def executed(self) -> int:
-        """Steps of the owner epoch up to this one have finished on this rank."""
+        """The last step of the owner epoch that has finished on this rank, 0 = none."""
         return self._words[_EXECUTED]
 
     @property
     def position(self) -> tuple[int, int]:
-        """(seq, part) of the orders that were carried out last; a part of 2^32 - 1 before the first of an epoch."""
+        """(seq, part) of the last orders carried out; part is 2^32 - 1 before the first orders of an epoch."""
         return self._words[_SEQ], self._words[_PART] & (_BUSY - 1)
 
     @property
     def moving_from(self) -> int:
-        """First step of which zeroes or copies may still be under way on the rank's device; 0 = they all have ended."""
+        """The first step whose zeroes or copies may not have ended on the rank's device; 0 = all have ended."""
         steps = self._words[_PART] >> _MOVING
         first = 1 if steps == _MOST_MOVING else max(1, self._words[_SEQ] - steps + 1)
         return first if steps else 0
 
     @property
     def is_busy(self) -> bool:
-        """Orders were begun and not finished, or pages invalidated: this epoch's orders go on no more."""
+        """Whether orders were interrupted or pages invalidated: no further orders of this epoch are accepted."""
         return bool(self._words[_PART] & _BUSY)
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make this engine life the owner. The same again changes nothing, except that `next_seq` may rise before the
-        first orders: a service claims without knowing how far the engine's own numbers are.
+        """Make this engine life the owner. Idempotent, except that `next_seq` may increase before the first orders,
+        since a service claims without the engine's step numbers.
 
         Args:
             epoch: of the engine life.
-            next_seq: number of its first step here; above 1 where a session goes on with another service.
+            next_seq: number of its first step on this rank; above 1 when a session continues with another service.
 
         Raises:
-            StaleEpoch: a newer one owns the table; `metadata["epoch"]` says which.
-            InvalidArgument: no epoch, or no step.
+            StaleEpoch: a newer engine life owns the table; `metadata["epoch"]` is its epoch.
+            InvalidArgument: an epoch or a step out of range.
         """
         if not 1 <= epoch <= MAX_EPOCH:
-            raise InvalidArgument(f"{epoch} is no epoch", field="epoch", remedy=f"give 1 to {MAX_EPOCH}")
+            raise InvalidArgument(f"{epoch} is not an epoch", field="epoch", remedy=f"give 1 to {MAX_EPOCH}")
         if not 1 <= next_seq <= _MAX_SEQ:
-            raise InvalidArgument(f"{next_seq} is no step", field="next_seq", remedy=f"give 1 to {_MAX_SEQ}")
+            raise InvalidArgument(f"{next_seq} is not a step", field="next_seq", remedy=f"give 1 to {_MAX_SEQ}")
         if epoch < self.owner_epoch:
             raise self._stale(epoch, "ask the service for a new epoch")
         begins = epoch > self.owner_epoch
-        # In this order: a claim that is cut short leaves no progress of one epoch to another.
+        # The owner is written last, so that an interrupted claim does not give one epoch the progress of another.
         if begins:
             self._words[_PART] = _ALL_PARTS | (_EARLIER if self._may_run() else 0)
         if begins or (self.position[1] == _ALL_PARTS and next_seq - 1 > self._words[_SEQ]):
@@ -189,33 +189,33 @@ class StampTable:
             self._words[_OWNER_EPOCH] = epoch
 
     def begin_life(self, epoch: int) -> None:
-        """Claim for an engine life that begins: as `claim`, and an epoch that owns the table already is refused too.
+        """`claim` for a new engine life, which also refuses the epoch that already owns the table.
 
-        Two services that do not know of each other can draw the same number for two lives of one memory.
+        Two services that are not aware of each other may give two lives of one memory the same epoch.
         """
         if epoch == self.owner_epoch:
             raise self._stale(epoch, "give a higher epoch")
         self.claim(epoch)
 
     def check_owner(self, epoch: int) -> None:
-        """Raise StaleEpoch when this is not the owner; a table that was never claimed has none."""
+        """Raise StaleEpoch when this epoch is not the owner. A table that was never claimed has no owner."""
         if epoch != self.owner_epoch or not epoch:
             raise self._stale(epoch, "claim the table, or end this engine life")
 
     def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
-        """Raise unless a transfer may write, on this rank, the pages that an admission gave to its request.
+        """Raise unless a transfer may write, on this rank, the pages that an admission allocated.
 
         Args:
-            epoch: the engine life that lets it start.
+            epoch: the engine life that starts the transfer.
             seq, part: of the answer with the admission.
-            load_after: as that answer says, 0 = none.
+            load_after: of that answer, 0 = none.
 
         Raises:
             StaleEpoch: this engine life does not own the pages.
-            FailedPrecondition: orders of the admission's part, or of a part before it, have not been carried out here,
-                or zeroes and copies of its step or an earlier one may be under way on the device; or step `load_after`
-                has not finished here; or launches of an earlier engine life may still run here, which `load_after` does
-                not count: no step of this life has finished, nor was `launches_ended` called.
+            FailedPrecondition: on this rank, orders of the admission's part or of an earlier one were not carried out;
+                or zeroes and copies of its step or an earlier one may not have ended on the device; or step
+                `load_after` has not finished; or launches of an earlier engine life may still run, which `load_after`
+                does not cover: no step of this life has finished, and `launches_ended` was not called.
         """
         self.check_owner(epoch)
         if self._words[_PART] & _EARLIER:
@@ -233,9 +233,9 @@ class StampTable:
             )
         if 0 < self.moving_from <= seq:
             raise FailedPrecondition(
-                f"zeroes or copies of step {self.moving_from} may still be under way on this rank",
+                f"zeroes or copies of step {self.moving_from} may not have ended on this rank",
                 field="seq",
-                remedy="start the load when they have ended: Rank.poll notes it, Rank.synchronize waits for it",
+                remedy="start the load when they have ended: Rank.poll records it, Rank.synchronize waits for it",
             )
         if self.executed < load_after:
             raise FailedPrecondition(
@@ -245,13 +245,13 @@ class StampTable:
             )
 
     def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
-        """Write stamps; the null block's is that of a reset. Blocks must be in the pool and stamps u64."""
+        """Write stamps; the null block's stamp records a reset. Blocks must be in the pool, stamps u64."""
         entries = self._stamps
         for block, stamp in zip(blocks, stamps, strict=True):
             entries[block] = stamp
 
     def invalidate(self, blocks: Sequence[int]) -> None:
-        """End this epoch's orders, then write stamp 0 on these blocks, which must be in the pool."""
+        """Refuse further orders of this epoch, then write stamp 0 on these blocks, which must be in the pool."""
         self._words[_PART] |= _BUSY
         for block in blocks:
             self._stamps[block] = 0
@@ -269,53 +269,52 @@ class StampTable:
         return self._stamps.tobytes()
 
     def reading(self) -> StampReading:
-        """What the table says now."""
+        """A copy of the incarnation and all stamps."""
         return StampReading(self.incarnation, self.read_all())
 
     def begin(self, seq: int, part: int) -> None:
-        """Note that orders are being carried out. What is begun is never begun again."""
+        """Record that the orders of this part begin. Interrupted orders are not repeated."""
         moving = self._words[_PART] >> _MOVING
-        if moving:  # from the same step on; a reader between the two writes sees one that is earlier
+        if moving:  # keep the same first step; a reader between the two writes sees an earlier one, which is safe
             moving = min(moving + seq - self._words[_SEQ], _MOST_MOVING)
         self._words[_PART] = (self._words[_PART] & _EARLIER) | part | _BUSY | moving << _MOVING
         self._words[_SEQ] = seq
 
     def finish(self, moving: bool = False) -> None:
-        """Note that the orders begun are done, but for zeroes and copies that the device may still be `moving`."""
+        """Record that the orders are carried out. `moving`: the device may not have completed zeroes and copies."""
         word = self._words[_PART] & ~_BUSY
         self._words[_PART] = word | 1 << _MOVING if moving and not word >> _MOVING else word
 
     def moves_ended(self, through: int) -> None:
-        """Note that zeroes and copies of steps up to this one have ended on the device."""
+        """Record that zeroes and copies of steps up to this one have ended on the device."""
         word = self._words[_PART]
         moving = min(word >> _MOVING, max(0, self._words[_SEQ] - through))
         self._words[_PART] = (word & _BELOW_MOVING) | moving << _MOVING
 
     def launches_ended(self) -> None:
-        """Note that no launch runs here any more whose orders were carried out so far, whichever engine life it was of,
-        nor any of these orders.
+        """Record that all orders carried out so far, and their launches, have ended, of every engine life.
 
-        That says nothing of what they computed: `executed` stays.
+        They may have failed, so `executed` is unchanged.
         """
         self._words[_PART] = (self._words[_PART] & _BELOW_MOVING & ~_EARLIER) | _ENDED
 
     def _may_run(self) -> bool:
-        """Whether a launch of the owner's life, or of an earlier one, or what was ordered before it may still run."""
+        """Whether orders or a launch, of the owner's life or an earlier one, may still run."""
         word = self._words[_PART]
         in_flight = word & (_EARLIER | _BUSY) or word >> _MOVING or self._words[_SEQ] > self._words[_EXECUTED]
         return bool(in_flight) and not word & _ENDED
 
     def set_executed(self, seq: int) -> None:
-        """Note that steps up to this one have finished, orders and launches, and with them all of earlier engine lives.
+        """Record that steps up to this one have finished, orders and launches, and all steps of earlier engine lives.
 
         Raises:
-            FailedPrecondition: it goes back, or its orders were not carried out.
+            FailedPrecondition: the step is before the last one that finished, or its orders were not carried out.
         """
         if not self.executed <= seq <= self.position[0]:
             raise FailedPrecondition(
                 f"step {seq} is not in {self.executed}..{self.position[0]}",
                 field="seq",
-                remedy="name a step whose orders were carried out; it never goes back",
+                remedy="give a step whose orders were carried out; the value never decreases",
             )
         if seq > self.executed:
             self._words[_PART] &= ~_EARLIER  # launches of a rank end in order
@@ -327,7 +326,7 @@ class StampTable:
         return bytes(self._words)
 
     def release(self) -> None:
-        """Let go of the buffer, which cannot be closed before. The table is of no use afterwards."""
+        """Release the buffer, so that it can be closed. The table cannot be used afterwards."""
         self._stamps.release()
         self._words.release()
         self._bytes.release()

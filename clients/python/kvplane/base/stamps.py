@@ -1,14 +1,13 @@
-"""Stamps: the version of a page's content.
+"""Stamps: versions of a page's content.
 
     63       56 55                32 31                 0
     | generation |      epoch       |      counter       |
 
-A stamp is never used twice in one incarnation of the memory, so equal stamps mean equal content. The
-epoch rises with each life of the engine, the counter with each page handed out, and the generation when the
-counter of an epoch is used up.
+No stamp is used twice in one incarnation of the memory, so equal stamps mean equal content. The epoch increases with
+each engine life, the counter with each allocated page, and the generation when the counter of an epoch is exhausted.
 
-The null block holds no page. Its stamp is that of the last reset of the cache: whatever was stamped before it,
-by any service, proves nothing.
+The null block has no page. Its stamp is that of the last reset of the cache: an older stamp, of any service, does not
+prove its content.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Stamp(NamedTuple):
 
 
 def in_time(stamp: int) -> int:
-    """Orders the stamps of one memory as they were given: by epoch, generation, counter."""
+    """A sort key of the stamps of one memory, in the order in which they were assigned: epoch, generation, counter."""
     counted = stamp & MAX_COUNTER
     return (stamp & MAX_EPOCH << COUNTER_BITS) << GENERATION_BITS | stamp >> 56 << COUNTER_BITS | counted
 

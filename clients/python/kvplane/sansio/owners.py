@@ -68,7 +68,7 @@ class Owners(Generic[C]):
             return self._channel(address)
 
     def instead_of(self, channel: C) -> C:
-        """The channel to use when this one's service is unreachable: the next of the list, if this one is current."""
+        """The channel to use when this channel is unreachable: the next of the list, if this one is current."""
         with self._lock:
             if not self._closed and channel is self._present():
                 self._at = (self._at + 1) % (1 + len(self._others))

@@ -1,7 +1,7 @@
-"""The one place where protobuf messages and kvplane's own types turn into each other, for client and service.
+"""Conversion between protobuf messages and kvplane's types, for client and service; no other module does it.
 
-Columns of a step are little-endian packed integers. Decoding checks shape and names the field at fault;
-encoding refuses what a message cannot hold. Neither knows what a step means.
+Columns of a step are little-endian packed integers. Decoding checks the shape and names an invalid field; encoding
+refuses values that the message cannot hold. Neither interprets a step.
 """
 
 from kvplane.wire.events import decode_batch, encode_batch

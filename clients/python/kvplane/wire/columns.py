@@ -1,8 +1,8 @@
-"""Columns: lists of integers as little-endian packed bytes, and the refusals when they cannot be.
+"""Columns: lists of integers as little-endian packed bytes, and the refusals of invalid ones.
 
 A section of a step is described once, as a tuple of Column; packing and unpacking walk that table: a column
 costs one C call each way, and its rules (element size, one entry per row, highest value) are in one place.
-This is the hot path of every step: names of fields are put together only for a refusal.
+This is on the hot path of every step: names of fields are built only for a refusal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvplane.base.typed import check
 
 _M = TypeVar("_M", bound=Message)
 
-LONG = 1 << 15  # entries of a packed column that stays one
+LONG = 1 << 15  # entries from which on a column stays packed
 U32, I32, U64 = "I", "i", "Q"
 _SWAP = sys.byteorder == "big"
 _SIZES = {U32: 4, I32: 4, U64: 8}
@@ -36,7 +36,7 @@ class Column(NamedTuple):
         code: array typecode of an element, one of U32, I32, U64.
         by_row: one entry per row of the section (or none at all); else any number.
         highest: greatest value with a meaning, for enum columns.
-        stays_packed: U32; a long one is unpacked to an array, for millions of objects take long to make and to free.
+        stays_packed: U32 only: a long column is unpacked to an array, since millions of objects are slow to make.
     """
 
     name: str
@@ -62,7 +62,7 @@ def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
 
 
 def unpack(raw: bytes, code: str, where: str, name: str) -> list[int]:
-    """Unpack integers; raises InvalidArgument naming `where.name` for a length of no whole number of them."""
+    """Unpack integers. Raises InvalidArgument, naming `where.name`, for a length that is no multiple of their size."""
     return _unpack_to_array(raw, code, where, name).tolist()
 
 
@@ -80,7 +80,7 @@ def _unpack_to_array(raw: bytes, code: str, where: str, name: str) -> array[int]
 
 
 def unpack_words(raw: bytes | memoryview, where: str, name: str) -> Sequence[int]:
-    """As `unpack` for u64, without a copy: millions become no objects."""
+    """`unpack` for u64 without a copy and without an object per element."""
     if _SWAP or len(raw) % _SIZES[U64]:
         return unpack(bytes(raw), U64, where, name)
     return memoryview(raw).cast("Q")
@@ -146,7 +146,7 @@ def wrong_total(name: str, given: int, unit: str, wanted: int, source: str) -> I
 
 
 def build(message_type: type[_M], where: str, fields: Mapping[str, Any]) -> _M:
-    """A message of these fields; raises InvalidArgument naming `where` for a value that no field can hold."""
+    """A message of these fields. Raises InvalidArgument, naming `where`, for a value that no field can hold."""
     try:
         return message_type(**fields)
     except (ValueError, TypeError, OverflowError) as error:
@@ -154,7 +154,7 @@ def build(message_type: type[_M], where: str, fields: Mapping[str, Any]) -> _M:
 
 
 def cannot_build(where: str, error: Exception) -> InvalidArgument:
-    """The refusal of values that no message takes, where no better reason is found."""
+    """The refusal of values that the message does not accept, when no precise reason is found."""
     return InvalidArgument(str(error), field=where, remedy="use values of the fields' types and ranges")
 
 

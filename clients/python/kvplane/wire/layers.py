@@ -1,4 +1,4 @@
-"""Layers and the formats of their caches <-> protobuf. What a format has and the message has not cannot be."""
+"""Layers and the formats of their caches <-> protobuf. Every field of a format has a field in the message."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SAME = (
     "computes_chunk",
     "extra_retained_tokens",
 )
-# Fields of our formats that the message calls otherwise.
+# Fields of our formats that have another name in the message.
 _NAMES = {
     "padded_page_bytes": "page_size_padded",
     "type": "kind",
@@ -55,7 +55,7 @@ def encode_layer(layer: AnyLayer, where: str) -> pb.Layer:
 
 
 def decode_layer(message: pb.Layer, where: str) -> AnyLayer:
-    """The layer of a message; raises InvalidArgument naming a field below `where` for one that cannot be."""
+    """The layer of a message. Raises InvalidArgument, naming a field below `where`, for an impossible one."""
     if message.HasField("format") == bool(message.shares_with):
         raise InvalidArgument(
             "a layer has its own cache or shares one",

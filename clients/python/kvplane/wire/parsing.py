@@ -1,7 +1,7 @@
-"""Parses what arrives from strangers, and refuses messages in which a 32-bit field holds more than 32 bits.
+"""Parses messages of untrusted clients, and refuses those in which a 32-bit field holds more than 32 bits.
 
-Protobuf parsers cut such numbers silently, so a token id of 2^32 + 5 would become 5, and a wrong hit, or a block id
-another block's. Our own client cannot send them, other encoders can.
+Protobuf parsers truncate such numbers silently: a token id of 2^32 + 5 would become 5 and cause a wrong hit, or a block
+id would name another block. kvplane's client cannot send them, other encoders can.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 from kvplane.base.errors import InvalidArgument
 
-# Four bytes that go on and a fifth that holds more than the four highest bits of a u32.
+# Four continuation bytes and a fifth byte with more than the four highest bits of a u32.
 _OVER_32_BITS = re.compile(rb"[\x80-\xff]{4}[\x10-\xff]")
 _VARINT, _I64, _LEN, _I32 = 0, 1, 2, 5
 _UNSIGNED = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_SINT32)
@@ -24,7 +24,7 @@ _M = TypeVar("_M", bound=Message)
 
 
 def parse(message_class: type[_M], raw: bytes) -> _M:
-    """The message of these bytes. Raises InvalidArgument when they are none, or hold a number that was cut."""
+    """Parse a message. Raises InvalidArgument for malformed bytes and for a number that would be truncated."""
     try:
         message = message_class.FromString(raw)
     except DecodeError as error:
@@ -32,16 +32,16 @@ def parse(message_class: type[_M], raw: bytes) -> _M:
             f"the message cannot be read as {message_class.DESCRIPTOR.full_name}: {error}",
             remedy="generate the client from the same contract",
         ) from None
-    # What comes out of the parser as it went in was not cut; so it is with most encoders, and cheaper to see.
+    # Bytes that serialize unchanged were not truncated. This holds for most encoders, and is the cheaper check.
     if message.SerializeToString() != raw:
         check_exact(cast(Descriptor, message_class.DESCRIPTOR), raw)
     return message
 
 
 def check_exact(descriptor: Descriptor, raw: bytes) -> None:
-    """Raise InvalidArgument naming the field when `raw`, a parsed message of this type, was cut.
+    """Raise InvalidArgument, naming the field, when a number of `raw`, a parsed message of this type, was truncated.
 
-    One search through the bytes when nothing was.
+    It costs one search through the bytes when no number was.
     """
     if _OVER_32_BITS.search(raw):
         for name in _cut_fields(descriptor, raw, ""):
@@ -49,9 +49,10 @@ def check_exact(descriptor: Descriptor, raw: bytes) -> None:
 
 
 def split_field(raw: bytes, outer: int, inner: int) -> tuple[bytes, memoryview]:
-    """A message without one field of bytes of its only submessage, and that field: megabytes are not copied.
+    """Split one bytes field off the only submessage of a message, without copying the field.
 
-    A message of another shape than encoders make, or without the field, comes back as it is, with no bytes.
+    Returns the message without the field, and the field. A message without it, or of an unusual encoding, is returned
+    unchanged, with an empty field.
 
     Args:
         raw: the message.
@@ -90,7 +91,7 @@ def _bytes_of(value: int) -> bytes:
 
 
 def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]:
-    """Names of fields that were cut. What the descriptor does not know, also by its wire type, parsers leave alone."""
+    """Names of truncated fields. Unknown fields and wire types are skipped, since parsers do not truncate them."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
@@ -107,7 +108,7 @@ def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]
 
 
 def _payload(raw: bytes, at: int, kind: int) -> tuple[int, int]:
-    """Where the value of a field begins and ends."""
+    """The start and the end of a field's value."""
     if kind == _VARINT:
         return at, _varint(raw, at)[1]
     if kind == _LEN:
@@ -119,7 +120,7 @@ def _payload(raw: bytes, at: int, kind: int) -> tuple[int, int]:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """A number and the position behind it."""
+    """A varint's value and the position after it."""
     value = shift = 0
     while True:
         byte = raw[at]

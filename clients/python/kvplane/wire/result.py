@@ -51,7 +51,7 @@ def encode_result(result: StepResult) -> pb.StepResult:
 
 
 def decode_result(message: pb.StepResult) -> StepResult:
-    """The answer of a message; raises InvalidArgument naming the field for a shape that no answer has."""
+    """The answer of a message. Raises InvalidArgument, naming the field, for a malformed one."""
     return StepResult(
         seq=message.seq,
         part=message.part,
@@ -118,7 +118,7 @@ def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
     )
 
 
-# As in a step, what lies within is handed over as dicts, which are not copied.
+# As in a step, submessages are passed as dicts, which protobuf does not copy.
 def _encode_part(part: PartResult, where: str) -> dict[str, Any]:
     fields = pack_section(part, _RESULT, where)
     for name in _BLOCK_FIELDS:

@@ -1,4 +1,4 @@
-"""What opens, answers and refuses in a session <-> protobuf."""
+"""OpenRequest, Opened and the refusal of a step <-> protobuf."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ def open_message(request: OpenRequest) -> SessionRequest:
 
 
 def step_message(step: Step, max_bytes: int) -> SessionRequest:
-    """Carries a step; raises LimitExceeded for one that the service would end the stream for."""
+    """Sends a step. Raises LimitExceeded for a message above `max_bytes`, which would end the stream."""
     message = SessionRequest(step=encode_step(step))
     size = message.ByteSize()
     if size > max_bytes:
         raise LimitExceeded(
             f"step {step.seq} takes {size} bytes, a message at most {max_bytes}",
-            remedy="send it in several parts, or hashes in place of tokens",
+            remedy="send it in several parts, or hashes instead of tokens",
         )
     return message
 
@@ -34,19 +34,19 @@ def heartbeat_message() -> SessionRequest:
 
 
 def close_message() -> SessionRequest:
-    """Says goodbye."""
+    """Closes the session."""
     return SessionRequest(close=SessionClose())
 
 
 def opened_of(response: SessionResponse) -> Opened:
-    """What the first response says."""
+    """The answer in the first response."""
     if response.WhichOneof("kind") != "opened":
-        raise InternalError("the service answered the open of a session by something else")
+        raise InternalError("the service did not answer the open of the session")
     return decode_opened(response.opened)
 
 
 def answer_of(response: SessionResponse) -> StepResult | KvplaneError | None:
-    """What a later response says; None for the notice of a drain, which only announces the end to come."""
+    """The answer in a later response; None for the notice that the service drains."""
     kind = response.WhichOneof("kind")
     if kind == "result":
         return decode_result(response.result)
@@ -54,4 +54,4 @@ def answer_of(response: SessionResponse) -> StepResult | KvplaneError | None:
         return decode_step_error(response.error)
     if kind == "draining":
         return None
-    raise InternalError(f"the service sent {kind!r} in place of an answer")
+    raise InternalError(f"the service sent {kind!r} instead of an answer")

@@ -1,4 +1,4 @@
-"""Requests of unary calls -> protobuf. Their answers stay messages: they are for reading, not for hot paths."""
+"""Arguments of unary calls -> protobuf. Answers stay messages, since unary calls are not on a hot path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SAME_IN_ALLOCATE = (
 
 
 def encode_source(source: ReplicaSpec | ModelSource | LayerSource) -> dict[str, Any]:
-    """The field of RegisterReplicaRequest that says where the groups come from."""
+    """The field of RegisterReplicaRequest with the source of the groups."""
     if isinstance(source, ReplicaSpec):
         return {"spec": encode_spec(source)}
     if isinstance(source, ModelSource):
@@ -58,7 +58,7 @@ def encode_content(content: Content) -> pb.RequestContent:
 
 
 def encode_header(replica: str, at: At) -> pb.MutationHeader:
-    """The message of what every mutation carries."""
+    """The header of a mutation."""
     fields = {
         "replica": replica,
         "epoch": at.epoch,
@@ -80,7 +80,7 @@ def encode_allocate(header: pb.MutationHeader, request: Allocate) -> pb.Allocate
 
 
 def encode_commit(header: pb.MutationHeader, commit: Commit) -> pb.CommitBlocksRequest:
-    """The message of what became true of a request."""
+    """The message of a commit."""
     fields: dict[str, Any] = {
         "header": header,
         "request_id": commit.request_id,
@@ -93,7 +93,7 @@ def encode_commit(header: pb.MutationHeader, commit: Commit) -> pb.CommitBlocksR
 
 
 def encode_ending(ending: Ending) -> int:
-    """The number of a way to leave."""
+    """The number of an ending."""
     return encode_enum(pb.EndKind, "END_KIND", ending)
 
 

@@ -1,4 +1,4 @@
-"""Content hashes of blocks: what a prefix hit is decided by."""
+"""Content hashes of blocks, by which prefix hits are found."""
 
 from kvplane.base.hashing.algorithms import BlockDigest, block_digest
 from kvplane.base.hashing.extra_keys import RequestKeys, digest_embeds

@@ -18,7 +18,7 @@ _NULL = b"\xf6"
 
 
 def encode(value: CborValue) -> bytes:
-    """The one canonical encoding of `value`. Integers must lie in -2^64..2^64-1."""
+    """The canonical encoding of `value`. Integers must be within -2^64..2^64-1."""
     if value is None:
         return _NULL
     if isinstance(value, int):
@@ -33,7 +33,7 @@ def encode(value: CborValue) -> bytes:
 
 @lru_cache(maxsize=1 << 16)
 def encode_int(value: int) -> bytes:
-    """An integer in its shortest form. Cached: the tokens of a prompt come again and again."""
+    """An integer in its shortest form. Cached, since the tokens of a prompt repeat."""
     return _head(_UNSIGNED, value) if value >= 0 else _head(_NEGATIVE, -1 - value)
 
 

@@ -1,9 +1,8 @@
-"""What a block's content depends on besides its tokens, as tagged keys that enter the block's hash.
+"""Inputs of a block's hash other than its tokens, as tagged keys.
 
-Two requests with equal tokens may share a page only if everything else that made its bytes is equal too: the
-LoRA adapter, the images whose placeholder tokens it covers, the embeddings given in place of tokens. A salt
-keeps requests apart on purpose. Each key starts with its tag, so a salt never equals an adapter of the same
-text.
+Two requests with equal tokens may share a page only if all other inputs of its content are equal: the LoRA adapter, the
+images whose placeholder tokens it covers, the embeddings given instead of tokens. A salt separates requests on purpose.
+Each key starts with its tag, so that a salt never equals an adapter of the same text.
 
 Tags, order and values are those of vLLM 0.33 (v1/core/kv_cache_utils.py), so that its hashes can be
 reproduced.
@@ -31,12 +30,12 @@ class RequestKeys:
     """The extra keys of one request, block by block.
 
     Attributes:
-        extra: what the request brings.
-        block_size: tokens of a hash block, to which `extra.prompt_embeds` has one digest each.
+        extra: the extra keys of the request.
+        block_size: tokens per hash block; `extra.prompt_embeds` has one digest per hash block.
 
     Raises:
-        InvalidArgument: text without a UTF-8 form, items that are empty, overlap or are out of order, or a
-            digest of embeddings that is no SHA-256; `field` names it.
+        InvalidArgument: text that cannot be encoded as UTF-8, items that are empty, overlap or are out of order, or a
+            digest of embeddings that is not SHA-256; `field` names it.
     """
 
     extra: ExtraKeys
@@ -55,7 +54,7 @@ class RequestKeys:
 
     @property
     def keyed_until(self) -> int:
-        """No block that begins at this token or later has a key."""
+        """The first token from which on no block has a key."""
         if self.extra.lora or self.extra.prompt_embeds:
             return sys.maxsize
         return _end(self.extra.multimodal[-1]) if self.extra.multimodal else int(bool(self.extra.salt))
@@ -83,7 +82,7 @@ class RequestKeys:
         return self.extra.multimodal[first:last]
 
     def _embeds_digest(self, block: int) -> bytes:
-        """Blocks behind the prompt carry the digest of nothing, as in the reference."""
+        """The digest of a block's embeddings; blocks after the prompt have the digest of no bytes, as in vLLM."""
         digests = self.extra.prompt_embeds
         return digests[block] if block < len(digests) else _NO_EMBEDS
 
@@ -109,7 +108,7 @@ def _end(item: Multimodal) -> int:
 
 
 def _fresh(text: str) -> str:
-    """An equal string that is an object of its own.
+    """An equal string that is a separate object.
 
     Pickle writes a second occurrence of the same *object* as a reference, of an equal one in full. With fresh
     values (and tags that are constants) the bytes depend on the content only, and are those of the reference,
@@ -133,7 +132,7 @@ def _check_items(items: tuple[Multimodal, ...]) -> None:
         if item.length < 1:
             raise _bad(f"{field}.length", f"{item.length} is below 1", "leave empty items out")
         if item.offset < end:
-            problem = f"{item.offset} lies before the end of the item in front, {end}"
+            problem = f"{item.offset} is before the end of the previous item, {end}"
             raise _bad(f"{field}.offset", problem, "list items by offset, without overlap")
         end = _end(item)
 

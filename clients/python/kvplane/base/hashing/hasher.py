@@ -90,7 +90,7 @@ def split_hashes(hashes: bytes, digest_size: int) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class HashTail:
-    """Where a hasher stands: enough to go on from.
+    """The state of a hasher, from which another one can continue.
 
     Attributes:
         num_blocks: blocks hashed so far.
@@ -107,7 +107,7 @@ class RequestHasher:
     """Hashes the blocks of one request as its tokens become known, in pieces or at once alike."""
 
     def __init__(self, scheme: HashScheme, extra_keys: ExtraKeys = NO_EXTRA_KEYS, tail: HashTail | None = None) -> None:
-        """`tail` continues where another hasher of the same scheme and keys stood.
+        """`tail`: the state of another hasher of the same scheme and keys, from which this one continues.
 
         Raises:
             InvalidArgument: extra keys out of order or range, as `RequestKeys`.
@@ -121,7 +121,7 @@ class RequestHasher:
 
     @property
     def tail(self) -> HashTail:
-        """Where it stands."""
+        """The current state."""
         return HashTail(self._num_blocks, self._digest, self._pending)
 
     @property
