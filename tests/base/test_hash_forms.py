@@ -68,7 +68,7 @@ def test_pickled_hashes_depend_on_values_and_not_on_shared_objects() -> None:
     assert shared.append(pack_tokens(PROMPT)) == copies.append(pack_tokens(PROMPT))
 
 
-def test_our_own_form_is_the_one_that_its_docstring_states() -> None:
+def test_kvplane_hash_has_the_form_of_its_docstring() -> None:
     scheme = HashScheme.named(4)
     keys = cbor2.dumps([["cache_salt", "s1"]], canonical=True)
     sizes = (4).to_bytes(4, "little") + len(keys).to_bytes(4, "little")
@@ -78,7 +78,7 @@ def test_our_own_form_is_the_one_that_its_docstring_states() -> None:
     assert hashes == first + second
 
 
-def test_our_own_hashes_stay_what_they_are() -> None:
+def test_kvplane_hashes_are_stable() -> None:
     """Caches outlive releases: a changed form needs a new name, not another digest under the old one."""
     hashes = RequestHasher(HashScheme.named(8, seed="test"), ExtraKeys(salt="team-a")).append(
         pack_tokens(PROMPT)
@@ -87,7 +87,7 @@ def test_our_own_hashes_stay_what_they_are() -> None:
 
 
 @given(token_lists, token_lists, texts, texts)
-def test_our_own_hash_tells_apart_whatever_differs(
+def test_kvplane_hash_distinguishes_all_inputs(
     left: list[int], right: list[int], salt: str, other: str
 ) -> None:
     algorithm = block_digest(HashAlgorithm.KVPLANE)
@@ -99,7 +99,7 @@ def test_our_own_hash_tells_apart_whatever_differs(
     assert (digest(left, salt) == digest(right, other)) == ((left, salt) == (right, other))
 
 
-def test_our_own_hash_does_not_mistake_key_bytes_for_tokens() -> None:
+def test_kvplane_hash_does_not_confuse_key_bytes_and_tokens() -> None:
     algorithm = block_digest(HashAlgorithm.KVPLANE)
     keys = ((b"four", b"more"),)
     as_tokens = pack_tokens([1, 2]) + encode(keys)

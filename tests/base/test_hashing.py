@@ -57,7 +57,7 @@ def image(offset: int, length: int = 5, digest: str = "cat") -> ExtraKeys:
 
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
-def test_a_changed_token_changes_its_block_and_all_behind_it(algorithm: HashAlgorithm) -> None:
+def test_a_changed_token_changes_its_block_and_all_later_blocks(algorithm: HashAlgorithm) -> None:
     changed = PROMPT.copy()
     changed[17] += 1
     assert len(hashes_of(PROMPT, algorithm=algorithm)) == 5
@@ -76,7 +76,7 @@ def test_only_full_blocks_have_a_hash(algorithm: HashAlgorithm) -> None:
     assert [len(hashes_of(PROMPT[:n], algorithm=algorithm)) for n in (0, 7, 8, 15, 16)] == [0, 0, 1, 1, 2]
 
 
-def test_the_first_block_hangs_on_the_none_hash() -> None:
+def test_the_parent_of_the_first_block_is_the_none_hash() -> None:
     scheme = HashScheme.named(8, HashAlgorithm.SHA256_CBOR)
     expected = hashlib.sha256(cbor2.dumps([scheme.none_hash, PROMPT[:8], None], canonical=True)).digest()
     assert RequestHasher(scheme).append(pack_tokens(PROMPT[:8])) == expected
@@ -101,14 +101,14 @@ KEYED = {
 
 @pytest.mark.parametrize("algorithm", ALL_ALGORITHMS)
 @pytest.mark.parametrize("pair", KEYED.values(), ids=KEYED.keys())
-def test_what_else_makes_the_bytes_of_a_page_changes_the_hash(
+def test_extra_keys_change_the_hash(
     pair: tuple[ExtraKeys, ExtraKeys], algorithm: HashAlgorithm
 ) -> None:
     left, right = (hashes_of(PROMPT, keys, algorithm=algorithm) for keys in pair)
     assert first_difference(left, right) == 0
 
 
-def test_keys_come_in_a_fixed_order_each_with_its_tag() -> None:
+def test_keys_have_a_fixed_order_and_tags() -> None:
     items = (Multimodal("cat", 1, 1), Multimodal("dog", 3, 9))
     embeds = digest_embeds(b"abcdef", token_bytes=1, block_size=4)
     keys = RequestKeys(ExtraKeys(("sql", "/l/sql"), "team-a", items, embeds), block_size=4)
@@ -134,7 +134,7 @@ def test_an_item_that_spans_blocks_is_in_each_of_them() -> None:
     assert first_difference(hashes_of(PROMPT), hashes_of(PROMPT, image(offset=16, length=1))) == 2
 
 
-def test_a_session_name_is_no_part_of_a_hash() -> None:
+def test_a_session_name_is_not_part_of_a_hash() -> None:
     """Two turns of one chat and of two chats share pages alike: there is no key to put a session in."""
     names = {field.name for field in dataclasses.fields(ExtraKeys)}
     assert names == {"lora", "multimodal", "salt", "prompt_embeds"}
@@ -153,7 +153,7 @@ BAD_KEYS = {
 
 
 @pytest.mark.parametrize("field", BAD_KEYS)
-def test_a_bad_key_is_refused_by_the_name_of_its_field(field: str) -> None:
+def test_an_invalid_key_is_refused_by_field(field: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         RequestHasher(HashScheme.named(8), BAD_KEYS[field])
     assert refused.value.field == f"extra_keys.{field}"
@@ -185,7 +185,7 @@ def test_appending_in_pieces_gives_the_hashes_of_one_append(
     assert at_once.num_tokens == len(tokens)
 
 
-def test_the_tail_says_how_far_the_hashes_reach() -> None:
+def test_the_tail_has_the_position_of_the_hashes() -> None:
     hasher = RequestHasher(HashScheme.named(8))
     hashes = hasher.append(pack_tokens(PROMPT[:21]))
     assert hasher.tail == HashTail(2, hashes[32:], pack_tokens(PROMPT[16:21]))
@@ -194,7 +194,7 @@ def test_the_tail_says_how_far_the_hashes_reach() -> None:
     )
 
 
-def test_the_scheme_of_a_replica_is_what_its_spec_says() -> None:
+def test_the_scheme_of_a_replica_follows_its_spec() -> None:
     groups = (GroupSpec(GroupKind.FULL_ATTENTION, 16),)
     spec = ReplicaSpec(
         groups=groups,
@@ -210,13 +210,13 @@ def test_the_scheme_of_a_replica_is_what_its_spec_says() -> None:
     assert HashScheme.of(spec) == HashScheme.named(4, HashAlgorithm.SHA256, "42", 2)
 
 
-def test_a_lookahead_hash_waits_for_the_tokens_behind_its_block() -> None:
+def test_a_lookahead_hash_requires_the_tokens_after_its_block() -> None:
     hasher = RequestHasher(HashScheme.named(8, lookahead=3))
     counts = [len(hasher.append(pack_tokens([token]))) // 32 for token in PROMPT[:20]]
     assert [at for at, count in enumerate(counts) if count] == [10, 18]
 
 
-def test_a_lookahead_hash_depends_on_the_tokens_behind_its_block_and_no_further() -> None:
+def test_a_lookahead_hash_depends_only_on_its_lookahead_tokens() -> None:
     def first_hash(changed_at: int) -> bytes:
         tokens = PROMPT.copy()
         tokens[changed_at] += 1
@@ -225,7 +225,7 @@ def test_a_lookahead_hash_depends_on_the_tokens_behind_its_block_and_no_further(
     assert first_hash(9) != first_hash(10) == first_hash(11)
 
 
-def test_a_lookahead_hash_is_the_reference_form_of_keys_and_tokens_behind() -> None:
+def test_a_lookahead_hash_has_the_form_of_the_reference() -> None:
     scheme = HashScheme.named(4, HashAlgorithm.SHA256_CBOR, lookahead=2)
     keys = image(offset=5, length=1)
     behind = [[["mm", "cat", 5]], *PROMPT[4:6]]
@@ -244,7 +244,7 @@ def test_a_coarser_view_takes_the_last_hash_of_each_coarse_block() -> None:
 
 
 @pytest.mark.parametrize("block_size", [0, 4, 12, -8])
-def test_a_view_that_is_no_multiple_is_refused(block_size: int) -> None:
+def test_a_view_of_a_non_multiple_block_size_is_refused(block_size: int) -> None:
     with pytest.raises(InvalidArgument) as refused:
         HashScheme.named(8).coarser(bytes(64), block_size)
     assert refused.value.field == "block_size"
@@ -253,7 +253,7 @@ def test_a_view_that_is_no_multiple_is_refused(block_size: int) -> None:
 # -- Seeds ---------------------------------------------------------------------
 
 
-def test_strong_hashes_have_a_fixed_seed_and_another_seed_wins() -> None:
+def test_strong_hashes_have_a_default_seed_that_can_be_overridden() -> None:
     assert (
         HashScheme.named(8, HashAlgorithm.SHA256).none_hash
         == hashlib.sha256(pickle.dumps("vllm-none-hash", protocol=5)).digest()
@@ -268,7 +268,7 @@ def test_strong_hashes_have_a_fixed_seed_and_another_seed_wins() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [HashAlgorithm.XXHASH, HashAlgorithm.XXHASH_CBOR])
-def test_weak_hashes_want_a_secret_seed(algorithm: HashAlgorithm) -> None:
+def test_weak_hashes_require_a_secret_seed(algorithm: HashAlgorithm) -> None:
     with pytest.raises(InvalidArgument) as refused:
         HashScheme.named(8, algorithm)
     assert refused.value.field == "hash_seed"
@@ -295,13 +295,13 @@ def test_a_column_is_four_little_endian_bytes_a_token(tokens: list[int]) -> None
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**70, 1.0, "7", None])
-def test_an_id_beyond_32_bits_is_refused_and_never_cut(token: Any) -> None:
+def test_a_token_id_beyond_32_bits_is_refused(token: Any) -> None:
     with pytest.raises(InvalidArgument) as refused:
         pack_tokens([5, token], "prompt_tokens")
     assert refused.value.field == "prompt_tokens[1]"
 
 
-def test_a_cut_column_is_refused_and_changes_nothing() -> None:
+def test_a_truncated_column_is_refused_and_changes_nothing() -> None:
     hasher = RequestHasher(HashScheme.named(8))
     hasher.append(pack_tokens(PROMPT[:3]))
     before = hasher.tail

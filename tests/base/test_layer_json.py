@@ -30,18 +30,18 @@ LEAST: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_type_is_tried():
+def test_every_layer_type_is_covered():
     assert LEAST.keys() == LAYER_TYPES.keys()
 
 
 @pytest.mark.parametrize("type_name", LEAST)
-def test_the_same_format_comes_back(type_name):
+def test_formats_round_trip(type_name):
     spec = spec_from_dict({"type": type_name, **LEAST[type_name]})
     assert spec.type_name == type_name
     assert spec_from_dict(json.loads(json.dumps(spec_to_dict(spec)))) == spec
 
 
-def test_fields_that_are_not_at_their_default_come_back():
+def test_fields_with_other_values_than_the_default_round_trip():
     changed = {"mode": "align", "speculative_blocks": 2, "padded_page_bytes": 512}
     text = {"type": "mamba", **LEAST["mamba"], **changed}
     spec = spec_from_dict(text)
@@ -49,7 +49,7 @@ def test_fields_that_are_not_at_their_default_come_back():
     assert spec_to_dict(spec) == text
 
 
-def test_layers_that_own_a_cache_share_one_or_belong_to_a_draft():
+def test_owning_sharing_and_draft_layers_round_trip():
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=64, dtype=DType.UINT8)
     for layer in (Layer("a", spec), Layer("d", spec, is_draft=True), KVSharingLayer("b", "a")):
         assert layer_from_dict(json.loads(json.dumps(layer_to_dict(layer)))) == layer
@@ -78,7 +78,7 @@ FULL = {"type": "full_attention", **HEADS}
         ({"type": "mamba", **LEAST["mamba"], "mode": "all"}, "spec.mode"),
     ],
 )
-def test_a_wrong_format_is_refused_by_its_place(data, field):
+def test_an_invalid_format_is_refused_by_its_path(data, field):
     with pytest.raises(InvalidArgument) as refused:
         spec_from_dict(data)
     assert refused.value.field == field
@@ -98,7 +98,7 @@ def test_a_wrong_format_is_refused_by_its_place(data, field):
         ({"name": "a", "spec": {**FULL, "num_kv_heads": -1}}, "layers[3].spec.num_kv_heads"),
     ],
 )
-def test_a_wrong_layer_is_refused_by_its_place(data, field):
+def test_an_invalid_layer_is_refused_by_its_path(data, field):
     with pytest.raises(InvalidArgument) as refused:
         layer_from_dict(data, "layers[3]")
     assert refused.value.field == field

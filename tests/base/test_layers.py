@@ -55,7 +55,7 @@ def test_values_may_be_narrower_than_keys():
         (DType.INT8, 1),
     ],
 )
-def test_element_types(dtype, num_bytes):
+def test_sizes_of_element_types(dtype, num_bytes):
     assert dtype.num_bytes == num_bytes
     assert FullAttentionSpec(**{**HEADS, "dtype": dtype}).page_bytes == 4096 * num_bytes
 
@@ -66,7 +66,7 @@ def test_latent_rows_have_no_values():
     assert SlidingWindowMLASpec(**row, window=64).page_bytes == 16 * 576 * 2
 
 
-def test_compressed_and_packed_entries():
+def test_page_bytes_of_compressed_and_packed_entries():
     """64 tokens in 16 entries of 584 bytes, padded to whole multiples of 576."""
     row = {**HEADS, "block_size": 64, "num_kv_heads": 1, "dtype": DType.UINT8}
     packed = MLASpec(**row, state_bytes=584, tokens_per_state=4, page_alignment=576)

@@ -30,12 +30,12 @@ def test_every_layer_is_placed_once_within_the_allocation(layout):
 
 
 @LAYOUTS
-def test_groups_begin_at_byte_0_so_that_the_null_block_is_one_place(layout):
+def test_every_group_begins_at_byte_0(layout):
     for group in range(4):
         assert min(place.offset_bytes for place in mixed(layout).places() if place.group == group) == 0
 
 
-def test_layouts_put_pages_side_by_side_or_layers():
+def test_layouts_store_pages_or_layers_contiguously():
     by_layer = {place.name: place for place in mixed(Layout.LAYER_OUTERMOST).places()}
     assert (by_layer["f.1"].offset_bytes, by_layer["f.1"].block_stride_bytes) == (100 * PAGE, PAGE)
     by_block = {place.name: place for place in mixed(Layout.BLOCK_OUTERMOST).places()}
@@ -53,7 +53,7 @@ def test_a_stage_has_its_own_layers_and_every_group():
     assert to_rank_plan(whole, 0).shared_layers == ()
 
 
-def test_equal_plans_have_equal_digests_and_others_have_not():
+def test_plan_digests_are_equal_only_for_equal_plans():
     assert mixed(Layout.LAYER_OUTERMOST).digest() == mixed(Layout.LAYER_OUTERMOST).digest()
     assert mixed(Layout.LAYER_OUTERMOST).digest() != mixed(Layout.BLOCK_OUTERMOST).digest()
     rank = mixed(Layout.LAYER_OUTERMOST)
@@ -83,7 +83,7 @@ def small(**changes) -> RankPlan:
         ({"shared_layers": (KVSharingLayer("a", "b"),)}, "shared_layers"),
     ],
 )
-def test_a_plan_that_no_memory_can_have_is_refused_by_field(changes, field):
+def test_an_impossible_plan_is_refused_by_field(changes, field):
     small().validate()
     with pytest.raises(InvalidArgument, match=f"^{field}"):
         small(**changes).validate()
@@ -98,7 +98,7 @@ def two_groups(*tensors: TensorPlacement, pages: int = 8) -> RankPlan:
     return small(groups=groups, tensors=tensors, size_bytes=pages * PAGE)
 
 
-def test_blocks_of_different_groups_must_be_at_one_place():
+def test_blocks_of_different_groups_must_have_equal_positions():
     """Block 1 of one group over block 2 of another would be read as what it is not."""
     first = TensorPlacement(0, ("a", "b"), 0, 4 * PAGE, PAGE)
     two_groups(first, TensorPlacement(1, ("c",), 0, 4 * PAGE, PAGE)).validate()
@@ -113,7 +113,7 @@ def test_blocks_of_different_groups_must_be_at_one_place():
             two_groups(first, wrong).validate()
 
 
-def test_the_last_layer_of_a_block_does_not_reach_into_the_next_block():
+def test_a_page_that_crosses_a_block_boundary_is_refused():
     groups = (GroupLayers(("a", "b", "c"), (full(), full(), full())),)
     tensors = (TensorPlacement(0, ("a", "b", "c"), 0, PAGE, 3 * PAGE),)
     small(groups=groups, tensors=tensors, size_bytes=12 * PAGE).validate()
@@ -123,7 +123,7 @@ def test_the_last_layer_of_a_block_does_not_reach_into_the_next_block():
 
 
 @LAYOUTS
-def test_groups_with_other_alignments_get_one_stride(layout):
+def test_groups_with_different_alignments_share_one_stride(layout):
     """Equal pages and different strides would lay block 2 of one group over block 3 of the other."""
     layers = named(f=(1, full(padded_page_bytes=384)), w=(1, window(padded_page_bytes=384, block_stride_alignment=256)))
     rank = to_rank_plan(plan(layers, layout=layout))
@@ -142,7 +142,7 @@ SPECS = st.one_of(
 
 @settings(max_examples=150)
 @given(st.lists(SPECS, min_size=1, max_size=6), st.sampled_from(list(Layout)), st.integers(1, 2))
-def test_whatever_the_planner_plans_lies_beside_each_other(specs, layout, stages):
+def test_planned_pages_do_not_overlap(specs, layout, stages):
     """Pair by pair: pages share a byte only when they are one block's, in different groups."""
     layers = [Layer(str(index), spec) for index, spec in enumerate(specs * 2)]
     workers = [Worker(tuple(layers[stage::stages])) for stage in range(stages)]

@@ -11,7 +11,7 @@ def table(num_blocks: int = 8) -> StampTable:
     return StampTable.create(bytearray(table_bytes(num_blocks)), num_blocks, incarnation=7)
 
 
-def test_a_table_is_read_by_others_as_it_was_written():
+def test_another_reader_sees_the_written_table():
     buffer = bytearray(table_bytes(8))
     mine = StampTable.create(buffer, 8, incarnation=2**64 - 1)
     theirs = StampTable(buffer)
@@ -23,7 +23,7 @@ def test_a_table_is_read_by_others_as_it_was_written():
     assert theirs.snapshot() == bytes(buffer)
 
 
-def test_the_owner_never_goes_back():
+def test_the_owner_epoch_does_not_decrease():
     stamps = table()
     stamps.claim(5)
     stamps.claim(5)
@@ -38,7 +38,7 @@ def test_the_owner_never_goes_back():
     assert stamps.snapshot() == before
 
 
-def test_a_new_owner_starts_with_no_progress_and_the_same_one_keeps_it():
+def test_a_new_owner_resets_the_progress_and_the_same_owner_keeps_it():
     stamps = table()
     stamps.claim(1)
     stamps.begin(1, 0)
@@ -51,7 +51,7 @@ def test_a_new_owner_starts_with_no_progress_and_the_same_one_keeps_it():
     assert (stamps.position[0], stamps.executed) == (0, 0)
 
 
-def test_only_steps_carried_out_can_have_been_executed():
+def test_executed_is_limited_to_steps_carried_out():
     stamps = table()
     stamps.claim(1)
     with pytest.raises(FailedPrecondition):
@@ -70,19 +70,19 @@ def test_only_steps_carried_out_can_have_been_executed():
     [b"", bytes(63), bytes(256), b"kvpstamp" + (2).to_bytes(4, "little") + bytes(52)],
     ids=["empty", "short", "zeroes", "other version"],
 )
-def test_what_is_no_table_is_refused(buffer):
+def test_a_buffer_without_a_table_is_refused(buffer):
     with pytest.raises(InvalidArgument, match=r"^buffer"):
         StampTable(bytearray(buffer))
 
 
-def test_a_table_cut_short_is_refused():
+def test_a_truncated_table_is_refused():
     buffer = bytearray(table_bytes(8))
     StampTable.create(buffer, 8, incarnation=7)
     with pytest.raises(InvalidArgument, match=str(table_bytes(8))):
         StampTable(buffer[:-8])
 
 
-def test_a_table_is_not_created_where_it_does_not_fit():
+def test_create_refuses_a_buffer_that_is_too_small():
     buffer = bytearray(table_bytes(8) - 1)
     with pytest.raises(InvalidArgument, match=r"^num_blocks"):
         StampTable.create(buffer, 8, incarnation=7)
@@ -91,7 +91,7 @@ def test_a_table_is_not_created_where_it_does_not_fit():
     assert bytes(buffer) == bytes(len(buffer))
 
 
-def test_a_released_table_lets_its_buffer_go():
+def test_release_frees_the_buffer():
     buffer = bytearray(table_bytes(8))
     stamps = StampTable.create(buffer, 8, incarnation=7)
     with pytest.raises(BufferError):

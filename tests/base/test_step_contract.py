@@ -15,19 +15,19 @@ PROTO = (Path(__file__).parents[2] / "proto/kvplane/v1/step.proto").read_text()
 TABLE = re.findall(r"(?<=  )([A-Z]\w+) (\d+) (\w+)", PROTO[: PROTO.index("package ")])
 
 
-def test_the_table_is_read_whole():
+def test_the_whole_table_of_the_contract_is_parsed():
     assert len(TABLE) == len(set(TABLE)) > 25
 
 
 @pytest.mark.parametrize(("message", "number", "name"), TABLE)
-def test_a_reserved_number_is_free_or_bears_its_name(message, number, name):
+def test_reserved_numbers_are_unused_or_have_their_name(message, number, name):
     descriptor = step_pb2.DESCRIPTOR.message_types_by_name[message]
     held = descriptor.fields_by_number.get(int(number))
     assert held is None or held.name == name
     assert name not in descriptor.fields_by_name or held is not None
 
 
-def test_reserved_bits_are_no_flags():
+def test_reserved_bits_are_not_flags():
     assert not int(sum(RowFlag)) & (RESERVED_ALIGN | RESERVED_LOAD)
     assert f"{RESERVED_ALIGN} means nothing" in PROTO
     assert f"{RESERVED_LOAD} LOAD" in PROTO

@@ -73,7 +73,7 @@ class SessionContract:
 
     # ---- opening and closing
 
-    def test_an_open_tells_where_the_replica_stands(self, world, transport):
+    def test_the_answer_to_open_has_the_position_of_the_replica(self, world, transport):
         opened = transport.open(self.request(world))
         assert (opened.seq, opened.next_part, opened.free_blocks) == (0, 0, HYBRID.num_blocks - 1)
         assert opened.spec == HYBRID
@@ -82,34 +82,34 @@ class SessionContract:
         assert opened.lease_ms > 0
         assert not transport.draining
 
-    def test_each_engine_life_has_an_epoch_of_its_own(self, world):
+    def test_each_engine_life_has_its_own_epoch(self, world):
         epochs = []
         for _ in range(3):
             with self.new_session(world) as session:
                 epochs.append(session.epoch)
         assert epochs == sorted(set(epochs))
 
-    def test_a_replica_that_does_not_exist_is_named(self, world, transport):
+    def test_open_of_an_unknown_replica_is_refused(self, world, transport):
         with pytest.raises(NotFound, match="nobody"):
             transport.open(OpenRequest("nobody", next(NONCES)))
 
-    def test_an_epoch_that_is_not_current_cannot_be_resumed(self, world, transport):
+    def test_open_of_an_old_epoch_is_refused(self, world, transport):
         with pytest.raises(StaleEpoch) as caught:
             transport.open(self.request(world, epoch=77))
         assert caught.value.metadata["epoch"]
 
-    def test_a_failed_open_can_be_followed_by_a_good_one(self, world, transport):
+    def test_open_succeeds_after_a_failed_open(self, world, transport):
         with pytest.raises(StaleEpoch):
             transport.open(self.request(world, epoch=77))
         assert transport.open(self.request(world)).seq == 0
 
-    def test_before_an_open_there_is_no_stream(self, world, transport):
+    def test_calls_before_open_raise_unavailable(self, world, transport):
         with pytest.raises(Unavailable):
             transport.receive()
         with pytest.raises(Unavailable):
             transport.heartbeat()
 
-    def test_closing_frees_the_requests_and_is_done_once(self, world):
+    def test_close_frees_the_requests_and_is_idempotent(self, world):
         session = self.new_session(world)
         session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0)))
         assert session.free_blocks < HYBRID.num_blocks - 1
@@ -124,7 +124,7 @@ class SessionContract:
 
     # ---- steps
 
-    def test_a_whole_engine_gets_the_answers_of_the_core(self, world):
+    def test_an_engine_gets_the_answers_of_the_core(self, world):
         with self.new_session(world, with_events=True) as session:
             reference = core_in_epoch(session.epoch)
             step = Stepper(reference, session.epoch)
@@ -135,7 +135,7 @@ class SessionContract:
             assert expected.num_hit
             assert world.digest() == digest(reference)
 
-    def test_answers_come_in_the_order_of_the_steps(self, world, transport):
+    def test_answers_arrive_in_the_order_of_the_steps(self, world, transport):
         opened = transport.open(self.request(world))
         for seq in (1, 2):
             part = part_of(NewsRow(seq, range(seq * 10)), AdmitRow(seq))
@@ -144,14 +144,14 @@ class SessionContract:
         assert [answer.seq for answer in answers] == [1, 2]
         assert [answer.parts[0].admit_granted for answer in answers] == [[10], [20]]
 
-    def test_several_steps_are_in_flight(self, world, session):
+    def test_several_steps_can_be_in_flight(self, world, session):
         session.submit(part_of(NewsRow(0, range(20)), AdmitRow(0)))
         session.submit(part_of(PeekRow(0)), executed_through=0)
         assert session.in_flight == 2
         assert [session.receive().seq, session.receive().seq] == [1, 2]
         assert session.in_flight == 0
 
-    def test_a_step_in_parts_is_the_step(self, world):
+    def test_a_step_sent_in_parts_has_the_result_of_the_whole_step(self, world):
         parts = [part_of(NewsRow(0, range(40))), part_of(AdmitRow(0, cap=24)), part_of(PeekRow(0))]
         with self.new_session(world, with_events=True) as session:
             assert [session.submit(part, last=part is parts[-1]) for part in parts] == [1, 1, 1]
@@ -161,18 +161,18 @@ class SessionContract:
             assert [answer.parts[0] for answer in answers] == whole.parts
             assert session.next_seq == 2
 
-    def test_a_step_of_parts_answers_each(self, session):
+    def test_a_step_of_several_parts_has_a_result_for_each(self, session):
         result = session.apply(part_of(NewsRow(0, range(20))), part_of(AdmitRow(0)), part_of(PeekRow(0)))
         assert [len(part.admit_status) for part in result.parts] == [0, 1, 0]
         assert [len(part.peek_hit) for part in result.parts] == [0, 0, 1]
         assert session.free_blocks == result.parts[-1].free_blocks
 
-    def test_out_of_blocks_is_an_answer(self, session):
+    def test_running_out_of_blocks_is_an_answer(self, session):
         tokens = range(16 * HYBRID.num_blocks)
         (answer,) = session.apply(part_of(NewsRow(0, tokens), AdmitRow(0))).parts
         assert answer.admit_status == [AdmitStatus.REFUSED] or answer.admit_status == [AdmitStatus.NEVER_FITS]
 
-    def test_events_come_when_asked_for(self, world):
+    def test_events_are_in_the_answer_when_requested(self, world):
         part = part_of(NewsRow(0, range(40)), AdmitRow(0))
         for with_events in (False, True):
             with self.new_session(world, with_events=with_events) as session:
@@ -192,7 +192,7 @@ class SessionContract:
         ],
         ids=["unknown slot", "huge token", "negative token", "too long", "slot twice", "foreign block"],
     )
-    def test_a_bad_step_is_refused_by_field_and_changes_nothing(self, world, session, part, field):
+    def test_an_invalid_step_is_refused_by_field_and_changes_nothing(self, world, session, part, field):
         session.apply(part_of(NewsRow(9, range(20)), AdmitRow(9)))
         before = world.digest()
         with pytest.raises(InvalidArgument) as caught:
@@ -201,13 +201,13 @@ class SessionContract:
         assert world.digest() == before
         assert session.apply(part_of(RunRow(9))).seq == 2
 
-    def test_too_many_rows_are_over_the_limit(self, world, session):
+    def test_a_step_with_too_many_rows_is_refused(self, world, session):
         before = world.digest()
         with pytest.raises(LimitExceeded):
             session.apply(part_of(*(NewsRow(slot, [1]) for slot in range(10_000))))
         assert world.digest() == before
 
-    def test_what_was_sent_behind_a_refused_step_is_undone_with_it(self, world, session):
+    def test_steps_sent_after_a_refused_step_are_not_applied(self, world, session):
         session.submit(part_of(RunRow(7)))
         session.submit(part_of(NewsRow(0, range(20))), last=False, executed_through=0)
         session.submit(part_of(AdmitRow(0)))
@@ -216,7 +216,7 @@ class SessionContract:
         assert session.in_flight == 0
         assert session.apply(part_of(NewsRow(0, range(20)), AdmitRow(0))).seq == 1
 
-    def test_a_refused_part_leaves_the_parts_before_it(self, session):
+    def test_a_refused_part_leaves_earlier_parts_applied(self, session):
         session.submit(part_of(NewsRow(0, range(20))), last=False)
         session.submit(part_of(RunRow(7)))
         assert session.receive().seq == 1
@@ -224,7 +224,7 @@ class SessionContract:
             session.receive()
         assert session.apply(part_of(AdmitRow(0))).part == 1
 
-    def test_a_step_from_the_future_is_refused(self, world, transport):
+    def test_a_step_out_of_order_is_refused(self, world, transport):
         opened = transport.open(self.request(world))
         transport.send(Step(opened.epoch, 3, [Part()]))
         answer = transport.receive()
@@ -239,7 +239,7 @@ class SessionContract:
 
     # ---- two sessions, broken streams
 
-    def test_the_newer_session_wins_and_the_older_is_told(self, world):
+    def test_a_newer_session_replaces_the_older_one(self, world):
         with self.new_session(world) as old, self.new_session(world) as new:
             with pytest.raises(OtherWriter):
                 old.apply(Part())
@@ -247,7 +247,7 @@ class SessionContract:
                 old.submit(Part())
             assert new.apply(Part()).seq == 1
 
-    def test_a_resumed_engine_keeps_its_requests_and_its_place(self, world):
+    def test_a_resumed_engine_keeps_its_requests_and_position(self, world):
         first = world.transport()
         session = Session(first, self.request(world))
         session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20)))
@@ -257,7 +257,7 @@ class SessionContract:
             assert resumed.apply(part_of(RunRow(0))).parts[0].granted == [20]
         session.close()
 
-    def test_an_applied_step_sent_again_gets_the_first_answer(self, world, transport):
+    def test_a_resent_step_gets_the_stored_answer(self, world, transport):
         opened = transport.open(self.request(world))
         step = Step(opened.epoch, 1, [part_of(NewsRow(0, range(40)), AdmitRow(0))])
         transport.send(step)

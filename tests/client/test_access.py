@@ -15,7 +15,7 @@ def test_cert_without_key_is_refused(tls, field):
     assert caught.value.field == field
 
 
-def test_files_that_cannot_be_used_are_named(tmp_path):
+def test_unusable_tls_files_are_named(tmp_path):
     text = tmp_path / "text"
     text.write_text("no PEM")
     with pytest.raises(NotFound, match="No such file"):
@@ -36,7 +36,7 @@ def test_a_token_may_be_sent_in_plain_text_to_this_machine(address):
     connect(address, token="secret").close()
 
 
-def test_a_token_is_not_shown():
+def test_a_token_is_not_in_the_repr():
     assert "secret" not in repr(Access(None, "secret"))
 
 

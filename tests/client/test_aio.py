@@ -69,7 +69,7 @@ def test_both_sessions_have_the_same_calls():
 
 
 @on_shared_loop
-async def test_a_request_from_look_up_to_hit(client, name):
+async def test_a_request_from_lookup_to_hit(client, name):
     assert (await client.find_cache_hit(name, PROMPT)).hit_tokens == 0
     first = await client.allocate_slots(name, Allocate("a", PROMPT))
     assert first.status == pb.ALLOCATION_STATUS_GRANTED
@@ -82,7 +82,7 @@ async def test_a_request_from_look_up_to_hit(client, name):
 
 
 @on_shared_loop
-async def test_replicas_come_and_go(client, name):
+async def test_replicas_can_be_registered_listed_and_removed(client, name):
     for one in ("many/1", "many/2"):
         await client.register_replica(one, spec_of(num_blocks=4))
     assert [one.replica async for one in client.list_replicas(page_size=1)] == ["many/1", "many/2", name]
@@ -93,7 +93,7 @@ async def test_replicas_come_and_go(client, name):
 
 
 @on_shared_loop
-async def test_a_session_and_its_events(client, name):
+async def test_a_session_with_a_subscription_to_its_events(client, name):
     batches = client.subscribe(name, after_seq=0)
     async with await client.session(name) as session:
         assert (await session.apply(ASK)).parts[0].admit_granted == [20]
@@ -122,7 +122,7 @@ async def test_a_cancelled_receive_breaks_the_stream_and_not_the_session(client,
 
 
 @on_shared_loop
-async def test_nobody_there(tmp_path):
+async def test_an_unreachable_service_raises_unavailable(tmp_path):
     pauses = []
 
     async def pause(seconds):
@@ -141,7 +141,7 @@ async def test_nobody_there(tmp_path):
 
 
 @on_shared_loop
-async def test_a_session_that_did_not_open_says_so(tmp_path):
+async def test_a_session_that_did_not_open_refuses_calls(tmp_path):
     once = RetryPolicy(attempts=1)
     async with open_aio_channel(f"unix:{tmp_path}/nobody") as channel:
         session = aio.Session(aio.GrpcTransport(channel), OpenRequest("x", 1), retry=once)
@@ -155,7 +155,7 @@ async def test_a_session_that_did_not_open_says_so(tmp_path):
 
 
 @on_shared_loop
-async def test_an_open_has_a_deadline():
+async def test_open_has_a_deadline():
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     channel = open_aio_channel(f"127.0.0.1:{port}")
@@ -168,7 +168,7 @@ async def test_an_open_has_a_deadline():
 
 
 @on_shared_loop
-async def test_a_closed_client_says_so(world, name):
+async def test_a_closed_client_refuses_calls(world, name):
     client = aio.connect(world.service.address)
     session = await client.session(name, retry=RetryPolicy(attempts=1, first_delay_s=0.001))
     await client.close()

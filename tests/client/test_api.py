@@ -20,7 +20,7 @@ def loaded_after(code):
     return set(done.stdout.split())
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_can_be_imported():
     for name in kvplane.api.__all__:
         assert getattr(kvplane, name) is getattr(kvplane.api, name)
 
@@ -31,24 +31,24 @@ def test_no_public_name_hides_a_module():
     assert set(kvplane.api.__all__) <= set(namespace)
 
 
-def test_what_is_not_there_is_named():
+def test_an_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="nothing"):
         getattr(kvplane, "nothing")  # noqa: B009
     with pytest.raises(AttributeError, match="_private"):
         getattr(kvplane, "_private")  # noqa: B009
 
 
-def test_the_types_cost_no_grpc():
+def test_importing_the_types_does_not_load_grpc():
     loaded = loaded_after("import kvplane, kvplane.base.step, kvplane.base.hashing")
     assert not loaded & {"grpc", "google.protobuf", "asyncio", "kvplane.api", *HEAVY}
 
 
-def test_the_session_machine_costs_no_grpc_and_no_protobuf():
+def test_importing_the_session_machine_loads_neither_grpc_nor_protobuf():
     loaded = loaded_after("import kvplane.session.machine, kvplane.session.rows, kvplane.session.tables, kvplane.rank")
     assert not loaded & {"grpc", "google.protobuf", "kvplane.api", *HEAVY}
 
 
-def test_the_client_needs_its_three_dependencies_alone():
+def test_the_client_loads_only_its_three_dependencies():
     loaded = loaded_after("import kvplane\nkvplane.connect, kvplane.aio")
     assert {"grpc", "google.protobuf"} <= loaded
     assert not loaded & set(HEAVY)

@@ -122,7 +122,7 @@ def requests() -> Revival:
 
 @settings(max_examples=200, deadline=None)
 @given(CALLS, st.integers(1, 40))
-def test_an_interrupted_call_of_a_blocking_session(calls, after):
+def test_a_blocking_session_survives_an_interrupted_call(calls, after):
     world, countdown = InProcessWorld(), Countdown(10**9)
     policy = RetryPolicy(3, sleep=lambda _: countdown())
     transport = restless(world.transport(), countdown)
@@ -183,7 +183,7 @@ class Yielding(Awaited):
 
 @settings(max_examples=200, deadline=None)
 @given(CALLS, st.lists(st.integers(1, 12), max_size=8))
-def test_a_cancelled_call_of_an_asyncio_session(calls, points):
+def test_an_asyncio_session_survives_a_cancelled_call(calls, points):
     asyncio.run(cancelled_at(calls, points))
 
 
@@ -229,7 +229,7 @@ def client(served):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_is_cancelled_over_grpc_the_next_call_is_not(client, served, seed):
+def test_a_cancelled_call_over_grpc_does_not_cancel_the_next_one(client, served, seed):
     cancel_here_and_there(client, served.replica, random.Random(seed))
 
 
@@ -259,6 +259,6 @@ async def cancel_here_and_there(client, name, rng):
     await session.close()
 
 
-def test_a_cancel_that_leaks_is_caught(client, served):
+def test_a_planted_leak_of_a_cancellation_is_caught(client, served):
     with weakened("a cancel that leaks"), pytest.raises((CancelledError, TimeoutError, AssertionError)):
         cancel_here_and_there(client, served.replica, random.Random(1))

@@ -82,7 +82,7 @@ class Silent(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(serve)
 
 
-def test_a_service_that_answers_pings_and_no_steps(session_at):
+def test_a_service_that_answers_pings_but_no_steps_is_detected(session_at):
     silent = Silent()
     with server(silent) as address:
         session = session_at(address, "r")
@@ -95,7 +95,7 @@ def test_a_service_that_answers_pings_and_no_steps(session_at):
         assert silent.done.wait(LIMIT_S)
 
 
-def test_without_a_deadline_a_call_ends_by_an_abort_alone():
+def test_a_call_without_a_deadline_ends_by_abort():
     with server(Silent()) as address, weakened("no deadline of a step"), kvplane.connect(address) as client:
         session, ended = client.session("r", **QUICK), threading.Event()
 
@@ -142,7 +142,7 @@ class Hop(grpc.GenericRpcHandler):
         return grpc.unary_stream_rpc_method_handler(carry)
 
 
-def test_a_proxy_that_is_shy_of_pings_is_pinged_ever_less_often(world, monkeypatch):
+def test_a_proxy_that_refuses_pings_is_pinged_less_often(world, monkeypatch):
     """It answers ENHANCE_YOUR_CALM and cuts the connection; gRPC doubles the interval each time, on each channel."""
     options = tuple((key, 1000 if key == "grpc.keepalive_time_ms" else value) for key, value in channel._OPTIONS)
     monkeypatch.setattr(channel, "_OPTIONS", options)
@@ -164,26 +164,26 @@ def test_a_proxy_that_is_shy_of_pings_is_pinged_ever_less_often(world, monkeypat
         assert seen[0].events
 
 
-def test_a_time_to_wait_is_above_zero(world):
+def test_a_timeout_of_zero_is_refused(world):
     for name in ("step_timeout_s", "open_timeout_s"):
         with pytest.raises(InvalidArgument, match=name):
             world.client.session(world.replica, **{name: 0.0})
 
 
-def test_a_revive_excludes_what_it_gives(world):
+def test_a_revive_excludes_epoch_and_stamp_table(world):
     for name, value in (("stamp_table", [1] * HYBRID.num_blocks), ("epoch", 3)):
         with pytest.raises(InvalidArgument, match=name):
             world.client.session(world.replica, kvplane.Revival, **{name: value})
 
 
-def test_a_session_that_remembers_nothing_cannot_begin_a_new_life(world):
+def test_a_session_without_remember_cannot_begin_a_new_life(world):
     with world.client.session(world.replica, remember=False) as session:
         with pytest.raises(FailedPrecondition, match="no revive"):
             session.begin_new_life()
         assert session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0))).seq == 1
 
 
-def test_an_option_that_there_is_not(world):
+def test_an_unknown_option_is_refused(world):
     options: Any = {"patience": 3}
     with pytest.raises(InvalidArgument, match="unknown option"):
         world.client.session(world.replica, **options)
@@ -201,7 +201,7 @@ class Waiting:
         self.late.set()
 
 
-def test_the_watchdog_ends_what_is_late_and_nothing_else():
+def test_the_watchdog_ends_only_late_streams():
     dog, late, early, gone = Watchdog(), Waiting(time.monotonic()), Waiting(NEVER), Waiting(time.monotonic())
     for one in (late, early):
         dog.watch(one)
@@ -212,7 +212,7 @@ def test_the_watchdog_ends_what_is_late_and_nothing_else():
     assert not gone.late.is_set()
 
 
-def test_its_thread_ends_with_the_last_stream_and_begins_again_with_the_next():
+def test_the_watchdog_thread_runs_while_there_are_streams():
     dog = Watchdog()
     for _ in range(2):
         before = set(threading.enumerate())

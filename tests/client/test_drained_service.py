@@ -34,7 +34,7 @@ def moving(monkeypatch):
     return world, memory, session
 
 
-def test_it_moves_with_its_next_step(moving):
+def test_a_session_moves_with_its_next_step(moving):
     world, memory, session = moving
     (result,) = session.apply(part_of(NewsRow(0, TEXT), AdmitRow(0))).parts
     memory.carry_out(result)
@@ -46,7 +46,7 @@ def test_it_moves_with_its_next_step(moving):
     assert result.admit_hit == [96]
 
 
-def test_steps_in_flight_are_answered_by_the_service_that_has_them(moving):
+def test_steps_in_flight_are_answered_before_the_session_moves(moving):
     world, memory, session = moving
     session.submit(part_of(NewsRow(0, TEXT), AdmitRow(0)))
     session._transport.draining = True
@@ -60,7 +60,7 @@ def test_steps_in_flight_are_answered_by_the_service_that_has_them(moving):
     assert world.life.host.replica.num_running == 0
 
 
-def test_a_step_that_was_begun_ends_there(moving):
+def test_later_parts_of_a_step_go_to_the_draining_service(moving):
     world, _, session = moving
     session.submit(Part(), last=False)
     session.receive()
@@ -71,7 +71,7 @@ def test_a_step_that_was_begun_ends_there(moving):
     assert world.deaths == 1
 
 
-def test_a_refusal_does_not_wait_for_what_was_kept_back(moving):
+def test_a_refusal_is_raised_before_held_back_steps_are_sent(moving):
     world, _, session = moving
     session.submit(part_of(RunRow(5)))
     session._transport.draining = True
@@ -83,14 +83,14 @@ def test_a_refusal_does_not_wait_for_what_was_kept_back(moving):
     assert world.deaths == 1
 
 
-def test_without_anywhere_to_go_it_stays(moving):
+def test_a_session_without_another_service_stays(moving):
     world, _, session = moving
     session._transport.draining, session._transport.can_move = True, False
     session.apply(Part())
     assert world.deaths == 0
 
 
-def test_a_session_that_cannot_be_revived_stays(moving):
+def test_a_session_without_revive_stays(moving):
     world, _, _ = moving
     session = world.session()
     session._transport.draining = session._transport.can_move = True

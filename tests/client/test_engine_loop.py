@@ -36,7 +36,7 @@ def run_engine(address):
     return hits, written
 
 
-def test_the_second_request_hits_what_the_first_has_computed():
+def test_the_second_request_hits_the_prefix_of_the_first():
     with closing(GrpcWorld("127.0.0.1:0")) as world:
         hits, (first_table, second_table) = run_engine(world.service.address)
     assert hits == [0, 96]

@@ -33,7 +33,7 @@ def requests_of(world: World) -> dict[int, tuple[object, ...]]:
 
 @pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
 @pytest.mark.parametrize("every", [7, 12, 25])
-def test_an_engine_that_gives_nothing_outlives_its_service(spec, every):
+def test_an_engine_without_revive_survives_a_restart(spec, every):
     """Killed again and again: a new service knows every request as the old one did, and each comes to its end."""
     world, seqs = World(spec), []
     with open_session(world) as session:
@@ -64,7 +64,7 @@ def take_back(engine):
     engine.running.clear()
 
 
-def test_what_was_in_flight_is_known_too_and_preempts_those_that_ran():
+def test_requests_in_flight_are_recorded_and_running_ones_preempted():
     world = World(HYBRID)
     with open_session(world) as session:
         session.apply(part_of(NewsRow(0, range(40)), NewsRow(1, range(50)), AdmitRow(0), AdmitRow(1)))
@@ -82,7 +82,7 @@ def test_what_was_in_flight_is_known_too_and_preempts_those_that_ran():
         assert session.apply(part_of(AdmitRow(0), AdmitRow(2))).parts[0].admit_status == [1, 1]
 
 
-def test_a_new_service_that_dies_while_it_is_told_is_told_the_same(monkeypatch):
+def test_a_service_that_dies_during_a_reopen_is_sent_the_same_again(monkeypatch):
     world = World(HYBRID)
     with open_session(world) as session:
         session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0)))
@@ -115,7 +115,7 @@ def noted(*parts: Part) -> KnownRequests:
     return known
 
 
-def test_hashes_and_every_fact_of_a_request_are_told():
+def test_hashes_and_all_fields_of_a_request_are_sent_again():
     keys = ExtraKeys(salt="s")
     first = News([4, 5], [20, 33], [], [1, 2], b"aabbcc", ["x", "y"], ["", "d"], [keys, keys], [0, 1], [0, 99])
     known = noted(Part(news=first), part_of(FactRow(4, num_tokens=12, hashes=[b"dd"])), Part())
@@ -126,7 +126,7 @@ def test_hashes_and_every_fact_of_a_request_are_told():
 OTHERS = ("request_id", "domain", "extra_keys", "skip_reading", "max_tokens")
 
 
-def test_the_new_life_is_numbered_above_the_one_that_ended_and_nothing_is_proven():
+def test_the_new_life_has_a_higher_epoch_and_no_stamps():
     revival = noted(Part()).revival(7)
     assert (revival.owner_epoch, revival.stamp_table, revival.incarnation) == (7, (), 0)
 
@@ -145,13 +145,13 @@ NEWS = part_of(NewsRow(0, range(40)), AdmitRow(0))
     ],
     ids=["held", "external", "delayed", "image", "mixed"],
 )
-def test_what_only_the_engine_can_know_ends_the_session(parts, why):
+def test_requests_that_the_session_cannot_restore_end_it(parts, why):
     with pytest.raises(ServiceRestarted, match=why) as caught:
         noted(*parts).revival(7)
     assert "revive" in caught.value.remedy
 
 
-def test_a_session_with_loads_under_way_ends_with_its_service():
+def test_a_session_with_loads_in_progress_ends_with_its_service():
     world = World(HYBRID)
     session = open_session(world)
     session.apply(part_of(NewsRow(0, range(40)), AdmitRow(0, external=16)))
@@ -163,7 +163,7 @@ def test_a_session_with_loads_under_way_ends_with_its_service():
     assert isinstance(session.ended, ServiceRestarted)
 
 
-def test_steps_in_flight_that_cannot_be_read_end_it_too():
+def test_malformed_steps_in_flight_end_the_session():
     lost = step(part_of(NewsRow(1, [2**40]), cache=Cache(released=[3])))
     with pytest.raises(ServiceRestarted, match="is malformed"):
         noted(NEWS).after([lost]).revival(7)

@@ -39,7 +39,7 @@ def run_all(script: tuple[str, ...], max_faults: int, can_revive: bool = True) -
 
 
 @pytest.mark.parametrize("first", CALLS)
-def test_whatever_befalls_the_session_works_or_has_ended(first):
+def test_the_machine_works_or_has_ended_after_every_schedule(first):
     num = 0
     for rest in itertools.product(CALLS, repeat=2):
         for world in run_all(("submit", first, *rest), 2):
@@ -49,14 +49,14 @@ def test_whatever_befalls_the_session_works_or_has_ended(first):
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_two_faults_in_a_row(script):
+def test_the_machine_survives_two_faults_in_a_row(script):
     worlds = run_all(script, 2)
     assert {fault for world in worlds for fault in world.faults} >= {"lost", "late", "cancelled", "abort", "restart"}
     for world in worlds:
         assert world.machine.ended is None or "abort" in world.faults
 
 
-def test_a_session_without_a_revive_ends_with_its_service_and_with_nothing_else():
+def test_a_session_without_revive_ends_only_with_its_service():
     for rest in itertools.product(["submit", "receive", "bad", "beat", "drain", "restart"], repeat=2):
         for world in run_all(("submit", *rest), 1, can_revive=False):
             ended = world.machine.ended
@@ -66,7 +66,7 @@ def test_a_session_without_a_revive_ends_with_its_service_and_with_nothing_else(
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])
-def test_after_its_end_every_call_raises_it_and_nothing_is_opened(end):
+def test_an_ended_session_raises_its_reason_and_opens_nothing(end):
     for world in run_all(("submit", end), 1):
         with pytest.raises(FailedPrecondition):
             world.machine.check()
@@ -75,7 +75,7 @@ def test_after_its_end_every_call_raises_it_and_nothing_is_opened(end):
         world.run(world.machine.beat())
 
 
-def test_opening_is_tried_again_with_other_nonces_and_given_up():
+def test_open_retries_with_new_nonces_and_gives_up():
     nonces, opens = iter(range(2, 100)), []
     machine = SessionMachine(OpenRequest("r", 1), RetryPolicy(ATTEMPTS), nonces.__next__, lambda: 0.0, None)
 
@@ -89,7 +89,7 @@ def test_opening_is_tried_again_with_other_nonces_and_given_up():
     assert opens == [1, 2, 3, 4]
 
 
-def test_time_is_bounded_as_well_as_attempts():
+def test_retries_are_bounded_in_time():
     clock = [0.0]
     attempts, failed = Attempts(RetryPolicy(None, within_s=5.0, jitter=lambda: 0.0), lambda: clock[0]), Unavailable("x")
     for _ in range(5):
@@ -99,14 +99,14 @@ def test_time_is_bounded_as_well_as_attempts():
         attempts.pause_s(failed)
 
 
-def test_what_breaks_at_once_again_is_not_tried_without_a_pause():
+def test_a_stream_that_breaks_immediately_is_retried_after_a_pause():
     attempts, failed = Attempts(RetryPolicy(jitter=lambda: 0.0), lambda: 0.0), Unavailable("x")
     assert attempts.pause_s(failed) == 0.0
     attempts.succeeded()
     assert attempts.pause_s(failed) > 0.0
 
 
-def test_a_service_that_takes_streams_and_breaks_them_is_left_in_the_end():
+def test_a_service_that_breaks_every_stream_is_given_up():
     """Each open succeeds, so attempts are counted anew each time; the time is not."""
     world, clock = opened_world(next(every_schedule(0))), [0.0]
     machine = world.machine
@@ -127,7 +127,7 @@ def test_a_service_that_takes_streams_and_breaks_them_is_left_in_the_end():
     world.finish()
 
 
-def test_a_service_that_was_silent_is_not_waited_for_as_one_that_went():
+def test_a_silent_service_gets_one_attempt_per_call():
     """A call after a time-out tries once; when a stream is open again, the session is patient again."""
     world, opens = opened_world(next(every_schedule(0))), list[object]()
     away: list[KvplaneError] = [DeadlineExceeded("late")]
@@ -160,7 +160,7 @@ def test_a_service_that_was_silent_is_not_waited_for_as_one_that_went():
     assert len(opens) == 1 + ATTEMPTS
 
 
-def test_an_interrupted_refusal_is_told_by_the_next_call():
+def test_an_interrupted_refusal_is_raised_by_the_next_call():
     """The answers of the steps behind it were being taken when the call was cancelled."""
     choose = next(every_schedule(0))
     world = opened_world(choose)
@@ -220,7 +220,7 @@ def run_until_caught():
 
 
 @pytest.mark.parametrize("name", WEAKENED)
-def test_a_weakened_machine_is_caught(name, monkeypatch):
+def test_a_machine_with_a_planted_fault_is_caught(name, monkeypatch):
     monkeypatch.setattr(*WEAKENED[name])
     with pytest.raises(AssertionError):
         run_until_caught()

@@ -67,21 +67,21 @@ def test_a_load_waits_for_zeroes_and_copies_of_its_step(scene, what):
     assert scene.may_load(1)
 
 
-def test_a_load_of_an_earlier_step_waits_for_no_later_one(scene):
+def test_a_load_does_not_wait_for_moves_of_later_steps(scene):
     scene.carry_out(1)
     scene.carry_out(2, zeroes=1)
     assert scene.may_load(1)
     assert not scene.may_load(2)
 
 
-def test_a_rank_whose_launch_waits_for_its_load_waits_for_the_device_first(scene):
+def test_synchronize_waits_for_the_device(scene):
     scene.carry_out(1, copies=2)
     scene.rank.synchronize()
     assert scene.device.done == 1
     assert scene.may_load(1)
 
 
-def test_a_step_without_a_launch_is_executed_when_the_device_has_done_its_orders(scene):
+def test_executed_waits_for_the_moves_of_a_step_without_a_launch(scene):
     """Its copies' sources return to the pool then, and its keys are shown."""
     scene.carry_out(1, copies=1)
     scene.carry_out(2, zeroes=1)
@@ -91,7 +91,7 @@ def test_a_step_without_a_launch_is_executed_when_the_device_has_done_its_orders
     assert not scene.may_load(2)
 
 
-def test_a_new_life_counts_orders_of_the_life_before_as_it_counts_launches(scene):
+def test_a_new_life_waits_for_moves_of_the_previous_life(scene):
     scene.carry_out(1)
     scene.rank.executed(1)
     scene.carry_out(2, zeroes=1)
@@ -105,7 +105,7 @@ def test_a_new_life_counts_orders_of_the_life_before_as_it_counts_launches(scene
     assert scene.may_load(1, epoch=EPOCH + 1)
 
 
-def test_another_rank_on_the_table_waits_for_what_the_one_before_gave_the_device(scene):
+def test_another_rank_object_on_the_table_waits_for_earlier_moves(scene):
     scene.carry_out(1, zeroes=1)
     scene.rank = Rank(scene.table, scene.device)
     assert not scene.may_load(1)
@@ -143,11 +143,11 @@ def play(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_table_shows_what_the_device_has_done(seed):
+def test_the_stamp_table_shows_which_moves_have_ended(seed):
     play(seed)
 
 
-def test_a_rank_that_takes_what_it_gave_for_done_is_seen():
+def test_a_rank_that_does_not_wait_for_moves_is_caught():
     """It shows too much, not too little."""
     with weakened("orders end when they are given"), pytest.raises(AssertionError, match=r"step \d+, seed \d+\n"):
         for_all(range(40))

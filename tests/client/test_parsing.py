@@ -36,7 +36,7 @@ CUT = {
 
 
 @pytest.mark.parametrize(("raw", "name"), CUT.values(), ids=CUT.keys())
-def test_a_number_that_was_cut_is_named(raw, name):
+def test_a_truncated_number_is_named(raw, name):
     AllocateSlotsRequest.FromString(raw)
     with pytest.raises(InvalidArgument) as caught:
         check_exact(DESCRIPTOR, raw)
@@ -55,13 +55,13 @@ UNCUT = {
 
 
 @pytest.mark.parametrize("raw", UNCUT.values(), ids=UNCUT.keys())
-def test_what_is_whole_or_unknown_passes(raw):
+def test_exact_numbers_and_unknown_fields_pass(raw):
     AllocateSlotsRequest.FromString(raw)
     check_exact(DESCRIPTOR, raw)
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)), st.integers(0, 2**32 - 1), st.lists(st.binary(max_size=40), max_size=4))
-def test_what_our_own_encoder_writes_always_passes(tokens, count, hashes):
+def test_messages_of_our_encoder_pass(tokens, count, hashes):
     content = {"token_ids": tokens, "hashes": hashes, "num_tokens": count}
     message = AllocateSlotsRequest(content=content, max_new_tokens=count)
     check_exact(DESCRIPTOR, message.SerializeToString())

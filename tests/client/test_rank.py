@@ -54,7 +54,7 @@ def stamped(*blocks: int) -> Orders:
     return Orders(stamp_block=list(blocks), stamp=[Stamp(0, EPOCH, 10 + b).pack() for b in blocks])
 
 
-def test_stamps_come_before_zeroes_and_zeroes_before_copies(rank, tape):
+def test_orders_run_as_stamps_then_zeroes_then_copies(rank, tape):
     orders = stamped(1, 2)
     orders.zero_block, orders.zero_group = [1, 2, 2], [0, 0, 1]
     orders.copy_src, orders.copy_dst, orders.copy_group = [3, 1, 4], [1, 2, 5], [1, 1, 0]
@@ -69,7 +69,7 @@ def test_stamps_come_before_zeroes_and_zeroes_before_copies(rank, tape):
     assert tape.table.read_all() == (0, new, Stamp(0, EPOCH, 12).pack(), 0, 0, 0, 0, 0)
 
 
-def test_parts_run_once_and_in_order(rank, tape):
+def test_parts_run_exactly_once_and_in_order(rank, tape):
     for seq, part in ((1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (3, 2)):
         rank.carry_out(EPOCH, seq, part, Orders())
     before = tape.table.snapshot()
@@ -86,7 +86,7 @@ def test_an_epoch_begins_with_step_1(rank):
             rank.carry_out(EPOCH, seq, part, Orders())
 
 
-def test_a_session_that_goes_on_elsewhere_keeps_its_numbers(rank, tape):
+def test_a_session_that_moves_keeps_its_step_numbers(rank, tape):
     rank.carry_out(EPOCH, 1, 0, Orders())
     rank.claim(EPOCH + 1, 57)
     assert rank.executed_through == 56
@@ -100,7 +100,7 @@ def test_a_session_that_goes_on_elsewhere_keeps_its_numbers(rank, tape):
         rank.claim(EPOCH + 2, 0)
 
 
-def test_ranks_have_one_incarnation_together():
+def test_a_rank_group_has_one_incarnation():
     tables = [StampTable.create(bytearray(table_bytes(4)), 4, incarnation=number) for number in (7, 8, 9)]
     assert RankGroup(tables[:1]).incarnation == 7
     together = {RankGroup(some).incarnation for some in (tables[:2], tables[1:], tables[1::-1], tables)}
@@ -108,7 +108,7 @@ def test_ranks_have_one_incarnation_together():
     assert all(0 < number < 1 << 64 for number in together)
 
 
-def test_another_rank_on_the_table_goes_on_and_repeats_nothing(rank, tape):
+def test_another_rank_object_on_the_table_continues_and_repeats_nothing(rank, tape):
     rank.carry_out(EPOCH, 1, 0, Orders())
     other = Rank(tape.table, tape)
     with pytest.raises(SequenceError):
@@ -117,7 +117,7 @@ def test_another_rank_on_the_table_goes_on_and_repeats_nothing(rank, tape):
 
 
 @pytest.mark.parametrize("epoch", [0, EPOCH - 1, EPOCH + 1])
-def test_only_the_owner_writes(rank, tape, epoch):
+def test_orders_of_another_epoch_than_the_owner_are_refused(rank, tape, epoch):
     before = tape.table.snapshot()
     with pytest.raises(StaleEpoch) as caught:
         rank.carry_out(epoch, 1, 0, stamped(1))
@@ -125,13 +125,13 @@ def test_only_the_owner_writes(rank, tape, epoch):
     assert tape.table.snapshot() == before
 
 
-def test_a_table_that_nobody_claimed_is_written_by_nobody():
+def test_an_unclaimed_table_refuses_orders():
     stamps = table()
     with pytest.raises(StaleEpoch):
         Rank(stamps, Tape(stamps)).carry_out(0, 1, 0, Orders())
 
 
-def test_orders_cut_short_are_never_begun_again(rank, tape):
+def test_interrupted_orders_are_not_repeated(rank, tape):
     tape.broken = True
     with pytest.raises(RuntimeError):
         rank.carry_out(EPOCH, 1, 0, Orders(zero_block=[1], zero_group=[0]))
@@ -143,7 +143,7 @@ def test_orders_cut_short_are_never_begun_again(rank, tape):
     rank.carry_out(EPOCH + 1, 1, 0, Orders())
 
 
-def test_a_launch_without_an_answer_forgets_its_pages_and_ends_the_engine_life(rank, tape):
+def test_invalidate_clears_stamps_and_ends_the_engine_life(rank, tape):
     rank.carry_out(EPOCH, 1, 0, stamped(1, 2, 3))
     rank.invalidate(EPOCH, [2])
     rank.invalidate(EPOCH, [2, 4])
@@ -161,7 +161,7 @@ def test_a_launch_without_an_answer_forgets_its_pages_and_ends_the_engine_life(r
     rank.carry_out(EPOCH + 1, 1, 0, Orders())
 
 
-def test_an_epoch_without_a_step_ends_with_a_launch_without_an_answer_too(rank):
+def test_invalidate_before_the_first_step_ends_the_epoch(rank):
     rank.invalidate(EPOCH, [])
     rank.claim(EPOCH, 9)
     for seq in (1, 9):
@@ -170,7 +170,7 @@ def test_an_epoch_without_a_step_ends_with_a_launch_without_an_answer_too(rank):
 
 
 @pytest.mark.parametrize("blocks", [[0], [BLOCKS], [-1], [1, BLOCKS]])
-def test_pages_outside_the_pool_are_not_invalidated(rank, tape, blocks):
+def test_invalidate_refuses_pages_outside_the_pool(rank, tape, blocks):
     rank.carry_out(EPOCH, 1, 0, stamped(1))
     before = tape.table.snapshot()
     with pytest.raises(InvalidArgument, match=r"^blocks:"):
@@ -181,7 +181,7 @@ def test_pages_outside_the_pool_are_not_invalidated(rank, tape, blocks):
     rank.carry_out(EPOCH, 2, 0, Orders())
 
 
-def test_one_rank_that_invalidates_is_enough():
+def test_one_rank_that_invalidates_clears_the_agreed_stamp():
     tables = [table(), table()]
     group = RankGroup(tables)
     group.claim(EPOCH)
@@ -218,7 +218,7 @@ def test_orders_outside_the_pool_write_nothing(rank, tape, orders, field):
     assert (tape.table.snapshot(), tape.told) == (before, [])
 
 
-def test_the_slowest_rank_says_what_has_been_executed():
+def test_executed_through_is_that_of_the_slowest_rank():
     tables = [table(), table()]
     group = RankGroup(tables)
     ranks = [Rank(stamps, Tape(stamps)) for stamps in tables]
@@ -234,7 +234,7 @@ def test_the_slowest_rank_says_what_has_been_executed():
     assert group.executed_through(EPOCH) == group.executed_through(EPOCH + 1) == 0
 
 
-def test_the_newest_owner_of_any_rank_is_that_of_the_memory():
+def test_owner_epoch_of_a_group_is_the_newest_of_any_rank():
     tables = [table(), table()]
     group = RankGroup(tables)
     assert group.owner_epoch == 0
@@ -243,7 +243,7 @@ def test_the_newest_owner_of_any_rank_is_that_of_the_memory():
     assert group.owner_epoch == EPOCH + 1, "a claim that was cut short counts"
 
 
-def test_a_stamp_counts_only_where_all_ranks_show_it():
+def test_a_stamp_counts_only_if_all_ranks_agree():
     tables = [table(), table()]
     group = RankGroup(tables)
     group.claim(EPOCH)
@@ -255,7 +255,7 @@ def test_a_stamp_counts_only_where_all_ranks_show_it():
     assert group.agreed_stamps() == (*alike[:2], 0, *alike[3:])
 
 
-def test_stamps_of_before_a_reset_count_no_more():
+def test_stamps_from_before_a_reset_do_not_count():
     tables = [table(), table()]
     group = RankGroup(tables)
     for stamps in tables:
@@ -274,7 +274,7 @@ def test_stamps_are_ordered_by_epoch_before_generation():
     assert RankGroup([stamps]).agreed_stamps()[:4] == (reset, 0, Stamp(3, EPOCH, 10).pack(), later)
 
 
-def test_ranks_have_equal_pools():
+def test_ranks_with_pools_of_different_sizes_are_refused():
     with pytest.raises(InvalidArgument):
         RankGroup([])
     with pytest.raises(InvalidArgument):
@@ -305,13 +305,13 @@ def group_at(*positions: tuple[int, int, int]) -> tuple[RankGroup, list[StampTab
         ([(5, 1, 3), (5, 1, 2)], False),  # a rank lags with its launches: one may still write
     ],
 )
-def test_a_load_may_start_when_every_rank_is_behind_its_admission_and_launches(ranks, may):
+def test_a_load_may_start_after_admission_orders_and_load_after_on_every_rank(ranks, may):
     group, _ = group_at(*ranks)
     assert group.may_load(EPOCH, 5, 1, 3) is may
     assert group.may_load(EPOCH, 5, 1, 3) is may, "asking changes nothing"
 
 
-def test_orders_under_way_are_not_done():
+def test_a_load_waits_for_orders_in_progress():
     group, (one,) = group_at((5, 0, 3))
     one.begin(5, 1)
     assert not group.may_load(EPOCH, 5, 1, 3)
@@ -320,7 +320,7 @@ def test_orders_under_way_are_not_done():
     assert group.may_load(EPOCH, 5, 1, 3)
 
 
-def test_a_load_of_another_engine_life_does_not_start():
+def test_a_load_of_an_old_engine_life_is_refused():
     group, (first, second) = group_at((5, 1, 3), (5, 1, 3))
     assert not group.may_load(EPOCH + 1, 5, 1, 3), "this life has not claimed the ranks yet"
     second.claim(EPOCH + 1)
@@ -331,7 +331,7 @@ def test_a_load_of_another_engine_life_does_not_start():
     assert not group.may_load(EPOCH + 1, 1, 0, 0), "what the life before did counts no more"
 
 
-def test_a_rank_names_what_a_load_waits_for(rank, tape):
+def test_check_load_names_the_missing_condition(rank, tape):
     for seq in (1, 2):
         rank.carry_out(EPOCH, seq, 0, Orders())
     rank.executed(1)
@@ -347,7 +347,7 @@ def test_a_rank_names_what_a_load_waits_for(rank, tape):
     assert tape.table.snapshot() == before
 
 
-def test_a_life_that_begins_with_a_later_step_has_executed_those_before():
+def test_a_life_that_begins_at_a_later_step_counts_earlier_steps_as_executed():
     """A session that goes on with another service: its numbers go on, and load_after is none of before."""
     one = table()
     one.claim(EPOCH, 40)
@@ -372,7 +372,7 @@ def life_with_a_launch_in_flight() -> tuple[StampTable, Rank, RankGroup]:
     return one, rank, group
 
 
-def test_a_load_of_a_new_life_waits_for_launches_of_the_life_before():
+def test_a_load_of_a_new_life_waits_for_launches_of_the_previous_life():
     one, rank, group = life_with_a_launch_in_flight()
     rank.carry_out(EPOCH + 1, 3, 0, Orders())
     assert not group.may_load(EPOCH + 1, 3, 0, 0)
@@ -387,7 +387,7 @@ def test_a_load_of_a_new_life_waits_for_launches_of_the_life_before():
 
 
 @pytest.mark.parametrize("word", ["executed", "launches_ended"])
-def test_it_starts_when_they_have_ended(word):
+def test_a_load_of_a_new_life_starts_after_launches_ended(word):
     _, rank, group = life_with_a_launch_in_flight()
     for seq in (3, 4):
         rank.carry_out(EPOCH + 1, seq, 0, Orders())
@@ -396,7 +396,7 @@ def test_it_starts_when_they_have_ended(word):
     assert group.may_load(EPOCH + 1, 4, 0, 0)
 
 
-def test_a_process_that_has_exited_launches_nothing():
+def test_an_exited_process_has_no_launches():
     """The worker says so before the service claims the table for the life to come."""
     one = table()
     rank, group = Rank(one, Tape(one)), RankGroup([one])
@@ -412,7 +412,7 @@ def test_a_process_that_has_exited_launches_nothing():
     assert not group.may_load(EPOCH + 2, 1, 0, 0), "orders since then may have a launch behind them"
 
 
-def test_a_life_without_launches_in_flight_is_waited_for_by_no_load():
+def test_a_load_does_not_wait_for_a_life_without_launches_in_flight():
     one = table()
     rank, group = Rank(one, Tape(one)), RankGroup([one])
     rank.claim(EPOCH)

@@ -14,14 +14,14 @@ def opened(seq=0, max_rows=100) -> Opened:
     return Opened(9, seq, 0, 4, max_rows, 1000, HYBRID, 39, 0)
 
 
-def test_before_a_restart_nothing_is_translated():
+def test_numbers_are_unchanged_before_a_restart():
     numbers, step = StepNumbering(), Step(1, 5, [Part()])
     result = StepResult(5, 0, [PartResult()])
     assert numbers.to_service(step) is step
     assert numbers.to_engine(result) is result
 
 
-def test_the_engine_goes_on_counting_and_the_service_begins_anew():
+def test_step_numbers_continue_in_the_engine_and_restart_in_the_service():
     numbers = StepNumbering()
     numbers.restart((41, 0), 2, ())
     sent = numbers.to_service(Step(9, 41, [Part()], executed_through=39))
@@ -35,7 +35,7 @@ def test_the_engine_goes_on_counting_and_the_service_begins_anew():
     assert numbers.position(opened(seq=2)) == (41, 0)
 
 
-def test_a_step_that_was_cut_keeps_its_parts():
+def test_parts_of_a_split_step_are_renumbered():
     numbers = StepNumbering()
     numbers.restart((41, 3), 1, ())
     assert numbers.to_service(Step(9, 41, [Part()], part=3)).part == 0
@@ -44,7 +44,7 @@ def test_a_step_that_was_cut_keeps_its_parts():
     assert numbers.position(opened(seq=1)) == (41, 3)
 
 
-def test_steps_that_a_part_names_are_translated_and_those_of_the_old_service_forgotten():
+def test_step_references_in_a_part_are_translated_and_old_ones_dropped():
     numbers = StepNumbering()
     numbers.restart((41, 0), 1, held=(7,))
     facts = Facts(slot=[1, 2], end=[1, 1], fence=[38, 41])
@@ -59,7 +59,7 @@ def test_steps_that_a_part_names_are_translated_and_those_of_the_old_service_for
     assert again == sent, "a step that is sent again is the same one"
 
 
-def test_an_engine_that_has_counted_less_than_the_new_service_names_no_step_by_mistake():
+def test_an_engine_with_lower_numbers_than_the_service_references_no_wrong_step():
     """Its first step was lost, and the service has been told of its requests in three."""
     numbers = StepNumbering()
     numbers.restart((2, 0), 3, ())
@@ -70,7 +70,7 @@ def test_an_engine_that_has_counted_less_than_the_new_service_names_no_step_by_m
     assert sent.parts[0].cache.failed_steps == [4], "a step of the service that has gone is nobody's"
 
 
-def test_a_service_that_counts_as_the_engine_does_knows_nothing_of_what_was_before_either():
+def test_equal_numbers_after_a_restart_still_drop_old_references():
     numbers = StepNumbering()
     numbers.restart((4, 0), 3, held=(7,))
     part = Part(facts=Facts(slot=[1], end=[1], fence=[2]), cache=Cache(failed_steps=[2], released=[7]))
@@ -80,7 +80,7 @@ def test_a_service_that_counts_as_the_engine_does_knows_nothing_of_what_was_befo
     assert (sent.parts[0].cache.failed_steps, sent.parts[0].cache.released) == ([], [])
 
 
-def test_requests_are_told_in_pieces_with_their_own_hashes_and_tokens():
+def test_requests_are_sent_in_pieces_with_their_hashes_and_tokens():
     news = News(slot=[0, 1, 2], num_tokens=[1, 2, 3], tokens=[9, 8, 8, 7, 7, 7], request_id=["a", "b", "c"])
     steps = Revival(news=news).first_steps(opened(max_rows=2), [])
     assert [step.seq for step in steps] == [1, 2, 3]
@@ -91,7 +91,7 @@ def test_requests_are_told_in_pieces_with_their_own_hashes_and_tokens():
     assert steps[1].parts[0].news.num_hashes == [1, 2]
 
 
-def test_tokens_are_told_in_messages_that_a_service_hashes_quickly():
+def test_pieces_have_a_bounded_number_of_tokens():
     lengths = [100_000, 200_000, 300_000, 10, 20]
     news = News(slot=list(range(5)), num_tokens=lengths, tokens=[1] * sum(lengths))
     steps = Revival(news=news).first_steps(opened(), [])
@@ -99,7 +99,7 @@ def test_tokens_are_told_in_messages_that_a_service_hashes_quickly():
     assert [len(step.parts[0].news.tokens) for step in steps] == [0, 100_000, 200_000, 300_000, 30]
 
 
-def test_the_blocks_of_loads_that_an_image_goes_on_with():
+def test_adopted_loads_are_the_blocks_of_loads_in_the_image():
     """Those of rows that say so, of slots that ended as held under a load, and of preempted requests told as news."""
     resume = Resume(
         slot=[1, 2, 3],

@@ -6,11 +6,11 @@ from kvplane.base.step import UNLIMITED, Budget, Cache, End, ExtraKeys, Part, Ro
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, PeekRow, RunRow, part_of
 
 
-def test_no_rows_make_the_empty_part():
+def test_part_of_no_rows_is_the_empty_part():
     assert part_of() == Part()
 
 
-def test_rows_go_to_their_sections_in_order():
+def test_rows_are_added_to_their_sections_in_order():
     part = part_of(PeekRow(4), AdmitRow(3), FactRow(1), RunRow(2), NewsRow(3, [7, 8]), RunRow(1), PeekRow(5))
     assert part.facts.slot == [1]
     assert part.news.slot == [3]
@@ -19,12 +19,12 @@ def test_rows_go_to_their_sections_in_order():
     assert part.peek.slot == [4, 5]
 
 
-def test_a_column_is_left_out_when_every_row_has_the_default():
+def test_a_column_of_defaults_is_omitted():
     part = part_of(RunRow(1), RunRow(2), AdmitRow(3), AdmitRow(4))
     assert (part.run.cap, part.run.flags, part.admit.external, part.admit.expected_hit) == ([], [], [], [])
 
 
-def test_a_column_is_whole_when_one_row_differs():
+def test_a_column_is_complete_when_one_row_differs():
     part = part_of(RunRow(1), RunRow(2, cap=9), AdmitRow(3, flags=RowFlag.UNALIGNED), AdmitRow(4))
     assert part.run.cap == [UNLIMITED, 9]
     assert part.admit.flags == [RowFlag.UNALIGNED, RowFlag.NONE]
@@ -37,7 +37,7 @@ def test_tokens_are_counted():
     assert (part.facts.num_hashes, part.news.num_hashes) == ([], [])
 
 
-def test_hashes_come_with_counts():
+def test_hashes_have_counts():
     part = part_of(
         FactRow(1, num_tokens=16, hashes=[b"a" * 32]),
         FactRow(2, num_tokens=1),
@@ -48,7 +48,7 @@ def test_hashes_come_with_counts():
     assert part.news.hashes == b"b" * 32 + b"c" * 32
 
 
-def test_texts_and_extra_keys_are_columns_too():
+def test_texts_and_extra_keys_are_columns():
     keys = ExtraKeys(salt="s")
     part = part_of(NewsRow(1, [1], domain="a", extra_keys=keys, skip_reading=True), NewsRow(2, [1]))
     assert part.news.domain == ["a", ""]
@@ -57,6 +57,6 @@ def test_texts_and_extra_keys_are_columns_too():
     assert part.news.request_id == []
 
 
-def test_budget_and_cache_are_handed_through():
+def test_budget_and_cache_are_passed_on():
     part = part_of(budget=Budget(tokens=5), cache=Cache(evicted=[3]))
     assert (part.budget, part.cache) == (Budget(tokens=5), Cache(evicted=[3]))

@@ -110,7 +110,7 @@ ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
 
 
 @pytest.mark.parametrize("call", ["send", "receive"])
-def test_a_step_in_a_broken_stream_is_applied_once(session, world, transport, call):
+def test_a_step_on_a_broken_stream_is_applied_once(session, world, transport, call):
     transport.breaks = breaking(call)
     assert session.apply(ASK).parts[0].admit_granted == [20]
     assert transport.calls.count("open") == 2
@@ -118,7 +118,7 @@ def test_a_step_in_a_broken_stream_is_applied_once(session, world, transport, ca
     assert world.host.seq == 2
 
 
-def test_all_steps_in_flight_survive(session, transport):
+def test_steps_in_flight_survive_a_broken_stream(session, transport):
     session.submit(ASK)
     session.submit(part_of(RunRow(0)), executed_through=0)
     transport.breaks = breaking("receive")
@@ -129,7 +129,7 @@ def test_all_steps_in_flight_survive(session, transport):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_an_engine_does_not_notice_a_bad_network(world, transport, seed, open_session):
+def test_an_engine_gets_equal_answers_over_a_flaky_network(world, transport, seed, open_session):
     expected = MiniEngine(lambda part: calm.apply(part).parts[0], seed)
     with open_session(world, world.transport()) as calm:
         expected.run()
@@ -142,7 +142,7 @@ def test_an_engine_does_not_notice_a_bad_network(world, transport, seed, open_se
         assert transport.calls.count("open") > 10
 
 
-def test_each_stream_has_a_nonce_of_its_own_and_resumes_the_epoch(world, transport, open_session):
+def test_each_stream_has_a_new_nonce_and_resumes_the_epoch(world, transport, open_session):
     with open_session(world, transport, stamp_table=(0,) * 40) as session:
         transport.breaks = breaking("receive")
         session.apply(ASK)
@@ -152,7 +152,7 @@ def test_each_stream_has_a_nonce_of_its_own_and_resumes_the_epoch(world, transpo
         assert second.stamp_table == ()
 
 
-def test_attempts_are_bounded_and_pauses_grow(session, transport, pauses):
+def test_retries_are_bounded_and_pauses_grow(session, transport, pauses):
     transport.breaks = lambda call: True
     with pytest.raises(Unavailable, match="cannot connect"):
         session.apply(ASK)
@@ -160,14 +160,14 @@ def test_attempts_are_bounded_and_pauses_grow(session, transport, pauses):
     assert transport.calls.count("open") == 4
 
 
-def test_pauses_have_a_limit_and_are_spread():
+def test_retry_pauses_are_capped_and_jittered():
     steady = RetryPolicy(6, first_delay_s=1.0, max_delay_s=3.0, jitter=lambda: 0.0)
     assert list(steady.delays_s()) == [0.0, 1.0, 2.0, 3.0, 3.0, 3.0]
     spread = RetryPolicy(3, first_delay_s=1.0, max_delay_s=3.0, jitter=lambda: 0.5)
     assert list(spread.delays_s()) == [0.0, 0.75, 1.5]
 
 
-def test_a_step_whose_answer_is_out_of_reach_stays_in_flight(session, transport, world):
+def test_a_step_without_an_answer_stays_in_flight(session, transport, world):
     transport.breaks = lambda call: True
     with pytest.raises(Unavailable):
         session.apply(ASK)
@@ -179,7 +179,7 @@ def test_a_step_whose_answer_is_out_of_reach_stays_in_flight(session, transport,
     assert world.host.seq == 1
 
 
-def test_an_open_waits_for_a_service_that_starts(world, transport, pauses, open_session):
+def test_open_retries_until_the_service_is_up(world, transport, pauses, open_session):
     transport.breaks = breaking("open", times=2)
     with open_session(world, transport, pauses) as session:
         assert session.epoch
@@ -187,13 +187,13 @@ def test_an_open_waits_for_a_service_that_starts(world, transport, pauses, open_
     assert [request.nonce for request in transport.opens] == [1, 2, 3]
 
 
-def test_an_open_gives_up(world, transport, open_session):
+def test_open_raises_after_its_last_retry(world, transport, open_session):
     transport.breaks = breaking("open", times=99)
     with pytest.raises(Unavailable):
         open_session(world, transport)
 
 
-def test_a_refusal_behind_which_the_stream_breaks_is_still_told(session, transport):
+def test_a_refusal_is_raised_although_the_stream_breaks_after_it(session, transport):
     session.submit(part_of(RunRow(7)))
     session.submit(ASK, executed_through=0)
     seen = []
@@ -220,7 +220,7 @@ def ends_with(session, cls):
             call()
 
 
-def test_a_service_that_has_forgotten_the_engine_ends_the_session(session, world, transport):
+def test_a_restarted_service_ends_a_session_without_revive(session, world, transport):
     session.apply(ASK)
     world.forget()
     transport.breaks = breaking("receive")
@@ -229,14 +229,14 @@ def test_a_service_that_has_forgotten_the_engine_ends_the_session(session, world
     ends_with(session, StaleEpoch)
 
 
-def test_a_replica_that_is_gone_ends_the_session(session, world):
+def test_a_deregistered_replica_ends_the_session(session, world):
     world.registry.remove(world.replica)
     with pytest.raises(NotFound):
         session.apply(ASK)
     ends_with(session, NotFound)
 
 
-def test_a_service_that_stands_elsewhere_ends_the_session(session, world, transport, open_session):
+def test_a_service_at_another_position_ends_the_session(session, world, transport, open_session):
     session.apply(ASK)
     with open_session(world, world.transport(), nonce=50, epoch=session.epoch) as thief:
         thief.apply(part_of(RunRow(0)))
@@ -247,7 +247,7 @@ def test_a_service_that_stands_elsewhere_ends_the_session(session, world, transp
         ends_with(session, SequenceError)
 
 
-def test_a_newer_session_is_noticed_between_steps_by_the_heartbeat(session, world, open_session):
+def test_the_heartbeat_detects_a_newer_session(session, world, open_session):
     with open_session(world, world.transport(), nonce=50):
         session.beat()
         ends_with(session, OtherWriter)
@@ -273,7 +273,7 @@ class Scripted:
 
 
 @pytest.mark.parametrize("refusal", [StaleEpoch("old"), OtherWriter("gone")])
-def test_a_refusal_that_no_later_step_can_escape_ends_the_session(world, open_session, refusal):
+def test_a_fatal_refusal_ends_the_session(world, open_session, refusal):
     with open_session(world, Scripted(world.transport(), [refusal])) as session:
         with pytest.raises(type(refusal)):
             session.apply(Part())
@@ -281,7 +281,7 @@ def test_a_refusal_that_no_later_step_can_escape_ends_the_session(world, open_se
         ends_with(session, type(refusal))
 
 
-def test_a_step_that_is_applied_behind_a_refused_one_ends_the_session(world, open_session):
+def test_a_step_applied_after_a_refused_one_ends_the_session(world, open_session):
     answers = [InvalidArgument("no"), StepResult(2, 0, [PartResult()])]
     with open_session(world, Scripted(world.transport(), answers)) as session:
         session.submit(Part())
@@ -291,7 +291,7 @@ def test_a_step_that_is_applied_behind_a_refused_one_ends_the_session(world, ope
         ends_with(session, InternalError)
 
 
-def test_the_answer_of_another_step_is_told(world, open_session):
+def test_an_answer_to_another_step_is_an_internal_error(world, open_session):
     transport = Scripted(world.transport(), [StepResult(7, 0, [PartResult()])])
     with (
         open_session(world, transport) as session,
@@ -300,14 +300,14 @@ def test_the_answer_of_another_step_is_told(world, open_session):
         session.apply(Part())
 
 
-def test_after_close_nothing_goes(session, transport):
+def test_a_closed_session_refuses_calls(session, transport):
     session.close()
     ends_with(session, FailedPrecondition)
     session.beat()
     assert transport.calls[-1] == "close"
 
 
-def test_another_life_of_the_same_number_is_not_continued(session, world, transport):
+def test_another_engine_life_with_the_same_epoch_is_not_resumed(session, world, transport):
     """As two services begin them that do not know of each other."""
     session.apply(ASK)
     epoch, _ = session.epoch, world.forget()
@@ -321,14 +321,14 @@ def test_another_life_of_the_same_number_is_not_continued(session, world, transp
 # ---- leases
 
 
-def test_a_beat_keeps_the_lease(session, world):
+def test_beat_keeps_the_lease(session, world):
     for _ in range(3):
         world.now_ns += 9 * 10**9
         assert world.host.state is ReplicaState.LIVE
         session.beat()
 
 
-def test_a_beat_opens_a_broken_stream_again(session, world, transport):
+def test_beat_reopens_a_broken_stream(session, world, transport):
     world.host.lost(1)
     assert world.host.state.value == "lapsed"
     transport.breaks = breaking("heartbeat")
@@ -337,7 +337,7 @@ def test_a_beat_opens_a_broken_stream_again(session, world, transport):
     assert transport.calls.count("open") == 2
 
 
-def test_a_beat_in_vain_is_followed_by_another(session, world, transport):
+def test_a_failed_beat_is_followed_by_another(session, world, transport):
     transport.breaks = lambda call: True
     session.beat()
     transport.breaks = never
@@ -348,14 +348,14 @@ def test_a_beat_in_vain_is_followed_by_another(session, world, transport):
 # ---- what the session tells
 
 
-def test_a_session_tells_what_it_stands_on(session, world):
+def test_a_session_shows_its_epoch_spec_and_free_blocks(session, world):
     assert session.spec == world.host.replica.spec
     assert (session.epoch, session.kept_keys, session.next_seq) == (world.host.epoch, 0, 1)
     session.apply(ASK)
     assert session.free_blocks == world.host.replica.free_blocks
 
 
-def test_a_session_tells_which_blocks_are_busy(world, transport, open_session):
+def test_a_session_shows_busy_blocks(world, transport, open_session):
     """Also when the stream was opened again before the answer came that says which are not."""
     with open_session(world, transport, busy_blocks=(3, 5, 8)) as session:
         assert session.busy_blocks == (3, 5, 8)
@@ -369,7 +369,7 @@ def test_a_session_tells_which_blocks_are_busy(world, transport, open_session):
         assert session.busy_blocks == (8,)
 
 
-def test_a_step_that_cannot_be_sent_is_as_if_it_never_was(world, open_session):
+def test_a_step_that_cannot_be_encoded_is_withdrawn(world, open_session):
     class Choosy:
         def __init__(self, inner):
             self._inner = inner
@@ -390,7 +390,7 @@ def test_a_step_that_cannot_be_sent_is_as_if_it_never_was(world, open_session):
 
 
 @pytest.mark.parametrize("error", [TypeError, AttributeError, RuntimeError])
-def test_a_step_that_could_not_be_sent_for_whatever_reason_is_not_in_flight(session, transport, monkeypatch, error):
+def test_a_step_whose_send_failed_is_not_in_flight(session, transport, monkeypatch, error):
     with monkeypatch.context() as patch:
         patch.setattr(transport, "send", raising(error))
         with pytest.raises(error):

@@ -72,7 +72,7 @@ def test_a_thread_keeps_the_lease_until_the_session_closes(quick):
     assert not thread.is_alive()
 
 
-def test_a_session_that_the_engine_dropped_loses_its_lease(quick):
+def test_a_garbage_collected_session_loses_its_lease(quick):
     others = lease_threads()
     session = Session(quick.transport(), OpenRequest(quick.replica, 1))
     (thread,) = lease_threads() - others
@@ -100,7 +100,7 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way(world):
         assert session.apply(part_of(RunRow(0))).seq == 2
 
 
-def test_a_session_may_move_from_thread_to_thread(world):
+def test_a_session_may_be_used_from_one_thread_after_another(world):
     with Session(world.transport(), OpenRequest(world.replica, 1), heartbeats=False) as session:
         outcome = []
         engine = threading.Thread(target=lambda: outcome.append(session.apply(ASK).seq))
@@ -142,7 +142,7 @@ async def test_a_task_keeps_the_lease_until_the_session_closes(quick):
     assert task.done()
 
 
-async def test_a_dropped_session_loses_its_lease_here_too(quick):
+async def test_a_garbage_collected_asyncio_session_loses_its_lease(quick):
     before = asyncio.all_tasks()
     session = await aio.Session(Awaited(quick.transport()), OpenRequest(quick.replica, 1)).open()
     (task,) = asyncio.all_tasks() - before

@@ -37,7 +37,7 @@ def register(state, parts=1, last=True, executed_through=None):
     return state.register([Part() for _ in range(parts)], last, executed_through)
 
 
-def test_steps_count_from_one_and_parts_from_zero(state):
+def test_steps_are_numbered_from_one_and_parts_from_zero(state):
     steps = [register(state, 2, last=False), register(state, 1, last=False), register(state)]
     assert [number(step) for step in steps] == [(1, 0), (1, 2), (1, 3)]
     assert [step.last for step in steps] == [False, False, True]
@@ -46,11 +46,11 @@ def test_steps_count_from_one_and_parts_from_zero(state):
     assert number(register(state)) == (2, 0)
 
 
-def test_a_resumed_engine_goes_on_where_the_service_stands():
+def test_a_resumed_engine_continues_at_the_position_of_the_service():
     assert number(register(SessionState(opened(seq=41, next_part=2)))) == (42, 2)
 
 
-def test_so_many_steps_are_in_flight_and_no_more(state):
+def test_steps_in_flight_are_limited(state):
     for _ in range(4):
         register(state, executed_through=0)
     assert state.in_flight == 4
@@ -59,13 +59,13 @@ def test_so_many_steps_are_in_flight_and_no_more(state):
     assert state.in_flight == 4
 
 
-def test_more_parts_of_one_step_are_one_step_in_flight(state):
+def test_parts_of_one_step_count_as_one_step_in_flight(state):
     for _ in range(9):
         register(state, last=False)
     assert state.in_flight == 1
 
 
-def test_parts_in_flight_have_a_limit_too():
+def test_parts_in_flight_are_limited():
     state = SessionState(opened(max_rows=3))
     for _ in range(3):
         register(state, last=False)
@@ -73,14 +73,14 @@ def test_parts_in_flight_have_a_limit_too():
         register(state, last=False)
 
 
-def test_by_default_all_earlier_steps_have_been_executed(state):
+def test_executed_through_defaults_to_all_earlier_steps(state):
     assert register(state).executed_through == 0
     state.answered(answer(state.resumed(opened())[0]))
     first, second = register(state, last=False), register(state)
     assert (first.executed_through, second.executed_through) == (1, 1)
 
 
-def test_with_steps_in_flight_the_engine_says_what_has_been_executed(state):
+def test_executed_through_is_required_with_steps_in_flight(state):
     first = register(state)
     with pytest.raises(InvalidArgument) as caught:
         register(state)
@@ -91,7 +91,7 @@ def test_with_steps_in_flight_the_engine_says_what_has_been_executed(state):
 
 
 @pytest.mark.parametrize("given", [-1, 0, 1, 4, 2**70])
-def test_what_has_been_executed_was_answered_and_never_goes_back(state, given):
+def test_executed_through_is_an_answered_step_and_does_not_decrease(state, given):
     for _ in range(2):
         state.answered(answer(register(state)))
     state.answered(answer(register(state, executed_through=2)))  # step 3
@@ -99,21 +99,21 @@ def test_what_has_been_executed_was_answered_and_never_goes_back(state, given):
         register(state, executed_through=given)
 
 
-def test_an_incomplete_step_has_not_been_answered(state):
+def test_a_step_with_missing_parts_is_not_answered(state):
     state.answered(answer(register(state, last=False)))
     register(state)
     with pytest.raises(InvalidArgument, match=r"not in 0\.\.0"):
         register(state, executed_through=1)
 
 
-def test_a_step_that_could_not_be_sent_never_was(state):
+def test_withdraw_undoes_register(state):
     step = register(state, 3, last=False)
     state.withdraw(step)
     assert state.in_flight == 0
     assert number(register(state)) == (1, 0)
 
 
-def test_a_refusal_frees_the_number_and_those_behind_it(state):
+def test_a_refusal_frees_the_numbers_of_its_step_and_of_later_ones(state):
     first = register(state)
     register(state, 2, last=False, executed_through=0)
     register(state, executed_through=0)
@@ -124,7 +124,7 @@ def test_a_refusal_frees_the_number_and_those_behind_it(state):
     assert number(register(state)) == (2, 0)
 
 
-def test_a_refused_part_leaves_the_parts_before_it(state):
+def test_a_refused_part_leaves_earlier_parts_applied(state):
     state.answered(answer(register(state, 2, last=False)))
     register(state, last=False)
     assert state.followers == 0
@@ -132,24 +132,24 @@ def test_a_refused_part_leaves_the_parts_before_it(state):
     assert number(register(state)) == (1, 2)
 
 
-def test_the_answer_of_another_step_is_a_bug_of_the_service(state):
+def test_an_answer_to_another_step_is_a_bug_of_the_service(state):
     register(state)
     with pytest.raises(InternalError, match="step 1 part 0 was answered by step 2 part 0"):
         state.answered(StepResult(2, 0, [PartResult()]))
 
 
-def test_free_blocks_are_those_of_the_last_answer(state):
+def test_free_blocks_are_as_in_the_last_answer(state):
     assert state.free_blocks == 9
     state.answered(answer(register(state, 2), free_blocks=4))
     assert state.free_blocks == 4
 
 
-def test_no_parts_are_no_step(state):
+def test_a_step_without_parts_is_refused_by_the_client(state):
     with pytest.raises(InvalidArgument, match="parts"):
         state.register([], True, None)
 
 
-def test_idle_and_in_flight_are_told_apart(state):
+def test_require_idle_and_require_in_flight(state):
     state.require_idle()
     with pytest.raises(FailedPrecondition, match="no step is in flight"):
         state.require_in_flight()
@@ -160,31 +160,31 @@ def test_idle_and_in_flight_are_told_apart(state):
 
 
 @pytest.mark.parametrize("position", [(0, 0), (0, 1), (1, 0), (2, 0)])
-def test_after_a_broken_stream_what_was_not_answered_is_sent_again(state, position):
+def test_unanswered_steps_are_resent_after_a_broken_stream(state, position):
     steps = [register(state, last=False), register(state), register(state, executed_through=0)]
     assert state.resumed(opened(seq=position[0], next_part=position[1])) == steps
 
 
-def test_what_was_answered_is_not_sent_again(state):
+def test_answered_steps_are_not_resent(state):
     state.answered(answer(register(state)))
     step = register(state)
     assert state.resumed(opened(seq=1)) == [step]
 
 
 @pytest.mark.parametrize("position", [(0, 0), (3, 0), (2, 1)])
-def test_a_service_that_stands_elsewhere_ends_the_session(state, position):
+def test_a_service_at_another_position_ends_the_session(state, position):
     state.answered(answer(register(state)))
     register(state)
     with pytest.raises(SequenceError):
         state.resumed(opened(seq=position[0], next_part=position[1]))
 
 
-def test_another_epoch_is_elsewhere(state):
+def test_a_service_at_another_epoch_ends_the_session(state):
     with pytest.raises(SequenceError):
         state.resumed(opened(epoch=4))
 
 
-def test_free_blocks_follow_the_service_when_nothing_is_in_flight(state):
+def test_free_blocks_are_taken_from_open_when_nothing_is_in_flight(state):
     state.resumed(opened(free_blocks=7))
     assert state.free_blocks == 7
     register(state)
@@ -196,7 +196,7 @@ def over(*blocks: int) -> Part:
     return Part(cache=Cache(loads_over=list(blocks)))
 
 
-def test_blocks_are_busy_until_an_answer_says_that_their_loads_are_over():
+def test_blocks_are_busy_until_a_step_that_ends_their_loads_is_answered():
     state = SessionState(replace(opened(), busy_blocks=(3, 5, 8)))
     step = state.register([over(5), over(3)], True, None)
     assert (state.busy_blocks, state.still_busy()) == ((3, 5, 8), (8,))
@@ -204,14 +204,14 @@ def test_blocks_are_busy_until_an_answer_says_that_their_loads_are_over():
     assert state.busy_blocks == state.still_busy() == (8,)
 
 
-def test_a_step_that_was_refused_ends_no_load():
+def test_a_refused_step_ends_no_load():
     state = SessionState(replace(opened(), busy_blocks=(3, 5)))
     state.register([over(3, 4)], True, None)
     state.refused()
     assert state.busy_blocks == state.still_busy() == (3, 5)
 
 
-def test_the_service_knows_best_when_a_stream_is_opened_again():
+def test_busy_blocks_are_taken_from_the_service_after_a_reopen():
     state = SessionState(replace(opened(), busy_blocks=(3, 5)))
     step = state.register([over(3)], True, None)
     state.resumed(replace(opened(seq=1), busy_blocks=(5,)))
@@ -221,7 +221,7 @@ def test_the_service_knows_best_when_a_stream_is_opened_again():
 
 
 @pytest.mark.parametrize("held", [(), (2,)], ids=["as released", "as held"])
-def test_a_slot_whose_release_was_lost_is_held_and_released_again(held):
+def test_a_slot_whose_release_was_lost_is_released_again(held):
     """Two services in a row know nothing of the held slot; the release is answered here, and never sent."""
     state, told = SessionState(opened()), [StepResult(1, 0, [PartResult()])]
     state.restarted(opened(epoch=4), Revival(held=(2,)), told)
@@ -234,7 +234,7 @@ def test_a_slot_whose_release_was_lost_is_held_and_released_again(held):
     assert state.to_service(again).parts[0].cache.released == [2]
 
 
-def test_a_new_service_is_told_what_is_still_busy_and_says_what_it_holds():
+def test_a_reopened_session_reports_busy_blocks_and_takes_those_of_the_service():
     state = SessionState(replace(opened(), busy_blocks=(3, 5)))
     state.register([over(3)], True, None)
     revival = Revival(busy_blocks=(9, 5))

@@ -45,7 +45,7 @@ class Outcome:
 @pytest.mark.parametrize(
     "facts", [{}, {"field": "spec.groups"}, {"remedy": "ask for less"}, {"metadata": {"epoch": "7"}}]
 )
-def test_a_refusal_comes_back_as_itself(cls, facts):
+def test_refusals_round_trip_through_a_status(cls, facts):
     error = cls("too much (really): 9", **facts)
     sent = status.encode_status(error)
     assert sent.code == status.status_code(error).value[0]
@@ -56,7 +56,7 @@ def test_a_refusal_comes_back_as_itself(cls, facts):
     assert str(back) == sent.message
 
 
-def test_every_class_has_a_code_of_its_own_table_row():
+def test_every_error_class_has_a_row_in_the_table():
     assert {cls for cls in every_error() if status.status_code(cls("")) is grpc.StatusCode.UNKNOWN} == set()
     assert status.status_code(StaleEpoch("")) is grpc.StatusCode.FAILED_PRECONDITION
     assert status.status_code(KvplaneError("")) is grpc.StatusCode.INTERNAL
@@ -72,14 +72,14 @@ def test_every_class_has_a_code_of_its_own_table_row():
         (grpc.StatusCode.UNKNOWN, InternalError),
     ],
 )
-def test_an_error_without_details_is_known_by_its_code(code, cls):
+def test_an_error_without_details_is_mapped_by_its_code(code, cls):
     back = status.error_of_rpc(Outcome(code, "from afar", None))
     assert type(back) is cls
     assert back.message == "from afar"
     assert back.metadata == {"code": code.name}
 
 
-def test_details_of_others_and_broken_details_are_not_ours():
+def test_foreign_and_malformed_details_are_ignored():
     foreign = status_pb2.Status(message="no")
     foreign.details.add().Pack(error_details_pb2.ErrorInfo(reason="STALE_EPOCH", domain="example.org"))
     for raw in (foreign.SerializeToString(), b"\xff\xff\xff", b""):
@@ -87,6 +87,6 @@ def test_details_of_others_and_broken_details_are_not_ours():
         assert back.reason == "NOT_FOUND"
 
 
-def test_long_texts_are_cut_to_fit_metadata():
+def test_long_texts_are_truncated_to_fit_metadata():
     error = InvalidArgument("m" * 9000, field="f", remedy="r" * 9000, metadata={"fact": "x" * 9000})
     assert len(status.encode_status(error).SerializeToString()) < 6000

@@ -35,7 +35,7 @@ def test_tables_follow_the_service(spec):
     assert len(tables) == 0
 
 
-def test_whole_tables_replace_what_was_there():
+def test_full_tables_replace_earlier_ones():
     step, tables = Stepper(Replica(spec_of(FULL))), BlockTables(1)
     parts = [
         part_of(NewsRow(0, range(20)), AdmitRow(0, cap=16)),
@@ -60,7 +60,7 @@ def test_a_held_request_keeps_its_table_until_it_is_released():
     assert seen == [True, True, False]
 
 
-def test_a_load_that_is_over_leaves_the_table_of_a_request_that_runs_on():
+def test_a_load_that_ended_keeps_the_table_of_its_running_request():
     step, tables = Stepper(Replica(spec_of(FULL))), BlockTables(1)
     late = AdmitRow(0, cap=0, external=16, flags=RowFlag.DELAY_CACHING)
     for part in (part_of(NewsRow(0, range(20)), late), part_of(cache=Cache(released=[0])), part_of(RunRow(0))):

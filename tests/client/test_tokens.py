@@ -29,7 +29,7 @@ def place(request, tmp_path):
         yield world.service.address, Tls(authority.cert) if files else None, token
 
 
-def test_the_blocking_client(place):
+def test_the_blocking_client_sends_its_token(place):
     address, tls, token = place
     with connect(address, tls=tls, token=token) as client:
         client.register_replica("acme/r", MODEL)
@@ -45,7 +45,7 @@ def test_the_blocking_client(place):
         client.register_replica("acme/s", MODEL)
 
 
-async def test_the_asyncio_client(place):
+async def test_the_asyncio_client_sends_its_token(place):
     address, tls, token = place
     async with aio.connect(address, tls=tls, token=token) as client:
         await client.register_replica("acme/r", MODEL)
@@ -59,7 +59,7 @@ async def test_the_asyncio_client(place):
             break
 
 
-def test_a_token_that_is_renewed_in_its_file_is_used_by_an_open_client(place):
+def test_a_renewed_token_file_is_used_by_an_open_client(place):
     address, tls, token = place
     with connect(address, tls=tls, token=Path(token)) as client:
         client.register_replica("acme/r", MODEL)

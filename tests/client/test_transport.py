@@ -54,7 +54,7 @@ def session(world, proxy):
         yield session
 
 
-def test_an_engine_does_not_notice_that_its_connection_is_cut(session, proxy):
+def test_an_engine_gets_equal_answers_over_a_cut_connection(session, proxy):
     reference = Replica(HYBRID)
     for epoch in range(1, session.epoch + 1):
         reference.begin_epoch(epoch)
@@ -76,7 +76,7 @@ def test_an_engine_does_not_notice_that_its_connection_is_cut(session, proxy):
     assert proxy.num_connections > 3
 
 
-def test_a_service_out_of_reach_is_unavailable_until_it_is_back(world, proxy):
+def test_an_unreachable_service_is_unavailable_until_it_is_back(world, proxy):
     quick = RetryPolicy(attempts=2, first_delay_s=0.01)
     with connect(proxy.address) as client, client.session(world.replica, retry=quick) as session:
         session.apply(ASK)
@@ -95,7 +95,7 @@ def test_a_service_out_of_reach_is_unavailable_until_it_is_back(world, proxy):
         assert answer.parts[0].granted == [20]
 
 
-def test_a_beat_over_a_cut_connection_opens_another(world, proxy):
+def test_beat_over_a_cut_connection_reopens_it(world, proxy):
     channel = open_channel(proxy.address)
     with closing(channel):
         session = Session(GrpcTransport(channel), OpenRequest(world.replica, 1), heartbeats=False)
@@ -114,7 +114,7 @@ def silent():
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_an_open_has_a_deadline(silent):
+def test_open_has_a_deadline(silent):
     with closing(open_channel(silent)) as channel:
         transport = GrpcTransport(channel, open_timeout_s=0.2)
         with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.2 s"):
@@ -122,7 +122,7 @@ def test_an_open_has_a_deadline(silent):
         transport.close()
 
 
-def test_a_drain_is_announced_and_waits_for_the_engine(tmp_path):
+def test_a_draining_service_announces_it_and_waits_for_the_engine(tmp_path):
     with closing(GrpcWorld(f"unix:{tmp_path}/kvplane.sock")) as leaving:
         session = leaving.client.session(leaving.replica)
         session.apply(ASK)
@@ -138,7 +138,7 @@ def test_a_drain_is_announced_and_waits_for_the_engine(tmp_path):
         assert not drained.is_alive()
 
 
-def test_a_service_that_restarts_has_forgotten_the_engine(tmp_path):
+def test_a_restarted_service_refuses_to_resume(tmp_path):
     listen = f"unix:{tmp_path}/kvplane.sock"
     first = GrpcWorld(listen)
     with connect(listen) as client:
@@ -152,7 +152,7 @@ def test_a_service_that_restarts_has_forgotten_the_engine(tmp_path):
                 assert again.apply(ASK).parts[0].admit_granted == [20]
 
 
-def test_no_thread_of_a_session_is_left_behind(world):
+def test_a_closed_session_leaves_no_thread(world):
     with connect(world.service.address) as client:
         before = set(threading.enumerate())
         with client.session(world.replica) as session:
@@ -164,7 +164,7 @@ def test_no_thread_of_a_session_is_left_behind(world):
             assert not thread.is_alive(), thread
 
 
-def test_no_thread_of_a_session_that_was_taken_over_is_left_behind(world):
+def test_a_replaced_session_leaves_no_thread(world):
     with connect(world.service.address) as client:
         before = set(threading.enumerate())
         session = client.session(world.replica)
@@ -177,7 +177,7 @@ def test_no_thread_of_a_session_that_was_taken_over_is_left_behind(world):
             assert not thread.is_alive(), thread
 
 
-def test_a_channel_that_was_closed_says_so(world):
+def test_a_closed_channel_is_refused(world):
     channel = open_channel(world.service.address)
     transport = GrpcTransport(channel)
     channel.close()
@@ -199,7 +199,7 @@ def interrupt_when(main_waits_in, done):
             return
 
 
-def test_a_session_goes_on_after_a_receive_that_was_interrupted(world):
+def test_a_session_continues_after_an_interrupted_receive(world):
     def stop(*_):
         raise Interrupted
 

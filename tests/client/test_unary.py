@@ -72,14 +72,14 @@ def extra_replica(client):
 # ---- replicas
 
 
-def test_registering_twice_is_registering_once(client, name):
+def test_register_replica_is_idempotent(client, name):
     first = client.register_replica(name, HYBRID)
     assert client.register_replica(name, HYBRID) == first
     with pytest.raises(AlreadyExists, match="num_blocks"):
         client.register_replica(name, spec_of(*HYBRID.groups, num_blocks=41))
 
 
-def test_a_model_of_the_catalogue(client, extra_replica):
+def test_register_a_model_of_the_catalogue(client, extra_replica):
     source = ModelSource(model="llama-3.1-70b", tensor_parallel=4, num_blocks=100, max_model_len=512)
     answer = client.register_replica(extra_replica, source, num_ranks=4)
     assert answer.spec.num_blocks == 100
@@ -87,13 +87,13 @@ def test_a_model_of_the_catalogue(client, extra_replica):
     assert client.describe_replica(extra_replica).num_ranks == 4
 
 
-def test_an_unknown_model(client):
+def test_an_unknown_model_is_refused(client):
     with pytest.raises(NotFound) as caught:
         client.register_replica("extra/1", ModelSource(model="llama-9", num_blocks=100))
     assert caught.value.field == "model.model"
 
 
-def test_a_model_by_its_layers(client, extra_replica):
+def test_register_a_model_by_its_layers(client, extra_replica):
     full = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16)
     window = SlidingWindowSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16, window=128)
     state = MambaSpec(block_size=16, shapes=((8, 16),), dtypes=(DType.FLOAT32,), mode=MambaMode.ALIGN)
@@ -109,13 +109,13 @@ def test_a_model_by_its_layers(client, extra_replica):
     assert [list(group.layer_names) for group in answer.spec.groups]
 
 
-def test_a_packed_layer_is_planned_as_it_is_said(client, extra_replica):
+def test_a_packed_layer_is_planned_by_its_format(client, extra_replica):
     spec = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=DType.BFLOAT16, tokens_per_state=4)
     answer = client.register_replica(extra_replica, LayerSource(layers=(Layer("a", spec),), num_blocks=3000))
     assert answer.bytes_per_block == spec.page_bytes == 16 // 4 * 8 * 128 * 2 * 2
 
 
-def test_a_description(client, name):
+def test_describe_replica(client, name):
     client.allocate_slots(name, Allocate("r", PROMPT))
     description = client.describe_replica(name)
     assert (description.replica, description.state) == (name, pb.REPLICA_STATE_IDLE)
@@ -131,7 +131,7 @@ def pb_kind(kind):
     return {GroupKind.FULL_ATTENTION: 1, GroupKind.SLIDING_WINDOW: 3}[kind]
 
 
-def test_the_list_has_all_pages(client, name):
+def test_list_replicas_returns_all_pages(client, name):
     names = [f"many/{index}" for index in range(5)]
     for one in names:
         client.register_replica(one, spec_of(num_blocks=4))
@@ -142,7 +142,7 @@ def test_the_list_has_all_pages(client, name):
             client.deregister_replica(one)
 
 
-def test_removing_a_replica_in_its_epoch(client, extra_replica):
+def test_deregister_replica_checks_the_epoch(client, extra_replica):
     client.register_replica(extra_replica, HYBRID)
     with pytest.raises(StaleEpoch):
         client.deregister_replica(extra_replica, epoch=99)
@@ -156,7 +156,7 @@ def test_removing_a_replica_in_its_epoch(client, extra_replica):
 # ---- requests
 
 
-def test_a_request_from_look_up_to_hit(client, name):
+def test_a_request_from_lookup_to_hit(client, name):
     assert client.find_cache_hit(name, PROMPT).hit_tokens == 0
     first = client.allocate_slots(name, Allocate("a", PROMPT))
     assert (first.status, first.granted_tokens) == (pb.ALLOCATION_STATUS_GRANTED, 40)
@@ -172,7 +172,7 @@ def test_a_request_from_look_up_to_hit(client, name):
     assert client.find_cache_hit(name, "b").num_tokens == 40
 
 
-def test_content_carries_everything(client, name):
+def test_content_sends_all_fields(client, name):
     content = Content(token_ids=range(40), extra_keys=ExtraKeys(salt="s"), domain="d", max_tokens=64)
     client.allocate_slots(name, Allocate("a", content))
     client.free(name, "a")
@@ -184,14 +184,14 @@ def test_content_carries_everything(client, name):
     assert (answer.num_hashes, answer.last_hash) == (2, hashes[-1])
 
 
-def test_a_wish_can_be_limited(client, name):
+def test_allocate_slots_respects_its_limits(client, name):
     wish = Allocate("a", PROMPT, max_new_tokens=16, lookahead_tokens=20)
     answer = client.allocate_slots(name, wish)
     assert answer.granted_tokens == 16
     assert len(answer.block_table[0].block_ids) == 3
 
 
-def test_out_of_blocks_is_an_answer_and_victims_help(client, name):
+def test_running_out_of_blocks_is_an_answer_and_victims_are_preempted(client, name):
     client.allocate_slots(name, Allocate("big", Content(token_ids=range(16 * 18))))
     refused = client.allocate_slots(name, Allocate("late", Content(token_ids=range(1000, 1200))))
     assert refused.status == pb.ALLOCATION_STATUS_REFUSED
@@ -199,7 +199,7 @@ def test_out_of_blocks_is_an_answer_and_victims_help(client, name):
     assert client.allocate_slots(name, Allocate("late")).status == pb.ALLOCATION_STATUS_GRANTED
 
 
-def test_a_held_request_is_released_later(client, name):
+def test_a_held_request_can_be_released(client, name):
     free = client.describe_replica(name).free_blocks
     client.allocate_slots(name, Allocate("a", PROMPT))
     held = client.free(name, "a", Ending.HELD)
@@ -207,7 +207,7 @@ def test_a_held_request_is_released_later(client, name):
     assert client.free(name, "a", Ending.RELEASED).result.free_blocks == free
 
 
-def test_evicting_and_resetting(client, name):
+def test_evict_blocks_and_reset_prefix_cache(client, name):
     blocks = client.allocate_slots(name, Allocate("a", PROMPT)).block_table[0].block_ids
     client.evict_blocks(name, [blocks[0]])
     assert client.find_cache_hit(name, PROMPT).hit_tokens == 0
@@ -217,7 +217,7 @@ def test_evicting_and_resetting(client, name):
     assert client.snapshot(name).distinct_keys == 0
 
 
-def test_a_snapshot_proves_and_shows_the_state(client, name):
+def test_snapshot_checks_and_returns_the_state(client, name):
     client.allocate_slots(name, Allocate("a", PROMPT))
     whole, summary = client.snapshot(name), client.snapshot(name, summary=True)
     assert whole.digest == summary.digest
@@ -225,21 +225,21 @@ def test_a_snapshot_proves_and_shows_the_state(client, name):
     assert not summary.requests
 
 
-def test_a_repeated_op_id_gets_the_first_answer(client, name):
+def test_a_repeated_op_id_gets_the_stored_answer(client, name):
     first = client.allocate_slots(name, Allocate("a", PROMPT), At(op_id="one"))
     assert client.allocate_slots(name, Allocate("a", PROMPT), At(op_id="one")) == first
     with pytest.raises(OpIdReused):
         client.allocate_slots(name, Allocate("a", max_new_tokens=1), At(op_id="one"))
 
 
-def test_calls_are_one_step_or_several(client, name):
+def test_calls_form_one_step_or_several(client, name):
     first = client.allocate_slots(name, Allocate("a", PROMPT), At(more=True))
     second = client.allocate_slots(name, Allocate("b", PROMPT))
     third = client.commit_blocks(name, Commit(), At(executed_through=1))
     assert (first.result.seq, second.result.seq, third.result.seq) == (1, 1, 2)
 
 
-def test_a_session_excludes_unary_writers(client, name):
+def test_an_open_session_refuses_unary_mutations(client, name):
     with client.session(name, client="test") as session:
         with pytest.raises(OtherWriter):
             client.allocate_slots(name, Allocate("a", PROMPT))
@@ -263,7 +263,7 @@ def test_a_session_excludes_unary_writers(client, name):
         lambda client, name: client.register_replica("no spaces", HYBRID),
     ],
 )
-def test_bad_arguments_are_refused_and_change_nothing(client, name, world, call):
+def test_invalid_arguments_are_refused_and_change_nothing(client, name, world, call):
     before = world.digest()
     with pytest.raises(InvalidArgument) as caught:
         call(client, name)
@@ -271,7 +271,7 @@ def test_bad_arguments_are_refused_and_change_nothing(client, name, world, call)
     assert world.digest() == before
 
 
-def test_an_answer_or_request_that_is_too_large(world, name):
+def test_a_message_that_is_too_large_is_refused(world, name):
     with connect(world.service.address, max_message_bytes=1000) as small:
         with pytest.raises(LimitExceeded):
             small.find_cache_hit(name, Content(token_ids=range(70_000, 72_000)))
@@ -284,7 +284,7 @@ def test_an_answer_or_request_that_is_too_large(world, name):
 # ---- events
 
 
-def test_events_from_the_beginning_and_on(client, name):
+def test_subscribe_from_the_beginning_and_from_now_on(client, name):
     events = client.subscribe(name, after_seq=0)
     client.allocate_slots(name, Allocate("a", PROMPT))
     client.commit_blocks(name, Commit())
@@ -299,7 +299,7 @@ def test_events_from_the_beginning_and_on(client, name):
     resumed.close()
 
 
-def test_events_of_nobody_and_from_the_future(client, name):
+def test_subscribe_refuses_an_unknown_replica_and_a_future_position(client, name):
     with pytest.raises(NotFound):
         next(client.subscribe("nobody"))
     with pytest.raises(InvalidArgument):
@@ -313,7 +313,7 @@ def recording(attempts, pauses):
     return RetryPolicy(attempts, first_delay_s=0.001, sleep=pauses.append, jitter=lambda: 0.0)
 
 
-def test_what_can_be_repeated_is_tried_again(tmp_path):
+def test_repeatable_calls_are_retried(tmp_path):
     pauses: list[float] = []
     with connect(f"unix:{tmp_path}/nobody", retry=recording(3, pauses)) as client:
         with pytest.raises(Unavailable):
@@ -326,7 +326,7 @@ def test_what_can_be_repeated_is_tried_again(tmp_path):
         assert len(pauses) == 6
 
 
-def test_a_mutation_that_is_tried_again_is_done_once(world, name):
+def test_a_retried_mutation_is_applied_once(world, name):
     class Lost(grpc.RpcError):
         """The answer was on its way back when the connection broke."""
 
@@ -367,7 +367,7 @@ def test_a_mutation_that_is_tried_again_is_done_once(world, name):
     assert (answer.status, answer.result.seq) == (pb.ALLOCATION_STATUS_GRANTED, 1)
 
 
-def test_a_service_that_hears_but_does_not_answer_is_too_late(deaf):
+def test_a_service_that_does_not_answer_exceeds_the_deadline(deaf):
     with connect(deaf, timeout_s=0.2) as client, pytest.raises(DeadlineExceeded):
         client.describe_replica("x")
 
@@ -390,7 +390,7 @@ def deaf():
     server.stop(None)
 
 
-def test_a_closed_client_says_so(world, name):
+def test_a_closed_client_refuses_calls(world, name):
     client = connect(world.service.address)
     session = client.session(name, retry=RetryPolicy(attempts=1))
     client.close()
@@ -402,7 +402,7 @@ def test_a_closed_client_says_so(world, name):
     session.close()
 
 
-def test_a_prompt_and_a_request_are_explained(world, name):
+def test_explain_a_prompt_and_a_request(world, name):
     with closing(Client(open_channel(world.service.address))) as client:
         client.allocate_slots(name, Allocate("explained", PROMPT))
         by_name = client.explain(name, "explained")

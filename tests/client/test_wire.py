@@ -336,17 +336,17 @@ def over_the_wire(message):
 
 
 @given(steps)
-def test_a_step_comes_back_as_it_was(step):
+def test_steps_round_trip(step):
     assert wire.decode_step(over_the_wire(wire.encode_step(step)), DIGEST) == step
 
 
 @given(results)
-def test_an_answer_comes_back_as_it_was(result):
+def test_answers_round_trip(result):
     assert wire.decode_result(over_the_wire(wire.encode_result(result))) == result
 
 
 @given(specs)
-def test_a_spec_comes_back_as_it_was(spec):
+def test_specs_round_trip(spec):
     assert wire.decode_spec(over_the_wire(wire.encode_spec(spec))) == spec
 
 
@@ -354,29 +354,29 @@ OPENED_WITH = (names, u64, u64, st.booleans(), names, flat(u64).map(tuple), u64,
 
 
 @given(st.builds(OpenRequest, *OPENED_WITH, owner_epoch=u64, begun_by=u64))
-def test_an_open_request_comes_back_as_it_was(request):
+def test_open_requests_round_trip(request):
     decoded = wire.decode_open(over_the_wire(wire.encode_open(request)))
     assert replace(decoded, stamp_table=tuple(decoded.stamp_table)) == request
 
 
 @given(st.builds(Opened, u64, u64, u32, u32, u32, u32, specs, u32, u32, flat().map(tuple)))
-def test_the_answer_to_an_open_comes_back_as_it_was(opened):
+def test_answers_to_open_round_trip(opened):
     assert wire.decode_opened(over_the_wire(wire.encode_opened(opened))) == opened
 
 
-def test_a_client_that_names_no_version_of_steps_sends_the_services():
+def test_an_open_request_without_step_version_has_the_current_one():
     assert wire.decode_open(allocation_pb2.SessionOpen(replica="r")).step_version == STEP_VERSION
 
 
 @pytest.mark.parametrize(("said", "version"), [(0, 1), (3, 3)])
-def test_a_service_that_takes_steps_of_another_version_is_refused(said, version):
+def test_a_service_with_another_step_version_is_refused(said, version):
     with pytest.raises(FailedPrecondition, match=f"takes steps of version {version}") as caught:
         wire.decode_opened(allocation_pb2.SessionOpened(step_version=said))
     assert caught.value.field == "step_version"
 
 
 @given(st.builds(EventBatch, u64, u64, st.lists(events, max_size=2).map(tuple), st.booleans()))
-def test_a_batch_of_events_comes_back_as_it_was(batch):
+def test_event_batches_round_trip(batch):
     assert wire.decode_batch(over_the_wire(wire.encode_batch(batch))) == batch
 
 
@@ -388,7 +388,7 @@ def every_error():
 
 
 @pytest.mark.parametrize("cls", every_error(), ids=lambda cls: cls.__name__)
-def test_a_refusal_of_a_step_comes_back_as_it_was(cls):
+def test_refusals_of_steps_round_trip(cls):
     error = cls("too much", field="parts[0].run.cap", remedy="ask for less", metadata={"epoch": "7"})
     message = over_the_wire(wire.encode_step_error(3, 1, error))
     back = wire.decode_step_error(message)
@@ -397,7 +397,7 @@ def test_a_refusal_of_a_step_comes_back_as_it_was(cls):
     assert vars(back) == vars(error)
 
 
-def test_a_refusal_that_a_newer_service_invented_keeps_its_reason():
+def test_a_refusal_with_an_unknown_reason_keeps_it():
     back = wire.decode_step_error(step_pb2.StepError(reason="NEW_REASON", message="no"))
     assert type(back) is errors.KvplaneError
     assert back.metadata == {"reason": "NEW_REASON"}
@@ -413,7 +413,7 @@ def test_columns_are_little_endian_on_the_wire():
     assert message.parts[0].run.extra == bytes([255, 255, 255, 255, 2, 0, 0, 0])
 
 
-def test_columns_are_little_endian_on_big_endian_hosts_too(monkeypatch):
+def test_columns_are_little_endian_on_big_endian_hosts(monkeypatch):
     """On this host, swapping turns the bytes of a little-endian one into those of the other kind."""
     monkeypatch.setattr(columns, "_SWAP", sys.byteorder == "little")
     assert columns.pack([1, 258], columns.U32, "", "") == bytes([0, 0, 0, 1, 0, 0, 1, 2])
@@ -464,7 +464,7 @@ def test_a_malformed_part_is_refused_by_field(part, field):
     assert caught.value.remedy
 
 
-def test_the_second_part_is_named():
+def test_the_refusal_names_the_index_of_the_part():
     message = step_pb2.Step(parts=[{}, {"peek": {"slot": b"1"}}])
     with pytest.raises(InvalidArgument, match=r"parts\[1\]\.peek\.slot"):
         wire.decode_step(message, DIGEST)
@@ -476,7 +476,7 @@ def test_a_step_without_parts_is_refused():
 
 
 @pytest.mark.parametrize("value", [-1, 2**32, "7", 1.5, None])
-def test_a_token_that_is_no_u32_is_refused_not_truncated(value):
+def test_a_token_id_above_u32_is_refused_and_not_truncated(value):
     step = Step(1, 1, [Part(news=News(slot=[0], num_tokens=[2], tokens=[5, value]))])
     with pytest.raises(InvalidArgument, match=r"entry 1 is .* no u32") as caught:
         wire.encode_step(step)
@@ -491,7 +491,7 @@ def test_a_scalar_out_of_range_is_refused():
         wire.encode_step(Step(-1, 1, [Part()]))
 
 
-def test_unlimited_is_said_by_leaving_it_out():
+def test_unlimited_is_encoded_as_an_absent_field():
     message = wire.encode_step(Step(1, 1, [Part(budget=Budget(tokens=9), admit=Admit(slot=[1]))]))
     assert not message.parts[0].budget.HasField("input")
     assert not message.parts[0].admit.HasField("max_running")
@@ -529,7 +529,7 @@ def test_an_unknown_algorithm_is_refused():
     assert caught.value.field == "hash_algorithm"
 
 
-def test_a_spec_that_cannot_be_is_refused_both_ways():
+def test_an_impossible_spec_is_refused_by_encode_and_decode():
     with pytest.raises(InvalidArgument, match="num_blocks"):
         wire.decode_spec(replica_pb2.ReplicaSpec(groups=[{"kind": 1, "block_size": 16}], max_model_len=1))
     group = GroupSpec(GroupKind.FULL_ATTENTION, block_size=16)
@@ -537,7 +537,7 @@ def test_a_spec_that_cannot_be_is_refused_both_ways():
         wire.encode_spec(ReplicaSpec((group,), 1, 1024, 16, 16, 1024))
 
 
-def test_half_a_stamp_table_is_refused():
+def test_a_truncated_stamp_table_is_refused():
     with pytest.raises(InvalidArgument, match="stamp_table"):
         wire.decode_open(allocation_pb2.SessionOpen(stamp_table=b"1234"))
 
@@ -554,12 +554,12 @@ def decoded(raw):
 
 
 @given(st.builds(OpenRequest, names, u64, u64, st.booleans(), names, flat(u64).map(tuple), u64))
-def test_a_stamp_table_is_split_from_the_message_that_brings_it(request):
+def test_a_stamp_table_is_split_from_its_message_without_a_copy(request):
     assert decoded(opening(request)) == (request, bool(request.stamp_table))
 
 
 @given(st.data())
-def test_a_message_of_another_shape_is_parsed_whole(data):
+def test_a_message_of_an_unusual_encoding_is_parsed_whole(data):
     """Cut, doubled, with bytes that were changed or put in between: split or not, it says the same."""
     raw = bytearray(opening(OpenRequest("r", 7, 3, stamp_table=(5, 6, 7), client="c")))
     for _ in range(data.draw(st.integers(0, 3))):

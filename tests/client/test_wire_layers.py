@@ -52,7 +52,7 @@ def there_and_back(layer):
 
 
 @pytest.mark.parametrize("type_name", LEAST)
-def test_every_field_of_every_format_comes_back(type_name):
+def test_layer_formats_round_trip(type_name):
     least = spec_from_dict({"type": type_name, **LEAST[type_name]})
     assert there_and_back(Layer("a", least)) == Layer("a", least)
     for column in fields(LAYER_TYPES[type_name]):
@@ -65,7 +65,7 @@ def test_every_field_of_every_format_comes_back(type_name):
         assert there_and_back(Layer("a", changed, is_draft=True)) == Layer("a", changed, is_draft=True)
 
 
-def test_whether_ranks_split_a_layer_comes_back_either_way():
+def test_dcp_sharded_round_trips():
     for type_name in LEAST:
         spec = spec_from_dict({"type": type_name, **LEAST[type_name]})
         for split in (False,) if isinstance(spec, MambaSpec) else (False, True):
@@ -74,7 +74,7 @@ def test_whether_ranks_split_a_layer_comes_back_either_way():
             assert isinstance(spec, AttentionSpec) or not split
 
 
-def test_a_shared_layer_comes_back():
+def test_shared_layers_round_trip():
     assert there_and_back(KVSharingLayer("b", "a")) == KVSharingLayer("b", "a")
 
 
@@ -87,7 +87,7 @@ def test_a_hidden_state_of_another_kind_is_refused():
 
 
 @pytest.mark.parametrize("layout", list(Layout))
-def test_a_plan_comes_back(layout):
+def test_plans_round_trip(layout):
     owners = named(f=(2, full()), w=(3, window()), s=(2, state()))
     layers: tuple[Layer | KVSharingLayer, ...] = (*owners, KVSharingLayer("x", "f.1"))
     rank = to_rank_plan(plan(layers, num_blocks=100, max_model_len=64, layout=layout))
@@ -96,14 +96,14 @@ def test_a_plan_comes_back(layout):
     assert wire.decode_plan(message).digest() == rank.digest()
 
 
-def test_a_plan_that_no_memory_can_have_is_refused():
+def test_an_impossible_plan_is_refused():
     message = wire.encode_plan(to_rank_plan(plan(named(m=(2, latent())))))
     message.size_bytes -= 1
     with pytest.raises(InvalidArgument, match=r"^tensors"):
         wire.decode_plan(message)
 
 
-def test_a_plan_that_changed_on_its_way_is_refused():
+def test_a_plan_that_differs_from_its_digest_is_refused():
     message = wire.encode_assignment(Assignment(to_rank_plan(plan(named(m=(2, latent())))), 2, 1000))
     assert wire.decode_assignment(message).num_ranks == 2
     message.plan.groups[0].layers[0].name = message.plan.tensors[0].layer_names[0] = "other"
@@ -111,6 +111,6 @@ def test_a_plan_that_changed_on_its_way_is_refused():
         wire.decode_assignment(message)
 
 
-def test_what_a_worker_says_of_itself_comes_back():
+def test_worker_info_round_trips():
     info = WorkerInfo(3, 2**64 - 1, "unix:socket", 77, "cuda:1", WorkerState.READY, 2**63, 9, "abc")
     assert wire.decode_worker(wire.encode_worker(info)) == info

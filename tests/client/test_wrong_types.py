@@ -163,14 +163,14 @@ def fits(part: Part) -> bool:
     return True
 
 
-def test_without_it_the_part_is_taken(session):
+def test_a_part_of_valid_values_is_accepted(session):
     assert session.apply(PART).parts[0].peek_hit
     session.apply(part_of(FactRow(1, end=End.FREE)))
 
 
 @MANY
 @given(path=st.sampled_from(places(PART)), junk=JUNK)
-def test_a_part_with_a_value_of_another_type(session, path, junk):
+def test_a_part_with_a_wrong_type_is_refused_and_leaves_the_session_usable(session, path, junk):
     try:
         part = put(PART, path, junk)
     except (InvalidArgument, TypeError):
@@ -185,7 +185,7 @@ def test_a_part_with_a_value_of_another_type(session, path, junk):
 
 @MANY
 @given(row=st.sampled_from(ROWS), junk=JUNK, data=st.data())
-def test_a_row_with_a_value_of_another_type(session, row, junk, data):
+def test_a_row_with_a_wrong_type_is_refused(session, row, junk, data):
     path = data.draw(st.sampled_from(places(row)))
     refused(lambda: session.apply(part_of(put(row, path, junk))))
     assert session.in_flight == 0
@@ -194,7 +194,7 @@ def test_a_row_with_a_value_of_another_type(session, row, junk, data):
 
 @MANY
 @given(junk=JUNK, name=st.sampled_from(["part", "parts", "row", "last", "executed_through", "budget", "cache"]))
-def test_a_call_of_a_session_with_a_value_of_another_type(session, junk, name):
+def test_a_session_call_with_a_wrong_type_is_refused(session, junk, name):
     good = Part(peek=Peek([0]))
     acts = {
         "part": lambda: session.apply(junk),
@@ -213,7 +213,7 @@ def test_a_call_of_a_session_with_a_value_of_another_type(session, junk, name):
 
 @settings(max_examples=600, deadline=None, suppress_health_check=SHARED)
 @given(name=st.sampled_from(sorted(CALLS)), junk=JUNK, data=st.data())
-def test_a_unary_call_with_a_value_of_another_type(client, world, name, junk, data):
+def test_a_unary_call_with_a_wrong_type_is_refused(client, world, name, junk, data):
     arguments = CALLS[name]
     path = data.draw(st.sampled_from(places(arguments)))
     try:
@@ -224,7 +224,7 @@ def test_a_unary_call_with_a_value_of_another_type(client, world, name, junk, da
     assert client.describe_replica(world.replica).state
 
 
-def test_every_call_is_drawn(client):
+def test_every_public_call_is_covered(client):
     kind = type(client) if not isinstance(client, Blocking) else aio.Client
     public = {name for name, value in vars(kind).items() if not name.startswith("_") and inspect.isfunction(value)}
     assert public - {name.strip() for name in CALLS} == {"close", "list_replicas", "status", "drain", "subscribe"}
@@ -240,7 +240,7 @@ def test_every_call_is_drawn(client):
         (lambda: ExtraKeys(lora=other(("a", "b", "c"))), "extra_keys.lora", "is not a tuple of a string, a string"),
     ],
 )
-def test_what_is_wrong_with_a_row(act, field, says):
+def test_the_refusal_of_a_row_names_the_field(act, field, says):
     with pytest.raises(InvalidArgument) as caught:
         act()
     assert caught.value.field == field
@@ -267,7 +267,7 @@ def test_what_is_wrong_with_a_row(act, field, says):
         (Part(resume=Resume([0], other("a"))), "parts[0].resume.computed", "'a' is not a sequence"),
     ],
 )
-def test_what_is_wrong_with_a_part(session, part, field, says):
+def test_the_refusal_of_a_part_names_the_field(session, part, field, says):
     with pytest.raises(InvalidArgument) as caught:
         session.apply(part)
     assert caught.value.field == field
@@ -275,7 +275,7 @@ def test_what_is_wrong_with_a_part(session, part, field, says):
     assert session.apply(part_of(PeekRow(0))).parts[0].peek_hit
 
 
-def test_an_open_request_names_what_is_wrong(world):
+def test_the_refusal_of_an_open_request_names_the_field(world):
     with pytest.raises(InvalidArgument) as caught:
         world.transport().open(OpenRequest(world.replica, other("nonce")))
     assert caught.value.field == "open.nonce"

@@ -30,7 +30,7 @@ def grounds(tmp_path_factory):
     grounds.loop.close()
 
 
-def test_seeds_reach_what_a_call_does(grounds):
+def test_seeds_cover_the_handlers(grounds):
     """Each method is answered for a seed, so that its mutations begin behind the first checks."""
     answered = set()
     for program in SEEDS:
@@ -43,16 +43,16 @@ def test_seeds_reach_what_a_call_does(grounds):
 
 
 @pytest.mark.parametrize("at", range(len(SEEDS)))
-def test_what_must_hold_holds_of_every_seed(grounds, at):
+def test_invariants_hold_for_every_seed(grounds, at):
     world.run(grounds, SEEDS[at])
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.name)
-def test_what_was_found_stays_mended(grounds, path):
+def test_earlier_findings_stay_fixed(grounds, path):
     world.run(grounds, path.read_bytes())
 
 
-def test_the_same_program_is_the_same_every_time(grounds):
+def test_a_program_is_deterministic(grounds):
     def state(program: bytes) -> list[str]:
         world.run(grounds, program)
         return [digest(entry.host.replica) for entry in grounds.registry]
@@ -60,7 +60,7 @@ def test_the_same_program_is_the_same_every_time(grounds):
     assert all(state(program) == state(program) for program in SEEDS[::7])
 
 
-def test_mutations_keep_to_the_form_and_are_made_by_their_seed(grounds):
+def test_mutations_are_well_formed_and_deterministic(grounds):
     for seed, program in enumerate(SEEDS):
         made = mutator.mutate(program, 8192, seed, lambda raw: raw[::-1])
         assert made == mutator.mutate(program, 8192, seed, lambda raw: raw[::-1])
@@ -78,13 +78,13 @@ def is_seen(grounds) -> bool:
     return False
 
 
-def test_another_owner_s_replica_that_can_be_reached_is_seen(grounds, monkeypatch):
+def test_access_to_another_owners_replica_is_caught(grounds, monkeypatch):
     monkeypatch.setattr(VisibleReplicas, "_check_reach", lambda *_: None)
     monkeypatch.setattr("kvplane_service.auth.visible._may_use", lambda *_: True)
     assert is_seen(grounds)
 
 
-def test_a_refusal_that_changes_something_is_seen(grounds, monkeypatch):
+def test_a_refusal_that_changes_state_is_caught(grounds, monkeypatch):
     apply_unary = ReplicaHost.apply_unary
 
     def apply_and_refuse(self: ReplicaHost, at: UnaryStep, parts: list[Part]) -> StepResult:
@@ -97,7 +97,7 @@ def test_a_refusal_that_changes_something_is_seen(grounds, monkeypatch):
     assert is_seen(grounds)
 
 
-def test_a_bug_is_seen(grounds, monkeypatch):
+def test_an_unexpected_exception_is_caught(grounds, monkeypatch):
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
@@ -108,12 +108,12 @@ def test_a_bug_is_seen(grounds, monkeypatch):
         world.run(grounds, world.encode([*opening, (world.SESSION, heartbeat)]))
 
 
-def test_a_stranger_who_is_let_in_is_seen(grounds, monkeypatch):
+def test_an_unauthenticated_caller_that_is_let_in_is_caught(grounds, monkeypatch):
     monkeypatch.setattr("hmac.compare_digest", lambda *_: True)
     assert is_seen(grounds)
 
 
-def test_a_short_run_finds_nothing(tmp_path):
+def test_a_short_fuzzing_run_finds_nothing(tmp_path):
     pytest.importorskip("atheris", reason="atheris has no wheel for this Python")
     command = [sys.executable, "-m", "tests.fuzz", str(SECONDS)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # where its corpus goes
