@@ -103,7 +103,7 @@ def first_sessions(source: Path, target: Path) -> Path:
 
 
 def run_cell(cell: Cell, limit: int | None) -> dict[str, Any] | None:
-    """The outcome as `kvplane replay --json` tells it; None, with a word, when the replay failed."""
+    """The outcome as `kvplane replay --json` prints it; None, with a message, when the replay failed."""
     done = subprocess.run(cell.command(limit), capture_output=True, text=True, check=False)
     said = done.stderr.strip().splitlines()[-1:] or [""]
     print(f"{cell.trace}, {cell.model}: exit {done.returncode} {said[0]}", file=sys.stderr, flush=True)

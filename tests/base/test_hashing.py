@@ -1,4 +1,4 @@
-"""Block hashes: the rules that decide whether two requests may share a page."""
+"""Block hashes: when two requests may share a page."""
 
 from __future__ import annotations
 

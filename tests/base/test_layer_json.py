@@ -1,4 +1,4 @@
-"""Layers as JSON: the same layer comes back, and what the type does not have is refused by name."""
+"""Layers as JSON: they round-trip, and unknown fields are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of one layer's cache: bytes, merging, growing, and what they refuse."""
+"""Formats of a layer's cache: sizes, merging, growing, and refused values."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_a_page_that_crosses_a_block_boundary_is_refused():
 
 @LAYOUTS
 def test_groups_with_different_alignments_share_one_stride(layout):
-    """Equal pages and different strides would lay block 2 of one group over block 3 of the other."""
+    """Equal pages and different strides would place block 2 of one group on block 3 of the other."""
     layers = named(f=(1, full(padded_page_bytes=384)), w=(1, window(padded_page_bytes=384, block_stride_alignment=256)))
     rank = to_rank_plan(plan(layers, layout=layout))
     rank.validate()

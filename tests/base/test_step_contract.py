@@ -1,4 +1,4 @@
-"""The table in step.proto of numbers that later work will use."""
+"""The table in step.proto of numbers that are reserved for later features."""
 
 from __future__ import annotations
 

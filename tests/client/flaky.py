@@ -71,7 +71,7 @@ class FlakyTransport:
 
 
 def breaking(call: str, times: int = 1) -> Callable[[str], bool]:
-    """Breaks before the next so many calls of that name."""
+    """Breaks before the next `times` calls of that name."""
     left = [times]
 
     def breaks(name: str) -> bool:

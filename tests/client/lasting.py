@@ -1,4 +1,4 @@
-"""An engine that outlives the service: its requests, its page memory, and what it tells a new service."""
+"""An engine that survives restarts of its service: its requests, its page memory, and the Revival that it returns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PageMemory:
 class LastingEngine(MiniEngine):
     """A MiniEngine with a page memory; `open_session` is given its `revive`.
 
-    Its requests lose their blocks when the service is started anew, unless it `resumes`.
+    Its requests lose their blocks when the service restarts, unless it `resumes`.
     """
 
     def __init__(

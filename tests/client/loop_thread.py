@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, and blocking faces of what lives on it.
+"""An event loop in its own thread, and blocking wrappers of the objects on it.
 
 All of gRPC's asyncio in a process should live on one loop: on several it works, but floods the log with errors of
 its poller. So tests share one.

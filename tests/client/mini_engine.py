@@ -1,4 +1,4 @@
-"""A seeded engine of a few requests, to drive one replica through any entrance and write down every answer."""
+"""A seeded engine of a few requests that drives one replica, over any transport, and records every answer."""
 
 from __future__ import annotations
 

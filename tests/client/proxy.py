@@ -1,4 +1,4 @@
-"""A TCP proxy that can cut what goes through it, carry it late or not at all, and refuse to carry more."""
+"""A TCP proxy that can cut connections, delay or drop their bytes, and refuse new connections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class CuttingProxy:
-    """Carries bytes between clients and one address until told otherwise.
+    """Forwards bytes between clients and one address, until a fault is set.
 
     Attributes:
         address: where clients connect.
@@ -44,7 +44,7 @@ class CuttingProxy:
             self._refusing = refusing
 
     def delay(self, seconds: float) -> None:
-        """Carry everything so much later from now on; 0 = at once."""
+        """Delay everything by this many seconds from now on; 0 = no delay."""
         self._delay_s = seconds
 
     def hold(self, holding: bool) -> None:
@@ -57,7 +57,7 @@ class CuttingProxy:
 
     def close(self) -> None:
         """Cut, and listen no more."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would wait for ever
+        self._listener.shutdown(socket.SHUT_RDWR)  # otherwise the thread that accepts would wait indefinitely
         self._listener.close()
         self.hold(False)
         self.mute(False)
@@ -77,7 +77,7 @@ class CuttingProxy:
                 continue
             try:
                 server = socket.create_connection(self._target)
-            except OSError:  # nobody is there now
+            except OSError:  # no service listens now
                 client.close()
                 continue
             with self._lock:

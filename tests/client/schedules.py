@@ -1,4 +1,4 @@
-"""A session's machine against a service of a few lines, through every schedule of a few calls and a few faults.
+"""The session's machine against a minimal model of a service, through every schedule of a few calls and faults.
 
 There is no thread, loop or gRPC. At each action of the machine something is chosen: it succeeds, or one of the things
 that can befall it happens. `every_schedule` tries all choices with at most so many faults.
@@ -87,7 +87,7 @@ class Service:
         if request.epoch == NEW_EPOCH:
             self.epoch, self.applied, self.knows_engine = self.epoch + 1, [], True
         elif request.epoch != self.epoch or not self.knows_engine:
-            raise ServiceRestarted("started anew")
+            raise ServiceRestarted("restarted")
         assert request.nonce != self.nonce, "each stream has a nonce of its own"
         self.nonce = request.nonce
         return Opened(self.epoch, len(self.applied), 0, 4, 100, 10_000, SPEC, 9, 0)
@@ -113,7 +113,7 @@ class World:
     """A machine and its service.
 
     Attributes:
-        outcomes: (number, what the engine was told), in order: the number itself, 0 for "nothing granted", or an error.
+        outcomes: (number, what the engine received), in order: the number itself, 0 for "nothing granted", or an error.
         faults: names of what befell.
     """
 
@@ -173,9 +173,9 @@ class World:
                 self._refused(refusal)
         else:
             number = self.in_flight.pop(0)
-            (told,) = result.parts[0].peek_hit
-            assert told in (number, 0), "the answer of another step"
-            self.outcomes.append((number, told))
+            (received,) = result.parts[0].peek_hit
+            assert received in (number, 0), "the answer of another step"
+            self.outcomes.append((number, received))
 
     def _refused(self, refusal: KvplaneError) -> None:
         assert self.in_flight[0] == BAD, f"{refusal!r} though nothing was wrong"
@@ -191,7 +191,7 @@ class World:
         self.moving = True
 
     def restart(self) -> None:
-        """The service dies and is started anew."""
+        """The service dies and restarts."""
         self.faults.append("restart")
         self.service.restart()
         self._answers = None
@@ -260,11 +260,11 @@ class World:
         if self._answers is None:
             raise Unavailable("broken")
         what = self._befalls("lost", "late", "cancelled", "answer lost", "abort", "restart")
-        if what == "answer lost":  # Ctrl-C took it, and the stream goes on
+        if what == "answer lost":  # Ctrl-C lost it, and the stream is intact
             self._answers.pop(0)
             raise Cancelled
         self._end(what)
-        assert self._answers, "it waits for an answer that nobody owes"
+        assert self._answers, "it waits for an answer that does not come"
         answer = self._answers.pop(0)
         if answer is None:
             raise Unavailable("a newer stream is open")
@@ -322,10 +322,10 @@ class World:
             if self.outcomes[-1][1] == 0:  # the new life began with it
                 self.submit()
                 self.receive()
-            number, told = self.outcomes[-1]
-            assert told == number, "it does not work"
+            number, received = self.outcomes[-1]
+            assert received == number, "it does not work"
             assert self.machine.state.epoch == self.service.epoch
-            answered = [told for _, told in self.outcomes if isinstance(told, int) and told]
+            answered = [hit for _, hit in self.outcomes if isinstance(hit, int) and hit]
             mine = [number for number in self.service.applied if number]
             assert mine == answered[len(answered) - len(mine) :], "applied and answered differ"
         numbers = [number for number, _ in self.outcomes if number != BAD]

@@ -1,4 +1,4 @@
-"""What every SessionTransport must do, whatever carries it."""
+"""The contract of every SessionTransport."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class SessionContract:
         assert epochs == sorted(set(epochs))
 
     def test_open_of_an_unknown_replica_is_refused(self, world, transport):
-        with pytest.raises(NotFound, match="nobody"):
-            transport.open(OpenRequest("nobody", next(NONCES)))
+        with pytest.raises(NotFound, match="unknown"):
+            transport.open(OpenRequest("unknown", next(NONCES)))
 
     def test_open_of_an_old_epoch_is_refused(self, world, transport):
         with pytest.raises(StaleEpoch) as caught:

@@ -1,4 +1,4 @@
-"""Whole steps straight into a core replica, as a synchronous engine would number them."""
+"""Applies whole steps to a core replica, numbered as by a synchronous engine."""
 
 from __future__ import annotations
 

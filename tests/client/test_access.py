@@ -1,4 +1,4 @@
-"""How a client reaches the service: TLS, tokens, and what it refuses to send."""
+"""TLS and tokens of a client, and what it refuses to send."""
 
 from __future__ import annotations
 

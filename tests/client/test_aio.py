@@ -104,7 +104,7 @@ async def test_a_session_with_a_subscription_to_its_events(client, name):
             await session.apply(part_of(RunRow(9)))
     await batches.aclose()
     with pytest.raises(NotFound):
-        await anext(client.subscribe("nobody"))
+        await anext(client.subscribe("unknown"))
 
 
 @on_shared_loop
@@ -129,7 +129,7 @@ async def test_an_unreachable_service_raises_unavailable(tmp_path):
         pauses.append(seconds)
 
     policy = RetryPolicy(attempts=2, first_delay_s=0.001)
-    channel = open_aio_channel(f"unix:{tmp_path}/nobody")
+    channel = open_aio_channel(f"unix:{tmp_path}/nothing")
     async with aio.Client(channel, retry=policy, pause=pause) as client:
         with pytest.raises(Unavailable):
             await client.describe_replica("x")
@@ -143,7 +143,7 @@ async def test_an_unreachable_service_raises_unavailable(tmp_path):
 @on_shared_loop
 async def test_a_session_that_did_not_open_refuses_calls(tmp_path):
     once = RetryPolicy(attempts=1)
-    async with open_aio_channel(f"unix:{tmp_path}/nobody") as channel:
+    async with open_aio_channel(f"unix:{tmp_path}/nothing") as channel:
         session = aio.Session(aio.GrpcTransport(channel), OpenRequest("x", 1), retry=once)
         with pytest.raises(Unavailable):
             await session.open()

@@ -1,4 +1,4 @@
-"""What `import kvplane` gives and what it costs."""
+"""The public names of `import kvplane`, and the modules that it loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are cancelled or interrupted anywhere: the session works on, or it has ended and says so. Both drivers."""
+"""Calls cancelled or interrupted at any point: the session still works, or has ended with a reason. Both drivers."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Engine:
         """What the call returns: a result, or what must be awaited."""
         name = name.strip()
         if name == "restart":
-            started_anew(self.world)
+            restarted(self.world)
             self.session._transport.abort()
         elif name == "renew":
             self.session.begin_new_life()
@@ -97,7 +97,7 @@ class Engine:
         return None
 
     def note(self, before: int, result: object) -> None:
-        """The call came to an end, one way or the other; so many steps were in flight before it."""
+        """The call ended; `before` steps were in flight before it."""
         assert self.session.ended is None
         answered = isinstance(result, StepResult)
         if self.session.in_flight + answered > before:
@@ -108,7 +108,7 @@ class Engine:
         assert len(self._in_flight) == self.session.in_flight
 
 
-def started_anew(world: InProcessWorld) -> None:
+def restarted(world: InProcessWorld) -> None:
     epoch = world.host.epoch
     world.registry = Registry(Config(), lambda: 0)
     world.register()
@@ -141,7 +141,7 @@ def test_a_blocking_session_survives_an_interrupted_call(calls, after):
 
 
 class Ticking:
-    """A coroutine that is cancelled from within after so many steps of its own, at whichever await that is."""
+    """A coroutine that is cancelled from within after a number of its own steps, at any await."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], after: int) -> None:
         self._work, self._left = work, after

@@ -1,4 +1,4 @@
-"""Peers that keep a stream and do not serve it: one that answers pings and no steps, one that is shy of pings."""
+"""Peers that keep a stream open without serving it: one that answers only pings, one that refuses frequent pings."""
 
 from __future__ import annotations
 

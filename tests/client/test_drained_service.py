@@ -1,4 +1,4 @@
-"""A session whose service says that it goes: it moves as soon as nothing is in flight, and the engine sees a pause."""
+"""A session of a draining service moves to another one as soon as nothing is in flight; the engine sees a pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session without a `revive` tells a new service what it has seen of the engine's requests itself."""
+"""A session without a `revive` sends a restarted service the requests that it has recorded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def requests_of(world: World) -> dict[int, tuple[object, ...]]:
 @pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
 @pytest.mark.parametrize("every", [7, 12, 25])
 def test_an_engine_without_revive_survives_a_restart(spec, every):
-    """Killed again and again: a new service knows every request as the old one did, and each comes to its end."""
+    """Killed repeatedly: each new service has every request in the state of the old one, and every request finishes."""
     world, seqs = World(spec), []
     with open_session(world) as session:
         engine = MiniEngine(lambda part: session.apply(part).parts[0], seed=every)
@@ -52,7 +52,7 @@ def test_an_engine_without_revive_survives_a_restart(spec, every):
                 assert requests_of(world) == before
                 take_back(engine)
         assert world.deaths > 3
-        assert seqs == list(range(1, len(seqs) + 1)), "the numbers go on"
+        assert seqs == list(range(1, len(seqs) + 1)), "step numbers continue"
         assert not requests_of(world)
 
 

@@ -107,7 +107,7 @@ def test_a_stream_that_breaks_immediately_is_retried_after_a_pause():
 
 
 def test_a_service_that_breaks_every_stream_is_given_up():
-    """Each open succeeds, so attempts are counted anew each time; the time is not."""
+    """Each open succeeds, so attempts are counted from zero each time; the time is not."""
     world, clock = opened_world(next(every_schedule(0))), [0.0]
     machine = world.machine
     machine._clock = lambda: clock[0]

@@ -1,4 +1,4 @@
-"""Zeroes and copies run on a device, behind launches: a transfer waits for them, and so does what is said executed."""
+"""Zeroes and copies run on a device in the order of launches: transfers and `executed` wait for them."""
 
 from __future__ import annotations
 

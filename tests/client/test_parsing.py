@@ -1,4 +1,4 @@
-"""Numbers that parsers would cut are refused; everything else passes."""
+"""Numbers that parsers would truncate are refused; everything else is accepted."""
 
 from __future__ import annotations
 

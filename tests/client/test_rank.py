@@ -13,22 +13,22 @@ EPOCH = 3
 
 
 class Tape:
-    """A mover that writes down what it is told, and what the table said then."""
+    """A mover that records its calls, and the table's stamp of block 1 at that time."""
 
     num_groups = 2
 
     def __init__(self, table: StampTable) -> None:
         self.table = table
-        self.told: list[object] = []
+        self.calls: list[object] = []
         self.broken = False
 
     def zero(self, group, blocks):
         if self.broken:
             raise RuntimeError("the device is gone")
-        self.told.append(("zero", group, list(blocks), self.table.read(1)))
+        self.calls.append(("zero", group, list(blocks), self.table.read(1)))
 
     def copy(self, group, src, dst):
-        self.told.append(("copy", group, list(src), list(dst)))
+        self.calls.append(("copy", group, list(src), list(dst)))
 
     def moves(self):
         return None
@@ -60,7 +60,7 @@ def test_orders_run_as_stamps_then_zeroes_then_copies(rank, tape):
     orders.copy_src, orders.copy_dst, orders.copy_group = [3, 1, 4], [1, 2, 5], [1, 1, 0]
     rank.carry_out(EPOCH, 1, 0, orders)
     new = Stamp(0, EPOCH, 11).pack()
-    assert tape.told == [
+    assert tape.calls == [
         ("zero", 0, [1, 2], new),
         ("zero", 1, [2], new),
         ("copy", 1, [3, 1], [1, 2]),
@@ -215,7 +215,7 @@ def test_orders_outside_the_pool_write_nothing(rank, tape, orders, field):
     orders.stamp = [5, *orders.stamp]
     with pytest.raises(InvalidArgument, match=rf"^orders\.{field}:"):
         rank.carry_out(EPOCH, 1, 0, orders)
-    assert (tape.table.snapshot(), tape.told) == (before, [])
+    assert (tape.table.snapshot(), tape.calls) == (before, [])
 
 
 def test_executed_through_is_that_of_the_slowest_rank():
@@ -285,7 +285,7 @@ def test_ranks_with_pools_of_different_sizes_are_refused():
 
 
 def group_at(*positions: tuple[int, int, int]) -> tuple[RankGroup, list[StampTable]]:
-    """Ranks of life EPOCH that have carried out (seq, part) and have executed so many steps."""
+    """Ranks of life EPOCH that have carried out (seq, part) and have executed `executed` steps."""
     tables = [table() for _ in positions]
     for one, (seq, part, executed) in zip(tables, positions, strict=True):
         one.claim(EPOCH)
@@ -348,7 +348,7 @@ def test_check_load_names_the_missing_condition(rank, tape):
 
 
 def test_a_life_that_begins_at_a_later_step_counts_earlier_steps_as_executed():
-    """A session that goes on with another service: its numbers go on, and load_after is none of before."""
+    """A session that continues with another service keeps its step numbers; load_after names no earlier step."""
     one = table()
     one.claim(EPOCH, 40)
     group = RankGroup([one])
@@ -360,7 +360,7 @@ def test_a_life_that_begins_at_a_later_step_counts_earlier_steps_as_executed():
 
 
 def life_with_a_launch_in_flight() -> tuple[StampTable, Rank, RankGroup]:
-    """Steps 1 and 2 were launched, 1 has executed; then a new engine life claims, which goes on with step 3."""
+    """Steps 1 and 2 were launched, 1 has executed; then a new engine life claims, which continues with step 3."""
     one = table()
     rank, group = Rank(one, Tape(one)), RankGroup([one])
     rank.claim(EPOCH)
@@ -379,7 +379,7 @@ def test_a_load_of_a_new_life_waits_for_launches_of_the_previous_life():
     with pytest.raises(FailedPrecondition, match="earlier engine life") as caught:
         rank.check_load(EPOCH + 1, 3, 0, 0)
     assert (caught.value.field, "launches_ended" in caught.value.remedy) == ("epoch", True)
-    rank.executed(2)  # the number at which this life began: it says nothing of launches
+    rank.executed(2)  # the number at which this life began: it does not cover launches
     assert not group.may_load(EPOCH + 1, 3, 0, 0)
     one.claim(EPOCH + 2)
     rank.carry_out(EPOCH + 2, 1, 0, Orders())
@@ -397,7 +397,7 @@ def test_a_load_of_a_new_life_starts_after_launches_ended(word):
 
 
 def test_an_exited_process_has_no_launches():
-    """The worker says so before the service claims the table for the life to come."""
+    """The worker records it before the service claims the table for the next life."""
     one = table()
     rank, group = Rank(one, Tape(one)), RankGroup([one])
     rank.claim(EPOCH)

@@ -25,7 +25,7 @@ def test_step_numbers_continue_in_the_engine_and_restart_in_the_service():
     numbers = StepNumbering()
     numbers.restart((41, 0), 2, ())
     sent = numbers.to_service(Step(9, 41, [Part()], executed_through=39))
-    assert (sent.seq, sent.part, sent.executed_through) == (3, 0, 2), "what it was told in launches nothing"
+    assert (sent.seq, sent.part, sent.executed_through) == (3, 0, 2), "the first steps of a life launch nothing"
     assert numbers.to_service(Step(9, 42, [Part()], executed_through=5)).executed_through == 2
     assert numbers.to_service(Step(9, 43, [Part()], executed_through=41)).executed_through == 3
     back = numbers.to_engine(StepResult(3, 0, [PartResult()], published_through=2))
@@ -60,14 +60,14 @@ def test_step_references_in_a_part_are_translated_and_old_ones_dropped():
 
 
 def test_an_engine_with_lower_numbers_than_the_service_references_no_wrong_step():
-    """Its first step was lost, and the service has been told of its requests in three."""
+    """Its first step was lost, and the service received its requests in three steps."""
     numbers = StepNumbering()
     numbers.restart((2, 0), 3, ())
     part = Part(facts=Facts(slot=[1, 2, 3], end=[1, 1, 2], fence=[0, 2, 0]), cache=Cache(failed_steps=[1, 2]))
     sent = numbers.to_service(Step(9, 2, [part], executed_through=0))
     assert (sent.seq, sent.executed_through) == (4, 3)
     assert sent.parts[0].facts.fence == [0, 4, 0]
-    assert sent.parts[0].cache.failed_steps == [4], "a step of the service that has gone is nobody's"
+    assert sent.parts[0].cache.failed_steps == [4], "a step of the previous service is dropped"
 
 
 def test_equal_numbers_after_a_restart_still_drop_old_references():
@@ -100,7 +100,7 @@ def test_pieces_have_a_bounded_number_of_tokens():
 
 
 def test_adopted_loads_are_the_blocks_of_loads_in_the_image():
-    """Those of rows that say so, of slots that ended as held under a load, and of preempted requests told as news."""
+    """Blocks of loading rows, of slots that ended as HELD during a load, and of preempted requests in the news."""
     resume = Resume(
         slot=[1, 2, 3],
         loading=[0, 1, 1],

@@ -345,7 +345,7 @@ def test_a_failed_beat_is_followed_by_another(session, world, transport):
     assert session.apply(ASK).seq == 1
 
 
-# ---- what the session tells
+# ---- attributes of the session
 
 
 def test_a_session_shows_its_epoch_spec_and_free_blocks(session, world):

@@ -1,4 +1,4 @@
-"""The contract of sessions, on each transport that exists."""
+"""The session contract, on every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases kept by a thread or a task, and two users of one session."""
+"""Leases kept by a thread or a task, and concurrent use of one session."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
 
 
 class Watched:
-    """Tells when a heartbeat has arrived, and when a call waits for an answer, which it holds back if told so."""
+    """Signals when a heartbeat arrived and when a call waits for an answer, which it can hold back."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -114,7 +114,7 @@ def test_a_session_may_be_used_from_one_thread_after_another(world):
 
 
 class Slow(Awaited):
-    """Answers only when told to."""
+    """Answers only when the test releases it."""
 
     def __init__(self, inner):
         super().__init__(inner)

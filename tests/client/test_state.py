@@ -1,4 +1,4 @@
-"""Numbers of steps on the client's side."""
+"""Step numbers, steps in flight and busy blocks in the client."""
 
 from __future__ import annotations
 
@@ -223,10 +223,10 @@ def test_busy_blocks_are_taken_from_the_service_after_a_reopen():
 @pytest.mark.parametrize("held", [(), (2,)], ids=["as released", "as held"])
 def test_a_slot_whose_release_was_lost_is_released_again(held):
     """Two services in a row know nothing of the held slot; the release is answered here, and never sent."""
-    state, told = SessionState(opened()), [StepResult(1, 0, [PartResult()])]
-    state.restarted(opened(epoch=4), Revival(held=(2,)), told)
+    state, results = SessionState(opened()), [StepResult(1, 0, [PartResult()])]
+    state.restarted(opened(epoch=4), Revival(held=(2,)), results)
     state.register([Part(cache=Cache(released=[2]))], True, None)
-    state.restarted(opened(epoch=5), Revival(held=held), told)
+    state.restarted(opened(epoch=5), Revival(held=held), results)
     made = state.take_synthesized()
     assert made is not None
     state.answered(made)
@@ -239,8 +239,8 @@ def test_a_reopened_session_reports_busy_blocks_and_takes_those_of_the_service()
     state.register([over(3)], True, None)
     revival = Revival(busy_blocks=(9, 5))
     assert revival.open_request(OpenRequest("r", 1), 2, state.still_busy()).busy_blocks == (5, 9)
-    told = [StepResult(1, 0, [PartResult()])]
-    state.restarted(replace(opened(epoch=7), busy_blocks=(3, 5, 9)), revival, told)
+    results = [StepResult(1, 0, [PartResult()])]
+    state.restarted(replace(opened(epoch=7), busy_blocks=(3, 5, 9)), revival, results)
     assert state.busy_blocks == (3, 5, 9)
     made = state.take_synthesized()
     assert made is not None

@@ -1,4 +1,4 @@
-"""A refusal crosses gRPC as a rich status and comes back as itself."""
+"""Refusals round-trip through rich gRPC statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block tables that an engine keeps are those of the service, but for entries that were released meanwhile."""
+"""The block tables of an engine equal those of the service, except for entries that the service released."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that show a token: sessions, calls and subscriptions of both faces, blocking and asyncio."""
+"""Clients with a token: sessions, calls and subscriptions of the blocking and the asyncio client."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_beat_over_a_cut_connection_reopens_it(world, proxy):
 
 @pytest.fixture
 def silent():
-    """The address of somebody who accepts connections and never says a word."""
+    """The address of a peer that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 

@@ -301,7 +301,7 @@ def test_subscribe_from_the_beginning_and_from_now_on(client, name):
 
 def test_subscribe_refuses_an_unknown_replica_and_a_future_position(client, name):
     with pytest.raises(NotFound):
-        next(client.subscribe("nobody"))
+        next(client.subscribe("unknown"))
     with pytest.raises(InvalidArgument):
         next(client.subscribe(name, after_seq=10**6))
 
@@ -315,7 +315,7 @@ def recording(attempts, pauses):
 
 def test_repeatable_calls_are_retried(tmp_path):
     pauses: list[float] = []
-    with connect(f"unix:{tmp_path}/nobody", retry=recording(3, pauses)) as client:
+    with connect(f"unix:{tmp_path}/nothing", retry=recording(3, pauses)) as client:
         with pytest.raises(Unavailable):
             client.describe_replica("x")
         assert len(pauses) == 3

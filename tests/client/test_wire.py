@@ -1,4 +1,4 @@
-"""Types -> message -> bytes -> message -> types changes nothing, and what cannot be is refused by field."""
+"""Types -> message -> bytes -> message -> types is the identity, and invalid values are refused by field."""
 
 from __future__ import annotations
 
@@ -443,11 +443,11 @@ BAD_PARTS = {
         {"facts": {"slot": u32s(1), "num_hashes": u32s(1), "hashes": b"x" * 31}},
         "parts[0].facts.hashes",
     ),
-    "hashes of nobody": (
+    "hashes without a row": (
         {"news": {"slot": u32s(1), "num_tokens": u32s(1), "hashes": b"x" * 32}},
         "parts[0].news.hashes",
     ),
-    "tokens of nobody": ({"news": {"slot": u32s(1), "tokens": u32s(1)}}, "parts[0].news.tokens"),
+    "tokens without a row": ({"news": {"slot": u32s(1), "tokens": u32s(1)}}, "parts[0].news.tokens"),
     "names for one of two": ({"news": {"slot": u32s(1, 2), "request_id": ["a"]}}, "parts[0].news.request_id"),
     "skip_reading of 2": ({"news": {"slot": u32s(1), "skip_reading": u32s(2)}}, "parts[0].news.skip_reading"),
     "evicted of five bytes": ({"cache": {"evicted": b"12345"}}, "parts[0].cache.evicted"),

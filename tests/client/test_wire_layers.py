@@ -1,4 +1,4 @@
-"""Layers and plans cross the wire without loss: a worker's plan must be the planner's."""
+"""Layers and plans round-trip through protobuf: a worker's plan must be the planner's."""
 
 from __future__ import annotations
 

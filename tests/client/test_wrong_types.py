@@ -1,4 +1,4 @@
-"""Arguments of any wrong type: refused with what was expected, and nothing of the session or client is spoilt."""
+"""Arguments of any wrong type are refused with the expected type, and the session or client stays usable."""
 
 from __future__ import annotations
 

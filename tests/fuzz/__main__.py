@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz SECONDS`: coverage-guided fuzzing of everything that the wire can say.
+"""`python -m tests.fuzz SECONDS`: coverage-guided fuzzing of every gRPC handler.
 
 What is found is written to tests/fuzz/found, where the tests run it from then on, and ends the run with an error.
 """

@@ -1,4 +1,4 @@
-"""Seeds, and how a program becomes another one: fields of messages get other values, operations come and go."""
+"""Seeds and mutations of programs: change fields of messages, add and remove operations."""
 
 from __future__ import annotations
 

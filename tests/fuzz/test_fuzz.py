@@ -1,4 +1,4 @@
-"""The fuzzer: seeds are answered, what was found stays mended, what is broken on purpose is seen, and it runs."""
+"""The fuzzer: seeds are answered, earlier findings stay fixed, planted faults are caught, and a short run works."""
 
 from __future__ import annotations
 

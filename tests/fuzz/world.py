@@ -1,11 +1,11 @@
-"""What fuzzing runs: the service's own handlers in this process, without sockets, and what must hold of them.
+"""The target of the fuzzer: the service's handlers in this process, without sockets, and their invariants.
 
-An input is a little program, [u8 operation][u16 length, little-endian][bytes]...: a call of METHODS with these bytes as
-its request; a message of a session (adjacent ones are one stream); or an authorization header. It runs on a world made
-anew: replica "r" with a request running and one waiting, which the caller may use, and another owner's replica "v".
+An input is a program, [u8 operation][u16 length, little-endian][bytes]...: a call of METHODS with these bytes as
+its request; a message of a session (adjacent ones are one stream); or an authorization header. It runs on a new
+world: replica "r" with a running and a waiting request, which the caller may use, and another owner's replica "v".
 
 Of every program it must hold that
-- no call ends with INTERNAL or UNKNOWN, nor with an exception that is no refusal;
+- no call ends with INTERNAL or UNKNOWN, nor with an exception that is not a refusal;
 - a refusal, and a call that only reads, leave the digest of "r" as it was;
 - nothing that names "v" is answered, and "v" stays what it was;
 - no header but the caller's own is let in.
@@ -69,7 +69,7 @@ class Context:
     reads: list[bytes] = field(default_factory=list)
     writes: list[bytes] = field(default_factory=list)
     code: int = 0
-    told: Any = None  # called with each message that is written
+    on_message: Any = None  # called with each message that is written
 
     async def abort_with_status(self, status: Any) -> None:
         """End the call."""
@@ -79,8 +79,8 @@ class Context:
     async def write(self, raw: bytes) -> None:
         """An answer of a stream."""
         self.writes.append(raw)
-        if self.told is not None:
-            self.told(raw)
+        if self.on_message is not None:
+            self.on_message(raw)
 
     async def read(self) -> object:
         """The next message of the client."""
@@ -167,13 +167,13 @@ class World:
         """Status code of a session with these messages; every refusal in it must leave the digest."""
         before = self.digest()
 
-        def told(raw: bytes) -> None:
+        def record(raw: bytes) -> None:
             nonlocal before
             answer, after = pb.SessionResponse.FromString(raw), self.digest()
             assert answer.WhichOneof("kind") != "error" or after == before, f"a refusal changed the state: {answer}"
             before = after
 
-        context = Context(list(messages), told=told)
+        context = Context(list(messages), on_message=record)
         self._run(self.handlers.find("kvplane.v1.Allocation/Session").stream_stream(None, context))
         return context.code
 
@@ -291,7 +291,7 @@ def _check_header(grounds: Grounds, raw: bytes) -> None:
         identity = grounds.identities.identify(Proof((header,), ()))
     except (Unauthenticated, PermissionDenied):
         return
-    assert header.partition(" ")[2].strip() in (TOKEN, "token-acme"), "a stranger was let in"
+    assert header.partition(" ")[2].strip() in (TOKEN, "token-acme"), "an unauthenticated caller was let in"
     assert identity.owner.name in ("rival", "acme")
 
 
