@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from contextlib import closing
 
 import pytest
 
@@ -20,27 +19,9 @@ from kvplane.session.rows import AdmitRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from tests.client.loop_thread import on_shared_loop, shared_loop
 from tests.client.mini_engine import HYBRID, spec_of
-from tests.client.worlds import GrpcWorld
 
 PROMPT = Content(token_ids=range(40))
 ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
-
-
-@pytest.fixture(scope="module")
-def served():
-    with closing(GrpcWorld("127.0.0.1:0")) as world:
-        yield world
-
-
-@pytest.fixture
-def world(served):
-    served.reset()
-    return served
-
-
-@pytest.fixture
-def name(world):
-    return world.replica
 
 
 @pytest.fixture

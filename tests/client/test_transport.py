@@ -30,18 +30,6 @@ from tests.client.worlds import GrpcWorld
 ASK = part_of(NewsRow(0, range(40)), AdmitRow(0, cap=20))
 
 
-@pytest.fixture(scope="module")
-def served():
-    with closing(GrpcWorld("127.0.0.1:0")) as world:
-        yield world
-
-
-@pytest.fixture
-def world(served):
-    served.reset()
-    return served
-
-
 @pytest.fixture
 def proxy(world):
     with closing(CuttingProxy(world.service.address)) as proxy:

@@ -35,31 +35,13 @@ from kvplane.session.rows import AdmitRow, NewsRow, part_of
 from kvplane.v1 import admin_pb2
 from kvplane.v1 import allocation_pb2 as pb
 from tests.client.mini_engine import HYBRID, spec_of
-from tests.client.worlds import GrpcWorld
 
 PROMPT = Content(token_ids=range(40))
-
-
-@pytest.fixture(scope="module")
-def served():
-    with closing(GrpcWorld("127.0.0.1:0")) as world:
-        yield world
-
-
-@pytest.fixture
-def world(served):
-    served.reset()
-    return served
 
 
 @pytest.fixture
 def client(world):
     return world.client
-
-
-@pytest.fixture
-def name(world):
-    return world.replica
 
 
 @pytest.fixture
