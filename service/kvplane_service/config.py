@@ -62,7 +62,8 @@ class Config(BaseModel):
     auth_jwt_audience: str = ""
     """For whom they must be (`aud`)."""
     audit_log: str = ""
-    """File that is told who changed what and who was refused, a JSON object a line; `-` = standard error; empty = none.
+    """File that is told who changed what and who was refused, a JSON object a line; `-` = standard
+    error; empty = none.
     """
     max_message_bytes: Annotated[int, Field(ge=1 << 16, le=2**31 - 1)] = 32 << 20
     """Largest message that the service accepts."""
@@ -150,7 +151,8 @@ class Config(BaseModel):
     keepalive_timeout_ms: Millis = 10_000
     """A connection whose ping is not answered for so long is closed."""
     reflection: Annotated[Literal["auto", "true", "false"], BeforeValidator(_as_word)] = "auto"
-    """Serve gRPC reflection (v1 and v1alpha): true, false, or auto, which is true unless callers must say who they are.
+    """Serve gRPC reflection (v1 and v1alpha): true, false, or auto, which is true unless callers must
+    say who they are.
     """
     uvloop: bool = True
     """Run on uvloop in place of asyncio's own event loop."""

@@ -118,7 +118,7 @@ def test_a_page_that_crosses_a_block_boundary_is_refused():
     tensors = (TensorPlacement(0, ("a", "b", "c"), 0, PAGE, 3 * PAGE),)
     small(groups=groups, tensors=tensors, size_bytes=12 * PAGE).validate()
     tensors = (TensorPlacement(0, ("a", "b", "c"), 0, PAGE, 3 * PAGE - 2),)
-    with pytest.raises(InvalidArgument, match="across blocks"):
+    with pytest.raises(InvalidArgument, match="cross a block boundary"):
         small(groups=groups, tensors=tensors, size_bytes=12 * PAGE).validate()
 
 

@@ -22,6 +22,7 @@ from kvplane.base.groups import (
     MambaMode,
     ReplicaSpec,
 )
+from kvplane.base.requests import Content
 from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import (
     STEP_VERSION,
@@ -481,6 +482,29 @@ def test_a_token_id_above_u32_is_refused_and_not_truncated(value):
     with pytest.raises(InvalidArgument, match=r"entry 1 is .* no u32") as caught:
         wire.encode_step(step)
     assert caught.value.field == "parts[0].news.tokens"
+
+
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [
+        (Multimodal("a", -1, 1), "extra_keys.multimodal[1]"),
+        (Multimodal("a", 2**70, 1), "extra_keys.multimodal[1]"),
+        (Multimodal("a", 0, 2**32), "extra_keys.multimodal[1]"),
+        (Multimodal("\ud800", 0, 1), "extra_keys.multimodal[1]"),
+    ],
+)
+def test_an_item_out_of_range_is_refused_by_field(item, field):
+    keys = ExtraKeys(multimodal=(Multimodal("b", 0, 1), item))
+    with pytest.raises(InvalidArgument) as caught:
+        wire.encode_content(Content([1], extra_keys=keys))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("keys", [ExtraKeys(salt="\ud800"), ExtraKeys(lora=("a", "\ud800"))])
+def test_extra_keys_that_are_not_utf_8_are_refused_by_field(keys):
+    with pytest.raises(InvalidArgument) as caught:
+        wire.encode_content(Content([1], extra_keys=keys))
+    assert caught.value.field == "extra_keys"
 
 
 def test_a_scalar_out_of_range_is_refused():

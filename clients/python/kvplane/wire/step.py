@@ -29,6 +29,7 @@ from kvplane.wire.columns import (
     I32,
     U64,
     Column,
+    build,
     cannot_build,
     pack_section,
     unpack_section,
@@ -145,12 +146,15 @@ def encode_extra_keys(keys: ExtraKeys, where: str = "extra_keys") -> pb.ExtraKey
     check(keys, ExtraKeys, where)
     name, path = keys.lora or ("", "")
     items = [
-        pb.MultimodalItem(identifier=item.identifier, offset=item.offset, length=item.length)
-        for item in keys.multimodal
+        build(
+            pb.MultimodalItem,
+            f"{where}.multimodal[{at}]",
+            {"identifier": item.identifier, "offset": item.offset, "length": item.length},
+        )
+        for at, item in enumerate(keys.multimodal)
     ]
-    return pb.ExtraKeys(
-        lora_name=name, lora_path=path, salt=keys.salt, multimodal=items, prompt_embeds=keys.prompt_embeds
-    )
+    fields = {"salt": keys.salt, "multimodal": items, "prompt_embeds": keys.prompt_embeds}
+    return build(pb.ExtraKeys, where, {"lora_name": name, "lora_path": path, **fields})
 
 
 def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
