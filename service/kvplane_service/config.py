@@ -1,7 +1,6 @@
-"""The one place where configuration is read: flag > environment > file > default, into one frozen type.
+"""Configuration: one frozen type, from flags, the environment, a YAML file and defaults, in this order of precedence.
 
-Keys are flat, units last. The environment variable of a key is KVPLANE_ and the key in capitals; the file is
-YAML.
+Keys are flat and end with their unit. The environment variable of a key is KVPLANE_ followed by the key in capitals.
 """
 
 from __future__ import annotations
@@ -28,140 +27,135 @@ Pause = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
 
 
 def _as_word(value: object) -> object:
-    """YAML's true and false, and Python's, as the words that they are written with."""
+    """Booleans of YAML and of Python as the words true and false; other values unchanged."""
     return str(value).lower() if isinstance(value, bool | str) else value
 
 
 class Config(BaseModel):
-    """Everything that can be set. Limits are inclusive: the value itself is still accepted."""
+    """All configuration keys. Limits are inclusive."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     listen: str = "127.0.0.1:7070"
-    """Address: host:port (port 0 = a free one, which is printed) or unix:PATH."""
+    """Listen address: host:port (port 0 selects a free port, which is printed) or unix:PATH."""
     metrics_listen: str = ""
-    """Address of the HTTP port for Prometheus, host:port; empty = none."""
+    """Listen address of the HTTP endpoint for Prometheus, host:port; empty = disabled."""
     health_listen: str = ""
-    """Address of a plaintext port with gRPC Health alone, for probes that cannot do TLS, host:port; empty = none."""
-    tls_cert: str = ""
-    """PEM file of the service's certificate chain; with it `listen` speaks TLS. Read again when it changes."""
-    tls_key: str = ""
-    """PEM file of its private key, without a passphrase."""
-    tls_client_ca: str = ""
-    """PEM file of the authorities that clients' certificates are checked against."""
-    tls_client_auth: str = "none"
-    """Client certificates: none, or require."""
-    auth_owners: str = ""
-    """YAML file of owners: what each may, and its limits. With it, every caller must say who it is."""
-    auth_tokens: str = ""
-    """File of static bearer tokens, by their digests: lines that `kvplane token` prints."""
-    auth_jwks: str = ""
-    """JWKS file of the public keys that JSON Web Tokens are checked against."""
-    auth_jwt_issuer: str = ""
-    """Who must have issued them (`iss`)."""
-    auth_jwt_audience: str = ""
-    """For whom they must be (`aud`)."""
-    audit_log: str = ""
-    """File that is told who changed what and who was refused, a JSON object a line; `-` = standard
-    error; empty = none.
+    """Listen address of a plaintext port that serves only gRPC Health, for probes without TLS, host:port; empty =
+    disabled.
     """
+    tls_cert: str = ""
+    """PEM file of the service's certificate chain; enables TLS on `listen`. Reloaded when it changes."""
+    tls_key: str = ""
+    """PEM file of the private key of `tls_cert`, without a passphrase."""
+    tls_client_ca: str = ""
+    """PEM file of the authorities that client certificates are verified against."""
+    tls_client_auth: str = "none"
+    """Client certificates: none or require."""
+    auth_owners: str = ""
+    """YAML file of owners with their permissions and limits. When set, every call must be authenticated."""
+    auth_tokens: str = ""
+    """File of static bearer tokens, stored as digests: lines printed by `kvplane token`."""
+    auth_jwks: str = ""
+    """JWKS file of the public keys that JSON Web Tokens are verified with."""
+    auth_jwt_issuer: str = ""
+    """Required issuer of JSON Web Tokens (`iss`)."""
+    auth_jwt_audience: str = ""
+    """Required audience of JSON Web Tokens (`aud`)."""
+    audit_log: str = ""
+    """Audit log of changes and refused calls, one JSON object per line; `-` = standard error; empty = disabled."""
     max_message_bytes: Annotated[int, Field(ge=1 << 16, le=2**31 - 1)] = 32 << 20
-    """Largest message that the service accepts."""
+    """Largest message that the service accepts, in bytes."""
     max_rows_per_step: Count = 4096
-    """Rows of one step, all its parts together."""
+    """Rows of a step, summed over its parts."""
     max_tokens_per_message: Count = 1 << 20
-    """Token ids that one message of a session may bring; many are hashed beside the event loop, 0.1 s for so many."""
+    """Token ids in one message of a session. Long messages are hashed on a thread; the default takes about 0.1 s."""
     max_steps_in_flight: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Steps of a session that are not known to be executed; so many answers are kept for a client that asks
-    again.
+    """Steps of a session that may be in flight, not yet reported as executed. The answers of that many steps are
+    kept for retries.
     """
     max_replicas: Count = 1024
-    """Replicas in this process."""
+    """Replicas of this process."""
     max_groups: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = MAX_GROUPS
     """KV cache groups of a replica."""
     max_blocks: Annotated[int, Field(ge=2, le=MAX_BLOCKS)] = 1 << 22
     """Blocks of a replica's pool."""
     max_total_blocks: Annotated[int, Field(ge=2, le=2**40)] = 1 << 24
-    """Blocks of all pools together; each costs this process some 200 bytes."""
+    """Blocks of all pools together; each takes about 200 bytes of this process."""
     max_requests: Count = 65536
-    """Requests that a replica knows through unary calls."""
+    """Requests per replica that were created by unary calls."""
     max_token_id: Annotated[int, Field(ge=0, le=2**32 - 1)] = 2**32 - 1
-    """Greatest token id that unary calls accept."""
+    """Largest token id that unary calls accept."""
     lease_ms: Millis = 10_000
-    """A session that is silent for longer counts as gone."""
+    """Lease of a session; it expires when no message arrives for this long."""
     worker_lease_ms: Millis = 10_000
-    """A worker that is silent for longer is forgotten."""
+    """Lease of a worker registration; it expires when the worker does not renew it for this long."""
     op_window: Count = 4096
-    """Answers of unary calls with an op_id that a replica keeps for repeats."""
+    """Answers of unary calls with an op_id that a replica keeps for retries."""
     op_window_bytes: Count = 64 << 20
-    """Bytes that these answers may take; the oldest go first."""
+    """Bytes that these answers may take; the oldest are dropped first."""
     events_resume: Count = 4096
-    """Event batches that a replica keeps at most; a subscriber that falls further behind is ended."""
+    """Event batches that a replica keeps. A subscription that falls further behind is ended."""
     max_subscribers: Count = 64
-    """Event subscribers of a replica."""
+    """Event subscribers per replica."""
     decision_log_steps: Count = 4096
-    """Decisions that a replica keeps at most for explanations: steps, or pieces of steps."""
+    """Entries of the decision log that a replica keeps: steps, or pieces of steps."""
     log_bytes: Annotated[int, Field(ge=1 << 20, le=2**40)] = 256 << 20
-    """Bytes that decisions and event batches of all replicas may take together, about; the longest log pays first, with
-    its oldest entries.
+    """Approximate memory budget of the decision logs and event logs of all replicas together. When it is used up, the
+    longest log loses its oldest entries first.
     """
     hash_inline_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 8192
-    """Longer contents of unary calls are hashed beside the event loop."""
+    """Contents of unary calls with more tokens than this are hashed on a thread."""
     drain_delay_ms: Pause = 0
-    """After SIGTERM, wait so long before refusing new sessions, until load balancers have noticed."""
+    """Delay between SIGTERM and refusing new sessions, so that load balancers can react."""
     drain_grace_ms: Pause = 20_000
-    """After SIGTERM, sessions have so long to finish."""
+    """Time that open sessions have to finish after SIGTERM."""
     advertise: str = ""
-    """Address under which clients and other services reach this one, and its name in a shared store; empty = that of
-    `listen`.
-    """
+    """Address at which clients and other services reach this one, and its name in a shared store; empty = `listen`."""
     store: str = "none"
-    """Where published entries outlive this process: none, memory, sqlite:PATH, redis://HOST:PORT[/DB],
-    redis+cluster://HOST:PORT,..., redis+sentinel://HOST:PORT,.../NAME; rediss for TLS. None by default: where a
-    file may lie, and whether services share a store, is not ours to guess.
+    """Store of published entries: none, memory, sqlite:PATH, redis://HOST:PORT[/DB], redis+cluster://HOST:PORT,...,
+    redis+sentinel://HOST:PORT,.../NAME; rediss for TLS. Disabled by default: the right store depends on the deployment.
     """
     store_prefix: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,64}$")] = "kvplane"
-    """First part of every key in Redis."""
+    """Prefix of every key in Redis."""
     store_username: str = ""
-    """User of Redis's ACL."""
+    """User name for Redis ACLs."""
     store_password: SecretStr = SecretStr("")
-    """Password for Redis; best given by the environment."""
+    """Password for Redis; preferably set in the environment."""
     store_tls_ca: str = ""
-    """PEM file of the authorities that Redis's certificate is checked against; empty = the system's."""
+    """PEM file of the authorities that the certificate of Redis is verified against; empty = those of the system."""
     store_tls_cert: str = ""
-    """PEM file of our certificate, where Redis asks for one."""
+    """PEM file of the client certificate for Redis."""
     store_tls_key: str = ""
-    """PEM file of its key."""
+    """PEM file of the private key of `store_tls_cert`."""
     store_timeout_ms: Millis = 2000
-    """A store that does not answer for so long counts as gone."""
+    """Timeout of store calls; after it the store counts as unavailable."""
     store_ttl_ms: Millis = 24 * 3600 * 1000
-    """Redis forgets what no service has renewed for so long."""
+    """Time to live of keys in Redis that no service renews."""
     owner_lease_ms: Millis = 5000
-    """A service that shared its store and is silent there for longer counts as gone: another one that is asked for its
-    replicas takes them over.
-    """
+    """Lease of a service in a shared store. When it expires, another service adopts its replicas on request."""
     store_flush_ms: Millis = 100
-    """What changed is written so long afterwards, together."""
+    """Delay before changes are written to the store; changes within it are written together."""
     store_lag_entries: Count = 100_000
-    """So many changes may wait for the store; then they are shed, and all is told anew when it is back."""
-    store_lag_ms: Millis = 5000
-    """Changes that wait for longer make the service say that it is degraded."""
-    keepalive_ms: Millis = 30_000
-    """Ping a silent connection so often."""
-    keepalive_timeout_ms: Millis = 10_000
-    """A connection whose ping is not answered for so long is closed."""
-    reflection: Annotated[Literal["auto", "true", "false"], BeforeValidator(_as_word)] = "auto"
-    """Serve gRPC reflection (v1 and v1alpha): true, false, or auto, which is true unless callers must
-    say who they are.
+    """Changes that may wait for the store. Beyond this the backlog is dropped, and a full resync runs when the store
+    recovers.
     """
+    store_lag_ms: Millis = 5000
+    """Age of the oldest unwritten change above which the store is reported as degraded."""
+    keepalive_ms: Millis = 30_000
+    """Interval of keepalive pings on an idle connection."""
+    keepalive_timeout_ms: Millis = 10_000
+    """Timeout of a keepalive ping; the connection is closed when it expires."""
+    reflection: Annotated[Literal["auto", "true", "false"], BeforeValidator(_as_word)] = "auto"
+    """Serve gRPC reflection (v1 and v1alpha): true, false, or auto, which is true unless `auth_owners` is set."""
     uvloop: bool = True
-    """Run on uvloop in place of asyncio's own event loop."""
+    """Use the uvloop event loop instead of that of asyncio."""
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING or ERROR."""
 
     @property
     def serves_reflection(self) -> bool:
-        """Who may not call need not know what could be called, unless it was asked for."""
+        """Whether to serve reflection; `auto` hides the methods where calls are authenticated."""
         return self.reflection == "true" or (self.reflection == "auto" and not self.auth_owners)
 
     @field_validator("listen")
@@ -169,7 +163,7 @@ class Config(BaseModel):
     def _address(cls, value: str) -> str:
         if value.startswith("unix:"):
             if len(value) == len("unix:"):
-                raise ValueError("unix: needs a path behind it")
+                raise ValueError("unix: must be followed by a path")
             return value
         if not _is_host_and_port(value):
             raise ValueError("give host:port with a port of 0 to 65535, or unix:PATH")
@@ -179,7 +173,7 @@ class Config(BaseModel):
     @classmethod
     def _client_auth(cls, value: str) -> str:
         if value == "optional":
-            raise ValueError("gRPC's Python server cannot ask for a certificate and go without: use none or require")
+            raise ValueError("gRPC's Python server does not support optional client certificates: use none or require")
         if value not in ("none", "require"):
             raise ValueError("use none or require")
         return value
@@ -188,7 +182,7 @@ class Config(BaseModel):
     @classmethod
     def _port_address(cls, value: str) -> str:
         if value and not _is_host_and_port(value):
-            raise ValueError("give host:port with a port of 0 to 65535, or nothing")
+            raise ValueError("give host:port with a port of 0 to 65535, or leave it empty")
         return value
 
     @field_validator("log_level")
@@ -205,7 +199,7 @@ def _is_host_and_port(value: str) -> bool:
 
 
 def is_open_to_all(config: Config) -> bool:
-    """Whether other machines may call, in plain text and without saying who they are."""
+    """Whether other machines can call in plain text without authentication."""
     host = config.listen.rpartition(":")[0].strip("[]")
     try:
         is_local = config.listen.startswith("unix:") or host == "localhost" or ip_address(host).is_loopback
@@ -219,15 +213,13 @@ KEYS = tuple(Config.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A configuration and where each value came from: "flag", the variable's name, the file's path, or
-    "default".
-    """
+    """A configuration and the source of each value: "flag", an environment variable, a file path, or "default"."""
 
     config: Config
     sources: Mapping[str, str]
 
     def as_yaml(self) -> str:
-        """The configuration as a file that says the same, each line with the source of its value."""
+        """An equivalent YAML file; each line has the source of its value as a comment."""
         lines = []
         for key in KEYS:
             value = getattr(self.config, key)
@@ -241,8 +233,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
     """Merge the sources.
 
     Raises:
-        InvalidArgument: an unknown key, with the nearest known one in the remedy, a value that the key cannot have, or
-        values that contradict each other.
+        InvalidArgument: an unknown key (the remedy names the nearest known one), an invalid value, or contradictory
+            values.
         NotFound: the file does not exist.
     """
     values: dict[str, Any] = {}
@@ -266,41 +258,43 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
 
 
 def check_together(config: Config) -> None:
-    """Raise InvalidArgument for values that are possible one by one and contradict each other."""
+    """Raise InvalidArgument for values that are valid one by one and contradict each other."""
     for is_wrong, key, what, remedy in _contradictions(config):
         if is_wrong:
             raise InvalidArgument(what, field=key, remedy=remedy)
 
 
 def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
-    """Whether it is so, the key to name, what is wrong, what to do."""
+    """For each rule: whether it is violated, the key at fault, the problem, the remedy."""
     for cert, key in (("tls_cert", "tls_key"), ("store_tls_cert", "store_tls_key")):
         has_cert, has_key = bool(getattr(config, cert)), bool(getattr(config, key))
-        yield has_cert != has_key, key if has_cert else cert, "half a pair: it is empty", "set both, or none"
+        empty = key if has_cert else cert
+        yield has_cert != has_key, empty, "it is empty, and its counterpart is set", "set both, or none"
     asks = config.tls_client_auth != "none"
     remedy = "set tls_cert and tls_key"
-    yield asks and not config.tls_cert, "tls_client_auth", "clients show certificates in TLS only", remedy
+    yield asks and not config.tls_cert, "tls_client_auth", "client certificates need TLS", remedy
     remedy = "name a PEM file of authorities"
-    yield asks and not config.tls_client_ca, "tls_client_ca", "nothing to check clients' certificates against", remedy
+    yield asks and not config.tls_client_ca, "tls_client_ca", "no authorities to verify clients against", remedy
     remedy = "set it to require"
-    yield bool(config.tls_client_ca) and not asks, "tls_client_auth", "tls_client_ca is set and not used", remedy
+    yield bool(config.tls_client_ca) and not asks, "tls_client_auth", "tls_client_ca is set and would be unused", remedy
     proofs = [key for key in ("auth_tokens", "auth_jwks") if getattr(config, key)]
-    what, remedy = f"{' and '.join(proofs)} without owners", "name the file that says what each owner may"
+    what, remedy = f"{' and '.join(proofs)} without owners", "set it to the file of owners and their permissions"
     yield bool(proofs) and not config.auth_owners, "auth_owners", what, remedy
-    what, remedy = "nobody can show who it is", "set auth_tokens, auth_jwks or tls_client_auth"
+    what, remedy = "no method of authentication is configured", "set auth_tokens, auth_jwks or tls_client_auth"
     yield bool(config.auth_owners) and not proofs and not asks, "auth_owners", what, remedy
     for key in ("auth_jwt_issuer", "auth_jwt_audience"):
         has = bool(getattr(config, key))
-        yield not has and bool(config.auth_jwks), key, "it is empty: any token of these keys would do", "set it"
-        yield has and not config.auth_jwks, "auth_jwks", f"{key} is set and there are no keys", "name a JWKS file"
+        what = "it is empty: every token signed by these keys would be accepted"
+        yield not has and bool(config.auth_jwks), key, what, "set it"
+        yield has and not config.auth_jwks, "auth_jwks", f"{key} is set and there are no keys", "set it to a JWKS file"
     for key in ("metrics_listen", "health_listen"):
         value = getattr(config, key)
         is_taken = value == config.listen and not value.endswith(":0")
-        yield is_taken, key, f"{value} is `listen` too", "give it a port of its own"
+        yield is_taken, key, f"{value} is also the address of `listen`", "use a different port"
 
 
 def split_setting(text: str) -> tuple[str, str]:
-    """KEY=VALUE of a command line as its two halves; raises InvalidArgument."""
+    """Split KEY=VALUE of a command line. Raises InvalidArgument."""
     key, equals, value = text.partition("=")
     if not equals:
         raise InvalidArgument(f"{text!r} has no '='", field="--set", remedy="write --set KEY=VALUE")
@@ -319,8 +313,8 @@ def _from_flags(flags: Mapping[str, Any]) -> _Layer:
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
     """Variables that begin with KVPLANE_ and name a key.
 
-    One that nearly names a key is refused as a slip of the pen. Others are not ours to judge: Kubernetes
-    gives every pod KVPLANE_SERVICE_HOST and the like when a Service is called kvplane.
+    A name close to a key is refused as a typo. Others are ignored: Kubernetes sets KVPLANE_SERVICE_HOST and similar
+    variables in every pod when a Service is called kvplane.
     """
     layer: _Layer = {}
     for name, value in environment.items():
@@ -344,7 +338,7 @@ def _from_file(path: Path) -> _Layer:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise InvalidArgument(f"{path} holds no mapping", field="--config", remedy="write lines of `key: value`")
+        raise InvalidArgument(f"{path} is not a mapping", field="--config", remedy="write lines of `key: value`")
     for key in content:
         _check_key(str(key), str(path))
     return {str(key): (value, str(path)) for key, value in content.items()}
@@ -361,7 +355,7 @@ def _nearest(key: str, cutoff: float) -> list[str]:
 
 def _unknown(what: str, nearest: Iterable[str]) -> InvalidArgument:
     return InvalidArgument(
-        f"there is no key {what}",
+        f"unknown key {what}",
         field="configuration",
         remedy=f"the nearest is {', '.join(nearest)}; `kvplane config` prints all",
     )
