@@ -1,4 +1,6 @@
-"""The replicas of this process, by name."""
+"""The replicas of this process, by name: registrations come in, an entry with host, unary calls and workers
+goes out.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ MAX_NAMESPACE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What a replica is registered with. Equal registrations of one name are one.
+    """The parameters of a replica. Registering an equal one again returns the same replica.
 
     Attributes:
         spec: of the pool.
         num_ranks: workers of the engine, all with equal plans.
-        namespace_digest: of everything that makes bytes incompatible.
-        plans: memory of a rank, one per pipeline stage; none when groups were given as they are.
-        registered_by: the owner that it belongs to; "" when nobody was asked.
+        namespace_digest: digest of everything that makes page bytes incompatible.
+        plans: memory layout of a rank, one per pipeline stage; empty when groups were given explicitly.
+        registered_by: owner of the replica; "" without authentication.
     """
 
     spec: ReplicaSpec
@@ -42,7 +44,7 @@ class Registration:
     registered_by: str = field(default="", compare=False)
 
     def agrees_with(self, other: Registration) -> bool:
-        """Whether both can be one replica."""
+        """Whether both describe the same replica."""
         return self == other and (self.plans == other.plans or not (self.plans and other.plans))
 
 
@@ -56,13 +58,13 @@ class Entry:
     workers: WorkerRoster
 
     def extend_leases(self, late_ns: int) -> None:
-        """Whoever was silent for so long could not be heard."""
+        """Extend every lease: the process could not receive messages for `late_ns`."""
         self.host.extend_lease(late_ns)
         self.workers.extend_leases(late_ns)
 
 
 class UnknownReplica(NotFound):
-    """This process has no such replica; another one may."""
+    """This process does not have the replica; another one may."""
 
     def __init__(self, replica: str) -> None:
         super().__init__(f"there is no replica {replica!r}", field="replica", remedy="register it first")
@@ -73,7 +75,7 @@ class Registry:
     """Replicas by name, within the limits of the configuration.
 
     Attributes:
-        logs: bytes that the logs of all replicas may have together.
+        logs: memory budget of the logs of all replicas.
     """
 
     def __init__(self, config: Config, clock: Clock) -> None:
@@ -103,11 +105,11 @@ class Registry:
 
     @staticmethod
     def is_name(name: str) -> bool:
-        """Whether a replica can be called so."""
+        """Whether this is a valid replica name."""
         return _NAME.fullmatch(name) is not None
 
     def register(self, name: str, registration: Registration) -> Entry:
-        """Create a replica, or return the one that was created alike.
+        """Create a replica, or return the existing one with an equal registration.
 
         Raises:
             InvalidArgument, LimitExceeded, AlreadyExists: as `find_equal`.
@@ -115,16 +117,16 @@ class Registry:
         return self.find_equal(name, registration) or self.add(name, registration, new_replica(registration.spec))
 
     def find_equal(self, name: str, registration: Registration) -> Entry | None:
-        """The replica that was created alike, None when the name is free and there is room.
+        """The existing replica with an equal registration, None when the name is free and limits allow a new one.
 
         Raises:
-            InvalidArgument: the name, the spec or a count is not possible.
-            LimitExceeded: of replicas, groups or blocks.
-            AlreadyExists: the name is taken by another registration.
+            InvalidArgument: the name, the spec or a count is invalid.
+            LimitExceeded: too many replicas, groups or blocks.
+            AlreadyExists: the name has a different registration.
         """
         if not self.is_name(name):
             raise InvalidArgument(
-                f"{name[:140]!r} is no name",
+                f"{name[:140]!r} is not a valid name",
                 field="replica",
                 remedy="use 1 to 128 characters of [a-zA-Z0-9._/-]",
             )
@@ -141,7 +143,7 @@ class Registry:
         return entry
 
     def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
-        """Enter a new replica that was built elsewhere, since large pools take time. Raises as `find_equal`."""
+        """Add a replica that was built on a thread, since large pools take long. Raises as `find_equal`."""
         entry = self.find_equal(name, registration)
         if entry is None:
             host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
@@ -154,19 +156,19 @@ class Registry:
         return entry
 
     def watch(self, watcher: Callable[[Entry], None]) -> None:
-        """Call this with every replica that is entered from now on."""
+        """Call `watcher` with every replica that is added from now on."""
         self._watchers.append(watcher)
 
     def watch_removals(self, watcher: Callable[[str], None]) -> None:
-        """Call this with the name of every replica that is removed from now on."""
+        """Call `watcher` with the name of every replica that is removed from now on."""
         self._removal_watchers.append(watcher)
 
     def remove(self, name: str, epoch: int | None = None) -> None:
-        """Forget a replica and tell those who use it.
+        """Remove a replica, and end its session and subscriptions.
 
         Raises:
             NotFound: no such replica.
-            StaleEpoch: `epoch` is given and not the current one.
+            StaleEpoch: `epoch` is given and is not the current one.
         """
         if epoch is not None:
             self.get(name).host.check_epoch(epoch)
@@ -175,7 +177,8 @@ class Registry:
             watcher(name)
 
     def let_go(self, name: str, reason: KvplaneError) -> None:
-        """Decide nothing more for a replica, which lives on elsewhere, and tell those who use it here.
+        """Stop serving a replica that another process owns from now on; its session and subscriptions end with
+        `reason`.
 
         Raises:
             NotFound: no such replica.
@@ -213,13 +216,13 @@ def _limit(value: int, limit: int, key: str, field: str) -> None:
 
 
 def _check_room(is_there: bool, what: str, key: str, field: str) -> None:
-    """The words tell nothing of what others have."""
+    """The message does not reveal what other owners use."""
     if not is_there:
-        raise LimitExceeded(f"there is no room for {what}", field=field, remedy=f"raise {key} of the service")
+        raise LimitExceeded(f"no room for {what}", field=field, remedy=f"raise {key} of the service")
 
 
 def _difference(old: Registration, new: Registration) -> str:
-    """The first thing in which two registrations differ, as the old one has it."""
+    """The first difference between two registrations, with the value of the old one."""
     if old.num_ranks != new.num_ranks:
         return f"num_ranks {old.num_ranks}"
     if old.namespace_digest != new.namespace_digest:

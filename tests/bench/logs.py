@@ -34,7 +34,7 @@ import gc, json, os, statistics, sys, time
 from kvplane.base.groups import GroupKind, GroupSpec, ReplicaSpec
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 from kvplane_service.config import Config
 from kvplane_service.registry import Registration, Registry
 
@@ -60,7 +60,7 @@ spec = ReplicaSpec(
     hash_block_size=SIZE, scheduler_block_size=SIZE, max_in_flight_tokens=1 << 17,
 )
 registry = Registry(config, time.monotonic_ns)
-garbage.settle()
+gc_policy.apply()
 hosts = [registry.register(f"r{number}", Registration(spec)).host for number in range(replicas)]
 epochs = [host.open(OpenRequest(host.name, nonce=1, with_events=True)).epoch for host in hosts]
 

@@ -42,7 +42,7 @@ from kvplane.base.step import Admit, End, Facts, News, Part
 from kvplane.sansio.retry import RetryPolicy
 from kvplane_service.core.keys import Key
 from kvplane_service.core.replica import Replica
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 from tests.bench.machine import machine_line
 
 RESULTS = Path(__file__).parent / "results"
@@ -280,7 +280,7 @@ def restart_row(num_keys: int) -> str:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    garbage.settle()  # as in a service
+    gc_policy.apply()  # as in a service
     lines = [f"# Opening sessions\n\n{machine_line()}, load {os.getloadavg()[0]:.1f}\n"]
     lines += ["| the memory shows | CPU per million keys | longest slice |", "|---|---|---|", *cpu_rows(500_000)]
     lines += [

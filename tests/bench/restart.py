@@ -28,7 +28,7 @@ from kvplane.base.groups import DENSE_RETENTION, GroupKind, GroupSpec, ReplicaSp
 from kvplane.base.step import Admit, End, Facts, News, Part, Step
 from kvplane_service.config import Config
 from kvplane_service.core.replica import Replica
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.store.interface import BlockingStore, LogName
 from kvplane_service.store.journal import ReplicaJournal
@@ -128,7 +128,7 @@ def read(store: BlockingStore) -> int:
 def recover(spec: ReplicaSpec, store: BlockingStore, stamps: tuple[int, ...]) -> tuple[Replica, float]:
     """A new replica with all entries that the stamps verify, and the seconds without the creation of the empty pool."""
     replica = Replica(spec)
-    garbage.settle()
+    gc_policy.apply()
     begin = time.process_time()
     log = load_log(store, LOG)
     Recovering(1, 1, loading=False, entries=log.entries()).prove(replica, stamps, 1)

@@ -25,7 +25,7 @@ from kvplane.base.session import OpenRequest
 from kvplane.base.step import Admit, Budget, End, Facts, News, Part, Run, Step
 from kvplane_service.config import Config
 from kvplane_service.decisions.packed_log import LogBudget
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from tests.bench.machine import machine, machine_line
 from tests.bench.peer.models import MODELS, Model
@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--loads", nargs="*", default=list(LOADS))
     parser.add_argument("--no-write", action="store_true")
     given = parser.parse_args()
-    garbage.settle()
+    gc_policy.apply()
     cells, loops = list[Cell](), list[int]()
     for model in (model for model in MODELS if model.name in given.models):
         for load in given.loads:

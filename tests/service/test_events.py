@@ -289,7 +289,7 @@ class TestEventLog:
 
     def test_a_number_from_the_future_is_refused(self, log):
         self.fill(log, 3)
-        with pytest.raises(InvalidArgument, match="the last is 3"):
+        with pytest.raises(InvalidArgument, match="the last batch, 3"):
             log.subscribe(4, nothing)
 
     def test_lost_batches_are_a_gap(self, log):

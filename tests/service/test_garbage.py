@@ -16,10 +16,10 @@ def test_what_the_decision_log_keeps_is_not_visited_again_and_again():
     collections = lines_of(
         """
 import gc
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 from tests.bench.overhead import Side, always_on
 
-for settle in (lambda: None, garbage.settle):
+for settle in (lambda: None, gc_policy.apply):
     settle()
     before = gc.get_stats()[1]["collections"]
     side = Side(900, always_on)
@@ -36,13 +36,13 @@ for settle in (lambda: None, garbage.settle):
 def test_young_cycles_are_still_found():
     program = """
 import gc, weakref
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 
-garbage.settle()
+gc_policy.apply()
 class Cycle:
     def __init__(self): self.me = self
 first = weakref.ref(Cycle())
-rest = [[] for _ in range(garbage.YOUNG + 1)]
+rest = [[] for _ in range(gc_policy.YOUNG + 1)]
 print(first() is None)
 """
     assert lines_of(program) == ["True"]
@@ -51,12 +51,12 @@ print(first() is None)
 def test_a_service_settles_before_it_says_that_it_is_ready():
     program = """
 import asyncio, gc, os, signal
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 from kvplane_service.process.app import serve
 from kvplane_service.config import Config
 
 def ready(app):
-    print(gc.get_threshold()[0] == garbage.YOUNG, gc.get_freeze_count() > 0)
+    print(gc.get_threshold()[0] == gc_policy.YOUNG, gc.get_freeze_count() > 0)
     os.kill(os.getpid(), signal.SIGTERM)
 
 asyncio.run(serve(Config(listen="127.0.0.1:0"), ready))

@@ -50,7 +50,7 @@ def test_a_thread_that_does_not_come_back_is_looked_at(monkeypatch):
     handler_of_ours()(lambda: until_seen(monitor))
     monitor.end()
     assert monitor.take() == "rpc.some.handle, in rpc.some.decide"
-    assert monitor.take() == "by the machine, or by what is not ours"
+    assert monitor.take() == "by the machine, or by code outside of kvplane_service"
 
 
 def test_what_is_not_ours_is_not_blamed():

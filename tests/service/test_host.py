@@ -136,7 +136,7 @@ class TestOpening:
 
     def test_only_the_life_that_a_session_began_is_resumed_under_its_number(self, world):
         engine = world.open(owner_epoch=40)
-        with world.refuses(ServiceRestarted, "another engine life of this number", field="epoch"):
+        with world.refuses(ServiceRestarted, "another engine life with this number", field="epoch"):
             world.open(41, begun_by=engine.nonce + 1)
         again = world.open(41, begun_by=engine.nonce)
         assert world.open(41, begun_by=engine.nonce).opened.epoch == world.open(41).opened.epoch == 41
@@ -150,7 +150,7 @@ class TestOpening:
 
     def test_epochs_have_an_end(self, world):
         world.host.epoch = MAX_EPOCH
-        with world.refuses(LimitExceeded, "engine lives"):
+        with world.refuses(LimitExceeded, "epochs are used"):
             world.open()
 
 
@@ -235,7 +235,7 @@ class TestSteps:
         for _ in range(5):
             engine.step()
         engine.step(seq=2)
-        with world.refuses(SequenceError, "not stored"):
+        with world.refuses(SequenceError, "no longer stored"):
             engine.step(seq=1)
 
     def test_a_refused_step_may_be_sent_again_corrected(self, world, engine):

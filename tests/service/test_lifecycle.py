@@ -104,8 +104,8 @@ def test_a_task_that_ends_by_a_bug_ends_the_service_in_order(tmp_path, monkeypat
     stream.close()
     process.wait()
     assert isinstance(process.error, InternalError)
-    assert "the task 'leases' ended: IndexError" in process.error.message
-    assert "the task 'leases' ended: a bug in the service" in caplog.text
+    assert "background task 'leases' ended: IndexError" in process.error.message
+    assert "background task 'leases' ended unexpectedly" in caplog.text
     with closing(SqliteStore(path)) as store:
         assert [name for name, _ in store.records()] == ["r"], "what waited was written"
 
@@ -120,7 +120,7 @@ async def test_parts_that_hang_at_the_end_are_left_behind_and_named(monkeypatch,
     await service.stop()
     assert time.monotonic() - began_s < WAIT_S
     hang.set()
-    assert "the audit log did not end in time" in caplog.text
+    assert "could not stop the audit log in time" in caplog.text
 
 
 # -- who may call

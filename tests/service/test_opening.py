@@ -110,7 +110,7 @@ async def test_from_the_first_moment_nobody_uses_the_replica():
     before = world.host.epoch
     with world.refuses(OtherWriter, "newer writer"):
         engine.step()
-    with world.refuses(ReplicaLapsed, "begins a new life"):
+    with world.refuses(ReplicaLapsed, "is beginning a new life"):
         world.host.check_readable()
     with world.refuses(OtherWriter, "opening"):
         world.host.apply_unary(UnaryStep(), [Part()])

@@ -273,7 +273,7 @@ class TestSlowOpening:
         with refusal(ReplicaLapsed) as refused:
             content = pb.RequestContent(token_ids=[1, 2, 3])
             service.allocation.FindCacheHit(pb.FindCacheHitRequest(replica="r", content=content))
-        assert "begins a new life" in str(refused[0])
+        assert "is beginning a new life" in str(refused[0])
         may_begin.set()
         assert stream.receive().opened.epoch > 1
         assert service.open("other").step().WhichOneof("kind") == "result"

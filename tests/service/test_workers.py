@@ -134,7 +134,7 @@ def test_refusals_arrive_by_name(service: Service, workers: WorkersClient):
     service.register("explicit", SPEC)
     assert isinstance(refused(workers.register_worker, "none", INFO), NotFound)
     assert isinstance(refused(workers.register_worker, "explicit", INFO), NoPlan)
-    assert "by a model or by layers" in str(refused(workers.register_worker, "explicit", INFO))
+    assert "by model or by layers" in str(refused(workers.register_worker, "explicit", INFO))
     assert isinstance(refused(workers.renew_worker, "r", INFO), NotFound)
     workers.register_worker("r", INFO)
     exists = refused(workers.register_worker, "r", OTHER)

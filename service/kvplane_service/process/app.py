@@ -1,4 +1,4 @@
-"""The composition root: everything that a service process is made of, from start to end."""
+"""The composition root: builds the parts of a service process, and starts, drains and stops them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvplane.base.errors import InternalError, KvplaneError
 from kvplane_service.auth.gate import open_gate
 from kvplane_service.config import Config, is_open_to_all
-from kvplane_service.process import gc_policy as garbage
+from kvplane_service.process import gc_policy
 from kvplane_service.registry import Registry
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from kvplane_service.telemetry.tracing import Tracing
 
 _SWEEPS_PER_LEASE = 4
-_LAST_WORDS_S = 1.7  # after the grace, to stop and to write what waits
-_LEAST_S = 0.2  # each part has so long, even when the time is over
+_LAST_WORDS_S = 1.7  # after the grace period, to stop and to write pending changes
+_LEAST_S = 0.2  # minimum for each part, even after the deadline
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ class App:
         clock: Callable[[], int] = time.monotonic_ns,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """`environment`: OpenTelemetry's variables.
+        """`environment`: variables of OpenTelemetry.
 
         Raises:
-            InvalidArgument: for a variable that cannot be, values that contradict each other, a file of who may call.
+            InvalidArgument: an invalid variable, contradictory values, or an invalid file of owners, tokens or keys.
             NotFound: such a file cannot be read.
         """
         self.config = config
@@ -72,14 +72,15 @@ class App:
         self._holds = Holds()
         self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report, self._holds))
         self._tasks: list[asyncio.Task[None]] = []
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # which task ended, and why
+        # Set when a background task ends: which one, and why.
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> str:
-        """Begin to serve; returns the address. Entries that were stored are read meanwhile.
+        """Start serving and return the address. Stored entries are read in the background.
 
         Raises:
-            Unavailable: the address, or that of metrics, is taken.
-            KvplaneError: the store cannot be used; it was not touched.
+            Unavailable: the address, or that of metrics, is in use.
+            KvplaneError: the store cannot be used; it was not changed.
         """
         store = make_store(self.config)
         if store is not None:
@@ -107,13 +108,13 @@ class App:
 
     @property
     def health_address(self) -> str:
-        """Of the port with health alone, "" when there is none."""
+        """Address of the port that serves only health, "" when there is none."""
         return self._server.health_address
 
     async def drain(self) -> None:
-        """Go without losing an answer: unhealthy first, then no new sessions, then wait for the open ones.
+        """Stop without losing an answer: report unhealthy, refuse new sessions, wait for open ones, flush the store.
 
-        Whatever hangs, it is over a moment after `drain_grace_ms`.
+        Ends within two seconds after `drain_grace_ms`, whatever hangs.
         """
         self.about.draining = True
         await self._server.announce_drain()
@@ -123,12 +124,12 @@ class App:
         await self._end(ends_at)
 
     async def stop(self) -> None:
-        """Go at once."""
+        """Stop without waiting for sessions."""
         await self._server.stop()
         await self._end(time.monotonic() + _LAST_WORDS_S)
 
     def _start_tracing(self, environment: Mapping[str, str]) -> list[TracingInterceptor]:
-        """Trace what the environment asks for; the library is loaded only then."""
+        """The interceptors for tracing. The tracing library is imported only if the environment enables it."""
         if not is_asked_for(environment):
             return []
         from kvplane_service.rpc.traced import TracingInterceptor
@@ -144,22 +145,24 @@ class App:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """What runs beside the calls ends with the service. When it ends before, that is a bug: the service ends."""
+        """Background tasks run until the service stops. One that ends earlier is a bug, and stops the service."""
         if not task.cancelled() and not self.failed.done():
-            _log.critical("the task %r ended: a bug in the service", task.get_name(), exc_info=task.exception())
-            self.failed.set_result(f"the task {task.get_name()!r} ended: {task.exception()!r}")
+            _log.critical("background task %r ended unexpectedly", task.get_name(), exc_info=task.exception())
+            self.failed.set_result(f"background task {task.get_name()!r} ended: {task.exception()!r}")
 
     async def _follow_store(self) -> None:
-        """Read what was stored, then be ready and store what is published; a store that is away comes later."""
+        """Read the store, report ready, then write changes. While the store is unavailable the service is ready
+        without it.
+        """
         if not self.keeper.is_read:
-            _log.warning("the service serves without what is stored until the store is back")
+            _log.warning("the store is unavailable: serving without stored entries until it recovers")
             await self._server.announce_ready()
         await self.keeper.load()
         await self._server.announce_ready()
         await self.keeper.write()
 
     async def _sweep(self) -> None:
-        """Withdraw what silent replicas have published, and break off who may no longer call."""
+        """Periodically expire leases, and end calls whose credentials are no longer valid."""
         pause_s = self.config.lease_ms / 1000 / _SWEEPS_PER_LEASE
         while True:
             began_s = time.monotonic()
@@ -172,13 +175,13 @@ class App:
                 await self._server.announce_store(self.keeper.is_there)
 
     def _expire(self, late_ns: int) -> None:
-        """In a function: a variable of `_sweep` would keep the last replica in memory after it was deregistered."""
+        """A function of its own: a local variable of `_sweep` would keep the last deregistered replica in memory."""
         for entry in self.registry:
-            entry.extend_leases(late_ns)  # nobody was heard while this process stood still
+            entry.extend_leases(late_ns)  # messages were not read while this process was stalled
             entry.host.expire()
 
     async def _end(self, ends_at: float) -> None:
-        """Write and deliver what waits, the store first, until then at most (of time.monotonic)."""
+        """Flush the store, then metrics, audit log and traces, until `ends_at` (of time.monotonic) at most."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -192,19 +195,19 @@ class App:
         tasks = [asyncio.create_task(work, name=name) for name, work in last.items()]
         _, hung = await asyncio.wait(tasks, timeout=max(_LEAST_S, ends_at - time.monotonic()))
         for task in hung:
-            _log.warning("%s did not end in time, and are left behind", task.get_name())
+            _log.warning("could not stop %s in time", task.get_name())
             task.cancel()
 
 
 async def serve(config: Config, ready: Callable[[App], None]) -> None:
-    """Serve until SIGTERM, SIGINT or a Drain, then drain; the next signal stops at once.
+    """Serve until SIGTERM, SIGINT or Admin.Drain, then drain; a second signal stops at once.
 
     Args:
         ready: called once calls are answered.
 
     Raises:
-        Unavailable: an address is taken.
-        InternalError: a part of the service broke; it has drained nevertheless.
+        Unavailable: an address is in use.
+        InternalError: a background task failed; the service has drained.
     """
     signals: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -213,11 +216,11 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
     app = App(config)
     if is_open_to_all(config):
         _log.warning(
-            "whoever reaches %s may call: set tls_cert and auth_owners, or listen on 127.0.0.1 or unix:PATH",
+            "any client that reaches %s has access: set tls_cert and auth_owners, or listen on 127.0.0.1 or unix:PATH",
             config.listen,
         )
     await app.start()
-    garbage.settle()
+    gc_policy.apply()
     share_interpreter()
     ready(app)
     reason = await _first_call(app, signals)
@@ -240,7 +243,7 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
 
 
 async def _first_call(app: App, signals: asyncio.Queue[str]) -> str:
-    """Wait for a signal, an operator's Drain, or the end of a task that never ends; returns which it was."""
+    """Wait for a signal, Admin.Drain, or a failed background task. Returns which it was."""
     signalled = asyncio.create_task(signals.get())
     asked = asyncio.create_task(app.about.drain_asked.wait())
     await asyncio.wait((signalled, asked, app.failed), return_when=asyncio.FIRST_COMPLETED)

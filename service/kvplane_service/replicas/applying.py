@@ -1,7 +1,7 @@
-"""From a step that may be applied to what everyone sees of it: core, decision log, events.
+"""Apply a step to the core, then publish its decision and its events.
 
-A long step is applied beside the event loop, so that other replicas' steps go on. Meanwhile a thread has the core's
-state and nobody on the loop may touch it: who can wait does (`settled`), everyone else is refused (`check`).
+A step that is estimated to take long is applied on a thread, so that the event loop serves other replicas. The thread
+owns the core's state until then: callers on the loop wait (`settled`) or are refused (`check`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvplane_service.runtime.executors import Busy, Offload
 # tends to be too high; it only decides whether a step may hold the event loop.
 MOST_INLINE = 4096  # some 15 ms
 _ROW = 4  # units
-_TOKENS_HASHED, _DIGESTS_READ, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 4, 4  # so many take a unit
+_TOKENS_HASHED, _DIGESTS_READ, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 4, 4  # each per unit
 
 _T = TypeVar("_T")
-Done = Callable[[StepResult], _T]  # called when a step was applied, before anyone else is
+Done = Callable[[StepResult], _T]  # called when a step was applied, before any waiting caller resumes
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Applying:
     """Applies the steps of one replica, one at a time.
 
     Attributes:
-        in_core: the core works, or failed otherwise than by a refusal: its state is unknown from then on.
+        in_core: the core is working, or it raised an unexpected exception: its state is undefined from then on.
     """
 
     def __init__(
@@ -53,28 +53,30 @@ class Applying:
 
     @property
     def is_aside(self) -> bool:
-        """Whether a step is being applied beside the event loop."""
+        """Whether a step is being applied on a thread."""
         return self._aside is not None
 
     def check(self, name: str) -> None:
-        """Raise what keeps everyone from the state of the replica of this name.
+        """Raise unless the state of the replica `name` may be read.
 
         Raises:
             Busy: a step is being applied.
             InternalError: the core has failed.
         """
         if self._aside is not None:
-            raise Busy(f"{name} applies a long step", field="replica", remedy="try again in a moment")
+            raise Busy(f"{name} is applying a long step", field="replica", remedy="retry")
         if self.in_core:
-            raise InternalError(f"{name} broke in an earlier step", remedy="deregister it and register it anew")
+            raise InternalError(f"an earlier step broke {name}", remedy="deregister and register the replica again")
 
     async def settled(self) -> None:
-        """Wait until no step is being applied; none will be before the caller awaits something else."""
+        """Wait until no step is being applied. None begins before the caller awaits something else."""
         while self._aside is not None:
             await asyncio.wait([self._aside])
 
     def apply(self, step: Step) -> StepResult:
-        """Let the core apply a step and publish what may be seen. Raises KvplaneError: refused, nothing changed."""
+        """Apply a step and publish what may be seen of it. Raises KvplaneError: the step is refused,
+        nothing changed.
+        """
         at_ns = self._clock()
         self.in_core = True
         try:
@@ -85,9 +87,9 @@ class Applying:
         return self._publish(step, result, at_ns)
 
     async def apply_aside(self, step: Step, offload: Offload, done: Done[_T]) -> _T:
-        """As `apply` and then `done`; a long step is applied by `offload`.
+        """As `apply`, followed by `done`; a long step is applied by `offload`.
 
-        When this is cancelled both are done all the same. Raises as `apply`, and Busy.
+        Cancelling the caller does not cancel the step: both still complete. Raises as `apply`, and Busy.
         """
         if effort(step, self._replica) <= MOST_INLINE:
             return done(self.apply(step))
@@ -109,8 +111,8 @@ class Applying:
     def _back(self, task: asyncio.Task[_T]) -> None:
         self._aside = None
         error: BaseException | None = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, KvplaneError):  # its caller may be gone
-            _log.error("a long step broke its replica", exc_info=error)
+        if error is not None and not isinstance(error, KvplaneError):  # its caller may have been cancelled
+            _log.error("unhandled exception while a long step was applied", exc_info=error)
 
     def _publish(self, step: Step, result: StepResult, at_ns: int) -> StepResult:
         self.in_core = False
@@ -122,7 +124,7 @@ class Applying:
 
 
 def effort(step: Step, replica: Replica) -> int:
-    """Blocks that would take as long as this step, which need not be valid."""
+    """Estimated cost of a step, which need not be valid, in units."""
     return sum(_of_part(part, replica) for part in step.parts)
 
 
@@ -135,7 +137,7 @@ def _of_part(part: Part, replica: Replica) -> int:
 
 
 def _of_tables(part: Part, replica: Replica) -> int:
-    """Blocks that rows allocate, register, look up and give back, in all groups."""
+    """Blocks that rows allocate, register, look up and release, in all groups."""
     requests, facts, run, admit = replica.requests, part.facts, part.run, part.admit
     known, computed = requests.num_tokens, requests.computed
     waiting = _sum(known, admit.slot) + sum(part.news.num_tokens)
@@ -154,7 +156,7 @@ def _of_tables(part: Part, replica: Replica) -> int:
 
 
 def _of_cache(part: Part, replica: Replica) -> int:
-    """Blocks that are passed over: those with a key in a reset, those of all tables in an eviction or a failure."""
+    """Blocks that are visited: those with a key in a reset, those of all tables in an eviction or a failure."""
     cache, pool = part.cache, replica.coordinator.pool
     units = len(cache.evicted) + len(cache.loads_over) + (len(part.resume.blocks) if part.resume else 0)
     if cache.evicted or cache.released or cache.failed_steps:
@@ -167,7 +169,7 @@ def _capped(num_tokens: int, caps: Sequence[int]) -> int:
 
 
 def _sum(column: Sequence[int], slots: Sequence[int]) -> int:
-    """Over these slots; those that the column lacks begin in this step, and their tokens are in its news."""
+    """Sum over these slots. Slots beyond the column begin in this step, and their tokens are in its news."""
     there: Iterable[int] = slots
     if slots and (max(slots) >= len(column) or min(slots) < 0):
         there = (slot for slot in slots if 0 <= slot < len(column))

@@ -1,9 +1,9 @@
-"""How an engine life begins on a replica: in slices, so that a large pool keeps no other replica waiting.
+"""Begin an engine life on a replica, in slices, so that a large pool does not delay other replicas.
 
-    the old life ends -> keys are proven -> what came back from a store is told -> the new life begins, in a moment
+    end the old life -> verify keys by the stamps -> publish what was recovered from a store -> enter the new life
 
-Until that moment nobody reads or writes. Work that was begun for a session which is gone waits, at no cost, until the
-next session: with the same memory it is continued, otherwise it begins again with what is left of the old life.
+The replica cannot be read or written until the new life is entered. When the session that waits for it goes away, the
+work pauses; the next session continues it if its memory is the same, and otherwise starts over with what remains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvplane_service.replicas.sessions import OnEnd
 from kvplane_service.replicas.stamps import newest_epoch
 
 Work = Generator[None]
-Clock = Callable[[], int]  # nanoseconds, never going back
+Clock = Callable[[], int]  # monotonic nanoseconds
 
 SLICE_NS = 5_000_000
 _RUNS_PER_BATCH, _RUNS_FORGOTTEN = 64, 4
@@ -39,11 +39,11 @@ class Opening:
     """A session that is being opened.
 
     Attributes:
-        on_end: called once, with the reason, when the replica is taken from it.
-        epoch: that begins with it, or goes on.
-        work: what is left to do.
-        ended: why it will not be the newest session.
-        is_left: its caller is gone.
+        on_end: called once, with the reason, when another session replaces it.
+        epoch: the engine life that it begins or resumes.
+        work: the remaining work.
+        ended: why it will not become the newest session.
+        is_left: its caller went away.
     """
 
     request: OpenRequest
@@ -55,23 +55,23 @@ class Opening:
 
     @property
     def nonce(self) -> int:
-        """Of the request."""
+        """Nonce of the request."""
         return self.request.nonce
 
     def go_on(self) -> bool:
-        """Do a slice of the work; whether there may be more."""
+        """Do a slice of the work. Returns whether there may be more."""
         if self.work is not None and next(self.work, _DONE) is _DONE:
             self.work = None
         return self.work is not None
 
     def end(self, reason: KvplaneError) -> None:
-        """Tell the caller that it will not have the session."""
+        """Notify the caller that it will not get the session."""
         self.ended = reason
         if not self.is_left:
             self.on_end(reason)
 
     def take_work(self, request: OpenRequest) -> Work | None:
-        """What was begun here, if it is right for this request too; None: it was given up."""
+        """The work begun here, if it also fits this request; otherwise it is closed, and None is returned."""
         work, self.work = self.work, None
         mine, other = self.request, request
         if work is not None and (
@@ -83,16 +83,16 @@ class Opening:
 
 
 def ignore_end(_: KvplaneError) -> None:
-    """For sessions that find out with their next message."""
+    """An `on_end` for sessions that notice with their next message."""
 
 
 async def in_slices(go_on: Callable[[], bool], clock: Clock, waits: Callable[[], None] | None = None) -> None:
-    """Do all of some work; after each SLICE_NS of it whatever else waits for the event loop has its turn.
+    """Run work to its end, yielding to the event loop after each SLICE_NS.
 
     Args:
-        go_on: does some, and says whether it is done.
-        clock: to tell the time by.
-        waits: is called before such a turn.
+        go_on: does a piece of the work; returns True when all of it is done.
+        clock: monotonic nanoseconds.
+        waits: called before each yield.
     """
     until_ns = clock() + SLICE_NS
     while not go_on():
@@ -105,7 +105,7 @@ async def in_slices(go_on: Callable[[], bool], clock: Clock, waits: Callable[[],
 
 @dataclass(slots=True)
 class _Loss:
-    """Keys that went with a life that ends: runs of events, and of those looked at so far what others must see."""
+    """Keys lost with a life that ends: runs of events, and the part of the processed ones that subscribers must see."""
 
     runs: list[CacheEvent] = field(default_factory=list)
     num_looked_at: int = 0
@@ -116,11 +116,11 @@ class EngineLives:
     """The engine lives of one replica.
 
     Attributes:
-        opening: the session whose life begins, or began and was left.
+        opening: the session whose life is beginning; its caller may have gone away.
         recovering: entries of a store that wait for the engine.
-        recovered: what has become of them.
-        kept_keys: that survived into the present life.
-        lost: what went with the last one; to be let go of in pieces, since millions of digests at once take long.
+        recovered: the same after an engine verified them.
+        kept_keys: number of keys that survived into the current life.
+        lost: keys lost with the last life; freed in pieces, since freeing millions of digests takes long.
     """
 
     def __init__(self, replica: Replica, events: EventLog, hold: PublicationHold, clock: Clock, num_ranks: int) -> None:
@@ -129,9 +129,9 @@ class EngineLives:
         self._events = events
         self._hold = hold
         self._num_ranks = num_ranks
-        self._incarnation = 0  # of the page memory, 0 = no engine has named it
+        self._incarnation = 0  # of the page memory, 0 = not stated by any engine
         self._loss = _Loss()
-        self._came_back = False  # from a store, and others must be told
+        self._came_back = False  # recovered from a store, subscribers must be notified
         self.opening: Opening | None = None
         self.recovering: Recovering | None = None
         self.recovered: Recovering | None = None
@@ -140,11 +140,11 @@ class EngineLives:
 
     @property
     def is_opening(self) -> bool:
-        """Whether a session is being opened, and its caller waits."""
+        """Whether a session is being opened and its caller is waiting."""
         return self.opening is not None and not self.opening.is_left
 
     def next_epoch(self, begun: int, request: OpenRequest) -> int:
-        """Above every epoch that has begun, as far as this service, the memory and the store know.
+        """The lowest epoch above every one that this service, the memory or the store has seen.
 
         Raises LimitExceeded.
         """
@@ -152,17 +152,17 @@ class EngineLives:
         if self.recovering is not None:
             epoch = max(epoch, self.recovering.epoch_above(self._replica, request.stamp_table))
         if epoch > MAX_EPOCH:
-            raise LimitExceeded(f"there were {MAX_EPOCH} engine lives", remedy="register the replica anew")
+            raise LimitExceeded(f"all {MAX_EPOCH} epochs are used", remedy="deregister and register the replica again")
         return epoch
 
     def begin(self, request: OpenRequest, began: Callable[[Life], None]) -> Work:
-        """Begin the life of the present opening, whose memory is that of this request.
+        """Begin the life of the current opening on the memory of this request.
 
-        `began` is called once nothing of it is missing but that others are told what was lost.
+        `began` is called when the life has been entered; only events of lost keys are published after it.
         """
         stored = self.recovering
         is_other = self._is_other(request.incarnation)
-        # Of other memory, what its stamps say is of no page that is known here.
+        # The stamps of another memory describe other pages: they verify none of these keys.
         stamp_table: Sequence[int] = () if is_other else request.stamp_table
         if stored is None:
             yield from self._replica.end_epoch(stamp_table)
@@ -180,21 +180,21 @@ class EngineLives:
             yield
         if self._came_back:
             yield from self._announce()
-            loss.shown.clear()  # the announcement was of what is left
+            loss.shown.clear()  # the snapshot already excludes them
         yield from self._show(loss)
         self._enter(stamp_table, is_other, began)
 
     def _is_other(self, incarnation: int) -> bool:
-        """Whether this page memory is not the one that the last life named; who names none has the same one."""
+        """Whether this page memory differs from that of the last life; 0 (not stated) counts as the same."""
         return 0 != incarnation != self._incarnation != 0
 
     def forget_some(self) -> bool:
-        """Let go of some of what was lost; whether nothing is left."""
+        """Free some of the lost keys. Returns whether none is left."""
         del self.lost[-_RUNS_FORGOTTEN:]
         return not self.lost
 
     def _show(self, loss: _Loss) -> Work:
-        """Tell those who follow what went, each key once."""
+        """Publish the removal of lost keys, each once."""
         if loss.shown and not self._replica.count_keys():
             loss.shown = [CacheEvent(EventKind.CLEARED)]
         while loss.shown:
@@ -207,7 +207,7 @@ class EngineLives:
         opening, loss = self.opening, self._loss
         assert opening is not None, "a life begins with a session or a unary call"
         request, epoch, busy = opening.request, opening.epoch, opening.request.busy_blocks
-        all_new = is_other and self._num_ranks == 1  # of several ranks, some may have the same pages as before
+        all_new = is_other and self._num_ranks == 1  # with several ranks, some may have kept their pages
         self.kept_keys = self._replica.enter_epoch(epoch, stamp_table, busy, all_new)
         self._incarnation = request.incarnation or self._incarnation
         self._loss, self._came_back = _Loss(), False
@@ -219,12 +219,12 @@ class EngineLives:
             pass
 
     def _announce(self) -> Work:
-        """Tell those who follow what has come back, in place of what they knew."""
+        """Publish a snapshot of the recovered keys, which replaces what subscribers knew."""
         yield from self._publish([CacheEvent(EventKind.CLEARED)])
         yield from self._publish(self._replica.retold())
 
     def _publish(self, events: Iterable[CacheEvent]) -> Work:
-        """In batches of which each is a message."""
+        """Publish in batches that fit a message."""
         assert self.opening is not None
         batch, num_hashes = list[CacheEvent](), 0
         for event in events:

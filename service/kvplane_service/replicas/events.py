@@ -1,9 +1,9 @@
-"""What one replica shows of its prefix cache to others: numbered batches that a subscriber can resume.
+"""Cache events of one replica: numbered batches that a subscriber can resume.
 
     StepResult -> PublicationHold -> EventLog -> Subscription (a cursor into the log)
 
-Only executed content is shown: what a step stored is held until the step has been executed. What is removed
-is removed for others at once, because its page may be overwritten from now on.
+Only executed content is published: STORED events are held until their step has been executed. REMOVED events are
+published at once, because the page may be overwritten from now on.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kvplane_service.decisions.packed_log import LogBudget, PackedLog
 from kvplane_service.decisions.packing import pack_events, unpack_events
 
 Wake = Callable[[], None]
-_EVER = 1 << 63  # a step that no engine reaches
-_HEAD = struct.Struct("<BQ")  # of a packed batch: bits of what it tells of the replica, and its epoch
+_EVER = 1 << 63  # above every step number
+_HEAD = struct.Struct("<BQ")  # of a packed batch: flags and epoch
 _GAP, _WITHDRAWN, _RESTORED = 1, 2, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the Events service sends at once; `seq` rises by one each.
+    """One message of the Events service; `seq` increases by one per batch.
 
     Attributes:
-        gap: batches before this one are lost to the subscriber, who drops what it knows of the replica.
-        withdrawn: the replica lapsed; its entries must not be used until `restored`.
-        restored: the replica is back and its entries hold.
+        gap: earlier batches are lost; the subscriber must discard what it knows of the replica.
+        withdrawn: the replica's lease lapsed; its entries must not be used until `restored`.
+        restored: the replica is live again and its entries are valid.
     """
 
     seq: int
@@ -45,11 +45,11 @@ class Batch:
 
     @property
     def bits(self) -> int:
-        """What it tells of the replica."""
+        """The flags, packed."""
         return self.gap * _GAP | self.withdrawn * _WITHDRAWN | self.restored * _RESTORED
 
     def pack(self) -> bytes:
-        """Without its number."""
+        """The batch as bytes, without its number."""
         return _HEAD.pack(self.bits, self.epoch) + pack_events(self.events)
 
     @classmethod
@@ -61,17 +61,17 @@ class Batch:
 
 
 class _Stored:
-    """A held STORED event and which of its hashes have gone since."""
+    """A held STORED event, and which of its hashes were removed since."""
 
     __slots__ = ("_at", "event", "gone")
 
     def __init__(self, event: CacheEvent) -> None:
         self.event = event
         self.gone: set[int] = set()
-        self._at: dict[tuple[int, bytes], int] = {}  # made when something goes
+        self._at: dict[tuple[int, bytes], int] = {}  # built on the first removal
 
     def forget(self, removed: CacheEvent, block: int, digest: bytes) -> bool:
-        """Take a removed key out of it; False when it was not there."""
+        """Remove a key from the event. Returns False when the event does not have it."""
         event = self.event
         if event.group != removed.group or event.domain != removed.domain:
             return False
@@ -83,7 +83,7 @@ class _Stored:
         return at >= 0
 
     def left(self) -> CacheEvent | None:
-        """The event without the hashes that have gone; None when none is left."""
+        """The event without the removed hashes; None when none is left."""
         event = self.event
         if not self.gone:
             return event
@@ -99,10 +99,11 @@ class _Stored:
 
 
 class PublicationHold:
-    """Holds what steps stored until they have been executed; works on runs of events (`cache_events`).
+    """Holds STORED events until their steps have been executed; works on runs of events (`cache_events`).
 
-    A key is stored in a block that lacks it and removed from one that has it, and the core tells each of that, a move
-    included. So a removed key was either held, then it is never shown, or has been shown, then its removal is too.
+    The core reports every change of a block's keys, moves included: a key is stored in a block that lacks it, and
+    removed from a block that has it. So a removed key was either still held, and then it is never published, or it was
+    published, and then its removal is published too.
     """
 
     def __init__(self) -> None:
@@ -110,17 +111,19 @@ class PublicationHold:
         self._held: dict[int, tuple[_Stored, ...]] = {}  # by block: what stored keys of it that are not shown yet
 
     def step(self, seq: int, executed_through: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Step `seq` was applied, which says what has been executed: what others see now, in order."""
+        """Take the events of step `seq`, which reports `executed_through`. Returns what to publish now, in order."""
         return [*self.release(executed_through), *self.add(seq, events)]
 
     def begin_life(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """A new engine life lost these keys: what others see now. What it kept is published, also if it was held."""
+        """A new engine life lost these keys. Returns what to publish: their removals, and all STORED events
+        still held.
+        """
         return [*self.add(0, events), *self.release(_EVER)]
 
     def add(self, seq: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Take the events of step `seq`, in order; returns those that others must see at once.
+        """Take the events of step `seq`, in order. Returns those to publish at once.
 
-        These are removals of published keys. A key that is removed while it is held is never shown.
+        These are removals of published keys. A key that is removed while its STORED event is held is never published.
         """
         at_once: list[CacheEvent] = []
         for event in events:
@@ -137,7 +140,7 @@ class PublicationHold:
         return at_once
 
     def release(self, executed_through: int) -> list[CacheEvent]:
-        """What may be shown now that all steps up to `executed_through` have been executed, in order."""
+        """The held events to publish once all steps up to `executed_through` have been executed, in order."""
         shown: list[CacheEvent] = []
         while self._steps and self._steps[0][0] <= executed_through:
             stored = self._steps.popleft()[1]
@@ -166,7 +169,7 @@ class PublicationHold:
             self._held[block] = tuple(one for one in held if one is not stored)
 
     def _forget(self, removed: CacheEvent) -> list[CacheEvent]:
-        """Take removed keys out of what is held; the event of those that were not there."""
+        """Remove keys from held events. Returns the removal of those that were published before."""
         shown = []
         for digest, block in zip(removed.hashes, removed.blocks, strict=True):
             stored = next((one for one in self._held.get(block, ()) if one.forget(removed, block, digest)), None)
@@ -179,7 +182,7 @@ class PublicationHold:
 
 
 class EventLog(PackedLog[Batch, bytes]):
-    """The last batches of a replica, packed, bounded by number and the budget, and who follows them."""
+    """The last batches of a replica, packed, bounded in number and by the budget, and their subscribers."""
 
     def __init__(self, max_batches: int, budget: LogBudget, max_subscribers: int) -> None:
         super().__init__(max_batches, budget)
@@ -188,7 +191,7 @@ class EventLog(PackedLog[Batch, bytes]):
         self._last_seq = 0
         self._epoch = 0
         self._withdrawn = False
-        self._withdrawn_before = False  # state before the oldest batch that is kept
+        self._withdrawn_before = False  # state before the oldest kept batch
         self.num_withdrawals = 0
         self.closed: KvplaneError | None = None
 
@@ -199,37 +202,36 @@ class EventLog(PackedLog[Batch, bytes]):
 
     @property
     def num_subscribers(self) -> int:
-        """Who follows now."""
+        """Number of current subscribers."""
         return len(self._subscribers)
 
     @property
     def oldest_resumable(self) -> int:
-        """The lowest `after_seq` that a subscriber can go on from without a gap."""
+        """The lowest `after_seq` from which a subscriber can continue without a gap."""
         return self._last_seq - len(self)
 
     def publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
-        """Append a batch of events, or runs of events, unless there are none."""
+        """Append a batch of events, or runs of events; does nothing when there are none."""
         shown = CacheEvents(events)
         self._epoch = epoch
         if shown.runs:
             self._append(Batch(self._last_seq + 1, epoch, shown))
 
     def withdraw(self) -> None:
-        """Tell that the replica has lapsed; nothing when that is known."""
+        """Publish that the replica has lapsed; does nothing when that was published already."""
         if not self._withdrawn:
             self._withdrawn = True
             self.num_withdrawals += 1
             self._append(Batch(self._last_seq + 1, self._epoch, withdrawn=True))
 
     def restore(self) -> None:
-        """Tell that the replica is back; nothing when it was not withdrawn."""
+        """Publish that the replica is live again; does nothing when it was not withdrawn."""
         if self._withdrawn:
             self._withdrawn = False
             self._append(Batch(self._last_seq + 1, self._epoch, restored=True))
 
     def subscribe(self, after_seq: int | None, wake: Wake) -> Subscription:
-        """Follow the log behind batch `after_seq` (None: from now on). `wake` is called when there is
-        something to take.
+        """Follow the log after batch `after_seq` (None: from now on). `wake` is called when batches are available.
 
         Raises:
             InvalidArgument: `after_seq` has not been reached yet.
@@ -242,26 +244,26 @@ class EventLog(PackedLog[Batch, bytes]):
             raise LimitExceeded(
                 f"the replica has {self._max_subscribers} subscribers",
                 field="replica",
-                remedy="end one, or raise max_subscribers",
+                remedy="end a subscription, or raise max_subscribers",
             )
         if after_seq is not None and after_seq > self._last_seq:
             raise InvalidArgument(
-                f"batch {after_seq} has not been reached, the last is {self._last_seq}",
+                f"{after_seq} is above the last batch, {self._last_seq}",
                 field="after_seq",
-                remedy="leave it out after a restart of the service",
+                remedy="omit it after a restart of the service",
             )
         subscription = Subscription(self, self._opening(after_seq), wake)
         self._subscribers.add(subscription)
         return subscription
 
     def close(self, reason: KvplaneError) -> None:
-        """End every subscription with `reason`, after what it has not taken yet."""
+        """End every subscription with `reason`, once it has taken the remaining batches."""
         self.closed = reason
         self.leave_budget()
         self._wake()
 
     def after(self, seq: int, at_most: int | None = None) -> list[Batch]:
-        """The batches behind `seq`, which must be resumable, or the first of them."""
+        """The batches after `seq`, which must be resumable; at most the first `at_most`."""
         start = seq - self.oldest_resumable
         assert start >= 0, (seq, self.oldest_resumable)
         stop = None if at_most is None else start + at_most
@@ -271,11 +273,11 @@ class EventLog(PackedLog[Batch, bytes]):
         ]
 
     def discard(self, subscription: Subscription) -> None:
-        """Forget a subscriber."""
+        """Remove a subscriber."""
         self._subscribers.discard(subscription)
 
     def _opening(self, after_seq: int | None) -> Batch:
-        """What a subscriber has to know first; its number is where the subscriber goes on from."""
+        """The state that a new subscriber starts from; its number is the cursor."""
         if after_seq is None:
             return Batch(self._last_seq, self._epoch, withdrawn=self._withdrawn)
         if after_seq < self.oldest_resumable:
@@ -300,7 +302,7 @@ class EventLog(PackedLog[Batch, bytes]):
 
 
 class Subscription:
-    """A cursor into a log. The log is the queue: who falls behind its oldest batch is too slow."""
+    """A cursor into a log. The log is also the queue: a subscriber that falls behind its oldest batch is ended."""
 
     def __init__(self, log: EventLog, opening: Batch, wake: Wake) -> None:
         self._log = log
@@ -309,10 +311,10 @@ class Subscription:
         self.wake = wake
 
     def take(self, at_most: int | None = None) -> list[Batch]:
-        """The batches not taken yet, or the first of them; none when there is nothing new.
+        """The batches not taken yet, at most the first `at_most`; empty when there is nothing new.
 
         Raises:
-            LimitExceeded: batches that were not taken are no longer kept.
+            LimitExceeded: the next batch is no longer kept.
             KvplaneError: the log was closed and everything has been taken.
         """
         if self._seq < self._log.oldest_resumable:
@@ -330,5 +332,5 @@ class Subscription:
         return batches
 
     def cancel(self) -> None:
-        """Follow no longer."""
+        """End the subscription."""
         self._log.discard(self)

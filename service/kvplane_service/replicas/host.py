@@ -1,14 +1,13 @@
-"""One replica and who may write to it.
+"""The host of one replica: it decides whether a step may be applied, and the core decides the result.
 
     IDLE --open--> LIVE --silence, broken stream--> LAPSED --message of the newest session, open--> LIVE
       ^-----close---'
-    RECOVERING --open--> LIVE            (after a restart of the service, until an engine shows its stamps)
-    open of a large pool: OPENING for some turns of the event loop, and IDLE when its caller leaves meanwhile
-    long step, close with many requests: on a thread; the state does not change, and who reads or opens waits
+    RECOVERING --open--> LIVE            (after a restart of the service, until an engine sends its stamps)
+    open on a large pool: OPENING while its slices run, IDLE when its caller is cancelled meanwhile
+    long step, close with many requests: on a thread; the state stays, and reads and opens wait
 
-The host decides whether a step may be applied, the core what it does. No transport, no protobuf, no clock of its own:
-the gRPC service, the in-process transport and the simulation call the same code. A refusal changes nothing but the
-lease.
+No transport, no protobuf and no clock of its own: the gRPC service, the in-process transport and the simulation call
+the same code. A refused call changes nothing but the lease.
 """
 
 from __future__ import annotations
@@ -41,22 +40,22 @@ _NS_PER_MS = 1_000_000
 
 
 class ReplicaState(Enum):
-    """Who may write."""
+    """Which writer is accepted."""
 
-    IDLE = "idle"  # no session; unary calls may
+    IDLE = "idle"  # no session: unary calls
     LIVE = "live"  # the session
-    LAPSED = "lapsed"  # the session, which is gone or silent; its entries are withdrawn from what others see
-    RECOVERING = "recovering"  # nobody yet: what was stored waits for an engine that shows its stamps
-    OPENING = "opening"  # nobody yet: the life of a session begins
+    LAPSED = "lapsed"  # the session, whose lease expired; its entries are withdrawn from subscribers
+    RECOVERING = "recovering"  # none: stored entries wait for the stamps of an engine
+    OPENING = "opening"  # none: the engine life of a session is beginning
 
 
 @dataclass(frozen=True, slots=True)
 class UnaryStep:
-    """Where a unary mutation belongs.
+    """The step that a unary mutation belongs to.
 
     Attributes:
         epoch: engine life, 0 = the current one.
-        more: more calls belong to the same step.
+        more: further calls belong to the same step.
         executed_through: as in Step; None = all steps before this call's.
     """
 
@@ -66,20 +65,20 @@ class UnaryStep:
 
 
 def new_replica(spec: ReplicaSpec) -> Replica:
-    """A replica in its first epoch. A large pool takes a while, and needs nothing of the event loop."""
+    """A replica in its first epoch. Can run on a thread, since a large pool takes long to build."""
     replica = Replica(spec)
     replica.begin_epoch(FIRST_EPOCH)
     return replica
 
 
 class ReplicaHost:
-    """Guards one core Replica: writers, epochs, the order of steps, leases, publication."""
+    """Guards one core Replica: its writer, epochs, order of steps, lease, and publication."""
 
     def __init__(
         self, name: str, replica: Replica, config: Config, clock: Clock, num_ranks: int = 1,
         logs: LogBudget | None = None,
     ) -> None:
-        """`replica` is fresh from `new_replica`; `num_ranks` of the engine; `logs`: of all hosts together."""
+        """`replica`: from `new_replica`; `num_ranks`: of the engine; `logs`: budget shared with other hosts."""
         logs = logs or LogBudget(config.log_bytes)
         self.name = name
         self.replica = replica
@@ -97,15 +96,15 @@ class ReplicaHost:
         self._session: SessionSlot | None = None
         self._resumable = False  # a session was opened in this epoch and has not closed
         self._begun_by = 0  # nonce of the session that began this epoch
-        self._left = False  # ... and has closed: the engine is gone, the epoch has ended
-        self._retired: KvplaneError | None = None  # why nothing more is done here
-        self._owner_epoch = 0  # that the memory names
+        self._left = False  # the session has closed: the engine is gone, the epoch has ended
+        self._retired: KvplaneError | None = None  # why the replica was removed
+        self._owner_epoch = 0  # highest one seen in the page memory
 
-    # ---- what others see; touches nothing
+    # ---- state; read only
 
     @property
     def state(self) -> ReplicaState:
-        """Who may write now."""
+        """Which writer is accepted now."""
         if self._lives.is_opening:
             return ReplicaState.OPENING
         if self._session is None:
@@ -114,74 +113,76 @@ class ReplicaHost:
 
     @property
     def recovering(self) -> Recovering | None:
-        """Entries of a store that wait for the engine."""
+        """Entries from a store that wait for the engine."""
         return self._lives.recovering
 
     @property
     def recovered(self) -> Recovering | None:
-        """What has become of them."""
+        """The same entries after an engine verified them."""
         return self._lives.recovered
 
     @property
     def seq(self) -> int:
-        """Last step applied completely."""
+        """The last step that was applied completely."""
         return self._order.seq
 
     @property
     def client(self) -> str:
-        """Name that the newest session gave, "" when there is none."""
+        """Client name of the newest session, "" when there is none."""
         return self._session.client if self._session else ""
 
     @property
     def lease_left_ns(self) -> int | None:
-        """Until the session counts as gone, 0 when it does; None when there is none."""
+        """Nanoseconds until the session's lease expires, 0 when it has; None without a session."""
         session = self._session
         if session is None:
             return None
         return 0 if session.broken else max(0, session.deadline_ns - self._clock())
 
     def age_ns(self, at_ns: int) -> int:
-        """How long ago that was, by the clock of decisions."""
+        """Nanoseconds since `at_ns`, by the clock of decisions."""
         return max(0, self._clock() - at_ns)
 
     async def settled(self) -> None:
-        """Wait until no step is being applied; await nothing else before reading the core."""
+        """Wait until no step is being applied. Read the core before awaiting anything else."""
         await self._steps.settled()
 
     def check_readable(self, remedy: str = "compute the prefix instead") -> None:
-        """Raise when nothing can be promised about the replica's pages."""
+        """Raise ReplicaLapsed when the content of the replica's pages is unknown."""
         self._check_sound()
         if self._left or self.state is ReplicaState.LAPSED:
-            how = "has not come back" if self.recovering else "is gone or silent"
+            how = "has not reconnected" if self.recovering else "is gone or silent"
             if self.state is ReplicaState.OPENING:
-                how = "begins a new life"
+                how = "is beginning a new life"
             raise ReplicaLapsed(f"the engine of {self.name} {how}", field="replica", remedy=remedy)
 
     def check_epoch(self, epoch: int) -> None:
         """Raise StaleEpoch when this is not the current engine life."""
         if epoch != self.epoch:
-            raise self._stale_epoch(epoch, "ask again with DescribeReplica")
+            raise self._stale_epoch(epoch, "get the current epoch with DescribeReplica")
 
     def recover(self, recovering: Recovering) -> None:
-        """Wait for the engine of what was stored; for a host that nobody has used. Nothing can be read meanwhile."""
+        """Hold entries from a store until an engine connects; for a host that was not used yet. Reads are
+        refused until then.
+        """
         self._lives.recovering = recovering
         self.epoch = max(self.epoch, recovering.epoch)
         self._left = True
 
     def observe_owner_epoch(self, epoch: int) -> None:
-        """The page memory names this engine life as its owner: the next one is numbered above it."""
+        """Note the owner epoch found in the page memory: the next engine life is numbered above it."""
         self._owner_epoch = max(self._owner_epoch, epoch)
 
     # ---- the session
 
     def check_open(self, request: OpenRequest) -> None:
-        """Raise what keeps this request from opening a session now; nothing changes, but epochs are heard of.
+        """Raise unless this request may open a session now. Changes nothing but the observed epochs.
 
         Raises:
             StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
-            ServiceRestarted: the same, because the service was started anew, or began another life of this number.
-            Unavailable: what was stored is still being read.
-            InvalidArgument: the nonce of the present session, or stamps or blocks that are not of this pool.
+            ServiceRestarted: as StaleEpoch, because the service was restarted, or began another life of this number.
+            Unavailable: the store is still being read.
+            InvalidArgument: the nonce is in use, or stamps or blocks do not fit this pool.
         """
         self._check_sound()
         check_request(request, self.replica.spec.num_blocks)
@@ -190,7 +191,7 @@ class ReplicaHost:
             raise InvalidArgument(
                 f"nonce {request.nonce} is in use",
                 field="nonce",
-                remedy="draw a new one at random for each stream",
+                remedy="draw a random nonce for each stream",
             )
         if self.recovering is not None:
             self.recovering.check_loaded(self.name)
@@ -198,31 +199,31 @@ class ReplicaHost:
             return
         if self.recovering is not None:
             self.recovering.observe_epoch(request.epoch)
-            raise restarted(f"the service was started anew and knows nothing of what {self.name} ran", self.epoch)
+            raise restarted(f"the service was restarted and lost the requests of {self.name}", self.epoch)
         if request.epoch == self.epoch and request.begun_by not in (0, self._begun_by):
-            raise restarted(f"this service began another engine life of this number on {self.name}", self.epoch)
+            raise restarted(f"this service began another engine life with this number on {self.name}", self.epoch)
         if request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
 
     async def prove_ahead(self, request: OpenRequest, offload: Offload) -> None:
-        """After a restart: do beside the event loop what `open` would keep every other replica waiting for.
+        """After a restart, verify stored entries on a thread, so that `open` does not delay other replicas.
 
-        Raises as `check_open`; for any request, and with no effect on who may open.
+        May be called for any request; does not affect which session may open. Raises as `check_open`.
         """
         if self.recovering is not None and request.epoch == NEW_EPOCH:
             self.check_open(request)
             await self.recovering.prove_ahead(self.replica, request.stamp_table, offload)
 
     def next_epoch(self, request: OpenRequest) -> int:
-        """The engine life that this request, which may open, begins now. Raises LimitExceeded."""
+        """The number of the engine life that this request would begin. Raises LimitExceeded."""
         return self._lives.next_epoch(max(self.epoch, self._owner_epoch), request)
 
     def open(self, request: OpenRequest, on_end: OnEnd | None = None, epoch: int = NEW_EPOCH) -> Opened:
-        """Make this the newest session. `on_end` is called once, with the reason, when the replica is taken from it.
+        """Make this the newest session. `on_end` is called once, with the reason, when another one replaces it.
 
-        A new engine life is `epoch` where the workers were claimed for that, and the next one elsewhere.
+        A new engine life is numbered `epoch` if the workers were claimed for it, and the next number otherwise.
 
-        Raises as `check_open`, and LimitExceeded for one engine life too many.
+        Raises as `check_open`, and LimitExceeded when all epochs are used.
         """
         opening = self._start_opening(request, on_end or ignore_end, epoch)
         while not self._go_on(opening):
@@ -230,12 +231,12 @@ class ReplicaHost:
         return self._opened()
 
     async def open_in_slices(self, request: OpenRequest, on_end: OnEnd, epoch: int = NEW_EPOCH) -> Opened:
-        """As `open`; while a large pool is gone through, the event loop serves other replicas.
+        """As `open`, in slices, so that the event loop serves other replicas while a large pool is processed.
 
-        Until the session is open nobody else can use this replica, but open a session in place of this one. Goes on
-        only while it is awaited: when it is cancelled, the work waits for the next session.
+        Until the session is open the replica accepts no other call than a newer open, which replaces this one. When the
+        caller is cancelled the work pauses until the next open.
 
-        Raises the reason that `on_end` is called with, too.
+        Raises also the reason that `on_end` is called with.
         """
         await self.settled()
         opening = self._start_opening(request, on_end, epoch)
@@ -247,21 +248,21 @@ class ReplicaHost:
         return self._opened()
 
     def step(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult:
-        """Apply a step, or repeat the stored answer when it has been applied.
+        """Apply a step, or return the stored answer when it was applied before.
 
-        `fingerprint` stands for the step's content: equal content, equal fingerprint.
+        `fingerprint`: digest of the step's content; equal steps have equal fingerprints.
 
         Raises:
-            OtherWriter, StaleEpoch, SequenceError, LimitExceeded: it is not this step's turn.
-            KvplaneError: of the core, for the step's content.
+            OtherWriter, StaleEpoch, SequenceError, LimitExceeded: it is not the turn of this step.
+            KvplaneError: the core refuses the step's content.
         """
         turn = self._turn(nonce, step, fingerprint)
         return turn if isinstance(turn, StepResult) else turn.done(self._steps.apply(step))
 
     async def step_aside(self, nonce: int, step: Step, fingerprint: bytes, offload: Offload) -> StepResult:
-        """As `step`, but a long one is applied by `offload`, and nobody reads the replica meanwhile.
+        """As `step`, but a long step is applied by `offload`; reads of the replica wait for it.
 
-        When it is cancelled the step is applied all the same, and its answer kept. Raises as `step`, and Busy.
+        When the caller is cancelled the step still completes, and its answer is kept. Raises as `step`, and Busy.
         """
         turn = self._turn(nonce, step, fingerprint)
         if isinstance(turn, StepResult):
@@ -269,19 +270,19 @@ class ReplicaHost:
 
         def done(result: StepResult) -> StepResult:
             if self._session is not None:
-                self._session.deadline_ns = self._deadline_ns()  # nothing that it sent meanwhile was read
+                self._session.deadline_ns = self._deadline_ns()  # messages that arrived meanwhile were not read
             return turn.done(result)
 
         return await self._steps.apply_aside(step, offload, done)
 
     def heartbeat(self, nonce: int) -> None:
-        """Keep the lease. Raises OtherWriter."""
+        """Renew the lease. Raises OtherWriter."""
         self._renew(nonce)
 
     def close(self, nonce: int) -> None:
-        """The engine leaves: its requests are freed, its keys wait for a new life on the same memory.
+        """The engine leaves: its requests are freed, its keys are kept for a new life on the same memory.
 
-        Nobody may read them meanwhile: it is not known what becomes of the pages. Raises OtherWriter.
+        Reads are refused until then, because the pages may be overwritten unnoticed. Raises OtherWriter.
         """
         self._renew(nonce)
         step = self._last_step()
@@ -289,32 +290,34 @@ class ReplicaHost:
         self._closed(step)
 
     async def close_aside(self, nonce: int, offload: Offload) -> None:
-        """As `close`; many requests are freed by `offload`, also when it is cancelled. Raises OtherWriter and Busy."""
+        """As `close`; many requests are freed by `offload`, even when the caller is cancelled. Raises
+        OtherWriter, Busy.
+        """
         self._renew(nonce)
         step = self._last_step()
         await self._steps.apply_aside(step, offload, lambda _: self._closed(step))
 
     def lost(self, nonce: int) -> None:
-        """The stream of a session broke. Nothing when the session is not the newest."""
+        """The stream of a session broke. Does nothing when it is not the newest session."""
         session = self._session
         if session is not None and session.nonce == nonce:
             session.broken = True
             self.expire()
 
     def extend_lease(self, late_ns: int) -> None:
-        """Let the session's lease end so much later."""
+        """Extend the session's lease by this much."""
         if self._session is not None:
             self._session.deadline_ns += late_ns
 
     def expire(self) -> None:
-        """Withdraw the replica's entries from what others see if its session is gone or silent; call now and then."""
+        """Withdraw the replica's entries from subscribers if its lease has expired; call periodically."""
         if self.state is ReplicaState.LAPSED:
             self.events.withdraw()
 
     # ---- unary calls
 
     def check_unary(self, at: UnaryStep) -> None:
-        """Raise OtherWriter or StaleEpoch when a unary call may not write here."""
+        """Raise OtherWriter or StaleEpoch unless a unary call may write."""
         self._check_sound()
         if self._session is not None or self.state is ReplicaState.OPENING:
             raise OtherWriter(
@@ -331,7 +334,7 @@ class ReplicaHost:
         Raises:
             OtherWriter, StaleEpoch: as check_unary.
             LimitExceeded: too many rows.
-            KvplaneError: of the core, for the content.
+            KvplaneError: the core refuses the content.
         """
         self.check_unary(at)
         order = self._order
@@ -361,11 +364,11 @@ class ReplicaHost:
 
     @property
     def is_retired(self) -> bool:
-        """The replica was removed."""
+        """Whether the replica was removed."""
         return self._retired is not None
 
     def retire(self, reason: KvplaneError) -> None:
-        """The replica is removed: tell its session and its subscribers, and refuse who still holds this host."""
+        """Remove the replica: end its session and subscriptions with `reason`, and refuse later calls of this host."""
         self._retired = reason
         session, self._session = self._session, None
         opening, self._lives.opening = self._lives.opening, None
@@ -379,7 +382,7 @@ class ReplicaHost:
     # ---- inside
 
     def _start_opening(self, request: OpenRequest, on_end: OnEnd, epoch: int) -> Opening:
-        """Take the replica from whoever has it. Raises as `open`, and changes nothing then."""
+        """Replace the current session or opening. Raises as `open`, and changes nothing then."""
         self.check_open(request)
         session, before = self._session, self._lives.opening
         opening = Opening(request, on_end, epoch or request.epoch or self.next_epoch(request))
@@ -388,7 +391,7 @@ class ReplicaHost:
             opening.work = begun or self._lives.begin(request, self._began)
             self._leave_epoch()
         self._lives.opening = opening
-        newer = OtherWriter(f"a newer session took {self.name} over", field="nonce", remedy="end this engine")
+        newer = OtherWriter(f"a newer session of {self.name} is open", field="nonce", remedy="end this engine")
         if session is not None and not session.broken:
             session.on_end(newer)
         if before is not None:
@@ -396,7 +399,7 @@ class ReplicaHost:
         return opening
 
     def _go_on(self, opening: Opening) -> bool:
-        """Do some of the work of an opening; whether it is done, and its session the newest."""
+        """Do a slice of the work of an opening. Returns True once its session is the newest."""
         if self._work_on(opening):
             return False
         request, self._lives.opening = opening.request, None
@@ -408,7 +411,7 @@ class ReplicaHost:
         return True
 
     def _work_on(self, opening: Opening) -> bool:
-        """Do a slice of the work of an opening; whether there may be more."""
+        """Do a slice of the work of an opening. Returns whether there may be more."""
         if opening.ended is not None:
             raise opening.ended
         self._steps.in_core = True
@@ -444,7 +447,7 @@ class ReplicaHost:
         )
 
     def _renew(self, nonce: int) -> SessionSlot:
-        """The newest session, its lease renewed by a message."""
+        """Renew the lease of the newest session by a message, and return the session."""
         self._check_sound()
         session = self._session
         if session is None or session.nonce != nonce:
@@ -455,7 +458,7 @@ class ReplicaHost:
         return session
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
-        """What there is to do for a step: nothing but to repeat its answer, or to apply it. Raises as `step`."""
+        """The stored answer of a repeated step, or the turn of the step that is next. Raises as `step`."""
         session = self._renew(nonce)
         if step.epoch != self.epoch:
             raise self._stale_epoch(step.epoch, "end this engine life")
@@ -466,7 +469,7 @@ class ReplicaHost:
         return Turn(self._order, step, rows, fingerprint, session.with_events)
 
     def _last_step(self) -> Step:
-        """Ends every request; it belongs to the host."""
+        """The step with which the host ends every request."""
         part = part_that_ends_all(self.replica.requests)
         return self._order.make_next(self.epoch, [part], self.replica.executed_through)
 
@@ -482,7 +485,7 @@ class ReplicaHost:
 
     def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
         return StaleEpoch(
-            f"epoch {epoch} of {self.name} cannot go on, the newest is {self.epoch}"
+            f"epoch {epoch} of {self.name} is stale, the newest is {self.epoch}"
             + (", which has ended" if self._left else ""),
             field="epoch",
             remedy=remedy,

@@ -1,6 +1,6 @@
-"""A session without gRPC: straight onto the host of a replica in this process.
+"""A session without gRPC: direct calls of the host of a replica in this process.
 
-For harnesses, simulations, and engines with batches so small that a message would cost more than the step.
+For test harnesses, simulations, and engines whose steps are so small that a message would cost more than the step.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from kvplane.base.session import Opened, OpenRequest
 from kvplane.base.step import Step, StepResult
 from kvplane_service.replicas.host import ReplicaHost
 
-# Steps are handed over by reference and never twice, so there are no bytes to compare repeats by.
+# Steps are passed by reference and never repeated, so no fingerprint is needed.
 _NO_FINGERPRINT = b""
 
 
 class InProcessTransport:
-    """Implements SessionTransport. A step is applied when it is sent; its answer waits for `receive`.
+    """Implements SessionTransport. A step is applied when it is sent; `receive` returns its answer.
 
-    Sessions of one registry belong to one thread: the logs of its hosts share a budget.
+    Use all sessions of one registry from one thread: the logs of its hosts share a budget.
     """
 
     def __init__(self, find_host: Callable[[str], ReplicaHost]) -> None:
@@ -30,7 +30,7 @@ class InProcessTransport:
         self._nonce = 0
         self._answers: deque[StepResult | KvplaneError] = deque()
         self._ended: KvplaneError | None = None
-        self.draining = self.can_move = False  # nobody drains a registry
+        self.draining = self.can_move = False  # a registry is never drained
 
     def open(self, request: OpenRequest) -> Opened:
         """Make this the newest session of the replica."""
@@ -70,7 +70,7 @@ class InProcessTransport:
             host.close(self._nonce)
 
     def abort(self) -> None:
-        """As if the engine had died."""
+        """Drop the session without a close, as when the engine dies."""
         host, self._host = self._host, None
         self._answers.clear()
         if host is not None and self._ended is None:

@@ -1,4 +1,4 @@
-"""What is known of a replica whose engine has not come back since the service was started."""
+"""Entries read from the store for a replica whose engine has not reconnected since the service started."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvplane_service.core.regained import Regained
 from kvplane_service.core.replica import Replica
 from kvplane_service.runtime.executors import Offload
 
-UNSTORED_EPOCHS = 16  # may have begun while the store was behind
+UNSTORED_EPOCHS = 16  # epochs that may have begun while the store lagged behind
 
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """What a memory proves that shows these stamps."""
+    """The entries that these stamps verify."""
 
     shown: Sequence[int]
     regained: Regained
@@ -29,16 +29,16 @@ class _Proof:
 
 @dataclass(slots=True)
 class Recovering:
-    """Entries that wait for a page memory that proves them.
+    """Entries that wait until the stamps of a page memory verify them.
 
     Attributes:
-        epoch: the highest that is known to have begun.
-        incarnation: life of the page memory that the entries belong to.
+        epoch: the highest epoch known to have begun.
+        incarnation: of the page memory that the entries belong to.
         loading: the store is still being read.
-        entries: what was read so far; the newest first once `loading` is over.
-        rows: of them.
+        entries: read so far; the newest first once `loading` is over.
+        rows: number of entries.
         refused: chunks that were not used, by reason.
-        recovered: rows that the memory proved; None before it was asked.
+        recovered: number of verified rows; None before verification.
     """
 
     epoch: int
@@ -57,26 +57,28 @@ class Recovering:
             raise Unavailable(
                 f"{name} is recovering: {self.rows} entries have been read from the store",
                 field="replica",
-                remedy="try again in a moment",
+                remedy="retry until the store is read",
             )
 
     def belongs_to(self, incarnation: int) -> bool:
-        """Whether the entries can be true of this page memory; who does not name it has the same one."""
+        """Whether the entries can describe this page memory; 0 (not stated) counts as the same memory."""
         return incarnation in (0, self.incarnation)
 
     def epoch_above(self, replica: Replica, shown: Sequence[int]) -> int:
-        """An epoch in which no stamp was given: none that was stored, that the memory shows, or that began unseen."""
+        """An epoch that cannot have given out stamps: above those in the store, those in the memory, and
+        unstored ones.
+        """
         return max(self.epoch, self._proof_of(replica, shown).regained.epoch) + 1 + UNSTORED_EPOCHS
 
     def observe_epoch(self, epoch: int) -> None:
-        """An engine says that this epoch had begun. One that nobody can have had is not believed."""
+        """Note that an engine reports this epoch as begun. Implausibly large ones are ignored."""
         if epoch < MAX_EPOCH // 2:
             self.epoch = max(self.epoch, epoch)
 
     async def prove_ahead(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
-        """Find out beside the event loop what this memory proves, for an `epoch_above` and a `prove` that follow.
+        """Verify the entries on a thread, so that a following `epoch_above` and `prove` are fast.
 
-        One memory at a time. Work that was begun goes on when its caller leaves, and serves the next one.
+        One memory at a time. The work continues when its caller is cancelled, and the next caller uses its result.
         """
         while self.recovered is None and not (self._proof is not None and are_equal(self._proof.shown, shown)):
             if self._proving is None or self._proving.done():
@@ -90,7 +92,7 @@ class Recovering:
             self._proof = _Proof(shown, regained)
 
     def prove(self, replica: Replica, shown: Sequence[int], incarnation: int) -> None:
-        """Give the replica what this memory proves, before its first engine life; the entries are forgotten."""
+        """Install the entries that this memory verifies, before the first engine life, and drop the others."""
         if not self.belongs_to(incarnation):
             self.entries, self._proof = [], None
         outcome = replica.restore(self._proof_of(replica, shown).regained)
@@ -105,6 +107,6 @@ class Recovering:
 
 
 def _look_at(work: asyncio.Future[None]) -> None:
-    """Who waits for it raises what it raised; nobody may."""
+    """Retrieve the exception, so that asyncio does not log it when no caller waits any more."""
     if not work.cancelled():
         work.exception()

@@ -53,14 +53,14 @@ def check_request(request: OpenRequest, num_blocks: int) -> None:
         )
     if not 0 <= request.owner_epoch < MAX_EPOCH:
         raise InvalidArgument(
-            f"{request.owner_epoch} is no epoch that another one can follow",
+            f"{request.owner_epoch} is not a valid owner epoch",
             field="owner_epoch",
             remedy=f"give the highest owner epoch of the stamp tables, 0 to {MAX_EPOCH - 1}",
         )
 
 
 def restarted(why: str, epoch: int) -> ServiceRestarted:
-    """The refusal to resume an engine life that this service does not know; `epoch` is the newest that it knows."""
+    """The error for a session that resumes an engine life unknown to this service; `epoch` is the newest known one."""
     return ServiceRestarted(
         why,
         field="epoch",

@@ -1,4 +1,4 @@
-"""Stamp tables of whole page memories, where one number at a time would hold the event loop."""
+"""Operations on the stamp tables of whole page memories, vectorized so that they do not hold the event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplane.base.stamp_table import StampReading
 from kvplane.base.stamps import MAX_EPOCH, Stamp, in_time
 from kvplane_service.core.columns import Words, behind_reset, words_of
 
-_PIECE = 1 << 16  # stamps that fit a cache, with what is made of them
+_PIECE = 1 << 16  # stamps processed at a time, so that they and the results fit the CPU cache
 _EPOCH_BITS = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
 
 
@@ -21,7 +21,7 @@ def newest_epoch(stamps: Sequence[int]) -> int:
 
 
 def confirmed(shown: Sequence[int], reading: StampReading) -> Sequence[int]:
-    """What an engine and this table agree on, as `agreed_stamps` of two ranks."""
+    """The stamps on which the engine and this table agree, as `agreed_stamps` of two ranks; 0 elsewhere."""
     if len(reading.stamps) != len(shown):
         return no_stamps(len(shown))
     proven, last_reset = words_of(shown).copy(), max(shown[NULL_BLOCK], reading.stamps[NULL_BLOCK], key=in_time)
@@ -32,7 +32,7 @@ def confirmed(shown: Sequence[int], reading: StampReading) -> Sequence[int]:
 
 
 def no_stamps(num_blocks: int) -> Sequence[int]:
-    """Of a memory that proves nothing."""
+    """The stamp table of a memory that verifies no key."""
     return memoryview(bytes(num_blocks * 8)).cast("Q")
 
 

@@ -1,4 +1,4 @@
-"""The order of steps: which one comes next, the stored answers of those that may be asked for again, and limits."""
+"""The order of steps: which one is next, stored answers for retries, and limits per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Answer:
 
 
 class StepOrder:
-    """Steps have numbers from 1, +1 each, and parts from 0; nothing is applied twice and nothing is left out.
+    """Steps are numbered from 1 and their parts from 0; each is applied exactly once, in order.
 
     Attributes:
         seq: last step applied completely.
@@ -36,35 +36,35 @@ class StepOrder:
         self._answers: deque[_Answer] = deque()
 
     def find(self, step: Step, fingerprint: bytes) -> StepResult | None:
-        """The stored answer of a repeat, None for the step that comes next.
+        """The stored answer of a repeated step, None for the step that is next.
 
-        Raises SequenceError for a step from the future, one whose answer is no longer stored, or a number
-        that was used with other content.
+        Raises SequenceError when the step is ahead of its turn, its answer is no longer stored, or its number was used
+        with other content.
         """
         if step.seq == self.seq + 1 and step.part == self.next_part:
             return None
         if (step.seq, step.part) > (self.seq + 1, self.next_part):
-            raise self._refusal(step, "is from the future", "send what comes before it first")
+            raise self._refusal(step, "is ahead of its turn", "send the steps before it first")
         for answer in self._answers:
             if (answer.seq, answer.part) == (step.seq, step.part):
                 if answer.fingerprint != fingerprint:
-                    raise self._refusal(step, "was applied with other content", "go on with the next number")
+                    raise self._refusal(step, "was applied with other content", "continue with the next number")
                 return answer.result
-        raise self._refusal(step, "is from the past and its answer is not stored", "go on with the next number")
+        raise self._refusal(step, "was applied and its answer is no longer stored", "continue with the next number")
 
     def make_next(
         self, epoch: int, parts: list[Part], executed_through: int, last: bool = True, traceparent: str = ""
     ) -> Step:
-        """The step, or piece of one, that comes next, when this process makes it."""
+        """The next step, or the next piece of one, built by this process."""
         return Step(epoch, self.seq + 1, parts, self.next_part, last, executed_through, traceparent)
 
     def record(self, step: Step, rows: int, fingerprint: bytes, result: StepResult) -> None:
-        """Note that the step that came next has been applied, and keep its answer."""
+        """Note that the next step was applied, and keep its answer."""
         self._answers.append(_Answer(step.seq, step.part, fingerprint, result))
         self.advance(step, rows)
 
     def advance(self, step: Step, rows: int) -> None:
-        """Note that the step that came next has been applied; its answer is not kept here."""
+        """Note that the next step was applied; its answer is not kept here."""
         if step.last:
             self.seq, self.next_part, self.rows = step.seq, 0, 0
         else:
@@ -83,13 +83,12 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A step that is next, from when it may be applied until it was.
+    """A step whose turn it is, until it has been applied.
 
     Attributes:
-        order: that it is next in.
-        rows: of the step.
+        rows: number of rows of the step.
         fingerprint: of its message.
-        with_events: its session wants to see events.
+        with_events: its session receives events in the answers.
     """
 
     order: StepOrder
@@ -99,7 +98,7 @@ class Turn:
     with_events: bool
 
     def done(self, result: StepResult) -> StepResult:
-        """The answer; it is kept."""
+        """Record and return the answer."""
         if not self.with_events:
             for part in result.parts:
                 part.events = []
@@ -108,22 +107,22 @@ class Turn:
 
 
 def check_step(step: Step, order: StepOrder, executed_through: int, config: Config) -> int:
-    """Rows of a step that is next in turn; `executed_through` is what was said before it.
+    """Check the step whose turn it is and return its number of rows; `executed_through` is the last reported value.
 
     Raises:
-        InvalidArgument: its own executed_through cannot be.
-        LimitExceeded: more rows, tokens, or steps in flight than may be.
+        InvalidArgument: its executed_through decreases, or is ahead of the applied steps.
+        LimitExceeded: too many rows, tokens, or steps in flight.
     """
     done = step.executed_through
     if not executed_through <= done <= order.seq:
         raise InvalidArgument(
             f"{done} is not in {executed_through}..{order.seq}",
             field="executed_through",
-            remedy="name a step that has been answered and executed; it never goes back",
+            remedy="give the last executed step; it never decreases and is at most the last applied one",
         )
     if step.seq - done > config.max_steps_in_flight:
         raise LimitExceeded(
-            f"step {step.seq} would be in flight with all from {done + 1} on",
+            f"steps {done + 1} to {step.seq} would be in flight",
             field="executed_through",
             remedy=f"wait for execution: at most {config.max_steps_in_flight} steps may be in flight",
         )
@@ -132,26 +131,26 @@ def check_step(step: Step, order: StepOrder, executed_through: int, config: Conf
         raise LimitExceeded(
             f"step {step.seq} has {order.rows + rows} rows",
             field="parts",
-            remedy=f"send at most {config.max_rows_per_step} rows a step",
+            remedy=f"send at most {config.max_rows_per_step} rows per step",
         )
     _check_tokens(step, config.max_tokens_per_message)
     return rows
 
 
 def _check_tokens(step: Step, most: int) -> None:
-    """Tokens of a session are hashed while everyone else waits, so there are not many at once."""
+    """Hashing the tokens of a step can delay other replicas, so their number is bounded."""
     num_tokens = sum(len(part.facts.tokens) + len(part.news.tokens) for part in step.parts)
     if num_tokens > most:
         raise LimitExceeded(
             f"{num_tokens} token ids in one message",
             field="parts",
-            remedy=f"send hashes, or at most {most} tokens at once",
+            remedy=f"send hashes, or at most {most} tokens per message",
         )
 
 
 def part_that_ends_all(requests: Requests) -> Part:
-    """Frees every request. No mover has confirmed that a load which still runs is over: the blocks of its request stay
-    held.
+    """A part that frees every request, except those with a load in progress: no mover has confirmed that their blocks
+    are no longer written, so these stay held.
     """
     ending = [slot for slot in requests.slots() if slot not in requests.loading]
     held = [slot for slot in ending if requests.held[slot]]
@@ -160,9 +159,7 @@ def part_that_ends_all(requests: Requests) -> Part:
 
 
 def count_rows(step: Step) -> int:
-    """Rows of a step's sections; a part without rows counts as one, so that the number of parts is bounded
-    too.
-    """
+    """Rows of a step's sections. A part without rows counts as one, which also bounds the number of parts."""
     total = 0
     for part in step.parts:
         sections = (part.facts, part.news, part.run, part.admit, part.peek)

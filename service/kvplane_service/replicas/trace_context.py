@@ -1,8 +1,8 @@
-"""The trace context of the unary call under way, for the step that it becomes."""
+"""Trace context of the unary call that is being served; its step inherits it."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 
-UNTRACED = "-"  # of a call that is not traced: neither is its step, whatever the ratio
+UNTRACED = "-"  # the call is not traced, and neither is its step, whatever the sampling ratio
 CURRENT: ContextVar[str] = ContextVar("kvplane_traceparent", default="")

@@ -1,4 +1,4 @@
-"""The workers of one replica: which one holds the pages of which rank, as long as it says so."""
+"""The workers of one replica: which one holds the pages of which rank, while its lease is valid."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ class _Member:
 
 
 class WorkerRoster:
-    """At most one worker per rank. Who is silent for its lease is forgotten, which says nothing about its pages."""
+    """At most one worker per rank. An expired lease removes the registration only; the pages may still exist."""
 
     def __init__(self, plans: tuple[RankPlan, ...], num_ranks: int, lease_ms: int, clock: Callable[[], int]) -> None:
-        """`plans` is one per pipeline stage, none when nobody planned; the clock counts nanoseconds."""
+        """`plans`: one per pipeline stage, empty when the groups were given explicitly; `clock`: monotonic
+        nanoseconds.
+        """
         self._plans = plans
         self._num_ranks = num_ranks
         self.lease_ms = lease_ms
@@ -30,11 +32,11 @@ class WorkerRoster:
         self._members: dict[int, _Member] = {}
 
     def register(self, info: WorkerInfo) -> Assignment:
-        """Make this worker the one of its rank.
+        """Register this worker for its rank.
 
         Raises:
-            WorkerExists: another one is, and not silent.
-            NoPlan, InvalidArgument, FailedPrecondition: there is no such plan.
+            WorkerExists: another worker holds the rank, and its lease is valid.
+            NoPlan, InvalidArgument, FailedPrecondition: there is no plan for the rank.
         """
         plan = self._plan_of(info.rank)
         self._check_free(info)
@@ -45,34 +47,34 @@ class WorkerRoster:
         """Keep the lease.
 
         Raises:
-            WorkerExists: another worker took the rank.
-            NotFound: the worker is not known, or no longer.
+            WorkerExists: another worker holds the rank.
+            NotFound: the worker is not registered, or its lease expired.
         """
         self._check_free(info)
         if info.rank not in self._members:
-            raise NotFound(f"the worker of rank {info.rank} is not known", field="worker", remedy="register it again")
+            raise NotFound(f"no worker is registered for rank {info.rank}", field="worker", remedy="register it again")
         self._keep(info)
 
     def leave(self, worker_id: int) -> None:
-        """Forget a worker; nothing when it is not known."""
+        """Remove a worker; does nothing when it is not registered."""
         self._members = {rank: one for rank, one in self._members.items() if one.info.worker_id != worker_id}
 
     def extend_leases(self, late_ns: int) -> None:
-        """Let every lease end so much later."""
+        """Extend every lease by this much."""
         for member in self._members.values():
             member.deadline_ns += late_ns
 
     def alive(self) -> list[WorkerInfo]:
-        """Workers that are not silent, by rank."""
+        """Workers whose lease is valid, by rank."""
         self._forget_silent()
         return [self._members[rank].info for rank in sorted(self._members)]
 
     def _plan_of(self, rank: int) -> RankPlan:
         if not self._plans:
             raise NoPlan(
-                "the replica was registered by explicit groups",
+                "the replica was registered with explicit groups",
                 field="replica",
-                remedy="register it by a model or by layers, so that its memory is planned",
+                remedy="register it by model or by layers, so that its memory is planned",
             )
         if not 0 <= rank < self._num_ranks:
             raise InvalidArgument(
@@ -94,7 +96,7 @@ class WorkerRoster:
             raise WorkerExists(
                 f"rank {info.rank} has a worker, process {holder.info.pid} at {holder.info.address}",
                 field="worker.rank",
-                remedy="stop that one first, or wait for its lease",
+                remedy="stop that worker first, or wait until its lease expires",
                 metadata={"address": holder.info.address, "pid": str(holder.info.pid)},
             )
 

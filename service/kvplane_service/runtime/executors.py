@@ -1,7 +1,6 @@
-"""Threads for what blocks or takes long: each resource has a few of its own, so that none waits for another one.
+"""Threads for blocking or long calls. Each resource has its own, so that a resource that hangs delays no other one.
 
-The threads are daemons, and end when they have had nothing to do for a while: a call that hangs keeps neither its
-neighbours nor the end of the process waiting.
+The threads are daemons and exit when idle, so that a call that hangs does not delay the exit of the process.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvplane.base.errors import Unavailable
 
-_MAX_WAITING = 1024  # as many as a service has replicas by default: all may come at once after a restart
+_MAX_WAITING = 1024  # the default of max_replicas: after a restart all may call at once
 _IDLE_S = 10.0
 _SWITCH_S = 0.001
 
@@ -24,35 +23,35 @@ _T = TypeVar("_T")
 
 
 class Busy(Unavailable):
-    """Too many calls wait for a part of the service, which is named. Clients try again by themselves."""
+    """Too many calls wait for a resource of the service, which the message names. Clients retry automatically."""
 
     reason = "BUSY"
 
 
 def share_interpreter() -> None:
-    """For a whole process: a thread that works lets the event loop in after a millisecond, in place of five."""
+    """Let the event loop preempt a working thread after 1 ms instead of 5 ms. Affects the whole process."""
     sys.setswitchinterval(_SWITCH_S)
 
 
 class Offload(Protocol):
-    """Runs a blocking call beside the event loop."""
+    """Runs a blocking call on a thread."""
 
     def __call__(self, call: Callable[[], _T], /) -> Awaitable[_T]:
-        """Its outcome."""
+        """The result of the call, or its exception."""
         ...
 
 
 class Executor:
-    """Implements Offload for one resource. Create it anywhere; call it on an event loop."""
+    """Implements Offload for one resource. Can be created outside of an event loop; call it on one."""
 
     def __init__(self, resource: str, threads: int = 1, max_waiting: int = _MAX_WAITING) -> None:
-        """`threads` calls run at a time, and `max_waiting` more wait."""
+        """At most `threads` calls run and `max_waiting` more wait."""
         self._resource = resource
         self._most = threads + max_waiting
         self._threads = _Threads(f"kvplane {resource}", threads)
 
     async def __call__(self, call: Callable[[], _T], /) -> _T:
-        """The outcome of the call. A caller that is cancelled leaves a call that runs already to its thread.
+        """The result of the call, or its exception. Cancelling the caller does not stop a call that already runs.
 
         Raises:
             Busy: too many calls wait.
@@ -60,13 +59,13 @@ class Executor:
         pending = self._threads.pending
         if pending >= self._most:
             raise Busy(
-                f"{pending} calls wait for {self._resource}", remedy="try again in a moment, with fewer calls at a time"
+                f"{pending} calls wait for {self._resource}", remedy="retry with fewer concurrent calls"
             )
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 class _Threads(futures.Executor):
-    """As ThreadPoolExecutor, but the interpreter does not wait for the threads when it ends.
+    """As ThreadPoolExecutor, but the interpreter does not join the threads at exit.
 
     Attributes:
         pending: calls that run or wait.
@@ -96,7 +95,7 @@ class _Threads(futures.Executor):
             pass
 
     def _run_next(self) -> bool:
-        """Run one call; False when there was none for a while, and this thread shall end."""
+        """Run one call. Returns False when the thread has been idle long enough to exit."""
         try:
             future, call = self._calls.get(timeout=_IDLE_S)
         except Empty:
@@ -107,7 +106,7 @@ class _Threads(futures.Executor):
         try:
             if future.set_running_or_notify_cancel():
                 future.set_result(call())
-        except BaseException as error:  # the caller's to judge, as with any executor
+        except BaseException as error:  # raised in the caller, as with every executor
             future.set_exception(error)
         finally:
             with self._lock:

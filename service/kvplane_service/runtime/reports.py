@@ -1,4 +1,4 @@
-"""States that one room reports and another shows."""
+"""States that one room reports and another displays."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from enum import Enum
 
 
 class StoreState(Enum):
-    """How the durable side is."""
+    """State of the store connection."""
 
-    OFF = "off"  # none is configured
+    OFF = "off"  # no store is configured
     OK = "ok"
     CATCHING_UP = "catching up"  # a resync is under way
-    DEGRADED = "degraded"  # the store is away, or more changes wait than may
+    DEGRADED = "degraded"  # the store is unavailable, or the backlog exceeds its limits
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """What operators see.
+    """State of the store as operators see it.
 
     Attributes:
-        lag_entries, lag_ms: changes that wait, and for how long the oldest has.
-        resync_left: blocks that must still be gone through.
-        failures: calls of the store that failed, since the start.
-        problem: the last failure, "" when the last call went well.
+        lag_entries, lag_ms: number of unwritten changes, and age of the oldest one.
+        resync_left: blocks that a resync has still to process.
+        failures: failed store calls since the start.
+        problem: the last failure, "" when the last call succeeded.
     """
 
     state: StoreState

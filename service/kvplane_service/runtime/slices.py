@@ -1,6 +1,6 @@
-"""Long work on the event loop: in slices, so that others go on meanwhile, and for one at a time.
+"""Long work on the event loop: in slices, so that other tasks run in between, and for one caller at a time.
 
-A thread would be no better where the work is Python's own: it keeps the interpreter for five milliseconds at a time.
+A thread is no alternative for pure Python work: it holds the interpreter for several milliseconds at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 async def in_slices(work: Iterable[_T]) -> AsyncIterator[_T]:
-    """The items; whoever takes long for some of them leaves others as much time as it takes."""
+    """Yield the items. After each SLICE_S of work, sleep as long, so that other tasks of the event loop run."""
     ends_s = time.monotonic() + SLICE_S
     for item in work:
         yield item
@@ -29,7 +29,7 @@ async def in_slices(work: Iterable[_T]) -> AsyncIterator[_T]:
 
 
 class Turns:
-    """Lets one in at a time, and some wait."""
+    """A lock with a bounded number of waiting callers."""
 
     def __init__(self, resource: str, max_waiting: int) -> None:
         self._resource = resource
@@ -39,9 +39,10 @@ class Turns:
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[None]:
-        """Wait for the turn. Raises Busy when too many wait."""
+        """Wait for the lock and hold it. Raises Busy when too many callers wait."""
         if self._pending > self._max_waiting:
-            raise Busy(f"{self._max_waiting} calls wait for {self._resource}", remedy="try again in a moment")
+            what = f"{self._max_waiting} calls wait for {self._resource}"
+            raise Busy(what, remedy="retry with fewer concurrent calls")
         self._pending += 1
         try:
             async with self._lock:

@@ -1,7 +1,7 @@
-"""The metrics of a service in Prometheus' terms, read when they are scraped.
+"""The metrics of a service as Prometheus families, read at each scrape.
 
-Every value is a number that the core or a tally keeps anyway; nothing is scanned. Labels are bounded: replicas that are
-registered now, kinds of groups, states, reasons. Never a request, a hash or a token.
+Every value is a counter that the core or a tally maintains; nothing is scanned. Labels are bounded: registered
+replicas, kinds of groups, states, reasons; never a request, a hash or a token.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from kvplane_service.telemetry.holds import BOUNDS_S, Holds
 _NS = 1e-9
 _MAX_STEPS_EXPONENT = 20  # of histograms in steps; longer spans count in the last bucket
 
-Values = Iterable[tuple[tuple[str, ...], float]]  # label values behind the replica's name, value
+Values = Iterable[tuple[tuple[str, ...], float]]  # label values after the replica's name, value
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A counter or gauge with values of each replica."""
+    """A counter or gauge with values per replica."""
 
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
@@ -41,7 +41,7 @@ class Family:
     read: Callable[[ReplicaHost], Values]
 
     def collect(self, hosts: Sequence[ReplicaHost]) -> Metric:
-        """The values now."""
+        """The current values."""
         family = self.kind(self.name, self.help, labels=("replica", *self.labels))
         for host in hosts:
             for labels, value in self.read(host):
@@ -106,15 +106,19 @@ _FAMILIES = (
     ),
     _counter(
         "kvplane_unaligned_chunks",
-        "Chunks that ended inside a state block: no row of their step could hold one.",
+        "Chunks that ended inside a state block, because no row of their step could hold a whole one.",
         lambda host: host.replica.counters.unaligned_chunks,
     ),
     _counter(
         "kvplane_starved_chunks",
-        "Rows that got nothing, as 64 rows of their request before: others left less than a state block.",
+        "Rows granted nothing after 64 such rows of a request: the others left less than a state block.",
         lambda host: host.replica.counters.starved_chunks,
     ),
-    _counter("kvplane_prefix_hit_tokens", "Of these, tokens hit.", lambda host: host.replica.counters.hit_tokens),
+    _counter(
+        "kvplane_prefix_hit_tokens",
+        "Tokens of these that hit the prefix cache.",
+        lambda host: host.replica.counters.hit_tokens,
+    ),
     Family(
         CounterMetricFamily,
         "kvplane_group_queried_tokens",
@@ -139,7 +143,7 @@ _FAMILIES = (
     Family(
         CounterMetricFamily,
         "kvplane_removed_keys",
-        "Keys that left their block.",
+        "Keys removed from their block.",
         ("reason",),
         lambda host: [((name,), host.tally.removals[reason]) for reason, name in REMOVALS.items()],
     ),
@@ -158,29 +162,29 @@ _FAMILIES = (
         lambda host: [((name,), host.tally.refusals[status]) for status, name in REFUSALS.items()],
     ),
     _counter("kvplane_lives", "Engine lives begun by sessions.", lambda host: host.tally.lives),
-    _counter("kvplane_lapses", "Leases that lapsed.", lambda host: host.events.num_withdrawals),
+    _counter("kvplane_lapses", "Session leases that lapsed.", lambda host: host.events.num_withdrawals),
     Family(
         GaugeMetricFamily,
         "kvplane_lease_left_seconds",
-        "Until the replica's session counts as gone; absent without a session.",
+        "Seconds until the lease of the replica's session expires; absent without a session.",
         (),
         lambda host: [] if host.lease_left_ns is None else [((), host.lease_left_ns * _NS)],
     ),
-    _counter("kvplane_event_batches", "Batches of cache events shown.", lambda host: host.events.last_seq),
-    _gauge("kvplane_event_subscribers", "Who follows the events.", lambda host: host.events.num_subscribers),
-    _gauge("kvplane_decisions", "Decisions kept for explanations.", lambda host: len(host.decisions)),
-    _counter("kvplane_lost_decisions", "Decisions no longer kept.", lambda host: host.decisions.num_lost),
+    _counter("kvplane_event_batches", "Batches of cache events published.", lambda host: host.events.last_seq),
+    _gauge("kvplane_event_subscribers", "Subscribers of the events.", lambda host: host.events.num_subscribers),
+    _gauge("kvplane_decisions", "Entries kept in the decision log.", lambda host: len(host.decisions)),
+    _counter("kvplane_lost_decisions", "Entries dropped from the decision log.", lambda host: host.decisions.num_lost),
     Family(
         GaugeMetricFamily,
         "kvplane_log_bytes",
-        "Bytes of the budget that a log uses.",
+        "Bytes of the log budget in use.",
         ("log",),
         lambda host: [(("decisions",), host.decisions.num_bytes), (("events",), host.events.num_bytes)],
     ),
     Family(
         CounterMetricFamily,
         "kvplane_lost_log_bytes",
-        "Bytes of entries that a log no longer keeps.",
+        "Bytes of entries dropped from a log.",
         ("log",),
         lambda host: [(("decisions",), host.decisions.lost_bytes), (("events",), host.events.lost_bytes)],
     ),
@@ -193,7 +197,7 @@ def _no_store(_: Entry) -> StoreReport:
 
 _HISTOGRAMS_IN_STEPS = (
     ("evicted_idle", "idle_before_evict", "Steps between the last use of a block and the eviction of its key."),
-    ("block_lifetime", "lifetime", "Steps between two times that a block is handed out."),
+    ("block_lifetime", "lifetime", "Steps between two allocations of a block."),
     ("block_reuse", "reuse_gap", "Steps between two uses of a cached block."),
 )
 
@@ -202,9 +206,9 @@ class ServiceCollector(Collector):
     """All metrics of one service process. Collect on the event loop: the state must not change meanwhile.
 
     Args:
-        registry: its replicas.
-        report: how the durable side of a replica is.
-        holds: of the event loop.
+        registry: the replicas.
+        report: state of the store for a replica.
+        holds: measured delays of the event loop.
     """
 
     def __init__(
@@ -223,9 +227,9 @@ class ServiceCollector(Collector):
         yield from self._of(list(self._registry))
 
     def parts(self) -> Iterator[list[Metric]]:
-        """The same in parts: all families, with what concerns the service; then those that a replica has, for each.
+        """The same in parts: first all families with the values of the service, then those of each replica.
 
-        Others may go on between two parts: what is said of a replica is of one moment.
+        Other tasks may run between two parts; the values of one replica are consistent.
         """
         entries = list(self._registry)
         yield [*self._of_service(), *self._of([])]
@@ -236,12 +240,12 @@ class ServiceCollector(Collector):
         yield _build_info()
         yield _states([entry.host for entry in self._registry])
         yield _held(self._holds)
-        budget = GaugeMetricFamily("kvplane_log_budget_bytes", "Bytes that all logs may use together.", labels=())
+        budget = GaugeMetricFamily("kvplane_log_budget_bytes", "Memory budget of all logs together.", labels=())
         budget.add_metric((), self._registry.logs.max_bytes)
         yield budget
 
     def _of(self, entries: Sequence[Entry]) -> Iterator[Metric]:
-        """Families of replicas, with these."""
+        """The families of replicas, with the values of these."""
         hosts = [entry.host for entry in entries]
         for family in _FAMILIES:
             yield family.collect(hosts)
@@ -256,14 +260,14 @@ class ServiceCollector(Collector):
 
 
 def _build_info() -> Metric:
-    family = GaugeMetricFamily("kvplane_build_info", "Always 1; what runs.", labels=("version",))
+    family = GaugeMetricFamily("kvplane_build_info", "Always 1; the version is a label.", labels=("version",))
     family.add_metric((version("kvplane"),), 1)
     return family
 
 
 def _held(holds: Holds) -> Metric:
     family = HistogramMetricFamily(
-        "kvplane_loop_held_seconds", "For how long at a time nothing could be answered, sampled.", labels=()
+        "kvplane_loop_held_seconds", "How long the event loop was blocked at a time, sampled.", labels=()
     )
     bounds = [*map(str, BOUNDS_S), "+Inf"]
     family.add_metric((), list(zip(bounds, map(float, accumulate(holds.counts)), strict=True)), holds.sum_s)
@@ -271,7 +275,7 @@ def _held(holds: Holds) -> Metric:
 
 
 def _states(hosts: Sequence[ReplicaHost]) -> Metric:
-    family = GaugeMetricFamily("kvplane_replicas", "Registered replicas by who may write.", labels=("state",))
+    family = GaugeMetricFamily("kvplane_replicas", "Registered replicas by state.", labels=("state",))
     states = [host.state for host in hosts]
     for state in ReplicaState:
         family.add_metric((state.value,), states.count(state))
@@ -279,10 +283,10 @@ def _states(hosts: Sequence[ReplicaHost]) -> Metric:
 
 
 def _store(reports: Sequence[tuple[str, StoreReport]]) -> Iterator[Metric]:
-    """Of replicas that have a durable side."""
-    lag = GaugeMetricFamily("kvplane_store_lag_entries", "Changes that wait to be stored.", labels=("replica",))
-    age = GaugeMetricFamily("kvplane_store_lag_seconds", "For how long the oldest has waited.", labels=("replica",))
-    failures = CounterMetricFamily("kvplane_store_failures", "Calls of the store that failed.", labels=("replica",))
+    """The state of the store, for replicas that have one."""
+    lag = GaugeMetricFamily("kvplane_store_lag_entries", "Changes not written to the store yet.", labels=("replica",))
+    age = GaugeMetricFamily("kvplane_store_lag_seconds", "Age of the oldest unwritten change.", labels=("replica",))
+    failures = CounterMetricFamily("kvplane_store_failures", "Failed store calls.", labels=("replica",))
     for name, report in reports:
         if report.state is not StoreState.OFF:
             lag.add_metric((name,), report.lag_entries)

@@ -1,4 +1,4 @@
-"""How long the event loop was held at a time. Whoever is served by this process waits as long."""
+"""Measure how long the event loop is blocked at a time. Every client of this process waits as long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class Holds:
-    """Histogram of how late a timer comes that is set a hundred times a second.
+    """Histogram of the delay of a timer that fires a hundred times per second.
 
     Attributes:
         counts: by bucket, not cumulative; one more than there are bounds.
@@ -29,19 +29,19 @@ class Holds:
         self.sum_s = 0.0
 
     def add(self, late_s: float) -> None:
-        """A timer came so late."""
+        """Count a delay."""
         self.counts[bisect_left(BOUNDS_S, late_s)] += 1
         self.sum_s += max(0.0, late_s)
 
     async def watch(self) -> None:
-        """Measure until cancelled; the log says what ran when it was held for long."""
+        """Measure until cancelled. The log names the function that blocked the loop for long."""
         monitor = LoopMonitor(threading.get_ident())
         monitor.start()
         try:
             while True:
                 monitor.back_s = began_s = time.monotonic()
                 await asyncio.sleep(_PAUSE_S)
-                away_s = time.monotonic() - began_s  # as the monitor counts: what it saw is logged
+                away_s = time.monotonic() - began_s  # as the monitor counts, so that every logged hold has a cause
                 self.add(away_s - _PAUSE_S)
                 if away_s > _LONG_S:
                     _log.warning("the event loop was held for %.2f s: %s", away_s, monitor.take())
@@ -50,32 +50,32 @@ class Holds:
 
 
 class LoopMonitor:
-    """A thread that looks what another one does when that has not come back for long.
+    """A thread that samples the stack of the event loop's thread when that has been busy for long.
 
     Attributes:
-        back_s: when it was back, by time.monotonic.
-        seen: what of ours it did at the last look.
+        back_s: when the loop last ran its timer, by time.monotonic.
+        seen: functions of the service in the last sample.
     """
 
     def __init__(self, thread: int) -> None:
-        """`thread`: its identifier."""
+        """`thread`: identifier of the event loop's thread."""
         self.back_s = time.monotonic()
         self.seen = ""
         self._watched = thread
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start sampling."""
         threading.Thread(target=self._run, name="kvplane loop holds", daemon=True).start()
 
     def end(self) -> None:
-        """Look no longer."""
+        """Stop sampling."""
         self._ended.set()
 
     def take(self) -> str:
-        """What was seen, once."""
+        """The last sample, which is cleared."""
         seen, self.seen = self.seen, ""
-        return seen or "by the machine, or by what is not ours"
+        return seen or "by the machine, or by code outside of kvplane_service"
 
     def _run(self) -> None:
         while not self._ended.wait(_LONG_S / 2):
@@ -84,7 +84,7 @@ class LoopMonitor:
 
 
 def _describe(frame: FrameType | None) -> str:
-    """Our outermost function that the event loop called, and our innermost; "" when none of ours runs."""
+    """The outermost and the innermost function of the service on the stack; "" when there is none."""
     ours = []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

@@ -1,7 +1,7 @@
-"""The port that Prometheus scrapes: GET /metrics, in Prometheus' text format or, when asked, OpenMetrics.
+"""The endpoint that Prometheus scrapes: GET /metrics, in the text format of Prometheus or, on request, OpenMetrics.
 
-On the service's own event loop, since a scrape must see the state between two steps; replica by replica, so that
-steps go on meanwhile. A thread would take the interpreter from them for as long.
+It runs on the service's event loop, because a scrape must see the state between two steps, and replica by replica, so
+that steps are served in between. A thread would hold the interpreter for as long.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, address: str) -> str:
-        """Begin to serve on host:port; returns the address, with the port that was chosen for port 0.
+        """Start serving on host:port. Returns the address, with the selected port for port 0.
 
-        Raises Unavailable naming `metrics_listen` when it is taken.
+        Raises Unavailable naming `metrics_listen` when the address is in use.
         """
         host, _, port = address.rpartition(":")
         try:
@@ -50,12 +50,12 @@ class MetricsServer:
             raise Unavailable(
                 f"cannot serve metrics on {address}: {error.strerror or error}",
                 field="metrics_listen",
-                remedy="choose another with --metrics; port 0 takes a free one, an empty one serves none",
+                remedy="choose another address with --metrics; port 0 is a free one, an empty address disables metrics",
             ) from None
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Serve no longer."""
+        """Stop serving."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -70,7 +70,7 @@ class MetricsServer:
         except asyncio.LimitOverrunError:
             writer.writelines(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            writer.transport.abort()  # the client is slow or gone, and nothing is kept for it
+            writer.transport.abort()  # the client is slow or gone: keep nothing for it
         finally:
             writer.close()
 
@@ -90,7 +90,7 @@ class MetricsServer:
         return _response(HTTPStatus.OK, body if method == "GET" else [], content_type)
 
     async def _page(self, encode: Encode) -> list[bytes]:
-        """The text of each family, made in slices of the event loop's time."""
+        """The text of each family, built in slices."""
         texts: dict[str, list[bytes]] = {}
         async for part in in_slices(self._collector.parts()):
             for metric in part:
@@ -101,11 +101,11 @@ class MetricsServer:
         for of_family in texts.values():
             pieces.append(b"".join(of_family))
             await asyncio.sleep(0)
-        return [*pieces, encode(_One())]  # the end of the page, where its format has one
+        return [*pieces, encode(_One())]  # the end of the page, if its format has one
 
 
 class _One(CollectorRegistry):
-    """At most one family, in place of all that are registered."""
+    """A registry of the given families only."""
 
     def __init__(self, *families: Metric) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class _One(CollectorRegistry):
 
 
 def _without_header(text: bytes) -> bytes:
-    """The samples of a family's text."""
+    """The text of a family without its header lines."""
     while text.startswith(b"# "):
         text = text[text.index(b"\n") + 1 :]
     return text

@@ -1,7 +1,7 @@
 """The operations of a step in one attribute of its span: `kvplane.v1.Decision`, deflated, in base64.
 
-Without hashes, tokens, extra keys, tables, orders and events: what was asked for, and what was decided.
-`kvplane decode` turns it back into rows.
+It has the requested and the granted amounts, without hashes, tokens, extra keys, tables, orders and events.
+`kvplane decode` converts it back into rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvplane_service.decisions.log import Decision
 
 MAX_PACKED_CHARS = 32 << 10
 _MAX_UNPACKED_BYTES = 16 << 20
-_LEVEL = 1  # of deflate: speed, for it is done while an engine waits
+_LEVEL = 1  # of deflate: the fastest, because an engine may be waiting
 
 
 def pack(decision: Decision) -> str:
@@ -36,14 +36,14 @@ def pack(decision: Decision) -> str:
 
 
 def unpack(text: str) -> tuple[Step, StepResult]:
-    """What was packed. Raises InvalidArgument for anything else."""
+    """The packed step and result. Raises InvalidArgument for any other text."""
     try:
         inflater = zlib.decompressobj()
         raw = inflater.decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED_BYTES)
         message = Message.FromString(raw)
     except (binascii.Error, zlib.error, DecodeError, ValueError) as error:
         raise InvalidArgument(
-            f"these are no packed operations: {error}", remedy="give the attribute kvcache.ops of a span as it is"
+            f"not the operations of a step: {error}", remedy="pass the unchanged attribute kvcache.ops of a span"
         ) from None
     return wire.decode_step(message.step, 0), wire.decode_result(message.result)
 

@@ -1,9 +1,8 @@
-"""Whether there are traces, and which steps and calls are traced: decided before the tracing library is touched, so
-that the others cost nothing.
+"""Sampling of traces, decided before the tracing library is called, so that untraced steps cost nothing.
 
-By the standard variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG. One default differs from the standard, which
-would trace everything that comes without a context: of those, one in a hundred is traced here, since an engine may send
-hundreds of steps a second.
+Configured by the standard variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG. One default differs from the
+standard, which traces everything that arrives without a context: here one in a hundred of those is traced, because an
+engine may send hundreds of steps per second.
 """
 
 from __future__ import annotations
@@ -22,28 +21,28 @@ _PARENT = "parentbased_"
 
 
 def is_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether the environment turns traces on. Raises InvalidArgument for an exporter that is not there."""
+    """Whether the environment enables traces. Raises InvalidArgument for an unsupported exporter."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     exporter = environment.get("OTEL_TRACES_EXPORTER", "")
     if exporter not in ("", "none", "otlp"):
-        raise InvalidArgument(f"{exporter!r} is not here", field="OTEL_TRACES_EXPORTER", remedy="use otlp or none")
+        raise InvalidArgument(f"{exporter!r} is unsupported", field="OTEL_TRACES_EXPORTER", remedy="use otlp or none")
     wanted = exporter == "otlp" or (not exporter and any(environment.get(name) for name in _ENDPOINTS))
     protocol = next((name for name in _PROTOCOLS if environment.get(name, "grpc") != "grpc"), None)
     if wanted and protocol is not None:
         raise InvalidArgument(
-            f"{environment[protocol]!r} is not here",
+            f"{environment[protocol]!r} is unsupported",
             field=protocol,
-            remedy="use grpc, and the collector's port for it (4317)",
+            remedy="use grpc and the collector's port for it (4317)",
         )
     return wanted
 
 
 class Sampling:
-    """Follows the sampled flag of a context, where that is asked for; else takes evenly spaced ones.
+    """Samples by the flag of the parent context if so configured, and evenly spaced otherwise.
 
     Args:
-        by_parent: whether a context decides.
+        by_parent: whether the sampled flag of a context decides.
         ratio: 0 to 1, of what has no context (of everything unless by_parent).
     """
 
@@ -54,7 +53,7 @@ class Sampling:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Sampling:
-        """Raises InvalidArgument naming the variable that holds nonsense."""
+        """The sampling of an environment. Raises InvalidArgument naming the invalid variable."""
         name = environment.get("OTEL_TRACES_SAMPLER") or _DEFAULT
         inner = name.removeprefix(_PARENT)
         if inner not in _RATIO_OF:
@@ -64,7 +63,7 @@ class Sampling:
         return cls(name != inner, _ratio(environment) if ratio is None else ratio)
 
     def takes(self, traceparent: str) -> bool:
-        """Whether to trace what came with this context ("" = none)."""
+        """Whether to trace a call or step with this context ("" = none)."""
         if traceparent and self._by_parent:
             return is_sampled(traceparent)
         self._due += self._ratio
@@ -81,5 +80,5 @@ def _ratio(environment: Mapping[str, str]) -> float:
     except ValueError:
         ratio = -1.0
     if not 0.0 <= ratio <= 1.0:
-        raise InvalidArgument(f"{text!r} is no ratio", field="OTEL_TRACES_SAMPLER_ARG", remedy="give 0 to 1")
+        raise InvalidArgument(f"{text!r} is not a ratio", field="OTEL_TRACES_SAMPLER_ARG", remedy="give 0 to 1")
     return ratio

@@ -1,8 +1,8 @@
 """Traces of allocations by OpenTelemetry: one span per step, and one per admission in the trace of its request.
 
 Configured by the standard variables: on when OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set or
-OTEL_TRACES_EXPORTER is "otlp". Spans are made from the decision log once a step was answered, so they hold what it
-holds: hashes of nothing, tokens of nobody. docs/tracing.md says what each attribute means.
+OTEL_TRACES_EXPORTER is "otlp". Spans are built from the decision log after a step was answered, so they contain neither
+hashes nor tokens. docs/tracing.md describes the attributes.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ class Tracing:
     """The tracer of this process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Raises InvalidArgument for a sampler that is not known. The exporter reads the environment itself."""
+        """The exporter reads the environment itself. Raises InvalidArgument for an unknown sampler."""
         self.sampling = Sampling.of(environment)
-        # What cannot be delivered is told once, below; the library would say it with every batch.
+        # Failed deliveries are logged once, below; the library would log every batch.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
         resource = Resource.create({"service.name": environment.get("OTEL_SERVICE_NAME") or "kvplane"})
         self._provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OutspokenExporter(OTLPSpanExporter())))
+        self._provider.add_span_processor(BatchSpanProcessor(LoggingExporter(OTLPSpanExporter())))
         self.tracer = self._provider.get_tracer("kvplane", version("kvplane"))
 
     def follower(self, replica: str) -> Callable[[Entry], None]:
-        """What traces the decisions of this replica; for its decision log."""
+        """A follower of the decision log of this replica that traces its decisions."""
         return StepTracer(self, replica).add
 
     def flush(self) -> None:
-        """Deliver what is there; blocks."""
+        """Deliver pending spans; blocks."""
         self._provider.force_flush()
 
     def shutdown(self) -> None:
-        """Deliver what is there and end; blocks, at most as long as the exporter's time-out."""
+        """Deliver pending spans and shut down; blocks for the exporter's timeout at most."""
         self._provider.shutdown()
 
 
-class OutspokenExporter(SpanExporter):
-    """Says when spans begin to get lost and when they arrive again, and nothing in between."""
+class LoggingExporter(SpanExporter):
+    """Logs the first failed delivery and the recovery, not every failure in between."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
@@ -71,9 +71,9 @@ class OutspokenExporter(SpanExporter):
         result = self._inner.export(spans)
         fails = result is not SpanExportResult.SUCCESS
         if fails and not self._fails:
-            _log.warning("traces do not reach the collector and are dropped; the service goes on")
+            _log.warning("the trace collector is unreachable: traces are dropped until it recovers")
         elif self._fails and not fails:
-            _log.info("traces reach the collector again")
+            _log.info("the trace collector is reachable again")
         self._fails = fails
         return result
 
@@ -87,7 +87,7 @@ class OutspokenExporter(SpanExporter):
 
 
 class StepTracer:
-    """Follows the decision log of one replica."""
+    """Traces the decision log of one replica."""
 
     def __init__(self, tracing: Tracing, replica: str) -> None:
         self._takes = tracing.sampling.takes
@@ -96,7 +96,7 @@ class StepTracer:
         self._requests: dict[int, str] = {}  # sampled contexts by slot
 
     def add(self, entry: Entry) -> None:
-        """Trace one entry, if it is to be traced."""
+        """Trace one entry if it is sampled."""
         if not isinstance(entry, Decision):
             self._requests.clear()
             return
@@ -147,7 +147,7 @@ class StepTracer:
         }
 
     def _contexts_of(self, decision: Decision) -> list[SpanContext]:
-        """Of the sampled requests that this step admits or refuses."""
+        """Contexts of the sampled requests that this step admits or refuses."""
         slots = (slot for part in decision.step.parts for slot in part.admit.slot)
         contexts = (_span_context(self._requests.get(slot, "")) for slot in slots)
         return [context for context in contexts if context is not None]
@@ -185,6 +185,6 @@ def _span_context(traceparent: str) -> SpanContext | None:
 
 
 def context_of(traceparent: str) -> Context | None:
-    """For a span that is its child; None without a well-formed context."""
+    """The parent context of a span; None when `traceparent` is malformed."""
     context = _span_context(traceparent)
     return None if context is None else set_span_in_context(NonRecordingSpan(context), Context())

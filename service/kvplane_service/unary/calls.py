@@ -35,7 +35,7 @@ class CallHeader:
     Attributes:
         at: the step that it belongs to.
         op_id: idempotency key chosen by the client, "" for none.
-        fingerprint: digest of the call's content; a repeated `op_id` must come with an equal one.
+        fingerprint: digest of the call's content; calls with equal `op_id` must have equal ones.
     """
 
     at: UnaryStep

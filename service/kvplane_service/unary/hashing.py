@@ -1,4 +1,4 @@
-"""From the tokens of unary calls to hashes: inline when short, beside the event loop when long."""
+"""Hash the tokens of unary calls: inline when short, on a thread when long."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvplane_service.runtime.executors import Executor
 
 @dataclass(frozen=True, slots=True)
 class Hashed:
-    """Hashes of the blocks that became full, and where the hashes stand now."""
+    """Hashes of the blocks that became full, and the state of the hash chain after them."""
 
     hashes: bytes
     tail: HashTail
 
 
 class ContentHasher:
-    """Hashes tokens within the limits of the configuration."""
+    """Hashes token ids within the limits of the configuration."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -36,10 +36,10 @@ class ContentHasher:
         tail: HashTail | None = None,
         field: str = "token_ids",
     ) -> Hashed:
-        """Hash tokens that follow `tail`.
+        """Hash tokens that follow `tail`, the state of the hash chain.
 
         Raises:
-            InvalidArgument: naming the token or extra key at fault.
+            InvalidArgument: names the token or extra key at fault.
             Busy: too many long contents wait to be hashed.
         """
         self._check_ids(tokens, field)

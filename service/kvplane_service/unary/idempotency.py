@@ -1,4 +1,4 @@
-"""Answers of the last unary calls by op_id, so that a repeat changes nothing."""
+"""Answers of recent unary calls by op_id, so that a retry changes nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MAX_OP_ID_CHARS = 128
 
 
 class OpWindow:
-    """The answers of the last `size` calls that had an op_id, fewer when they take more than `max_bytes`.
+    """The answers of the last `size` calls with an op_id, fewer when they take more than `max_bytes`.
 
-    The newest is always kept: a client that repeats its last call gets its answer, however long.
+    The newest is always kept, whatever its size, so that a client can always retry its last call.
     """
 
     def __init__(self, size: int, max_bytes: int) -> None:
@@ -22,11 +22,11 @@ class OpWindow:
         self._answers: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
 
     def find(self, op_id: str, fingerprint: bytes) -> bytes | None:
-        """The first answer to this op_id, None when it is new or empty.
+        """The stored answer of this op_id, None when it is new or empty.
 
         Raises:
             OpIdReused: the op_id was used with other content.
-            InvalidArgument: it is too long.
+            InvalidArgument: the op_id is too long.
         """
         if len(op_id) > MAX_OP_ID_CHARS:
             raise InvalidArgument(
@@ -44,7 +44,7 @@ class OpWindow:
         return known[1]
 
     def keep(self, op_id: str, fingerprint: bytes, answer: bytes) -> None:
-        """Keep an answer, in place of the oldest when the window is full; nothing for an empty op_id."""
+        """Store an answer, and drop the oldest ones when the window is full. Does nothing for an empty op_id."""
         if not op_id:
             return
         self._answers[op_id] = (fingerprint, answer)
@@ -54,6 +54,6 @@ class OpWindow:
             self._num_bytes -= len(oldest)
 
     def clear(self) -> None:
-        """Forget all answers: a new engine life has begun and they hold no longer."""
+        """Drop all answers: a new engine life has begun, in which they are invalid."""
         self._answers.clear()
         self._num_bytes = 0

@@ -1,4 +1,4 @@
-"""Requests of unary calls: names on the caller's side, slots on the core's."""
+"""Requests of unary calls: clients use names, the core uses slots."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 
 @dataclass(slots=True)
 class KnownRequest:
-    """One request of unary calls; what has become of it, the core knows.
+    """One request of unary calls. Its state is in the core.
 
     Attributes:
         slot: its number in the core.
-        tail: where its hashes stand; None when the caller gives hashes.
-        extra_keys: what else enters the hashes of its tokens.
+        tail: state of its hash chain; None when the client computes the hashes.
+        extra_keys: other inputs of its hashes.
     """
 
     name: str
@@ -27,7 +27,7 @@ class KnownRequest:
 
 
 class RequestBook:
-    """Known requests by name and by slot. Slots are dense: the lowest free one is used."""
+    """Known requests by name and by slot. The lowest free slot is used, so that slots stay dense."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -36,7 +36,7 @@ class RequestBook:
         self._free: list[int] = []
 
     def find(self, name: str) -> KnownRequest | None:
-        """The request of that name."""
+        """The request of that name, None when there is none."""
         return self._by_name.get(name)
 
     def get(self, name: str, field: str = "request_id") -> KnownRequest:
@@ -55,7 +55,7 @@ class RequestBook:
         return self._by_slot[slot].name
 
     def next_slot(self) -> int:
-        """The slot of the next new request; takes nothing. Raises LimitExceeded."""
+        """The slot that the next new request will get; changes nothing. Raises LimitExceeded."""
         if len(self._by_name) >= self._limit:
             raise LimitExceeded(
                 f"{self._limit} requests are known",
@@ -65,7 +65,7 @@ class RequestBook:
         return self._free[0] if self._free else len(self._by_slot)
 
     def add(self, request: KnownRequest) -> None:
-        """Enter a request with the slot of `next_slot`."""
+        """Add a request whose slot is `next_slot`."""
         assert request.name not in self._by_name, request
         if self._free:
             slot = heapq.heappop(self._free)
@@ -74,7 +74,7 @@ class RequestBook:
         self._by_slot[request.slot] = request
 
     def remove(self, request: KnownRequest) -> None:
-        """Forget a request; its slot is free."""
+        """Remove a request and free its slot."""
         del self._by_name[request.name]
         del self._by_slot[request.slot]
         heapq.heappush(self._free, request.slot)

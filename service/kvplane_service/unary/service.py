@@ -145,9 +145,7 @@ class UnaryCalls:
         return Appended(appended.num_tokens, hashes, self._count(hashes), was, tail)
 
     def allocate(self, at: UnaryStep, call: AllocateCall) -> Allocated:
-        """Give a request blocks; admits it first when it is not running. Raises as the contract's
-        AllocateSlots.
-        """
+        """Allocate blocks for a request, which is admitted first unless it is running. Raises as `do`."""
         self._begin(at)
         request = self._requested(call)
         part = Part(with_tables=True)
@@ -230,14 +228,14 @@ class UnaryCalls:
         self._follow_epoch()
 
     def _follow_epoch(self) -> None:
-        """A new engine life knows none of the old requests and answers."""
+        """Drop requests and answers of an engine life that has ended."""
         if self._epoch != self.host.epoch:
             self._epoch = self.host.epoch
             self._book = RequestBook(self._config.max_requests)
             self._ops.clear()
 
     def _requested(self, call: AllocateCall) -> KnownRequest:
-        """The request of a call; a new one is not entered yet."""
+        """The request of a call; a new one is not added to the book yet."""
         known = self._book.find(call.request_id)
         if known is None:
             if call.content is None:
@@ -262,7 +260,7 @@ class UnaryCalls:
         return KnownRequest(known.name, known.slot, call.content.tail, call.content.extra_keys)
 
     def _add_content(self, part: Part, request: KnownRequest, call: AllocateCall) -> None:
-        """What has to happen before the allocation: a new request, or facts about the old one."""
+        """Add what precedes the allocation: a new request, or facts about a known one."""
         if call.content is None:
             if call.computed != UNCHANGED or call.appended.num_tokens or call.appended.num_hashes:
                 part.facts = self._facts(request, call.computed, call.appended, UNCHANGED)
@@ -271,8 +269,8 @@ class UnaryCalls:
             wrong = "appended" if call.appended.num_tokens else "computed_tokens"
             raise InvalidArgument("a new request has none", field=wrong, remedy="put all tokens into content")
         if request.slot in self.host.replica.requests.loading:
-            return  # preempted under its load, which content does not end: deferred as without content
-        if self._book.find(request.name) is not None:  # waiting, and given anew
+            return  # preempted during its load, which continues: deferred, as without content
+        if self._book.find(request.name) is not None:  # waiting, and sent again
             part.facts = Facts(slot=[request.slot], end=[End.FREE])
         part.news = call.content.as_news(request.slot, request.name)
 
@@ -313,7 +311,7 @@ class UnaryCalls:
         replica = self.host.replica
         requests = replica.requests
         if not requests.running[slot]:
-            return AllocationStatus.REFUSED  # the victims did not suffice and it was one of them
+            return AllocationStatus.REFUSED  # preempted itself, because its victims did not suffice
         computed = requests.computed[slot]
         wanted = min(requests.num_tokens[slot] + call.extra - computed, call.cap, replica.spec.max_model_len - computed)
         if RowFlag.UNALIGNED not in call.flags:
