@@ -32,7 +32,7 @@ BROAD_EXCEPT_ALLOWED: dict[str, str] = {
     "clients/python/kvplane/sansio/driver.py": "what an action raises is raised again where the action was yielded",
     "service/kvplane_service/rpc/methods.py": "a bug in a handler is logged and ends its call with INTERNAL",
     "gpu_worker/kvplane_worker/ops/proof.py": "whatever a backend raises when it is tried is why it is not used",
-    "gpu_worker/kvplane_worker/grpc_server.py": "a bug in a handler is logged and ends its call with INTERNAL",
+    "gpu_worker/kvplane_worker/rpc/handlers.py": "a bug in a handler is logged and ends its call with INTERNAL",
 }
 
 WORKER_COMMAND = "gpu_worker/kvplane_worker/cli.py"

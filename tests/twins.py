@@ -579,7 +579,7 @@ TWINS: dict[str, Twin] = {
         (
             Patch("kvplane.rank:Rank.carry_out", carry_out_for_anyone),
             Patch("kvplane.base.stamp_table:StampTable.check_owner", accept_anyone),
-            Patch("kvplane_worker.writer:Writer.lend", lend_while_lent),
+            Patch("kvplane_worker.lending.writer:Writer.lend", lend_while_lent),
         ),
     ),
     "incarnation ignored": Twin(

@@ -7,24 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from google.protobuf.message import Message
 from torch import Tensor
 
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import StampTable
-from kvplane.blocking.client import Client
-from kvplane.rpc.channel import open_channel
-from kvplane.unary.calls import Answer, Call
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker import wire
-from kvplane_worker.holdings import Holdings
+from kvplane_worker.lending.holdings import Holdings
+from kvplane_worker.lending.rundir import read_token, run_dir_of
+from kvplane_worker.lending.writer import ProcessName
 from kvplane_worker.memory import SharedMemory
 from kvplane_worker.pages import PageBuffers
-from kvplane_worker.rundir import SOCKET, read_token
-from kvplane_worker.writer import ProcessName
-
-WORKER = "kvplane.v1.Worker"
-MAX_MESSAGE_BYTES = 1 << 30  # the stamps of 2^27 blocks
+from kvplane_worker.rpc import wire
+from kvplane_worker.rpc.client import WorkerClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,21 +106,3 @@ def _ask(where: str | Path, request: pb.AttachRequest) -> pb.AttachResponse:
     request.token = read_token(run_dir)
     with WorkerClient(run_dir) as worker:
         return worker.call("Attach", request, pb.AttachResponse)
-
-
-def run_dir_of(where: str | Path) -> Path:
-    """The worker's directory, from that or from its address."""
-    path = Path(str(where).removeprefix("unix:"))
-    return path.parent if path.name == SOCKET else path
-
-
-class WorkerClient(Client):
-    """Calls of kvplane.v1.Worker on the socket of a worker's directory; raises as Client does."""
-
-    def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
-        channel = open_channel(f"unix:{run_dir / SOCKET}", max_message_bytes=MAX_MESSAGE_BYTES)
-        super().__init__(channel, timeout_s=timeout_s, max_message_bytes=MAX_MESSAGE_BYTES)
-
-    def call(self, method: str, request: Message, answer_type: type[Answer]) -> Answer:
-        """One call, tried again when the worker cannot be reached."""
-        return self._do(Call(f"/{WORKER}/{method}", request, answer_type))

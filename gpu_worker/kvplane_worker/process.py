@@ -19,13 +19,14 @@ from kvplane.blocking.workers import WorkersClient
 from kvplane.rpc.access import PLAIN, Access
 from kvplane.rpc.channel import open_channel
 from kvplane.sansio.owners import Owners
-from kvplane_worker.holdings import Holdings
+from kvplane_worker.lending.holdings import Holdings
+from kvplane_worker.lending.rundir import RunDir, default_run_dir
 from kvplane_worker.memory import check_device, use_device
 from kvplane_worker.ops.interface import PAGE_OPERATIONS
 from kvplane_worker.ops.proof import prove_apart
 from kvplane_worker.ops.select import AUTO, choose
-from kvplane_worker.rundir import RunDir, default_run_dir
-from kvplane_worker.server import Post, WorkerServer, WorkerServicer
+from kvplane_worker.rpc.server import WorkerServer
+from kvplane_worker.rpc.servicer import Post, WorkerServicer
 
 RENEWALS_PER_LEASE = 3
 LOOK_S = 0.05  # how often a leaving worker looks whether the engine has exited

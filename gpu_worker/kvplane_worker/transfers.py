@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_worker.holdings import Holdings
+from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.ops.interface import PageOps
 
 MAX_BLOCKS_PER_CALL = 65536

@@ -111,11 +111,11 @@ class Process:
         raise Killed
 
     def has_exited(self) -> bool:
-        """See kvplane_worker.writer.Watched."""
+        """See kvplane_worker.lending.writer.Watched."""
         return not self.alive
 
     def close(self) -> None:
-        """See kvplane_worker.writer.Watched."""
+        """See kvplane_worker.lending.writer.Watched."""
 
     @property
     def paused(self) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from kvplane.base.errors import FailedPrecondition, KvplaneError, OtherWriter, SequenceError, Unavailable
 from kvplane.base.step import Orders
 from kvplane.rank import Rank
-from kvplane_worker.writer import ProcessName
+from kvplane_worker.lending.writer import ProcessName
 from tests.core.page_memory import Launch, WrongPage
 from tests.sim import history
 from tests.sim.workers import FragileMover

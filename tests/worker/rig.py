@@ -19,9 +19,9 @@ from kvplane.base.sources import LayerSource
 from kvplane.blocking.client import connect
 from kvplane.v1 import plan_pb2
 from kvplane_service.config import Config
+from kvplane_worker.lending.rundir import LOCK, RunDir, shared_prefix
 from kvplane_worker.memory.shared import SHM_FOLDER
 from kvplane_worker.process import WorkerOptions
-from kvplane_worker.rundir import LOCK, RunDir, shared_prefix
 from tests.core.planner_layers import full, named, window
 from tests.service.rig import Service, running
 from tests.worker import children

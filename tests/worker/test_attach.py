@@ -17,9 +17,10 @@ from kvplane.base.errors import (
     WrongPlan,
 )
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import Attached, WorkerClient, attach, read_stamps, run_dir_of
-from kvplane_worker.rundir import RunDir, read_token
-from kvplane_worker.writer import ProcessName, Writer
+from kvplane_worker.attach import Attached, attach, read_stamps
+from kvplane_worker.lending.rundir import RunDir, read_token, run_dir_of
+from kvplane_worker.lending.writer import ProcessName, Writer
+from kvplane_worker.rpc.client import WorkerClient
 from tests.worker.rig import BLOCKS, Child, World, open_files, refusal
 
 NOBODY = 65534

@@ -8,9 +8,10 @@ import pytest
 
 from kvplane.base.errors import InvalidArgument
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import WorkerClient, run_dir_of
+from kvplane_worker.lending.rundir import run_dir_of
 from kvplane_worker.ops.select import choose
 from kvplane_worker.process import WorkerProcess
+from kvplane_worker.rpc.client import WorkerClient
 from tests.worker.rig import World
 
 

@@ -21,11 +21,12 @@ from kvplane.base.worker import WorkerInfo, WorkerState
 from kvplane.v1 import plan_pb2
 from kvplane.v1 import worker_pb2 as pb
 from kvplane_service.core.planner import to_rank_plan
-from kvplane_worker.holdings import Holdings
+from kvplane_worker.lending.holdings import Holdings
+from kvplane_worker.lending.rundir import RunDir
+from kvplane_worker.lending.writer import ProcessName
 from kvplane_worker.ops.select import choose
-from kvplane_worker.rundir import RunDir
-from kvplane_worker.server import Post, WorkerServer, WorkerServicer
-from kvplane_worker.writer import ProcessName
+from kvplane_worker.rpc.server import WorkerServer
+from kvplane_worker.rpc.servicer import Post, WorkerServicer
 from tests.core.planner_layers import named, plan, state, window
 from tests.service.mutations import mutated
 from tests.worker.rig import LAYERS, World

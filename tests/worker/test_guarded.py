@@ -9,8 +9,8 @@ import pytest
 from kvplane import NotFound, connect
 from kvplane.base.sources import LayerSource
 from kvplane.rpc.access import Access
+from kvplane_worker.lending.rundir import shared_prefix
 from kvplane_worker.memory.shared import SHM_FOLDER
-from kvplane_worker.rundir import shared_prefix
 from tests.service.guarded import Guard
 from tests.service.rig import running
 from tests.worker import children

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from kvplane.v1 import plan_pb2
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker.attach import WorkerClient, run_dir_of
+from kvplane_worker.lending.rundir import run_dir_of
+from kvplane_worker.rpc.client import WorkerClient
 from tests.service.rig import until
 from tests.worker.rig import World, open_files
 

@@ -27,11 +27,13 @@ from kvplane.v1 import worker_pb2 as pb
 from kvplane.v1.allocation_pb2 import ListReplicasRequest
 from kvplane_service.config import Config
 from kvplane_worker import process as process_module
-from kvplane_worker.attach import WorkerClient, attach, run_dir_of
-from kvplane_worker.holdings import Holdings
+from kvplane_worker.attach import attach
+from kvplane_worker.lending.holdings import Holdings
+from kvplane_worker.lending.rundir import run_dir_of
 from kvplane_worker.ops import select
 from kvplane_worker.ops.proof import Proof
 from kvplane_worker.process import Stop, WorkerProcess
+from kvplane_worker.rpc.client import WorkerClient
 from tests.core.planner_layers import full, named
 from tests.service.rig import SPEC, running, until
 from tests.worker.rig import BLOCKS, World, refusal, world

@@ -1,4 +1,10 @@
-"""Memory that two processes of a host see: allocated by the worker, mapped by the engine."""
+"""How do two processes of a host share memory? A device and a size come in; mapped memory and its handle go out.
+
+handle  what another process needs to map the memory
+shared  files in /dev/shm, for CPU pages, stamps and staging
+cuda    allocations on a GPU, shared by CUDA IPC
+kinds   one interface over both
+"""
 
 from kvplane_worker.memory.handle import MemoryHandle, MemoryKind
 from kvplane_worker.memory.kinds import Memory, allocate_memory, check_device, free_bytes, open_memory, use_device

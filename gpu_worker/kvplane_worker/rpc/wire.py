@@ -10,7 +10,7 @@ from kvplane.base.rank_plan import RankPlan
 from kvplane.v1 import worker_pb2 as pb
 from kvplane.wire.columns import U32, pack, unpack
 from kvplane.wire.spec import decode_enum
-from kvplane_worker.holdings import Handles, Holdings
+from kvplane_worker.lending.holdings import Handles, Holdings
 from kvplane_worker.memory import MemoryHandle, MemoryKind
 from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from kvplane.base.errors import FailedPrecondition, OutOfMemory
 from kvplane.base.rank_plan import RankPlan
 from kvplane.base.stamp_table import HEADER_BYTES, STAMP_BYTES, StampTable, table_bytes
+from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.memory import Memory, SharedMemory, allocate_memory, free_bytes, open_memory
 from kvplane_worker.memory.handle import MemoryHandle
 from kvplane_worker.memory.shared import CPU
 from kvplane_worker.pages import PageBuffers
 from kvplane_worker.pages.buffers import allocation_bytes
-from kvplane_worker.rundir import RunDir
 
 PAGES, STAMPS, STAGING = "pages", "stamps", "staging"
 

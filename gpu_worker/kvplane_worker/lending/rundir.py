@@ -40,6 +40,12 @@ def default_run_dir(replica: str, rank: int) -> Path:
     return Path(home) / f"kvplane-{os.getuid()}" / f"{name}-{rank}"
 
 
+def run_dir_of(where: str | Path) -> Path:
+    """The worker's directory, from that or from its address."""
+    path = Path(str(where).removeprefix("unix:"))
+    return path.parent if path.name == SOCKET else path
+
+
 def shared_prefix(path: Path) -> str:
     """What the names of the shared memory of a directory's worker begin with."""
     name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]

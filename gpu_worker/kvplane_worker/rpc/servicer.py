@@ -1,34 +1,29 @@
-"""The service kvplane.v1.Worker on the worker's Unix socket, with gRPC health."""
+"""The methods of kvplane.v1.Worker."""
 
 from __future__ import annotations
 
 import hmac
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 
-import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvplane import wire as client_wire
 from kvplane.base.errors import LimitExceeded, PermissionDenied, Unavailable, WrongPlan
 from kvplane.base.worker import WorkerInfo
 from kvplane.v1 import worker_pb2 as pb
-from kvplane_worker import transfers, wire
-from kvplane_worker.grpc_server import service_handler
-from kvplane_worker.holdings import Holdings
-from kvplane_worker.memory import free_bytes, use_device
+from kvplane_worker import transfers
+from kvplane_worker.lending.holdings import Holdings
+from kvplane_worker.lending.writer import ProcessName, Writer
+from kvplane_worker.memory import free_bytes
 from kvplane_worker.ops.select import Choice
-from kvplane_worker.writer import ProcessName, Writer
+from kvplane_worker.rpc import wire
 
-MAX_MESSAGE_BYTES = 32 << 20
 MAX_THREADS = 8
 THREADS_FOR_CLAIMS = 2
-_WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
 
 
 @dataclass(slots=True)
@@ -182,34 +177,3 @@ class WorkerServicer:
             raise PermissionDenied(
                 "this is not the worker's token", field="token", remedy="send the content of its file 'token'"
             )
-
-
-class WorkerServer:
-    """Serves a servicer on the address of its post."""
-
-    def __init__(self, servicer: WorkerServicer, address: str) -> None:
-        """Listen; calls are answered after `start`."""
-        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
-        threads = ThreadPoolExecutor(MAX_THREADS, "kvplane-worker", use_device, (servicer.device,))
-        self._server = grpc.server(threads, options=options)
-        self._server.add_generic_rpc_handlers((service_handler(_WORKER, servicer),))
-        self._health = health.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        self._server.add_insecure_port(address)
-
-    def start(self) -> None:
-        """Begin to answer, and say so."""
-        self._server.start()
-        self._tell(health_pb2.HealthCheckResponse.SERVING)
-
-    def leaving(self) -> None:
-        """Send nothing new here."""
-        self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
-
-    def stop(self, grace_s: float) -> None:
-        """Stop; calls under way have so long."""
-        self._server.stop(grace_s).wait()
-
-    def _tell(self, status: int) -> None:
-        for name in ("", _WORKER.full_name):
-            self._health.set(name, status)

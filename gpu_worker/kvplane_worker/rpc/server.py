@@ -1,0 +1,47 @@
+"""A gRPC server of kvplane.v1.Worker on the worker's Unix socket, with gRPC health."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvplane.v1 import worker_pb2 as pb
+from kvplane_worker.memory import use_device
+from kvplane_worker.rpc.handlers import service_handler
+from kvplane_worker.rpc.servicer import MAX_THREADS, WorkerServicer
+
+MAX_MESSAGE_BYTES = 32 << 20
+_WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
+
+
+class WorkerServer:
+    """Serves a servicer on the address of its post."""
+
+    def __init__(self, servicer: WorkerServicer, address: str) -> None:
+        """Listen; calls are answered after `start`."""
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
+        threads = ThreadPoolExecutor(MAX_THREADS, "kvplane-worker", use_device, (servicer.device,))
+        self._server = grpc.server(threads, options=options)
+        self._server.add_generic_rpc_handlers((service_handler(_WORKER, servicer),))
+        self._health = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._server.add_insecure_port(address)
+
+    def start(self) -> None:
+        """Begin to answer, and say so."""
+        self._server.start()
+        self._tell(health_pb2.HealthCheckResponse.SERVING)
+
+    def leaving(self) -> None:
+        """Send nothing new here."""
+        self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def stop(self, grace_s: float) -> None:
+        """Stop; calls under way have so long."""
+        self._server.stop(grace_s).wait()
+
+    def _tell(self, status: int) -> None:
+        for name in ("", _WORKER.full_name):
+            self._health.set(name, status)
