@@ -1,4 +1,4 @@
-"""The engine's side: map the pages that a worker of this host holds."""
+"""The engine's side of a worker: map the pages that a worker on this host holds."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from kvplane_worker.rpc.client import WorkerClient
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The pages of a worker, mapped here: what is written on one side is read on the other.
+    """The pages of a worker, mapped into this process; both processes see each other's writes.
 
-    They stay with this process until it exits; `close` only unmaps them.
+    The worker lends the pages to this process until it exits. `close` unmaps them and does not return them.
     """
 
     holdings: Holdings
 
     @property
     def plan(self) -> RankPlan:
-        """What lies where."""
+        """Which layer's pages are at which offset."""
         return self.holdings.buffers.plan
 
     @property
     def buffers(self) -> PageBuffers:
-        """The pages."""
+        """Views of the pages, per layer."""
         return self.holdings.buffers
 
     @property
     def stamps(self) -> StampTable:
-        """Their stamp table."""
+        """The stamp table of the pages."""
         return self.holdings.stamps
 
     @property
@@ -51,7 +51,7 @@ class Attached:
         return self.holdings.staging
 
     def close(self) -> None:
-        """Unmap; no view may be used afterwards."""
+        """Unmap the memory. Views of it are invalid afterwards."""
         self.holdings.close()
 
     def __enter__(self) -> Attached:
@@ -64,18 +64,18 @@ class Attached:
 
 
 def attach(where: str | Path, plan_digest: str = "") -> Attached:
-    """Take the pages of a worker over for this process.
+    """Map the pages of a worker; this process becomes their only writer until it exits.
 
     Args:
-        where: the worker's directory, or its address as `DescribeReplica` shows it.
-        plan_digest: when given, of the plan that the pages must have.
+        where: the worker's directory, or its address as `DescribeReplica` returns it.
+        plan_digest: digest of the plan that the pages must have; "" = any.
 
     Raises:
-        OtherWriter: another process has them; `metadata["pid"]`.
+        OtherWriter: the pages are lent to another process, `metadata["pid"]`.
         PermissionDenied: the worker runs as another user.
         NotFound, Unavailable: no worker serves there.
         WrongPlan: the pages have another plan.
-        FailedPrecondition: the memory is damaged.
+        FailedPrecondition: stamps and pages belong to different incarnations: the memory is damaged.
     """
     name = ProcessName.of(os.getpid())
     answer = _ask(where, pb.AttachRequest(plan_digest=plan_digest, pid=name.pid, start_ticks=name.start_ticks))
@@ -83,19 +83,19 @@ def attach(where: str | Path, plan_digest: str = "") -> Attached:
 
 
 def read_stamps(where: str | Path) -> StampTable:
-    """Map the stamp table of a worker to read it, as a scheduler does whose ranks run in other processes.
+    """Map the stamp table of a worker read-only, for a scheduler whose ranks run in other processes.
 
-    A write raises TypeError. Raises NotFound, Unavailable and PermissionDenied as `attach`.
+    A write to the table raises TypeError. Raises NotFound, Unavailable and PermissionDenied as `attach`.
     """
     answer = _ask(where, pb.AttachRequest(stamps_only=True))
     return StampTable(SharedMemory.open(wire.decode_handle(answer.stamps), writable=False).view)
 
 
 def pages_under_transfer(where: str | Path) -> tuple[int, ...]:
-    """Blocks that a transfer through the worker writes now. Raises as `read_stamps`.
+    """Return the blocks that transfers of the worker are writing. Raises as `read_stamps`.
 
-    Where the service could not claim the worker, only the engine can ask: behind its own claim it waits until there
-    are none. No transfer of an earlier engine life begins behind a claim.
+    For an engine whose workers the service could not claim: after its own claim it polls until the result is empty.
+    That is safe because a worker starts no transfer of an earlier engine life after a claim.
     """
     with WorkerClient(run_dir_of(where)) as worker:
         return wire.decode_blocks(worker.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).busy)

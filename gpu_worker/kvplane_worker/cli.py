@@ -1,4 +1,4 @@
-"""`kvplane worker`. What is heavy (torch, gRPC) is imported inside, so that `kvplane --help` stays quick."""
+"""The command `kvplane worker`. It imports torch and gRPC inside the function, so that `kvplane --help` stays fast."""
 
 from __future__ import annotations
 
@@ -14,28 +14,37 @@ from kvplane.base.errors import NotFound
 
 def command(
     context: typer.Context,
-    service: Annotated[str, typer.Option(envvar="KVPLANE_SERVICE", help="Address of the service, or several: A,B.")],
-    replica: Annotated[str, typer.Option(help="Name of the replica, registered by a model or by layers.")],
-    rank: Annotated[int, typer.Option(help="Rank whose pages to hold.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu (shared memory) or cuda:N.")] = "cpu",
+    service: Annotated[
+        str, typer.Option(envvar="KVPLANE_SERVICE", help="Address of the kvplane service, or several: A,B.")
+    ],
+    replica: Annotated[str, typer.Option(help="Replica name; it must be registered from a model or a list of layers.")],
+    rank: Annotated[int, typer.Option(help="Rank whose pages this worker holds.")] = 0,
+    device: Annotated[str, typer.Option(help="Device of the pages: cpu (shared memory) or cuda:N.")] = "cpu",
     run_dir: Annotated[
-        Path | None, typer.Option(help="Directory of socket and token; the user's alone. Default: one per rank.")
+        Path | None,
+        typer.Option(help="Private directory for the socket and the token. Default: one per replica and rank."),
     ] = None,
-    staging_mib: Annotated[int, typer.Option(help="Host buffer for pages on their way, in MiB.")] = 16,
-    backend: Annotated[str, typer.Option(help="Of the operations on pages; auto: the best that fits.")] = "auto",
-    wait: Annotated[bool, typer.Option("--wait", help="Until the service is there and knows the replica.")] = False,
+    staging_mib: Annotated[int, typer.Option(help="Size of the host staging buffer for page transfers, in MiB.")] = 16,
+    backend: Annotated[
+        str, typer.Option(help="Backend of page operations: auto, triton, flashinfer or torch.")
+    ] = "auto",
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the service is reachable and the replica is registered.")
+    ] = False,
 ) -> None:
-    """Hold the pages of one rank until SIGTERM or Ctrl-C, then until the engine exits; a second signal leaves."""
+    """Hold the pages of one rank. On SIGTERM or Ctrl-C, exit once the attached engine has exited; on a second one, exit
+    now.
+    """
     import logging
 
     _require_torch()
     from kvplane_worker.process import WorkerOptions, run
 
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    access = context.find_root().obj  # of the options before the command
+    access = context.find_root().obj  # set by the options before the command
     staging_bytes = staging_mib << 20
     options = WorkerOptions(service, replica, rank, device, run_dir, staging_bytes, backend, access, wait)
-    run(options, _tell_address)
+    run(options, _print_address)
 
 
 def _require_torch() -> None:
@@ -44,7 +53,7 @@ def _require_torch() -> None:
         raise NotFound(f"{missing[0]} is not installed", field="worker", remedy="install kvplane[worker]")
 
 
-def _tell_address(address: str) -> None:
-    """On standard output and at once, so that who started the worker can attach."""
+def _print_address(address: str) -> None:
+    """Print the address, unbuffered, so that the process that started the worker can attach."""
     sys.stdout.write(f"kvplane: pages at {address}\n")
     sys.stdout.flush()

@@ -1,4 +1,7 @@
-"""The worker process from start to end: plan, memory, service, lease, and a graceful leave."""
+"""The worker process: take the rank's plan, allocate its pages, serve them, keep the lease, shut down gracefully.
+
+Options come in; lent pages, a registration at the service, and an exit go out.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +26,34 @@ from kvplane_worker.lending.holdings import Holdings
 from kvplane_worker.lending.rundir import RunDir, default_run_dir
 from kvplane_worker.memory import check_device, use_device
 from kvplane_worker.ops.interface import PAGE_OPERATIONS
-from kvplane_worker.ops.proof import prove_apart
+from kvplane_worker.ops.proof import prove_in_subprocess
 from kvplane_worker.ops.select import AUTO, choose
 from kvplane_worker.rpc.server import WorkerServer
-from kvplane_worker.rpc.servicer import Post, WorkerServicer
+from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
 
 RENEWALS_PER_LEASE = 3
-LOOK_S = 0.05  # how often a leaving worker looks whether the engine has exited
-REMIND_S = 20.0  # how often it logs which engine it waits for
-WAIT_S = 1.0  # how often a worker that waits for its replica asks
-LAST_CALLS_S = 1.0
-FINAL = (WorkerExists, WrongPlan, NoPlan)  # whatever else a service says or not, the pages wait for it
+POLL_S = 0.05  # poll interval of a leaving worker: has the engine exited?
+LOG_INTERVAL_S = 20.0  # between log lines of a worker that waits for its engine
+RETRY_S = 1.0  # between attempts to register, with --wait
+GRACE_S = 1.0  # for calls under way when the server stops
+FINAL = (WorkerExists, WrongPlan, NoPlan)  # end the worker; after any other error it retries, and keeps the pages
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How a worker is started.
+    """Options of a worker process.
 
     Attributes:
-        service: address of the kvplane service, or several with commas between them.
-        replica, rank: whose pages it holds.
+        service: addresses of the kvplane service, separated by commas.
+        replica, rank: the rank whose pages the worker holds.
         device: "cpu" or "cuda:N".
-        run_dir: its directory; None = the default one of the rank.
-        staging_bytes: of the staging buffer, at least one block.
-        backend: of the operations on pages, by name; "auto" = the best that fits the device.
+        run_dir: the worker's private directory; None = the default of this replica and rank.
+        staging_bytes: size of the staging buffer, in bytes; raised to one block where it is smaller.
+        backend: name of the backend of page operations; "auto" = the first that works on the device.
         access: TLS and token for the service.
-        wait: until the service is there and knows the replica; else that is an error.
+        wait: retry until the service is reachable and the replica is registered, instead of raising.
     """
 
     service: str
@@ -65,152 +68,163 @@ class WorkerOptions:
 
 
 class Stop:
-    """Requests to stop, from signal handlers: the first starts an orderly leave, the second does not wait."""
+    """Stop requests from signal handlers. The first starts a graceful shutdown, the second ends the wait for the
+    engine.
+    """
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.now = threading.Event()
+        self.requested = threading.Event()
+        self.forced = threading.Event()
 
-    def ask(self) -> None:
-        """Ask once; ask twice to leave an attached engine behind."""
-        if self.asked.is_set():
-            self.now.set()
-        self.asked.set()
+    def request(self) -> None:
+        """Record a request; `forced` is set from the second one on."""
+        if self.requested.is_set():
+            self.forced.set()
+        self.requested.set()
 
 
 class WorkerProcess:
-    """One worker. `start` makes it ready, `serve` keeps it so until it is asked to stop."""
+    """One worker process: `start`, then `serve` until a stop is requested, then `close`."""
 
     def __init__(self, options: WorkerOptions, stop: Stop | None = None) -> None:
-        """Choose the backend of page operations, and take the directory of the rank.
+        """Choose the backend of page operations, and lock the directory of the rank.
 
         Raises:
-            InvalidArgument: the device is not there, no backend has this name.
-            FailedPrecondition: the backend asked for cannot work on the device.
-            Unavailable: asked to stop while a backend was being tried.
-            WorkerExists: a worker of this rank lives on this host.
-            PermissionDenied: the directory is another user's.
+            InvalidArgument: the device does not exist, or no backend has this name.
+            FailedPrecondition: the requested backend does not work on the device.
+            Unavailable: a stop was requested while a backend was tested.
+            WorkerExists: a worker of this rank runs on this host.
+            PermissionDenied: the directory belongs to another user.
         """
         self._stop = stop or Stop()
         check_device(options.device)
         use_device(options.device)
         self._backend = choose(
-            options.device, options.backend, PAGE_OPERATIONS, partial(prove_apart, stop=self._stop.asked)
+            options.device, options.backend, PAGE_OPERATIONS, partial(prove_in_subprocess, stop=self._stop.requested)
         )
-        if self._stop.asked.is_set():
-            raise Unavailable("asked to stop while backends were tried", remedy="start the worker again")
+        if self._stop.requested.is_set():
+            raise Unavailable("stop requested while backends were tested", remedy="start the worker again")
         self._options = options
-        self._place = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
+        self._run_dir = RunDir(options.run_dir or default_run_dir(options.replica, options.rank))
         reach = partial(open_channel, access=options.access)
         self._service = WorkersClient(Owners.at(options.service, reach))
         self._info = WorkerInfo(
-            options.rank, secrets.randbits(64) or 1, self._place.address, os.getpid(), options.device
+            options.rank, secrets.randbits(64) or 1, self._run_dir.address, os.getpid(), options.device
         )
-        self._post: Post | None = None
+        self._served: ServedRank | None = None
         self._servicer: WorkerServicer | None = None
         self._server: WorkerServer | None = None
 
     def start(self) -> str:
-        """Take the plan, allocate the pages, serve, and register; returns the address.
+        """Fetch the plan, allocate the pages, serve them, and register. Returns the address.
 
         Raises:
             WorkerExists: another worker holds the rank.
             OutOfMemory: the plan does not fit on the device.
-            NoPlan, NotFound, InvalidArgument, Unavailable: of the service; the second and the last also when it was
-                told to leave while it waited.
+            NoPlan, NotFound, InvalidArgument, Unavailable: from the service. With `wait`, NotFound and Unavailable are
+                raised only when a stop is requested during the wait.
         """
-        options, place = self._options, self._place
-        if place.last is not None:
-            # Its lease goes on, but it is dead: the lock of its directory was free.
-            self._forget(place.last.worker_id)
-        place.write_state(self._info.worker_id)
+        options, run_dir = self._options, self._run_dir
+        if run_dir.last is not None:
+            # Safe: its lease may still run, but its process has exited, since the lock of the directory was free.
+            self._deregister(run_dir.last.worker_id)
+        run_dir.write_state(self._info.worker_id)
         assignment = self._first_assignment()
-        holdings = Holdings.allocate(assignment.plan, options.device, place, options.staging_bytes)
-        self._post = Post(options.replica, self._info, place.token, holdings, self._backend)
-        self._tell(state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=assignment.plan.digest())
-        self._servicer = WorkerServicer(self._post)
-        self._server = WorkerServer(self._servicer, place.address)
+        holdings = Holdings.allocate(assignment.plan, options.device, run_dir, options.staging_bytes)
+        self._served = ServedRank(options.replica, self._info, run_dir.token, holdings, self._backend)
+        self._update_info(
+            state=WorkerState.READY, incarnation=holdings.stamps.incarnation, digest=assignment.plan.digest()
+        )
+        self._servicer = WorkerServicer(self._served)
+        self._server = WorkerServer(self._servicer, run_dir.address)
         self._server.start()
         self._renew()
-        return place.address
+        return run_dir.address
 
     def _first_assignment(self) -> Assignment:
-        """The rank's plan: now, or when the engine has registered the replica."""
-        said = ""
+        """Register, and return the rank's plan. With `wait`, retry until the engine has registered the replica."""
+        last_error = ""
         while True:
             try:
                 return self._service.register_worker(self._options.replica, self._info)
             except (NotFound, Unavailable) as error:
-                if not self._options.wait or self._stop.asked.wait(WAIT_S):
+                if not self._options.wait or self._stop.requested.wait(RETRY_S):
                     raise
-                if str(error) != said:
+                if str(error) != last_error:
                     _log.info("waiting: %s", error)
-                said = str(error)
+                last_error = str(error)
 
     def serve(self) -> None:
-        """Keep the lease until asked to stop, then wait for the attached engine to exit.
+        """Renew the lease until a stop is requested, then wait for the attached engine to exit.
 
         Raises:
-            WorkerExists: another worker took the rank, after this one was silent.
-            WrongPlan, NoPlan: the replica was registered anew with another plan.
+            WorkerExists: the lease expired, and another worker registered for the rank.
+            WrongPlan, NoPlan: the replica was registered again, with another plan.
         """
         lease_s = 1.0
         try:
-            while not self._stop.asked.wait(lease_s / RENEWALS_PER_LEASE):
+            while not self._stop.requested.wait(lease_s / RENEWALS_PER_LEASE):
                 lease_s = self._renew() or lease_s
         except KvplaneError as error:
             _log.error("the worker of rank %d leaves: %s", self._info.rank, error)
             raise
         finally:
-            self._see_engine_off()
+            self._wait_for_engine()
 
     def leave(self) -> None:
-        """Begin to leave; a second call does not wait for the engine."""
-        self._stop.ask()
+        """Request a stop; a second call ends the wait for the engine."""
+        self._stop.request()
 
     def close(self) -> None:
-        """Give everything back, whatever `start` got to; pages that a living engine maps are not freed."""
-        self._forget(self._info.worker_id)
+        """Release everything that `start` acquired, also after a failure. Pages that a running engine maps are not
+        freed.
+        """
+        self._deregister(self._info.worker_id)
         if self._server is not None:
-            self._server.stop(LAST_CALLS_S)
+            self._server.stop(GRACE_S)
         lent = self._servicer is not None and self._servicer.attached_pid != 0
         if self._servicer is not None:
             self._servicer.close()
-        if self._post is not None:
-            self._post.holdings.close(lent)
-        self._place.leave()
+        if self._served is not None:
+            self._served.holdings.close(lent)
+        self._run_dir.leave()
         self._service.close()
 
-    def _see_engine_off(self) -> None:
-        """Lend the pages to no other engine, and wait until the one that maps them has exited.
+    def _wait_for_engine(self) -> None:
+        """Refuse new engines, and wait until the attached one has exited.
 
-        Without a time limit: to free memory that another process maps is undefined behaviour on CUDA. Who cannot wait
-        asks a second time, and the pages are left to the driver, which frees them when both processes have exited.
+        The wait has no time limit: on CUDA, freeing memory that another process maps is undefined behaviour. A second
+        stop request ends the wait without freeing; the driver frees the memory once both processes have exited.
         """
         assert self._servicer is not None
         assert self._server is not None
         self._servicer.refuse_new()
         self._server.leaving()
-        self._tell(state=WorkerState.LEAVING)
+        self._update_info(state=WorkerState.LEAVING)
         try:
             self._renew()
         except KvplaneError as error:
             _log.warning("%s", error)
-        remind_s = time.monotonic()
+        next_log_s = time.monotonic()
         while pid := self._servicer.attached_pid:
-            if time.monotonic() >= remind_s:
-                _log.info("waiting for engine %d, which maps the pages; a second signal does not wait", pid)
-                remind_s += REMIND_S
-            if self._stop.now.wait(LOOK_S):
-                _log.warning("engine %d still maps the pages; they are not freed", pid)
+            if time.monotonic() >= next_log_s:
+                _log.info(
+                    "waiting for engine %d, which maps the pages, to exit; send a second signal to exit now",
+                    pid,
+                )
+                next_log_s += LOG_INTERVAL_S
+            if self._stop.forced.wait(POLL_S):
+                _log.warning("exiting while engine %d maps the pages; its pages are not freed", pid)
                 return
 
     def _renew(self) -> float:
-        """Keep the lease; returns it in seconds, 0 when the service does not answer: pages outlive it."""
-        assert self._post is not None
-        self._tell()
+        """Renew the lease. Returns its length in seconds, 0 when the service does not answer: the pages outlive the
+        lease.
+        """
+        assert self._served is not None
+        self._update_info()
         try:
-            return self._service.renew_worker(self._options.replica, self._post.info) / 1000
+            return self._service.renew_worker(self._options.replica, self._served.info) / 1000
         except FINAL:
             raise
         except NotFound:
@@ -220,14 +234,16 @@ class WorkerProcess:
             return 0.0
 
     def _register_again(self) -> int:
-        """The service forgot the worker, or began anew: the pages stay good as long as their plan does."""
-        assert self._post is not None
+        """Register with a service that does not know the worker, such as a restarted one. Pages stay valid if the plan
+        is equal.
+        """
+        assert self._served is not None
         try:
-            assignment = self._service.register_worker(self._options.replica, self._post.info)
+            assignment = self._service.register_worker(self._options.replica, self._served.info)
         except FINAL:
             raise
         except KvplaneError as error:
-            _log.warning("%s", error)  # such as: the replica is not registered yet, or no more
+            _log.warning("%s", error)  # for example: the replica is not registered
             return 0
         self._check_plan(assignment)
         return assignment.lease_ms
@@ -236,24 +252,24 @@ class WorkerProcess:
         digest = assignment.plan.digest()
         if digest != self._info.plan_digest:
             raise WrongPlan(
-                f"the pages have plan {self._info.plan_digest}, {self._options.replica} has {digest} now",
+                f"the pages have plan {self._info.plan_digest}, replica {self._options.replica} now has plan {digest}",
                 field="replica",
                 remedy="start the worker again, to allocate the new plan",
             )
 
-    def _tell(self, state: WorkerState | None = None, incarnation: int = 0, digest: str = "") -> None:
-        """Bring what the worker says of itself up to date."""
-        assert self._post is not None
-        self._info = self._post.info = replace(
+    def _update_info(self, state: WorkerState | None = None, incarnation: int = 0, digest: str = "") -> None:
+        """Update what the worker registers: its state, and the owner epoch of its stamp table."""
+        assert self._served is not None
+        self._info = self._served.info = replace(
             self._info,
             state=state or self._info.state,
             incarnation=incarnation or self._info.incarnation,
             plan_digest=digest or self._info.plan_digest,
-            owner_epoch=self._post.holdings.stamps.owner_epoch,
+            owner_epoch=self._served.holdings.stamps.owner_epoch,
         )
 
-    def _forget(self, worker_id: int) -> None:
-        """Let the service forget a worker at once: a courtesy, without which its lease ends."""
+    def _deregister(self, worker_id: int) -> None:
+        """Deregister a worker. Best effort: without it, the service drops the worker when its lease expires."""
         try:
             self._service.deregister_worker(self._options.replica, worker_id)
         except KvplaneError as error:
@@ -261,20 +277,20 @@ class WorkerProcess:
 
 
 def run(options: WorkerOptions, ready: Callable[[str], None]) -> None:
-    """Be a worker until SIGTERM or SIGINT; a second signal does not wait for the engine.
+    """Run a worker until SIGTERM or SIGINT. A second signal ends the wait for the attached engine.
 
-    Signals count from the first line on: starting may take minutes where kernels are compiled.
+    The signal handlers are installed first, because a start may take minutes where kernels are compiled.
 
     Args:
-        options: of the worker.
-        ready: called with the address once the pages can be attached.
+        options: options of the worker.
+        ready: called with the address once engines can attach.
 
     Raises:
         KvplaneError: as WorkerProcess.
     """
     stop = Stop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.ask())
+        signal.signal(number, lambda *_: stop.request())
     process = WorkerProcess(options, stop)
     try:
         ready(process.start())

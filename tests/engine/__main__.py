@@ -1,4 +1,4 @@
-"""python -m tests.engine --requests 2000 --seed 1: the large stress, with a line per mix and what the whole came to."""
+"""python -m tests.engine --requests 2000 --seed 1: the large stress, with a line per mix and a summary."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.engine", description=__doc__)
     parser.add_argument("--requests", type=int, default=2000, help="over all mixes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help="of the engine; the twin stays on the CPU")
+    parser.add_argument("--device", default="cpu", help="device of the engine; the dense model runs on the CPU")
     given = parser.parse_args()
     torch.set_num_threads(1)
     total, began = Report(), time.monotonic()

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, on workers' pages and a session over gRPC, until it is killed."""
+"""An engine in a child process, on workers' pages and a gRPC session, until it is killed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvplane_worker.ops.torch_ops import TorchOps
 
 
 def engine(connection: Connection, address: str, replica: str, workers: list[str]) -> None:
-    """Say how many keys the new life kept; then serve lists of requests, and say after each step what ended in it."""
+    """Send the number of kept keys; then serve lists of requests, and send the requests that end in each step."""
     torch.set_num_threads(1)
     with kvplane.connect(address) as client:
         served = begin(client, replica, workers, Made())
@@ -33,14 +33,14 @@ def engine(connection: Connection, address: str, replica: str, workers: list[str
 
 @dataclass(frozen=True)
 class Made:
-    """What an engine is made of."""
+    """Arguments of an engine."""
 
     kind: type[Engine] = Engine
     model: ModelConfig = MIXED
 
 
 def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) -> Engine:
-    """A new engine life on the workers' pages; raises what `attach` and `lasting_session` raise."""
+    """Begin an engine life on the workers' pages. Raises as `attach` and `lasting_session`."""
     ops = TorchOps()
     memory = attach_ranks(workers, ops)
     model = Model(made.model, draw_weights(made.model), [one.pages for one in memory], ops)
@@ -48,7 +48,7 @@ def begin(client: kvplane.Client, replica: str, workers: list[str], made: Made) 
 
 
 def serve(connection: Connection, served: Engine, prompts: list[tuple[list[int], int]]) -> None:
-    """Send (number, hits, output) of the requests that ended, step by step, and None at the end."""
+    """Send (number, hits, output) of the requests that end in each step, and None at the end."""
     for number, (prompt, max_new) in enumerate(prompts):
         served.add(Request(str(number), prompt, max_new))
     while served.has_work:

@@ -1,4 +1,4 @@
-"""Tensors here are small: a second thread would only be in the way."""
+"""Run PyTorch with one thread: tensors are small, and threads would only add overhead."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The second act of `make demo`: a service, two workers, and the reference engine answering conversations, live.
+"""The second part of `make demo`: a service, two workers, and the reference engine, which answers conversations.
 
-Its weights are random, so the answers are noise; but each is the very noise that the twin computes without any cache.
+The weights are random, so answers are noise; each equals the answer that the dense model computes without a cache.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ WORKER = [sys.executable, "-W", "ignore", "-c", "from kvplane_service.cli import
 
 @dataclass
 class Look:
-    """What there is to see.
+    """The state that the demo shows.
 
     Attributes:
-        answers: the latest, oldest first.
-        differing: tokens that are not the twin's, of `compared`.
+        answers: the latest answers, oldest first.
+        differing: tokens that differ from the dense model's, of `compared`.
     """
 
     engine: Engine
@@ -72,19 +72,19 @@ class Look:
 
     @property
     def line(self) -> str:
-        """All in one line."""
+        """A summary line."""
         counts = self.engine.counts
         share = counts.hit_tokens / max(1, self.prompt_tokens)
         return (
             f"{self.num_answers} answers | {counts.generated_tokens / max(self.busy_s, 1e-9):.0f} tokens/s generated, "
             f"{counts.computed_tokens / max(self.busy_s, 1e-9):.0f} computed | hit {counts.hit_tokens:,} tokens "
             f"({share:.0%} of prompts) | drafts {counts.accepted_drafts} kept, {counts.rejected_drafts} rejected | "
-            f"{counts.preempted} preempted | {self.differing} of {self.compared} tokens differ from the twin's"
+            f"{counts.preempted} preempted | {self.differing} of {self.compared} tokens differ from the dense model's"
         )
 
 
 def main() -> int:
-    """Run the act; 0 when no token differs."""
+    """Run this part of the demo. Returns 0 when no token differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.engine.demo", description=__doc__)
     parser.add_argument("--conversations", type=int, default=CONVERSATIONS)
     talk = conversations(ROOT, parser.parse_args().conversations, TURNS, seed=4)
@@ -106,7 +106,7 @@ def main() -> int:
 
 @contextmanager
 def running_workers(address: str, folder: Path) -> Iterator[list[str]]:
-    """A worker per rank, in processes of their own; their addresses."""
+    """Start a worker process per rank. Returns their addresses."""
     given = ["--service", address, "--replica", REPLICA]
     processes = [
         subprocess.Popen(
@@ -128,18 +128,20 @@ def running_workers(address: str, folder: Path) -> Iterator[list[str]]:
 
 
 def leave(worker: subprocess.Popen[str]) -> None:
-    """A second signal does not wait for the engine, which is this process; two at once may arrive as one."""
+    """Stop the workers with two signals: they would wait for this process, the engine.
+    Two at once may arrive as one.
+    """
     for _ in range(int(START_S)):
         try:
             worker.wait(1)
             return
         except subprocess.TimeoutExpired:
             worker.terminate()
-    raise TimeoutError(f"worker {worker.pid} does not leave")
+    raise TimeoutError(f"worker {worker.pid} did not exit")
 
 
 def address_of(worker: subprocess.Popen[str]) -> str:
-    """What a worker says once its pages can be attached."""
+    """The address that a worker prints once it is ready."""
     assert worker.stdout is not None
     said = re.search(r"pages at (\S+)", worker.stdout.readline())
     if said is None:
@@ -148,7 +150,7 @@ def address_of(worker: subprocess.Popen[str]) -> str:
 
 
 def make_engine(client: kvplane.Client, workers: Sequence[str]) -> tuple[Engine, Weights]:
-    """The engine on the workers' pages."""
+    """Create the engine on the workers' pages."""
     ops, weights = TorchOps(), draw_weights(MIXED)
     memory = attach_ranks(workers, ops)
     model = Model(MIXED, weights, [one.pages for one in memory], ops)
@@ -159,7 +161,7 @@ Show = Callable[[Look], None]
 
 
 def converse(engine: Engine, weights: Weights, talk: Talk, show: Show) -> Look:
-    """Let conversations run, some at a time, and compare each answer with the twin's; no question after LIMIT_S."""
+    """Run conversations, several at a time, and compare each answer with the dense model's. Ends after LIMIT_S."""
     twin, look = Twin(MIXED, weights), Look(engine)
     for _ in range(AT_ONCE):
         put(engine, look, talk.next())
@@ -177,7 +179,7 @@ def converse(engine: Engine, weights: Weights, talk: Talk, show: Show) -> Look:
 
 
 def following(talk: Talk, request: Request) -> Request | None:
-    """What is asked when an answer has come."""
+    """The next requests after an answer."""
     return talk.answered(request) or talk.next()
 
 
@@ -210,7 +212,7 @@ def live(console: Console) -> Iterator[Show]:
 
 
 def panel(look: Look) -> Panel:
-    """The latest answers, and what they came to."""
+    """The latest answers, and the summary."""
     table = Table(box=None, pad_edge=False, header_style="bright_black", expand=True)
     for heading, ratio in (("turn", 1), ("prompt", 1), ("hit", 1), ("question", 6), ("answer", 4)):
         table.add_column(heading, no_wrap=True, ratio=ratio)
@@ -225,7 +227,7 @@ def panel(look: Look) -> Panel:
 
 @contextmanager
 def lines() -> Iterator[Show]:
-    """A line per answer."""
+    """Format an answer as a line."""
     shown = 0
 
     def show(look: Look) -> None:

@@ -1,4 +1,4 @@
-"""Faults of an engine, planted one at a time: what the stress must not let pass."""
+"""Faults of an engine, planted one at a time; the stress must catch each of them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def sound_mover(buffers: pages.PageBuffers, ops: PagedOps, rank: int) -> PageMov
 
 @dataclass(frozen=True)
 class Fault:
-    """What is put in the place of a sound part.
+    """A faulty replacement of a part of the engine.
 
     Attributes:
-        mix: of the stress in which it must be caught.
-        raises: name of the error that catches it; "" = differing tokens or logits, or a restart that keeps nothing.
+        mix: the mix of the stress that must catch it.
+        raises: name of the error that catches it; "" = differing tokens or logits, or a restart that keeps no keys.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Fault:
     raises: str = ""
 
 
-# -- pages are not moved as ordered ------------------------------------------------------------------------------------
+# -- orders are not carried out correctly -----------------------------------------------------------------------------
 
 
 class NoZeroes(pages.PageMover):
@@ -60,7 +60,7 @@ class NoCopies(pages.PageMover):
 
 @dataclass
 class CopiesAgain:
-    """Each copy is made again before the next one: after the launch that wrote behind it."""
+    """Repeat each copy before the next one, after the launch that wrote into its target."""
 
     sound: PageMover
     last: tuple[int, Sequence[int], Sequence[int]] | None = None
@@ -83,7 +83,7 @@ class CopiesAgain:
 
 
 class CopiesBeforeZeroes(pages.PageMover):
-    """A copy target is a fresh page, so it is also zeroed: the order matters."""
+    """A copy target is a new page, so it is zeroed too; zeroes must come first."""
 
     def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
         super().copy(group, src, dst)
@@ -111,11 +111,11 @@ def copies_on_rank_zero(buffers: pages.PageBuffers, ops: PagedOps, rank: int) ->
     return NoCopies(buffers, ops) if rank else pages.PageMover(buffers, ops)
 
 
-# -- kernels read other pages than they should -------------------------------------------------------------------------
+# -- kernels read wrong pages -----------------------------------------------------------------------------------------
 
 
 class WrongBlock(Engine):
-    """Now and then a row's table of the last group names the page beside the right one."""
+    """Periodically, a row's table of the last group names the page next to the right one."""
 
     _rows = 0
 
@@ -133,7 +133,7 @@ class WrongBlock(Engine):
         return replace(one, row=replace(one.row, tables=tables))
 
 
-FULL_GROUP = 3  # of the model MIXED
+FULL_GROUP = 3  # window of the model MIXED
 
 
 class LongerWindow(TorchOps):
@@ -148,11 +148,11 @@ def longer(rule: AttentionRule) -> AttentionRule:
     return replace(rule, window=rule.window + 1) if rule.window else rule
 
 
-# -- states that are not those of the computed tokens ------------------------------------------------------------------
+# -- wrong states -----------------------------------------------------------------------------------------------------
 
 
 class RejectedState(Engine):
-    """After rejected drafts the state of the last one is taken for the state of the last accepted token."""
+    """After rejected drafts, use the state of the last draft instead of the last accepted token's."""
 
     def _compute(self, scheduled: list[Scheduled]) -> None:
         super()._compute(scheduled)
@@ -163,7 +163,7 @@ class RejectedState(Engine):
 
 
 class OlderState(Engine):
-    """A block's first step reads the state of one block before: what lay there when the block began."""
+    """The first step of a block reads the state of the block before it."""
 
     def _compute(self, scheduled: list[Scheduled]) -> None:
         for one in scheduled:
@@ -174,11 +174,11 @@ class OlderState(Engine):
         super()._compute(scheduled)
 
 
-# -- steps that never ran ----------------------------------------------------------------------------------------------
+# -- steps that did not run --------------------------------------------------------------------------------------------
 
 
 class UncomputedHit(Engine):
-    """Chunks of a prompt are never computed; their requests start over, on the pages of the step that did not run."""
+    """Chunks of a prompt are not computed; their requests start again, on the pages of the step that did not run."""
 
     _chunks = 0
 
@@ -195,7 +195,7 @@ class UncomputedHit(Engine):
 
 
 class SilentLoss(Engine):
-    """A launch fails, and the service is not told."""
+    """A launch fails, and the engine does not report it."""
 
     def step(self) -> list[Request]:
         finished = super().step()
@@ -210,7 +210,7 @@ class SilentLoss(Engine):
 
 
 class WholePages(TorchOps):
-    """As kernels that load a row's last page whole and multiply what is masked by 0: 0 x NaN is NaN."""
+    """Multiply masked values by 0 instead of dropping them, as kernels that load whole pages do: 0 x NaN is NaN."""
 
     def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
         return super().decode_attention(query, pages, batch, rule) + self._masked(pages, batch)

@@ -1,4 +1,4 @@
-"""The stress: many requests through engines whose caches have too little room, each answer compared with the twin's."""
+"""The stress: many requests through engines with too small caches; each answer is compared with the dense model's."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ NEAR_TIE = 1e-6
 
 @dataclass(frozen=True)
 class Mix:
-    """One way to run.
+    """One configuration of the stress.
 
     Attributes:
-        engines: replicas on one service, stepped in turn, each with its own requests.
-        restart_every: requests after which an engine dies with its session open, and a new life takes the memory.
+        engines: number of replicas on one service, stepped in turn, each with its own requests.
+        restart_every: requests after which an engine ends with its session open, and a new engine life begins.
         lose_every: launches after which one fails.
-        max_open: requests sent and not answered.
-        requests: what is asked.
-        ops: the backend.
+        max_open: most requests in progress.
+        requests: source of requests.
+        ops: backend of page operations.
         wrong: share of wrong drafts of a drafter that remembers every output; below 0: drafts by n-gram.
     """
 
@@ -51,15 +51,15 @@ class Mix:
 
 @dataclass
 class Report:
-    """What a run saw.
+    """Results of a run.
 
     Attributes:
-        differing: output tokens that are not the twin's.
-        near_ties: tokens that the twin finds all but equal to its own; always 0 on the CPU.
-        off: logits beyond TOLERANCE, in requests.
+        differing: output tokens that differ from the dense model's.
+        near_ties: differing tokens with nearly equal logits in the dense model; always 0 on the CPU.
+        off: requests with logits beyond TOLERANCE.
         worst: largest difference of a logit.
-        tokens: how often each token was generated.
-        kept_keys: that survived each restart.
+        tokens: count of each generated token.
+        kept_keys: keys that each restart kept.
     """
 
     requests: int = 0
@@ -76,10 +76,10 @@ class Report:
 
     @property
     def complaints(self) -> list[str]:
-        """What is wrong; nothing when all is right."""
+        """The problems that were found; empty = none."""
         said = {
             "differing tokens": self.differing,
-            "requests with logits that are off": self.off,
+            "requests with differing logits": self.off,
             "requests refused": self.refused,
             "restarts that kept nothing": self.kept_keys.count(0),
         }
@@ -98,7 +98,7 @@ class Report:
 
 
 class Side:
-    """One engine with its requests, through all its lives."""
+    """One engine with its requests, over several engine lives."""
 
     def __init__(self, world: World, seed: int, mix: Mix, report: Report) -> None:
         self.world = world
@@ -146,7 +146,7 @@ class Side:
         compare(self.world, request, self.report)
 
     def _restart(self) -> None:
-        """The engine dies between two steps; whoever sent its open requests sends them again."""
+        """End the engine between two steps, and send its open requests to the next one."""
         self.report.add_counts(self.world.engine.counts)
         self.world.engine = self.world.begin()
         self.report.kept_keys.append(self.world.session.kept_keys)
@@ -163,9 +163,9 @@ class Side:
 
 
 def compare(world: World, request: Request, report: Report) -> None:
-    """Count what differs from the twin: tokens one by one, logits beyond TOLERANCE.
+    """Compare an answer with the dense model: count differing tokens, and logits beyond TOLERANCE.
 
-    On another device than the twin's, tokens whose scores the twin finds all but equal are counted apart.
+    On another device, differing tokens with nearly equal logits in the dense model are counted as near ties.
     """
     near_tie = 0.0 if world.device == "cpu" else NEAR_TIE
     expected = world.twin.logits(request.tokens[:-1])[len(request.prompt) - 1 :]
@@ -174,7 +174,7 @@ def compare(world: World, request: Request, report: Report) -> None:
         report.near_ties += 0 < short < near_tie
         report.differing += short > 0 and short >= near_tie
     distance = (expected - torch.stack(request.logits)).abs().max().item()
-    if not distance <= TOLERANCE:  # NaN too
+    if not distance <= TOLERANCE:  # also NaN
         report.off += 1
     report.worst = max(report.worst, distance)
 
@@ -207,7 +207,7 @@ MIXES = (
 
 
 def run_mix(mix: Mix, num_requests: int, seed: int, fault: Fault = SOUND, device: str = "cpu") -> Report:
-    """Serve so many requests; the core is checked at the end. With a fault, end at the first sign of it."""
+    """Serve `count` requests, then check the invariants of the core. With a fault, end when it is caught."""
     report = Report()
     registry = Registry(Config(), lambda: 0)
     sides = []

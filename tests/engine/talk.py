@@ -1,4 +1,4 @@
-"""Conversations on real text for the demo: this repository's own documents, asked about turn by turn."""
+"""Conversations about real text for the demo: questions on the documents of this repository, turn by turn."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ANSWER_TOKENS = 24
 
 @dataclass
 class Conversation:
-    """A document's beginning, then questions and answers.
+    """The beginning of a document, then questions and answers.
 
     Attributes:
-        tokens: all that was said.
-        questions: to come.
+        tokens: all tokens so far.
+        questions: questions that are left.
     """
 
     name: str
@@ -30,33 +30,33 @@ class Conversation:
     turns: int = 0
 
     def ask(self) -> Request:
-        """The next question with all that was said before."""
+        """The next question, as a prompt with all tokens before it."""
         self.turns += 1
         self.tokens += f"\nQ: {self.questions.pop(0)}\nA: ".encode()
         return Request(f"{self.name}.{self.turns}", list(self.tokens), ANSWER_TOKENS, keep_logits=True)
 
-    def hear(self, request: Request) -> None:
+    def record(self, request: Request) -> None:
         self.tokens = list(request.tokens)
 
 
 @dataclass
 class Talk:
-    """All conversations, some of them open at a time."""
+    """All conversations; several are open at a time."""
 
     waiting: list[Conversation]
     open: dict[str, Conversation] = field(default_factory=dict)
 
     def next(self) -> Request | None:
-        """A question of a conversation that has not begun; None when all have."""
+        """The first question of the next conversation; None when all have begun."""
         if not self.waiting:
             return None
         conversation = self.waiting.pop(0)
         return self._ask(conversation)
 
     def answered(self, request: Request) -> Request | None:
-        """The next question of the conversation; None when it is over."""
+        """The next question of the answered conversation; None when it has ended."""
         conversation = self.open.pop(request.name)
-        conversation.hear(request)
+        conversation.record(request)
         return self._ask(conversation) if conversation.questions else None
 
     def _ask(self, conversation: Conversation) -> Request:
@@ -66,7 +66,7 @@ class Talk:
 
 
 def conversations(root: Path, count: int, turns: int, seed: int) -> Talk:
-    """`count` conversations about three documents; those about one share its beginning."""
+    """Create conversations about three documents; conversations about one document share a prefix."""
     rng = random.Random(seed)
     texts = [plain(root / name) for name in DOCUMENTS]
     prefixes = [[BOS, *text.encode()[: rng.randrange(*PREFIX_BYTES)]] for text in texts]
@@ -86,10 +86,10 @@ def plain(path: Path) -> str:
 
 
 def sentences_of(text: str) -> list[str]:
-    """Short ones, as questions."""
+    """Questions from short paragraphs."""
     return [f"{one}?" for one in text.replace("\n", " ").split(". ") if 20 < len(one) < 70]
 
 
 def readable(tokens: Sequence[int]) -> str:
-    """Printable characters as they are, a dot for every other byte."""
+    """Printable characters unchanged, a dot for every other byte."""
     return "".join(chr(token) if 32 <= token < 127 else "·" for token in tokens if token < NUM_BYTES)

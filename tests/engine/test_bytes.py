@@ -1,7 +1,7 @@
-"""No page is read in vain: a flipped byte of any page that a step reads changes the step's logits.
+"""A flipped byte in any page that a step reads changes the logits of the step.
 
-Flipped are bytes of the upper half of float64 elements (sign, exponent, and the mantissa down to 2^-20 of the value);
-logits are compared for equality of every bit. Lower bytes can vanish in rounding, these cannot.
+The test flips bytes in the upper half of float64 elements (sign, exponent, mantissa down to 2^-20 of the value) and
+compares logits bit by bit. Lower bytes can vanish in rounding, these cannot.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from tests.engine.world import Pool, World
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of one page that a row reads: a view whose changes go to the page."""
+    """Elements of one page that a row reads, as a view."""
 
     kind: str
     elements: Tensor
 
 
 def parts_read(row: Row, memory: RankMemory) -> Iterator[Part]:
-    """What the row's new tokens read of earlier ones, page by page."""
+    """The elements of earlier tokens that the row's new tokens read, per page."""
     for number, layer in enumerate(MIXED.layers):
         place = memory.pages.layer(layer_name(number))
         if not isinstance(layer, AttentionLayer):
@@ -67,7 +67,7 @@ def flip(part: Part, rng: random.Random) -> None:
 
 
 class Flipping(Engine):
-    """Before each launch, tries it with flipped bytes; then computes it on the pages as they were."""
+    """A model that first computes each launch with flipped bytes, then with the original pages."""
 
     def __init__(
         self, open_session: OpenSession, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig
@@ -101,10 +101,10 @@ class Flipping(Engine):
             memory.pages.memory.copy_(before)
 
 
-def test_every_byte_that_a_step_reads_decides():
+def test_every_byte_that_a_step_reads_affects_the_output():
     pool = Pool(num_blocks=200, retention_interval=DENSE_RETENTION)
     config = SchedulerConfig(max_running=3, chunk_tokens=40)
-    world = World(pool, config, fault=Fault("flips that are undone", "", engine=Flipping))
+    world = World(pool, config, fault=Fault("flips must be undone", "", engine=Flipping))
     engine, requests = world.engine, Requests(pool.max_model_len, seed=11)
     assert isinstance(engine, Flipping)
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""The second act of `make demo`."""
+"""The second part of `make demo`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tests.engine.demo import ROOT, Look, panel
 from tests.engine.talk import conversations, readable
 from tests.engine.world import World
 
-LAST = re.compile(r"(\d+) answers \| .* hit ([\d,]+) tokens .* \| 0 of (\d+) tokens differ from the twin's")
+LAST = re.compile(r"(\d+) answers \| .* hit ([\d,]+) tokens .* \| 0 of (\d+) tokens differ from the dense model's")
 
 
-def test_the_act_answers_with_hits_and_no_token_differs():
+def test_demo_gets_hits_and_equal_tokens():
     command = [sys.executable, "-m", "tests.engine.demo", "--conversations", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
-    told = LAST.fullmatch(done.stdout.splitlines()[-1])
-    assert told, done.stdout
-    answers, hits, compared = (int(one.replace(",", "")) for one in told.groups())
+    matched = LAST.fullmatch(done.stdout.splitlines()[-1])
+    assert matched, done.stdout
+    answers, hits, compared = (int(one.replace(",", "")) for one in matched.groups())
     assert answers >= 3
     assert hits > 0
     assert compared >= answers
     assert done.stdout.count("prompt tokens cached") == answers
 
 
-def test_conversations_about_one_document_share_its_beginning():
+def test_conversations_about_one_document_share_a_prefix():
     talk = conversations(ROOT, 4, 2, seed=1)
     first, fourth = talk.waiting[0], talk.waiting[3]
     assert first.tokens == fourth.tokens
@@ -43,7 +43,7 @@ def test_conversations_about_one_document_share_its_beginning():
     assert talk.answered(following) is None
 
 
-def test_the_panel_shows_question_answer_and_hit():
+def test_panel_shows_question_answer_and_hit():
     request = Request("1.2", [256, *b"some text\nQ: is it cached?\nA: "], 2, hits=[16])
     request.tokens += [104, 7]
     look = Look(World().engine, prompt_tokens=30, compared=2, num_answers=1)
@@ -57,5 +57,5 @@ def test_the_panel_shows_question_answer_and_hit():
     assert "0 of 2 tokens differ" in text
 
 
-def test_bytes_that_cannot_be_printed_are_dots():
+def test_unprintable_bytes_are_dots():
     assert readable([72, 105, 10, 200, 256]) == "Hi··"

@@ -1,4 +1,4 @@
-"""The whole: a service over gRPC, two worker processes, an engine that is killed, and one that takes its place."""
+"""A service over gRPC, two worker processes, an engine that is killed, and the engine that replaces it."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ def here(tmp_path: Path) -> Iterator[World]:
 
 
 def prompts(seed: int) -> list[Prompt]:
-    """Some requests, the first of them the only one that is long."""
+    """Requests, of which only the first is long."""
     requests = Requests(POOL.max_model_len, seed)
     made = [requests.next() for _ in range(4)]
     return [([(seed + at) % 251 for at in range(100)], 8), *((one.prompt[:60], one.max_new) for one in made)]
 
 
 def serve_until(engine: Child, num_ended: int) -> list[Ended]:
-    """What has ended by the time so many have; the engine goes on with the rest."""
+    """Wait until `count` requests have ended, and return them. The engine continues with the rest."""
     ended: list[Ended] = []
     while len(ended) < num_ended:
-        ended += engine.hear()
+        ended += engine.receive()
     return ended
 
 
 def count_wrong(sent: list[Prompt], ended: list[Ended]) -> int:
-    """Tokens that are not the twin's."""
+    """Number of tokens that differ from the dense model's."""
     twin = Twin(MIXED, draw_weights(MIXED))
     return sum(twin.count_wrong(sent[number][0], output) for number, _, output in ended)
 
 
-def test_an_engine_that_is_killed_leaves_its_cache_to_the_next(here: World):
-    """Each life first repeats the long prompt of the life before, which is in the pages, and is killed at work."""
+def test_killed_engine_leaves_its_cache_to_the_next(here: World):
+    """Each engine life first repeats the long prompt of the life before, which is cached, and is then killed."""
     workers = [here.worker(rank)[1] for rank in range(MIXED.num_ranks)]
     for life in range(LIVES):
         sent = [*prompts(life - 1)[: life > 0], *prompts(life)]
         engine = here.start(child.engine, here.service.address, "r", workers)
-        kept_keys = engine.hear()
+        kept_keys = engine.receive()
         engine.connection.send(sent)
         ended = serve_until(engine, len(sent) - 2)
         engine.kill()
@@ -70,5 +70,5 @@ def test_an_engine_that_is_killed_leaves_its_cache_to_the_next(here: World):
         hits = {number: hit for number, hit, _ in ended}
         if life:
             assert kept_keys > 0
-            assert hits[0] == [96], "of 100 tokens, up to the last hash boundary"
+            assert hits[0] == [96], "100 tokens, up to the last hash boundary"
         assert life > 0 or hits[0] == [0]

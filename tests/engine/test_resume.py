@@ -1,4 +1,4 @@
-"""The service is started anew under the reference engine: what runs goes on with its pages, each token is right."""
+"""Restarts of the service under the reference engine: running requests keep their pages, and tokens are equal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvplane_service.replicas.recovery import Recovering
 from tests.engine.stress import MIXES, Mix, Report, Side
 from tests.engine.world import World
 
-EVERY = 4  # steps of a service's life
+EVERY = 4  # steps between restarts of the service
 BY_NAME = {mix.name: mix for mix in MIXES}
 
 
 class Restarting(World):
-    """Its service can be started anew, with what a store would know of the cache, or with nothing."""
+    """A world whose service can be restarted, with the entries of a store or without."""
 
     lives = 0
 
@@ -53,12 +53,12 @@ class CutByRestarts(InProcessTransport):
 
     def receive(self) -> StepResult | KvplaneError:
         if self._opened_in != self._world.lives:
-            raise Unavailable("the service is gone")
+            raise Unavailable("the service has stopped")
         return super().receive()
 
 
 def serve(mix: Mix, num_requests: int, seed: int) -> tuple[Report, Restarting, int]:
-    """Serve with a restart every few steps; how many requests ran on in all."""
+    """Serve requests with a restart every few steps. Returns how many requests were resumed."""
     world, report, resumed = Restarting(mix.pool, mix.config, ops=mix.ops(), lose_every=mix.lose_every), Report(), 0
     side = Side(world, seed, mix, report)
     side.start(num_requests)
@@ -75,7 +75,7 @@ def serve(mix: Mix, num_requests: int, seed: int) -> tuple[Report, Restarting, i
 
 
 @pytest.mark.parametrize("name", ["tight", "late reports", "dense states", "hits inside blocks"])
-def test_requests_run_on_with_their_pages(name):
+def test_resumed_requests_keep_their_pages(name):
     report, world, resumed = serve(BY_NAME[name], 5, 11)
     assert (report.differing, report.off) == (0, 0)
     assert world.session.resume_refused is None
@@ -83,13 +83,13 @@ def test_requests_run_on_with_their_pages(name):
     assert resumed >= world.lives // 2
 
 
-def test_after_a_launch_that_failed_all_are_preempted():
+def test_requests_are_preempted_after_a_failed_launch():
     report, world, _ = serve(BY_NAME["lost launches"], 4, 5)
     assert (report.differing, report.off) == (0, 0)
     assert world.session.resume_refused is None
 
 
-def test_a_service_that_refuses_the_image_preempts(monkeypatch):
+def test_requests_are_preempted_when_the_image_is_refused(monkeypatch):
     def refuse(self: Resumption, step: Step) -> None:
         raise InvalidArgument("not today", field="parts[0].resume.blocks")
 

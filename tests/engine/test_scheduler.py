@@ -1,4 +1,4 @@
-"""The engine's small parts: drafts, where states are kept, what is refused."""
+"""Parts of the reference engine: drafts, blocks of states, refusals."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.engine.world import Pool, World
     ],
     ids=["longest match", "limit", "latest match", "nothing", "too short", "none asked for"],
 )
-def test_drafts_are_what_followed_last_time(tokens, most, drafts):
+def test_draft_returns_the_tokens_after_the_latest_match(tokens, most, drafts):
     assert draft(tokens, most) == drafts
 
 
 @pytest.mark.parametrize(("tokens", "index"), [(0, -1), (1, 0), (16, 0), (17, 1)])
-def test_a_state_lies_in_the_block_of_its_last_token(tokens, index):
+def test_state_is_in_the_block_of_its_last_token(tokens, index):
     assert state_index(tokens, 16) == index
 
 
-def test_states_after_drafts_lie_in_the_blocks_behind_the_running_one():
-    """14 tokens, one known and three drafts: after all of them it is 18, in the second block."""
+def test_states_after_drafts_are_in_the_speculative_blocks():
+    """14 tokens, one known token and three drafts: the last state is after 18 tokens, in the second block."""
     table = [90, 91, 92, 93, 94]
     row = Row([1, 2, 3, 4], start=14, num_outputs=4, tables=[table])
     assert kept_states(row, 0, 16) == [94, 93, 92, 91]
@@ -47,7 +47,7 @@ def test_states_after_drafts_lie_in_the_blocks_behind_the_running_one():
 
 
 @pytest.mark.parametrize(("prompt", "max_new"), [([], 1), ([1], 0), ([1] * 190, 11)])
-def test_a_request_that_cannot_end_is_refused(prompt, max_new):
+def test_request_beyond_max_model_len_is_refused(prompt, max_new):
     world = World()
     with pytest.raises(InvalidArgument) as refused:
         world.engine.add(Request("q", prompt, max_new))
@@ -55,20 +55,20 @@ def test_a_request_that_cannot_end_is_refused(prompt, max_new):
     assert not world.engine.has_work
 
 
-def test_more_drafts_than_states_are_refused():
+def test_more_drafts_than_speculative_blocks_are_refused():
     with pytest.raises(InvalidArgument) as refused:
         World(config=SchedulerConfig(num_drafts=MIXED.max_drafts + 1))
     assert refused.value.field == "num_drafts"
     World(Pool(ATTENTION), SchedulerConfig(num_drafts=8))
 
 
-def test_heads_that_ranks_do_not_divide_are_refused():
+def test_heads_not_divisible_by_ranks_are_refused():
     with pytest.raises(InvalidArgument) as refused:
         ModelConfig(EVEN.layers, num_ranks=4)
     assert refused.value.field == "layers[0].heads"
 
 
-def test_an_engine_whose_pages_went_to_a_newer_life_is_refused():
+def test_engine_with_a_stale_epoch_is_refused():
     world = World()
     old, session = world.engine, world.session
     world.begin()
@@ -79,7 +79,7 @@ def test_an_engine_whose_pages_went_to_a_newer_life_is_refused():
         Engine(lambda _: session, world.memory, old._model, SchedulerConfig())
 
 
-def test_two_ranks_compute_what_one_does():
+def test_two_ranks_compute_the_same_logits_as_one():
     def output(num_ranks: int) -> list[int]:
         world = World(Pool(replace(EVEN, num_ranks=num_ranks), num_blocks=80))
         request = Request("q", [1, 2, 3], 12)
@@ -91,7 +91,7 @@ def test_two_ranks_compute_what_one_does():
     assert output(1) == output(2)
 
 
-def test_the_first_request_after_a_crash_hits():
+def test_first_request_after_a_crash_hits():
     world = World(Pool(num_blocks=200))
     first, second, other = (Request(name, list(range(90)), 3, keep_logits=True) for name in ("a", "b", "c"))
     world.engine.add(first)

@@ -1,7 +1,7 @@
-"""The twin: the reference model computed from the whole token sequence at once, as a textbook would.
+"""The dense model (twin): the reference model computed from the whole token sequence at once.
 
-It has no cache, no pages, no chunks and no ranks, and shares with the engine only the container of its weights:
-whatever the engine's cache does, both must say the same.
+It has no cache, pages, chunks or ranks, and shares only the weights with the engine. Both must return equal tokens,
+whatever the engine's cache does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Twin:
         self._weights = weights
 
     def logits(self, tokens: list[int]) -> Tensor:
-        """[tokens, vocabulary]: row t says what follows tokens[: t + 1]."""
+        """Logits [tokens, vocabulary]; row t is for the token after tokens[: t + 1]."""
         weights = self._weights
         stream = weights.embedding[torch.tensor(tokens)]
         for layer, mixer, block in zip(self._config.layers, weights.mixers, weights.feed_forwards, strict=True):
@@ -39,7 +39,7 @@ class Twin:
         return unit_rms(stream) @ weights.head
 
     def count_wrong(self, prompt: list[int], output: list[int]) -> int:
-        """Tokens of an output that are not the most likely ones."""
+        """Number of output tokens that are not the most likely ones."""
         expected = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :].argmax(dim=1).tolist()
         return sum(a != b for a, b in zip(expected, output, strict=True))
 
@@ -60,7 +60,7 @@ class Twin:
 
 
 def visible(layer: AttentionLayer, count: int) -> Tensor:
-    """[query, key]: whether the query attends to the key."""
+    """Mask [query, key]: whether the query attends to the key."""
     query, key = torch.arange(count)[:, None], torch.arange(count)[None, :]
     seen = key <= query
     if layer.window:
@@ -71,7 +71,7 @@ def visible(layer: AttentionLayer, count: int) -> Tensor:
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary positions of x [heads, tokens, size]: elements i and i + size / 2 turn by position / 100^(2 i / size)."""
+    """Rotary embedding of x [heads, tokens, size]: rotate elements i, i + size / 2 by position / 100^(2 i / size)."""
     half = x.shape[-1] // 2
     frequency = torch.tensor([100.0 ** (-i / half) for i in range(half)], dtype=x.dtype)
     angle = torch.arange(x.shape[1], dtype=x.dtype)[:, None] * frequency

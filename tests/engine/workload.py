@@ -1,4 +1,4 @@
-"""Seeded requests: shared prefixes cut anywhere, repeats, conversations that go on, and prompts nobody sent before."""
+"""Seeded requests: shared prefixes of any length, repeats, conversations that continue, and new prompts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WORDS = "the a page block of key value state that was held free hit miss token r
 
 
 class Requests:
-    """An endless supply.
+    """An unlimited source of requests.
 
     Args:
-        max_len: longest prompt with its output.
-        seed: equal seeds and equal outputs, equal requests.
+        max_len: most tokens of a prompt and its output.
+        seed: equal seeds and equal outputs give equal requests.
     """
 
     def __init__(self, max_len: int, seed: int) -> None:
@@ -27,7 +27,7 @@ class Requests:
         self._number = 0
 
     def done(self, request: Request) -> None:
-        """A request that later ones may repeat or continue."""
+        """Record an ended request; later ones may repeat or continue it."""
         self._past = [*self._past[-5:], request]
 
     def __iter__(self) -> Iterator[Request]:
@@ -35,7 +35,7 @@ class Requests:
             yield self.next()
 
     def next(self) -> Request:
-        """The next request; what it shares with earlier ones is drawn."""
+        """The next request, which shares a random part with earlier ones."""
         rng = self._rng
         prompt = rng.choice([self._fresh, *[self._prefixed, self._repeated, self._continued] * 2])()
         max_new = rng.choice([1, rng.randrange(2, 8), rng.randrange(8, 40), rng.randrange(8, 40)])
@@ -47,13 +47,13 @@ class Requests:
         return [BOS, *self._text(self._rng.randrange(0, self._max_len // 3))]
 
     def _prefixed(self) -> list[int]:
-        """A system prompt or a part of it, and a question."""
+        """A system prompt, or a part of it, and a question."""
         rng = self._rng
         shared = rng.choice(self._shared)
         return [BOS, *shared[: rng.randrange(1, len(shared))], *self._text(rng.randrange(0, 24))]
 
     def _repeated(self) -> list[int]:
-        """The same again, the same with its answer, or the beginning of that."""
+        """An earlier prompt, the same with its answer, or a prefix of that."""
         if not self._past:
             return self._fresh()
         past, rng = self._rng.choice(self._past), self._rng
@@ -63,7 +63,7 @@ class Requests:
         return past.tokens[:length]
 
     def _continued(self) -> list[int]:
-        """A conversation goes on."""
+        """The next turn of a conversation."""
         if not self._past:
             return self._fresh()
         return self._rng.choice(self._past).tokens + self._text(self._rng.randrange(1, 24))
@@ -79,9 +79,9 @@ class Requests:
 
 
 class Answers(Requests):
-    """Threes: a prompt, the same for another domain, and that one's conversation going on.
+    """Triples: a prompt, the same prompt in another domain, and the next turn of the second.
 
-    The second finds no page and its tokens are known by then; the third finds the states that drafts left behind.
+    The second has no hit, and its drafts are known; the third hits states that drafts left behind.
     """
 
     def next(self) -> Request:
@@ -96,7 +96,7 @@ class Answers(Requests):
 
 
 class Pairs(Requests):
-    """Each prompt twice, with other last tokens: the second hits as far as it can, mostly to the middle of a block."""
+    """Each prompt twice with different last tokens: the second has the longest possible hit, mostly inside a block."""
 
     def next(self) -> Request:
         self._number += 1
@@ -106,9 +106,9 @@ class Pairs(Requests):
 
 
 class Recall:
-    """A drafter that remembers what followed, in any request; some guesses are wrong, so that drafts are rejected.
+    """A drafter that remembers the continuations of all requests; some drafts are wrong, so that they are rejected.
 
-    Tokens at multiples of BOUNDARY are always guessed wrong: drafts are then kept just up to the end of a block.
+    Drafts at multiples of BOUNDARY are always wrong: accepted drafts then end at the end of a block.
     """
 
     def __init__(self, seed: int, wrong: float) -> None:

@@ -1,4 +1,4 @@
-"""The reference engine on a service in this process, with all that a test may want to break."""
+"""The reference engine on a service in this process, with parts that tests can break."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from tests.engine.twin import Twin
 
 @dataclass(frozen=True)
 class Pool:
-    """One replica.
+    """Configuration of a replica.
 
     Attributes:
-        num_blocks: small ones evict and preempt.
-        batches: steps in flight that the engine may have.
+        num_blocks: blocks of the pool; small pools evict and preempt.
+        batches: most steps in flight.
         retention_interval, watermark, block_outermost, commit: as in `LayerSource`.
     """
 
@@ -87,7 +87,7 @@ class Pool:
 
 
 def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
-    """One rank's pages, NaN all over: what is read must have been written, or zeroed, before."""
+    """Allocate the pages of a rank, filled with NaN: reads before a write or a zero are detected."""
     pages, fault = PageBuffers.allocate(plan, world.device), world.fault
     pages.memory.view(torch.float64).fill_(float("nan"))
     buffer = bytearray(table_bytes(plan.num_blocks))
@@ -96,7 +96,7 @@ def poisoned_memory(plan: RankPlan, rank: int, world: World) -> RankMemory:
 
 
 class LossyModel(Model):
-    """Some launches fail half-way: rank 0 has computed, the others have not."""
+    """A model whose launches fail periodically, after rank 0 has computed and before the other ranks do."""
 
     lose_every = 0
     _launches = 0
@@ -119,12 +119,12 @@ class World:
     """A registry with one replica, the memory of its ranks, and engine lives on it, one at a time.
 
     Attributes:
-        registry: several worlds may share one.
-        fault: planted in the engine; none by default.
+        registry: registry of the service; several worlds may share it.
+        fault: fault that is planted in the engine; none by default.
         lose_every: launches after which one fails; 0 = never.
-        device: of pages and model; the twin stays on the CPU.
-        memory: by rank; outlives the engines.
-        engine: the present life.
+        device: device of pages and model; the dense model runs on the CPU.
+        memory: memory by rank; outlives the engines.
+        engine: the engine of the current engine life.
     """
 
     pool: Pool = field(default_factory=Pool)
@@ -151,7 +151,7 @@ class World:
         return self.registry.get(self.name).host
 
     def begin(self) -> Engine:
-        """A new engine life on the memory as it stands, as after a crash: nobody said goodbye."""
+        """Begin an engine life on the memory as it is, as after a crash: the last session was not closed."""
         buffers = [one.pages for one in self.memory]
         model = LossyModel(self.pool.model, self.weights, buffers, self.ops)
         model.lose_every = self.lose_every
@@ -166,5 +166,5 @@ class World:
         return InProcessTransport(lambda name: self.registry.get(name).host)
 
     def check(self) -> None:
-        """The core's invariants."""
+        """Check the invariants of the core."""
         inspect.check(self.host.replica)

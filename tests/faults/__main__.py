@@ -1,6 +1,6 @@
-"""python -m tests.faults --faults 200 --seed 1: a campaign of random faults; the last line says what it came to.
+"""python -m tests.faults --faults 200 --seed 1: a campaign of random faults; the last line is a summary.
 
-python -m tests.faults --twins: play what each weakened twin must not survive, and write the table of README.md.
+python -m tests.faults --twins: run the scenario that must catch each twin, and write the table of README.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tests.faults.campaign import one_thread, run_campaign
 from tests.faults.scenarios import SCENARIOS, play
 
 README = Path(__file__).with_name("README.md")
-HEAD = "| without the rule | what is staged | faults | caught by |\n|---|---|---|---|\n"
+HEAD = "| twin | scenario | faults | caught by |\n|---|---|---|---|\n"
 
 
 def main() -> int:
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def write_table() -> int:
-    """Play each scenario without its rule; 0 when all were caught."""
+    """Run each scenario with its twin. Returns 0 when all twins were caught."""
     rows = []
     with one_thread():
         for scenario in SCENARIOS:

@@ -1,4 +1,4 @@
-"""Callers that need nothing of what is broken: what they are answered meanwhile, and how long it takes."""
+"""Clients that do not depend on the broken part: the answers that they get during a fault, and their latency."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kvplane.unary.retrying import TIMEOUT_S
 from tests.cli.hung import TooLate, drain
 
 REPLICAS, GUEST = ("bystander/one", "bystander/two"), "bystander/guest"
-# Each function within the deadline that its caller has by default.
+# Default deadline of each client, in seconds.
 DEADLINES_S = {
-    "metrics": 10.0,  # what Prometheus waits
+    "metrics": 10.0,  # scrape timeout of Prometheus
     "registration": TIMEOUT_S,
     "unary call": TIMEOUT_S,
     "step": STEP_TIMEOUT_S,
     "new session": OPEN_TIMEOUT_S,
 }
-QUICK_S = 2.0  # the deadline of who calls a service that answers nothing
-LATE_S = 10.0  # that a deadline may be late, on a machine that is overrun
+QUICK_S = 2.0  # deadline of calls to a service that does not answer
+LATE_S = 10.0  # allowance for an overloaded machine
 MODEL = ModelSource(model="llama-3.1-8b", num_blocks=700, max_model_len=10000)
 TOKENS = list(range(9000))
 _ONCE, _PATIENT = RetryPolicy(attempts=0), RetryPolicy(attempts=10)
@@ -37,11 +37,11 @@ _ONCE, _PATIENT = RetryPolicy(attempts=0), RetryPolicy(attempts=10)
 
 @dataclass
 class Answers:
-    """What a campaign saw of bystanders.
+    """Latencies of bystanders in a campaign.
 
     Attributes:
-        slowest_s: by what was broken, then by function: seconds until the answer.
-        drains_s: by what was broken: until a session was told, and until the process had ended, at most.
+        slowest_s: fault → function → longest time to an answer.
+        drains_s: fault → longest time until a session was notified of a drain, and until the process had exited.
     """
 
     num_drains: int = 0
@@ -53,10 +53,10 @@ class Answers:
         for what, took_s in seconds.items():
             known[what] = max(known.get(what, 0.0), took_s)
 
-    def note_drain(self, broken: str, told_s: float, ended_s: float) -> None:
+    def note_drain(self, broken: str, notified_s: float, ended_s: float) -> None:
         self.num_drains += 1
-        told, ended = self.drains_s.get(broken, (0.0, 0.0))
-        self.drains_s[broken] = max(told, told_s), max(ended, ended_s)
+        notified, ended = self.drains_s.get(broken, (0.0, 0.0))
+        self.drains_s[broken] = max(notified, notified_s), max(ended, ended_s)
 
     @property
     def worst_s(self) -> float:
@@ -64,7 +64,7 @@ class Answers:
 
     def table(self) -> Iterator[str]:
         """Lines of Markdown, in seconds."""
-        columns = [*DEADLINES_S, "told of a drain", "drained"]
+        columns = [*DEADLINES_S, "notified of a drain", "drained"]
         yield f"| broken | {' | '.join(columns)} |"
         yield "|---" * (len(columns) + 1) + "|"
         for broken in sorted({*self.slowest_s, *self.drains_s}):
@@ -78,7 +78,7 @@ class Bystanders:
     """Two other replicas of a service, the session of one of them, and callers. Make them before the fault."""
 
     def __init__(self, address: str, metrics: str, is_served: bool) -> None:
-        """`is_served`: the service answers while the fault lasts; otherwise each call must end all the same."""
+        """`is_served`: the service answers during the fault; otherwise each call must end with an error."""
         self._address, self._metrics, self._is_served = address, metrics, is_served
         self._deadlines_s = DEADLINES_S if is_served else dict.fromkeys(DEADLINES_S, QUICK_S)
         self._clients = ExitStack()
@@ -87,24 +87,24 @@ class Bystanders:
     def connect(self) -> None:
         """Register the replicas and open the session, or its successor. Raises KvplaneError."""
         if self.session is not None:
-            self.session.abort()  # or it would come back beside its successor
+            self.session.abort()  # or it would reconnect in addition to its successor
         client = self._client(_PATIENT)
         for replica in REPLICAS:
             client.register_replica(replica, MODEL)
         self.session = self._open(client, REPLICAS[0], _PATIENT)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close session and channels."""
         if self.session is not None:
             with contextlib.suppress(KvplaneError):
                 self.session.close()
         self._clients.close()
 
     def ask(self) -> dict[str, float]:
-        """Ask everything at once: seconds until each answer.
+        """Make all calls concurrently. Returns the seconds until each answer.
 
         Raises:
-            TooLate: something was not answered in time; or, of a service that answers nothing, did not end.
+            TooLate: a call was not answered in time; or, with a service that does not answer, did not end.
         """
         took_s, refusals = dict[str, float](), dict[str, Exception]()
 
@@ -137,11 +137,11 @@ class Bystanders:
             raise TooLate(f"{what}: {refusal or 'an answer'} after {took_s:.1f} s")
 
     def drain(self, process: subprocess.Popen[str], grace_s: float) -> tuple[float, float]:
-        """SIGTERM, as `tests.cli.hung.drain`; the process ends within 2 s of the grace, and LATE_S."""
+        """Send SIGTERM, as `tests.cli.hung.drain`; the process must exit within 2 s of the grace, plus LATE_S."""
         assert self.session is not None
         return drain(process, [self.session], grace_s, 2.0 + LATE_S)
 
-    # -- inside ------------------------------------------------------------------------------------------------------
+    # -- the calls ---------------------------------------------------------------------------------------------------
 
     def _calls(self) -> dict[str, Callable[[], object]]:
         session, client = self.session, self._client(_ONCE)
@@ -152,7 +152,7 @@ class Bystanders:
             "step": session.receive if session.in_flight else lambda: session.apply(Part()),
             "new session": lambda: self._open(client, REPLICAS[1], _ONCE).close(),
         }
-        if self._is_served:  # its own deadline is that of building a pool
+        if self._is_served:  # its default deadline allows for building a pool
             calls["registration"] = lambda: client.register_replica(GUEST, MODEL)
         return calls
 
@@ -172,6 +172,6 @@ class Bystanders:
             return bytes(answer.read())
 
     def forget_guest(self) -> None:
-        """Deregister what was registered, so that the next time it is new."""
+        """Deregister the replica, so that the next registration is a new one."""
         with contextlib.suppress(NotFound):
             self._client(_PATIENT).deregister_replica(GUEST)

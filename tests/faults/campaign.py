@@ -1,4 +1,4 @@
-"""Rounds of work under faults: what an engine answers is the twin's word, and whatever broke comes back by itself."""
+"""Rounds of work under faults: answers must equal the dense model's, and everything must recover by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cli.hung import TooLate
 from tests.engine.twin import Twin
 from tests.engine.workload import Requests
 from tests.faults.bystanders import Answers, Bystanders
-from tests.faults.child import LONG  # asked for again and again
+from tests.faults.child import LONG  # a prompt that is repeated
 from tests.faults.cluster import GRACE_S, LEASE_S, LIMIT_S, Cluster, Ended, Plan, descriptors, is_stored, running
 from tests.faults.kinds import KINDS, Kind
 from tests.store.servers import wait_until
@@ -32,7 +32,7 @@ STORES = ("sqlite", "redis")
 ROUNDS_PER_CLUSTER = 25
 REQUESTS = 4
 SHARE_OF_PAIRS = 0.25
-SPARE_DESCRIPTORS = 12  # that a process may have open beside those of its first idle moment
+SPARE_DESCRIPTORS = 12  # descriptors that a process may have open in addition to its first idle ones
 LONG_HIT = 96
 FILES_PER_WORKER = 3
 SHARE_OF_DRAINS = 0.2
@@ -40,19 +40,19 @@ TOLD = (NotFound, StaleEpoch, FailedPrecondition)
 
 
 class Finding(AssertionError):
-    """Something that must never happen."""
+    """A violation of the campaign's rules."""
 
 
 @dataclass
 class Report:
-    """What a campaign saw.
+    """Results of a campaign.
 
     Attributes:
-        faults: done, by kind.
-        hits_after_restart: tokens that were hit in rounds in which a process was started anew.
-        slowest_s: that the requests of a round took once everything had been mended.
-        answers: what others were answered while something was broken.
-        finding: what must never happen and did; "" = nothing.
+        faults: number of faults by kind.
+        hits_after_restart: hit tokens in rounds in which a process was restarted.
+        slowest_s: longest time of a round's requests after the repair.
+        answers: latencies of bystanders during faults.
+        finding: the violation that ended the campaign; "" = none.
     """
 
     faults: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was found, in a campaign that could have found something."""
+        """Whether the campaign found nothing and reached enough to find something."""
         could_find = self.hits_after_restart > 0 and self.answers.slowest_s
         return not self.finding and not self.differing and not self.leaks and bool(could_find)
 
@@ -83,7 +83,7 @@ class Report:
 
 
 class Round:
-    """Some requests, a fault or two on their way, and what must be so afterwards."""
+    """One round: requests, one or two faults during them, and the checks afterwards."""
 
     def __init__(self, cluster: Cluster, requests: Requests, rng: Random, report: Report) -> None:
         self._cluster = cluster
@@ -109,7 +109,7 @@ class Round:
         self._check_idle()
 
     def _strike(self, kinds: list[Kind]) -> None:
-        """Break and mend; meanwhile others are answered."""
+        """Strike the faults, let bystanders make calls, and repair."""
         cluster, rng, service = self._cluster, self._rng, self._cluster.service
         is_served = all(kind.is_served for kind in kinds)
         bystanders = Bystanders(service.address, service.metrics, is_served)
@@ -123,13 +123,13 @@ class Round:
                 bystanders.connect()
             names = " and ".join(kind.name for kind in kinds)
             self._report.answers.note(names, bystanders.ask())
-            time.sleep(rng.uniform(0, 1.5 * LEASE_S))  # what is broken stays so for a while
+            time.sleep(rng.uniform(0, 1.5 * LEASE_S))  # the fault lasts for a while
             if is_served:
                 self._report.answers.note(names, bystanders.ask())
             if is_served and rng.random() < SHARE_OF_DRAINS and not any(kind.hung_disk for kind in kinds):
                 assert service.process is not None
                 self._report.answers.note_drain(names, *bystanders.drain(service.process, GRACE_S))
-            cluster.mend()
+            cluster.repair()
             if is_served:
                 bystanders.forget_guest()
 
@@ -142,7 +142,7 @@ class Round:
         self._cluster.engines.ask(prompts, traps[0] if traps else None)
 
     def _finish(self, forgetful: bool) -> int:
-        """Wait for every answer, and compare it; tokens that were hit."""
+        """Wait for every answer, and compare it. Returns the number of hit tokens."""
         engines, began_s = self._cluster.engines, time.monotonic()
         while not engines.is_done:
             if time.monotonic() - began_s > LIMIT_S:
@@ -155,7 +155,7 @@ class Round:
         return sum(sum(hits) for _, hits, _ in ended)
 
     def _go_on(self, forgetful: bool) -> None:
-        """Hear a step; a dead engine is followed by a new life."""
+        """Receive the results of a step; start a new engine life when the engine has ended."""
         engines = self._cluster.engines
         refusal = engines.listen(LIMIT_S)
         if refusal is not None and not (forgetful and isinstance(refusal, TOLD)):
@@ -172,49 +172,49 @@ class Round:
         self._report.tokens += len(output)
         self._report.differing += wrong
         if wrong:
-            raise Finding(f"prompt {prompt} was answered {output}: {wrong} tokens differ from the twin's")
+            raise Finding(f"output {output} of prompt {prompt}: {wrong} tokens differ from the dense model's")
         if prompt is not LONG:
             self._requests.done(replace(request, tokens=[*prompt, *output]))
 
-    # -- what must be so ---------------------------------------------------------------------------------------------
+    # -- checks after a round ----------------------------------------------------------------------------------------
 
     def _check_warm(self, forgetful: bool) -> None:
-        """No hit is withheld for ever: what was answered a moment ago is hit.
+        """Hits come back: a prompt that was just answered is hit.
 
-        A service that forgot may do so again meanwhile: when its store is back, and is read.
+        A service that forgot the replica may do so once more, when its store is back and is read.
         """
         hits = list[int]()
         while len(hits) < 2 or (forgetful and hits[-1] != LONG_HIT and len(hits) < 4):
             self._ask([Request("", LONG, 2)], [])
             hits.append(self._finish(forgetful))
         if hits[-1] != LONG_HIT:
-            raise Finding(f"{hits} of {LONG_HIT} tokens were hit that were answered a moment ago")
+            raise Finding(f"{hits} of {LONG_HIT} tokens of a prompt that was just answered were hit")
 
     def _check_idle(self) -> None:
-        """All blocks are back, leases are counted, the store follows, nothing is left behind."""
+        """All blocks are free, session and workers are registered, the store is up to date, and nothing leaks."""
         cluster = self._cluster
         try:
-            wait_until(lambda: not self._unsettled(), "idle", LIMIT_S)
+            wait_until(lambda: not self._pending(), "idle", LIMIT_S)
             cluster.prove()
         except AssertionError as error:
             self._report.leaks += len(self._leaks())
-            raise Finding(f"{error}: {self._unsettled()}") from error
+            raise Finding(f"{error}: {self._pending()}") from error
         for log in cluster.logs.iterdir():
             said = log.read_text()
             if "Traceback" in said:
                 raise Finding(f"{log.name}: {said[said.index('Traceback') :][:4000]}")
 
-    def _unsettled(self) -> list[str]:
+    def _pending(self) -> list[str]:
         cluster = self._cluster
         status = cluster.describe()
-        is_as_it_should = {
+        checks = {
             f"{status.free_blocks} free blocks": status.free_blocks == status.spec.num_blocks - 1,
             f"{status.running_requests} requests run": not status.running_requests,
             f"{len(status.workers)} workers": len(status.workers) == status.num_ranks,
             f"the session is {status.state}": status.state == pb.REPLICA_STATE_LIVE,
             f"the store is {status.store}": is_stored(status.store),
         }
-        return [what for what, is_so in is_as_it_should.items() if not is_so] + self._leaks()
+        return [what for what, is_so in checks.items() if not is_so] + self._leaks()
 
     def _leaks(self) -> list[str]:
         cluster = self._cluster
@@ -232,7 +232,7 @@ class Round:
 
 
 def with_patience(act: Callable[[], None]) -> None:
-    """Again, while the refusal is one that passes: a service is being told who owns the pages."""
+    """Retry while the error is transient: workers are still registering at the service."""
     until_s = time.monotonic() + LIMIT_S
     while True:
         try:
@@ -253,7 +253,7 @@ def one_thread() -> Iterator[None]:
 
 
 def run_campaign(num_faults: int, seed: int, say: Callable[[str], None], twin: str = "") -> Report:
-    """So many faults or a few more, on clusters with either store; `report.finding` names the round that failed."""
+    """Run at least `num_faults` faults, on clusters with each store; `report.finding` names the round that failed."""
     report, rng, number = Report(), Random(seed), 0
     with one_thread():
         while report.faults.total() < num_faults:
@@ -270,7 +270,7 @@ def run_campaign(num_faults: int, seed: int, say: Callable[[str], None], twin: s
 
 
 def run_cluster(plan: Plan, num_faults: int, rng: Random, report: Report, say: Callable[[str], None]) -> None:
-    """One cluster, from its start to its end."""
+    """Run rounds on one cluster, from start to end."""
     until = report.faults.total() + num_faults
     with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, running(Path(folder), plan) as cluster:
         requests = Requests(plan.pool.max_model_len, rng.getrandbits(32))
@@ -290,7 +290,7 @@ def run_cluster(plan: Plan, num_faults: int, rng: Random, report: Report, say: C
 
 
 def draw_kinds(bag: list[Kind], kinds: list[Kind], rng: Random) -> list[Kind]:
-    """The next kind of the bag, which is filled when it is empty; now and then two at once."""
+    """The next kind of a shuffled bag, which is refilled when empty; sometimes two at once."""
     chosen: list[Kind] = []
     for _ in range(2 if rng.random() < SHARE_OF_PAIRS else 1):
         if not bag:

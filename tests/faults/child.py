@@ -1,4 +1,4 @@
-"""An engine in a process of its own that kills or stops itself where it is told to: between any two acts of a step."""
+"""An engine in a child process that kills or stops itself at a given point of a step."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from kvplane_worker.engine.request import Request
 from kvplane_worker.engine.scheduler import Scheduled, SchedulerConfig
 from kvplane_worker.pages import PageBuffers
 from tests.engine import child
-from tests.worker.children import told
+from tests.worker.children import picklable
 
-# Where a step can be cut short, in its order.
+# Points of a step where the process can be killed or stopped, in order.
 ASK = "before the step is asked for"
 ORDERS = "behind the answer, before its orders"
 ZEROES = "between the stamps and the zeroes"
@@ -55,10 +55,10 @@ Reach = Callable[[str], None]
 
 @dataclass
 class Trap:
-    """Where the process sends itself a signal.
+    """The point where the process sends itself a signal.
 
     Attributes:
-        point: of POINTS.
+        point: one of POINTS.
         passes: times that the point is passed before.
     """
 
@@ -69,12 +69,12 @@ class Trap:
 
 @dataclass(frozen=True)
 class Work:
-    """What an engine is to do.
+    """Work of an engine.
 
     Attributes:
         prompts: requests as (prompt, most tokens to generate).
-        trap: on its way.
-        act: a method of TrappedEngine to call first, "" = none.
+        trap: where the process signals itself; None = nowhere.
+        act: a method of TrappedEngine to call first; "" = none.
     """
 
     prompts: Sequence[tuple[list[int], int]]
@@ -129,7 +129,7 @@ class TrappedModel:
 
 
 class PatientSession:
-    """A session whose service may answer nothing: every second time-out of a step begins a new engine life."""
+    """A session whose service may not answer: every second time-out of a step begins a new engine life."""
 
     def __init__(self, sound: Session) -> None:
         self._sound = sound
@@ -150,11 +150,11 @@ class PatientSession:
                 if number % 2 == 0:
                     self._sound.begin_new_life()
                 call = self._sound.receive
-        raise AssertionError("it counts for ever")
+        raise AssertionError("it counts without an end")
 
 
 class TrappedEngine(Engine):
-    """Passes the points of each step one by one."""
+    """An engine that passes the points of each step in order."""
 
     def __init__(
         self, open_session: OpenSession, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig
@@ -194,27 +194,27 @@ class TrappedEngine(Engine):
         super()._compute(scheduled)
         self.reach(ACKNOWLEDGE)
 
-    # -- what no request asks for ------------------------------------------------------------------------------------
+    # -- acts outside requests ---------------------------------------------------------------------------------------
 
     def spoil(self) -> None:
-        """Every page goes bad, and the service is told so, as of loads that failed."""
+        """Overwrite every page, and report all blocks as failed loads."""
         blocks = list(range(1, self._session.spec.num_blocks))
         for one in self._memory:
             scribble(one.pages)
         self._do(part_of(cache=Cache(evicted=blocks)))
 
     def hold(self) -> None:
-        """A request's pages are held for a transfer, which remembers what they were."""
+        """End a request with its pages held for a transfer, and keep a copy of their content."""
         result = self._do(part_of(NewsRow(_HELD_SLOT, LONG), AdmitRow(_HELD_SLOT)))
         hit, tables = result.admit_hit[0], result.tables.by_row()[0]
-        assert hit, "nothing of it is cached"
+        assert hit, "the request has cached blocks"
         sizes = [group.block_size for group in self._session.spec.groups]
         self._held = [block for group, table in tables.items() for block in table[: hit // sizes[group]] if block]
         self._before = self._content(self._held)
         self._do(part_of(FactRow(_HELD_SLOT, end=End.HELD)))
 
     def release(self) -> None:
-        """The transfer is over: it must have read what it was given."""
+        """End the transfer: the held pages must still have their content."""
         if self._content(self._held) != self._before:
             raise FailedPrecondition("pages that were held have been overwritten")
         self._do(part_of(cache=Cache(released=[_HELD_SLOT])))
@@ -224,7 +224,7 @@ class TrappedEngine(Engine):
         return [layer[blocks].numpy().tobytes() for group, _ in groups for layer in group.layers]
 
     def _do(self, part: Part) -> PartResult:
-        """A step beside the scheduler, which computes nothing."""
+        """Apply a step without the scheduler, which computes nothing."""
         answer = self._session.apply(part, executed_through=self._executed_through())
         self._carry_out(answer)
         for rank in self._ranks:
@@ -233,14 +233,14 @@ class TrappedEngine(Engine):
 
 
 def scribble(pages: PageBuffers) -> None:
-    """Other bytes in every page but the null block's; finite numbers, that nobody stumbles over."""
+    """Overwrite every page but the null block's, with finite numbers, so that results differ without NaN."""
     for number in range(pages.num_groups):
         for layer in pages.group(number).layers:
             layer[1:] = 0x40
 
 
 def vandal(connection: Connection, worker: str) -> None:
-    """One rank's pages get other content and other stamps, as by orders that its siblings know nothing of."""
+    """Give the pages of one rank other content and stamps, as by orders that other ranks did not get."""
     with attach(worker) as held:
         scribble(held.buffers)
         stamps = held.stamps.read_all()
@@ -250,7 +250,7 @@ def vandal(connection: Connection, worker: str) -> None:
 
 
 def engine(connection: Connection, address: str, replica: str, workers: list[str], model: ModelConfig) -> None:
-    """As `tests.engine.child.engine`, for Work. A refusal is said, and ends the process."""
+    """As `tests.engine.child.engine`, for Work. An error is sent, and ends the process."""
     torch.set_num_threads(1)
     try:
         with kvplane.connect(address) as client:
@@ -266,4 +266,4 @@ def engine(connection: Connection, address: str, replica: str, workers: list[str
                     child.serve(connection, served, list(work.prompts))
                     served.trap = None
     except KvplaneError as error:
-        connection.send(told(error))
+        connection.send(picklable(error))

@@ -1,4 +1,4 @@
-"""One replica on real processes: a service, a worker per rank, an engine, a store, and the links between them."""
+"""One replica on real processes: a service, a worker per rank, an engine, a store, and links."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.worker.rig import FORKS, Child
 
 REPLICA = "r"
 LEASE_S = 1.0
-LIMIT_S = 120.0  # for whatever must happen; longer than anything takes but on a machine that is overrun
+LIMIT_S = 120.0  # seconds for an expected event; generous, for overloaded machines
 SETTINGS = {
     "lease_ms": int(LEASE_S * 1000),
     "worker_lease_ms": int(LEASE_S * 1000),
@@ -57,12 +57,12 @@ Ended = tuple[int, list[int], list[int]]  # number, hits, output
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cluster is made of.
+    """Configuration of a cluster.
 
     Attributes:
         store: "sqlite" or "redis".
-        twin: the rule that is taken out of every process, "" = none.
-        settings: of the service, beside SETTINGS.
+        twin: planted fault of every process; "" = none.
+        settings: settings of the service, in addition to SETTINGS.
     """
 
     store: str = "sqlite"
@@ -72,11 +72,11 @@ class Plan:
 
 
 class ServiceRefused(Exception):
-    """A service ended before it served; the text is what it said."""
+    """A service exited before it served; the text is its standard error."""
 
 
 class Service:
-    """`kvplane serve`, one life after another at one address."""
+    """`kvplane serve`, restarted at one address."""
 
     def __init__(self, folder: Path, plan: Plan, store: str) -> None:
         self.address, self.metrics = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
@@ -93,7 +93,7 @@ class Service:
         return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
-        """Raise ServiceRefused when it does not come to serve."""
+        """Start the service. Raises ServiceRefused when it exits before it serves."""
         own_log = self.folder / f"service-{self.lives}.log"
         self.lives += 1
         with own_log.open("w") as log:
@@ -102,7 +102,7 @@ class Service:
             )
         assert self.process.stdout is not None
         with self.process.stdout as said:
-            if not all(said.readline() for _ in range(2)):  # where it serves, and where its metrics are
+            if not all(said.readline() for _ in range(2)):  # its address, and the address of its metrics
                 self.process.wait(LIMIT_S)
                 raise ServiceRefused(own_log.read_text())
 
@@ -116,24 +116,24 @@ class Engines:
     """One engine process after another; a request that one did not answer is sent to the next.
 
     Attributes:
-        ended: what was answered, until it is taken.
-        kept_keys: of the newest life, when it began.
+        ended: answers that were not taken yet.
+        kept_keys: keys that the newest engine life kept.
     """
 
     def __init__(self, start: Callable[[], Child]) -> None:
         self._start = start
         self._open: dict[int, tuple[list[int], int]] = {}
-        self._numbers: list[int] = []  # of the requests that the process was sent last, in order
-        self._last_words: KvplaneError | None = None  # of a process that ended when nobody listened
+        self._numbers: list[int] = []  # numbers of the requests that the process was sent last, in order
+        self._last_words: KvplaneError | None = None  # error of a process that ended between two reads
         self.process: Child | None = None
         self.ended: list[Ended] = []
         self.kept_keys = 0
         self.lives = 0
 
     def begin(self) -> None:
-        """A new life, which gets what is not answered. Raises the KvplaneError that it was refused by."""
+        """Start an engine process with the requests that are not answered. Raises the KvplaneError that it reports."""
         process = self._start()
-        self.process, said = process, process.hear()
+        self.process, said = process, process.receive()
         if isinstance(said, KvplaneError):
             process.wait()
             self.process = None
@@ -143,7 +143,7 @@ class Engines:
         self._send()
 
     def ask(self, prompts: dict[int, tuple[list[int], int]], trap: child.Trap | None = None, act: str = "") -> None:
-        """Requests by number; a trap, and an act, are for the life that there is now, if there is one."""
+        """Send numbered requests. Trap and act are for the current engine process, if there is one."""
         self._open = dict(prompts)
         self._send(trap, act)
 
@@ -154,7 +154,7 @@ class Engines:
                 self.process.connection.send(Work([self._open[number] for number in self._numbers], trap, act))
             except OSError:
                 self._note_last_words(self.process.connection)
-                self.bury()
+                self.discard()
 
     def _note_last_words(self, connection: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -167,7 +167,7 @@ class Engines:
         return not self._open
 
     def listen(self, limit_s: float) -> KvplaneError | None:
-        """Take note of what ended in the next step, for so long at most; the refusal that the process ended with."""
+        """Receive the answers of the next step, within a time limit. Returns the error that the process ended with."""
         if self._last_words is not None:
             said, self._last_words = self._last_words, None
             return said
@@ -179,10 +179,10 @@ class Engines:
                 return None
             said = process.connection.recv()
         except (EOFError, OSError):
-            self.bury()
+            self.discard()
             return None
         if isinstance(said, KvplaneError):
-            self.bury()
+            self.discard()
             return said
         for at, hits, output in said or ():
             number = self._numbers[at]
@@ -190,21 +190,21 @@ class Engines:
             self.ended.append((number, hits, output))
         return None
 
-    def bury(self) -> None:
-        """Kill the process, if it lives, and forget it."""
+    def discard(self) -> None:
+        """Kill the process, if it runs."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()
 
 
 class Cluster:
-    """All processes of one replica, and how to break and mend them.
+    """All processes of one replica, with methods to break and repair them.
 
     Attributes:
         to_service, from_workers, to_redis: links that can be cut: of the engine, of workers, of the service.
-        copies: of the SQLite file, oldest first, made by `copy_store`.
-        logs: folder of what the processes say on standard error.
-        first_descriptors: of a process at its first idle moment, by its number.
+        copies: copies of the SQLite file, oldest first, made by `copy_store`.
+        logs: folder with the standard error of all processes.
+        first_descriptors: pid → descriptors when the process was first idle.
     """
 
     def __init__(self, folder: Path, plan: Plan, disk: Disk, server: servers.Server | None) -> None:
@@ -224,11 +224,11 @@ class Cluster:
         self.addresses = [""] * MIXED.num_ranks
         self.engines = Engines(self.start_engine)
         self.copies: list[Path] = []
-        self._lock: sqlite3.Connection | None = None  # has the store's file to itself
+        self._lock: sqlite3.Connection | None = None  # process that locks the store's file
         self.first_descriptors: dict[int, int] = {}
         self.restarts = 0
 
-    # -- begin and end -----------------------------------------------------------------------------------------------
+    # -- start and end -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self.service.start()
@@ -238,7 +238,7 @@ class Cluster:
         self.engines.begin()
 
     def register(self) -> None:
-        """A service that lost its store is told of the replica again."""
+        """Register the replica, also again with a service that lost its store."""
         self.client.register_replica(REPLICA, self.plan.pool.source, num_ranks=MIXED.num_ranks)
 
     def end(self) -> None:
@@ -258,7 +258,7 @@ class Cluster:
         run_dir = self.folder / f"rank-{rank}"
         options = WorkerOptions(self.from_workers.address, REPLICA, rank, "cpu", run_dir, 1 << 16)
         process = self._start(children.worker, options)
-        address = process.hear()
+        address = process.receive()
         assert isinstance(address, str), address
         self.workers[rank], self.addresses[rank] = process, address
 
@@ -266,9 +266,9 @@ class Cluster:
         return self._start(child.engine, self.to_service.address, REPLICA, self.addresses, self.plan.pool.model)
 
     def do(self, target: Callable[..., None], *arguments: object) -> Any:
-        """What a process of its own says, at whose end it is waited for."""
+        """Receive a message of a child process, and wait for its exit."""
         process = self._start(target, *arguments)
-        said = process.hear()
+        said = process.receive()
         process.wait()
         return said
 
@@ -280,14 +280,14 @@ class Cluster:
         theirs.close()
         return Child(process, ours)
 
-    def mend(self) -> None:
-        """Let go of every process and link, and start again what is dead. What was damaged stays damaged."""
+    def repair(self) -> None:
+        """Continue stopped processes, restore links, and restart dead processes. Damaged data stays damaged."""
         self._let_store_go_on()
         for link in self.links:
             link.hold(False)
             link.mute(False)
             link.delay(0)
-        self._mend_store()
+        self._repair_store()
         resume(self.pids())
         if not self.service.is_alive:
             self.start_service()
@@ -295,9 +295,9 @@ class Cluster:
             if worker is None:
                 self.restarts += 1
                 self.start_worker(rank)
-                self.engines.bury()  # its pages are no worker's any more
+                self.engines.discard()  # its pages no longer have a worker
 
-    def _mend_store(self) -> None:
+    def _repair_store(self) -> None:
         if self.disk.is_own:
             self.disk.allow_writes(True)
             self.disk.make_room()
@@ -312,7 +312,7 @@ class Cluster:
             client.config_set("maxmemory", 0)
 
     def start_service(self) -> None:
-        """As whoever reads what it says would: a store that cannot be used is put aside."""
+        """Start the service as an operator would: a store that it refuses is moved away."""
         self.restarts += 1
         try:
             self.service.start()
@@ -325,13 +325,13 @@ class Cluster:
         self.register()
 
     def begin_engine(self) -> None:
-        """A new engine life; a service that knows nothing any more is told of the replica first."""
+        """Start an engine; a service that lost the replica gets it registered first."""
         self.restarts += 1
         self.register()
         self.engines.begin()
 
     def pids(self) -> dict[str, int]:
-        """Of the processes of the product that live, by what they are."""
+        """Process ids of the running processes, by role."""
         found = {f"worker {rank}": one.pid for rank, one in enumerate(self.workers) if one is not None}
         if self.engines.process is not None:
             found["engine"] = self.engines.process.pid
@@ -342,14 +342,14 @@ class Cluster:
 
     @property
     def links(self) -> list[CuttingProxy]:
-        """All of them."""
+        """All of these process ids."""
         links = (self.to_service, self.from_workers, self.to_redis)
         return [link for link in links if link is not None]
 
     # -- the store ---------------------------------------------------------------------------------------------------
 
     def lock_store(self) -> None:
-        """Another process has the file to itself, until it is mended."""
+        """Lock the file from another process, until `repair`."""
         self._lock = sqlite3.connect(self.file, isolation_level=None)
         self._lock.execute("BEGIN IMMEDIATE")
 
@@ -369,7 +369,7 @@ class Cluster:
             shutil.move(path, aside / path.name)
 
     def copy_store(self) -> None:
-        """Keep the store as it is now, for `restore_store`."""
+        """Copy the store, for `restore_store`."""
         copy = self.folder / f"copy-{len(self.copies)}"
         copy.mkdir()
         for path in self.store_files():
@@ -377,24 +377,24 @@ class Cluster:
         self.copies.append(copy)
 
     def restore_store(self, copy: Path) -> None:
-        """An older store in place of the present one; the service must be dead."""
+        """Replace the store by an older copy; the service must not run."""
         for path in self.store_files():
             path.unlink()
         for path in copy.iterdir():
             shutil.copy(path, self.file.parent)
 
-    # -- what there is to see ----------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def describe(self) -> pb.DescribeReplicaResponse:
         return self.client.describe_replica(REPLICA)
 
     def prove(self) -> None:
-        """Let the service prove the allocator's invariants; raises grpc.RpcError."""
+        """Let the service check the invariants of the allocator. Raises grpc.RpcError."""
         with open_channel(self.service.address) as channel:
             AdminStub(channel).Snapshot(admin_pb2.SnapshotRequest(replica=REPLICA, summary=True), timeout=LIMIT_S)
 
     def wait_until_stored(self) -> None:
-        wait_until(lambda: is_stored(self.describe().store), "what is published is stored", LIMIT_S)
+        wait_until(lambda: is_stored(self.describe().store), "published keys are stored", LIMIT_S)
 
     def shared_files(self) -> int:
         prefixes = [shared_prefix(self.folder / f"rank-{rank}") for rank in range(MIXED.num_ranks)]
@@ -410,13 +410,13 @@ def is_stored(store: pb.StoreStatus) -> bool:
 
 def resume(pids: Sequence[int] | dict[str, int]) -> None:
     for pid in pids.values() if isinstance(pids, dict) else pids:
-        with contextlib.suppress(ProcessLookupError):  # who listens to it finds out that it has ended
+        with contextlib.suppress(ProcessLookupError):  # the reader gets an end of file when the process exits
             os.kill(pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a process of the cluster runs: where its log goes, and what is taken out of it."""
+    """How a process of the cluster runs: its log file, and its planted fault."""
 
     log: str
     twin: str
@@ -432,7 +432,7 @@ def run_child(connection: Any, way: Way, target: Callable[..., None], *arguments
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the process has been stopped by a signal; one that has ended is not."""
+    """Whether the process is stopped by a signal; False when it has exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except (FileNotFoundError, ProcessLookupError):
@@ -445,7 +445,7 @@ def descriptors(pid: int) -> int:
 
 @contextmanager
 def running(folder: Path, plan: Plan) -> Iterator[Cluster]:
-    """A cluster that serves; nothing of it is left behind."""
+    """A running cluster; everything is removed at the end."""
     with ExitStack() as stack:
         disk = stack.enter_context(small_disk(folder / "disk"))
         server = stack.enter_context(servers.serving(folder / "redis")) if plan.store == "redis" else None

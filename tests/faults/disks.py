@@ -1,4 +1,4 @@
-"""A small disk that can be full, read-only or hung: a file system in a file, or a tmpfs, where this user may mount."""
+"""A small disk that can be full, read-only or hung: a file system in a file, or a tmpfs, where the user may mount."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 SIZE_BYTES = 4 << 20
-# Holds every write for $1 seconds at a time, lets them pass for a moment, and stops when nobody has its input open.
+# Blocks every write for $1 seconds at a time, with short pauses, until its standard input is closed.
 _HANGING = """
 while fsfreeze --freeze "$0"; do
     echo
@@ -23,11 +23,11 @@ _FOR_EVER_S = 1e6
 
 
 class Disk:
-    """A folder on a disk of SIZE_BYTES, or on that of the machine.
+    """A folder on a disk of SIZE_BYTES, or on the disk of the machine.
 
     Attributes:
-        is_own: whether it can be filled and made read-only.
-        can_hang: whether writes to it can be held.
+        is_own: whether the disk can be filled and made read-only.
+        can_hang: whether writes to the disk can be blocked.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,9 @@ class Disk:
         self.is_own = self.can_hang or _run("mount", "-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs", str(folder))
 
     def hang(self, seconds: float = _FOR_EVER_S) -> None:
-        """Hold every write from now on until `go_on`, or for so long at a time. A process in one cannot be killed."""
+        """Block writes until `go_on`, for at most the given time each.
+        A process that writes cannot be killed meanwhile.
+        """
         assert self.can_hang
         assert self._hanging is None
         command = ["bash", "-c", _HANGING, str(self.folder), str(seconds)]
@@ -47,14 +49,14 @@ class Disk:
         self._hanging.stdout.read(1)
 
     def go_on(self) -> None:
-        """Let writes pass."""
+        """Unblock writes."""
         hanging, self._hanging = self._hanging, None
         if hanging is not None:
             hanging.communicate()
             assert hanging.returncode == 0, "fsfreeze"
 
     def fill(self) -> None:
-        """Leave no byte of room."""
+        """Fill the disk."""
         with (self.folder / "ballast").open("wb", buffering=0) as ballast:
             try:
                 while ballast.write(b"x" * 4096):
@@ -66,7 +68,7 @@ class Disk:
         (self.folder / "ballast").unlink(missing_ok=True)
 
     def allow_writes(self, allowed: bool) -> None:
-        """Nobody may have a file of it open for writing when writes end."""
+        """Remount. No process may have a file open for writing when writes are disabled."""
         assert _run("mount", "-o", f"remount,{'rw' if allowed else 'ro'}", str(self.folder)), "remount"
 
     def unmount(self) -> None:

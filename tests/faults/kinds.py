@@ -1,4 +1,4 @@
-"""The kinds of faults: each does its harm and returns; `Cluster.mend` brings back what is dead or stopped."""
+"""The kinds of faults. Each strikes and returns; `Cluster.repair` restarts what is dead or stopped."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Kind:
     """A kind of fault.
 
     Attributes:
-        strike: does it.
-        stores: with which it can be.
-        trap: the signal of a trap that the engine gets with its work, None = none.
+        strike: the function that causes the fault.
+        stores: stores with which the fault is possible.
+        trap: signal of a trap that the engine gets with its work; None = none.
         own_disk: needs a disk that can be filled and made read-only.
-        hung_disk: needs a disk whose writes can be held. A process that writes there cannot end.
-        alone: no other fault at the same time: it waits for what others may delay.
-        is_served: the service answers all the same who needs nothing of what is broken.
-        forgetful: the service may have forgotten the replica then: the engine is told so, and begun anew.
+        hung_disk: needs a disk whose writes can be blocked. A process that writes there cannot exit.
+        alone: no other fault at the same time: it waits for events that others may delay.
+        is_served: the service still answers clients that do not depend on the broken part.
+        forgetful: the service may have lost the replica afterwards: the engine gets NotFound, and is restarted.
     """
 
     name: str
@@ -70,7 +70,7 @@ def stop_service(cluster: Cluster, _: Random) -> None:
 
 
 def kill_worker(cluster: Cluster, rng: Random) -> None:
-    """Its memory is gone with it; the engine that maps it is not told."""
+    """The worker's memory is lost; the engine that maps it gets no notice."""
     rank = rng.randrange(len(cluster.workers))
     worker, cluster.workers[rank] = cluster.workers[rank], None
     if worker is not None:
@@ -84,14 +84,14 @@ def stop_worker(cluster: Cluster, rng: Random) -> None:
 
 
 def stop_worker_at_a_claim(cluster: Cluster, rng: Random) -> None:
-    """A service begins while a worker is stopped: the session that comes back is not claimed there."""
+    """A service starts while a worker is stopped: the reopened session is not claimed there."""
     stop_worker(cluster, rng)
     cluster.service.kill()
     cluster.start_service()
 
 
 def wait_for_trap(cluster: Cluster) -> bool:
-    """Until the engine has killed or stopped itself, or did not reach its trap: whether it lives."""
+    """Wait until the engine has killed or stopped itself, or missed its trap. Returns whether it runs."""
     engines, until_s = cluster.engines, time.monotonic() + TRAP_LIMIT_S
     while not engines.is_done and time.monotonic() < until_s:
         if engines.process is None:
@@ -104,13 +104,13 @@ def wait_for_trap(cluster: Cluster) -> bool:
 
 def kill_engine(cluster: Cluster, _: Random) -> None:
     if wait_for_trap(cluster):
-        cluster.engines.bury()
+        cluster.engines.discard()
 
 
 def stop_engine(cluster: Cluster, rng: Random) -> None:
-    """Beyond its lease, while another life asks for the pages: it gets them when the stopped one is dead, not before.
+    """Stop the engine beyond its lease, while another engine attaches: it gets the pages only after the first exited.
 
-    Then the stopped one wakes up and writes, or is killed in its sleep.
+    Then the stopped engine continues and writes, or is killed while it is stopped.
     """
     wait_for_trap(cluster)
     process = cluster.engines.process
@@ -119,18 +119,18 @@ def stop_engine(cluster: Cluster, rng: Random) -> None:
     lapsed = pb.REPLICA_STATE_LAPSED
     wait_until(lambda: cluster.describe().state == lapsed, "the lease of a stopped engine ends", LIMIT_S)
     rival = cluster.start_engine()
-    said = rival.hear()
+    said = rival.receive()
     rival.kill()
-    assert isinstance(said, OtherWriter), f"a rival of a stopped engine got its pages: {said}"
+    assert isinstance(said, OtherWriter), f"another engine got the pages of a stopped one: {said}"
     if rng.random() < 0.5:
-        cluster.engines.bury()
+        cluster.engines.discard()
 
 
 # -- links -------------------------------------------------------------------------------------------------------------
 
 
 def some_links(cluster: Cluster, rng: Random) -> list[CuttingProxy]:
-    """To the service: of the engine, of the workers, or both."""
+    """Cut links to the service: of the engine, of the workers, or both."""
     links = [cluster.to_service, cluster.from_workers]
     return rng.sample(links, rng.randrange(1, len(links) + 1))
 
@@ -146,7 +146,7 @@ def delay_link(cluster: Cluster, rng: Random) -> None:
 
 
 def hold_link(cluster: Cluster, rng: Random) -> None:
-    """A black hole; what was sent into it arrives late, or never."""
+    """Block the link in both directions; sent data arrives late, or never."""
     for link in some_links(cluster, rng):
         link.hold(True)
         if rng.random() < 0.5:
@@ -154,7 +154,7 @@ def hold_link(cluster: Cluster, rng: Random) -> None:
 
 
 def mute_link(cluster: Cluster, rng: Random) -> None:
-    """What is sent arrives, and is done; the answers come late, or never."""
+    """Requests arrive and are executed; responses arrive late, or never."""
     for link in some_links(cluster, rng):
         link.mute(True)
     time.sleep(rng.uniform(0, 0.2))
@@ -181,7 +181,7 @@ def hold_store(cluster: Cluster, _: Random) -> None:
 
 
 def kill_redis(cluster: Cluster, _: Random) -> None:
-    """It keeps nothing on disk: it comes back empty."""
+    """Redis has no persistence: it restarts empty."""
     assert cluster.redis is not None
     cluster.redis.kill()
 
@@ -192,8 +192,8 @@ def stop_redis(cluster: Cluster, _: Random) -> None:
     os.kill(cluster.redis.process.pid, signal.SIGSTOP)
 
 
-def start_beside_a_stopped_redis(cluster: Cluster, rng: Random) -> None:
-    """A service begins, which can read nothing of its store."""
+def start_without_redis(cluster: Cluster, rng: Random) -> None:
+    """A service starts while its store does not answer."""
     stop_redis(cluster, rng)
     cluster.service.kill()
     cluster.start_service()
@@ -207,7 +207,7 @@ def fill_redis(cluster: Cluster, _: Random) -> None:
 
 
 def damage_redis(cluster: Cluster, rng: Random) -> None:
-    """Of the chunks some are lost, repeated, swapped or have a bit flipped, while nobody looks."""
+    """Some chunks are lost, repeated, swapped or corrupted while no service runs."""
     assert cluster.redis is not None
     cluster.service.kill()
     with cluster.redis.client() as client:
@@ -226,7 +226,7 @@ def shuffled(chunks: list[bytes], rng: Random) -> list[bytes]:
 
 
 def forget_in_redis(cluster: Cluster, rng: Random) -> None:
-    """Under a service that runs: the chunks, or everything."""
+    """Delete the chunks, or everything, while the service runs."""
     assert cluster.redis is not None
     with cluster.redis.client() as client:
         if rng.random() < 0.5:
@@ -243,7 +243,7 @@ def fill_disk(cluster: Cluster, _: Random) -> None:
 
 
 def forbid_writes(cluster: Cluster, _: Random) -> None:
-    """The disk comes back read-only: a service must refuse it by name, and touch nothing."""
+    """The disk becomes read-only: a service must refuse it with a named error, and change nothing."""
     cluster.service.kill()
     cluster.disk.allow_writes(False)
     with pytest.raises(ServiceRefused, match=r"kvplane: store: .*read-only"):
@@ -251,19 +251,19 @@ def forbid_writes(cluster: Cluster, _: Random) -> None:
 
 
 def hang_disk(cluster: Cluster, _: Random) -> None:
-    """No write ends."""
+    """Writes do not return."""
     cluster.disk.hang()
 
 
 def start_on_a_hung_disk(cluster: Cluster, _: Random) -> None:
-    """A service begins, which cannot open its file."""
+    """A service starts while it cannot open its file."""
     cluster.service.kill()
     cluster.disk.hang()
     cluster.start_service()
 
 
 def slow_disk(cluster: Cluster, rng: Random) -> None:
-    """Each write takes so long."""
+    """Delay each write."""
     cluster.disk.hang(rng.uniform(0.05, 0.4))
 
 
@@ -284,13 +284,13 @@ def flip_bits(cluster: Cluster, rng: Random) -> None:
 
 
 def some_files(cluster: Cluster, rng: Random) -> list[Path]:
-    """The database, its write-ahead log, or both."""
+    """Corrupt the database, its write-ahead log, or both."""
     files = [path for path in cluster.store_files() if not path.name.endswith("-shm") and path.stat().st_size]
     return rng.sample(files, rng.randrange(1, len(files) + 1)) if files else []
 
 
 def with_flipped_bits(raw: bytes, rng: Random) -> bytes:
-    """Most of them in one place, as a bad sector has them."""
+    """Flip bits, most of them close together, as in a bad sector."""
     changed = bytearray(raw)
     for _ in range(rng.choice((1, 3, 20)) if raw else 0):
         changed[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
@@ -298,7 +298,7 @@ def with_flipped_bits(raw: bytes, rng: Random) -> bytes:
 
 
 def restore_file(cluster: Cluster, rng: Random) -> None:
-    """The store is an older one: it has lost something, and says again what is no longer true."""
+    """Replace the store by an older copy: entries are missing, and others are no longer true."""
     cluster.service.kill()
     if cluster.copies:
         cluster.restore_store(rng.choice(cluster.copies))
@@ -321,7 +321,7 @@ KINDS = (
     Kind("store's link held", hold_store, REDIS),
     Kind("redis killed", kill_redis, REDIS, forgetful=True),
     Kind("redis stopped", stop_redis, REDIS),
-    Kind("service begun without redis", start_beside_a_stopped_redis, REDIS, alone=True, forgetful=True),
+    Kind("service begun without redis", start_without_redis, REDIS, alone=True, forgetful=True),
     Kind("redis full", fill_redis, REDIS, alone=True),
     Kind("redis damaged", damage_redis, REDIS, alone=True, is_served=False, forgetful=True),
     Kind("redis forgets", forget_in_redis, REDIS, alone=True, forgetful=True),

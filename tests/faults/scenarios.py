@@ -1,6 +1,6 @@
-"""For each rule that a weakened twin lacks, the fault that the rule is there for: staged, not drawn.
+"""A scenario for each twin (planted fault): the sequence of faults that the missing rule protects against.
 
-With the product every answer is the twin's; without the rule one is not, or the engine does not go on.
+With the product, every answer equals the dense model's. With the twin, an answer differs or the engine ends.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ FLOOD = [[Random(number).randrange(256) for _ in range(150)] for number in range
 
 
 class Caught(AssertionError):
-    """What should never be seen."""
+    """A violation, which only a twin may cause."""
 
 
 class Stage:
-    """A cluster, and what its engine answers.
+    """A cluster, with the answers of its engine.
 
     Attributes:
-        faults: done so far.
-        outputs: of the prompts asked for last, in order.
+        faults: number of faults so far.
+        outputs: outputs of the last prompts, in order.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -51,7 +51,9 @@ class Stage:
         self._twin = Twin(model, draw_weights(model))
 
     def answer(self, *prompts: list[int], engines: Engines | None = None, **how: Any) -> int:
-        """Tokens that were hit. Raises Caught for a wrong one, or for an engine that does not go on."""
+        """Send prompts and compare the answers.
+        Returns hit tokens. Raises Caught for a wrong token, or an engine that ends.
+        """
         self.ask(*prompts, engines=engines, **how)
         return self.finish(engines)
 
@@ -61,7 +63,7 @@ class Stage:
         self._asked = prompts
 
     def finish(self, engines: Engines | None = None) -> int:
-        """What `ask` asked for; an engine that died is followed by a new life."""
+        """The answers to `ask`; a dead engine is replaced by a new one."""
         engines = engines or self.cluster.engines
         while not engines.is_done:
             refusal = engines.listen(LIMIT_S)
@@ -77,28 +79,28 @@ class Stage:
         return sum(sum(hits) for _, hits, _ in ended)
 
     def restart_service(self, store: Path | None = None) -> None:
-        """Kill -9; it comes back with the store that it left, or with another one."""
+        """Kill the service, and restart it with its store, or with another one."""
         self.faults += 1
         self.cluster.service.kill()
         if store is not None:
             self.faults += 1
             self.cluster.restore_store(store)
-        self.cluster.mend()
+        self.cluster.repair()
 
     def kill_engine(self) -> None:
-        """Kill -9, once it has told that its requests have ended."""
+        """Kill the engine, once it has reported the end of its requests."""
         wait_until(lambda: not self.cluster.describe().running_requests, "an idle engine", LIMIT_S)
         self.faults += 1
-        self.cluster.engines.bury()
+        self.cluster.engines.discard()
 
     def store_now(self) -> Path:
-        """A copy of the store, once it has everything."""
+        """Copy the store, once it is up to date."""
         self.cluster.wait_until_stored()
         self.cluster.copy_store()
         return self.cluster.copies[-1]
 
     def wait_until_stopped(self) -> int:
-        """The engine has run into its trap; its process."""
+        """Wait until the engine has stopped itself at its trap. Returns its process."""
         process = self.cluster.engines.process
         assert process is not None
         wait_until(lambda: is_stopped(process.pid), "an engine stops itself", LIMIT_S)
@@ -107,7 +109,7 @@ class Stage:
 
 
 def store_of_yesterday(stage: Stage) -> None:
-    """The store says what pages held that others have overwritten since."""
+    """The store has keys of pages whose content was overwritten since."""
     stage.answer(LONG)
     store = stage.store_now()
     stage.answer(*FLOOD)
@@ -116,7 +118,7 @@ def store_of_yesterday(stage: Stage) -> None:
 
 
 def spoiled_pages(stage: Stage) -> None:
-    """Pages are bad, and the engine says so; the store of yesterday says that they are good."""
+    """Loads failed, and the engine reports it; an older store still has the keys of these pages."""
     stage.answer(LONG)
     store = stage.store_now()
     stage.faults += 1
@@ -126,7 +128,7 @@ def spoiled_pages(stage: Stage) -> None:
 
 
 def states_run_past(stage: Stage) -> None:
-    """Launches with drafts ran past boundaries and left no state there; a new life goes on with the conversations."""
+    """Launches with drafts ran past boundaries and left no state there; a new engine continues the conversations."""
     prompts = [flood[:20] for flood in FLOOD[:4]]
     stage.answer(*prompts, max_new=60)
     talks = [prompt + output for prompt, output in zip(prompts, stage.outputs, strict=True)]
@@ -136,7 +138,7 @@ def states_run_past(stage: Stage) -> None:
 
 
 def zombie(stage: Stage) -> None:
-    """An engine sleeps with orders in its hand; another life wants the pages; the sleeper wakes up and writes first."""
+    """An engine stops before it carries out orders; another one attaches; the first continues and writes first."""
     cluster = stage.cluster
     stage.answer(LONG)
     sleeper = cluster.engines
@@ -158,7 +160,7 @@ def zombie(stage: Stage) -> None:
 
 
 def other_memory(stage: Stage) -> None:
-    """Both workers are lost and the new memory is given the same stamps again, by a service that knew nothing.
+    """Both workers are lost; a service without a store gives the new memory the same stamps again.
 
     Then the store of the old memory comes back.
     """
@@ -166,14 +168,14 @@ def other_memory(stage: Stage) -> None:
     stage.answer(LONG)
     store = stage.store_now()
     stage.faults += 1
-    cluster.engines.bury()
+    cluster.engines.discard()
     cluster.service.kill()
     for rank, worker in enumerate(cluster.workers):
         assert worker is not None
         worker.kill()
         cluster.workers[rank] = None
     cluster.put_store_aside()
-    cluster.mend()
+    cluster.repair()
     cluster.engines.begin()
     stage.answer(OTHER)
     stage.restart_service(store)
@@ -181,7 +183,7 @@ def other_memory(stage: Stage) -> None:
 
 
 def one_rank_differs(stage: Stage) -> None:
-    """One rank's pages and stamps are changed by orders that the other rank never saw."""
+    """One rank's pages and stamps are changed by orders that the other rank did not get."""
     stage.answer(LONG)
     stage.kill_engine()
     stage.cluster.do(child.vandal, stage.cluster.addresses[1])
@@ -190,13 +192,13 @@ def one_rank_differs(stage: Stage) -> None:
 
 
 def killed_before_the_launch(stage: Stage) -> None:
-    """The stamps of a step are written, its keys were answered, and it never ran."""
+    """The stamps of a step are written and its keys were answered, but the step did not run."""
     stage.faults += 1
     stage.answer(LONG, trap=Trap(LAUNCH, 1))
 
 
 def link_cut(stage: Stage) -> None:
-    """An answer is lost and given again."""
+    """A response is lost and sent again."""
     stage.ask(LONG, OTHER)
     stage.cluster.engines.listen(LIMIT_S)
     stage.faults += 1
@@ -205,18 +207,18 @@ def link_cut(stage: Stage) -> None:
 
 
 def lapsed_lease(stage: Stage) -> None:
-    """An engine sleeps beyond its lease, and goes on with the blocks that it had."""
+    """An engine stops for longer than its lease, and continues with its blocks."""
     stage.ask(LONG, *FLOOD[:2], trap=Trap(LAUNCH, 2, signal.SIGSTOP))
     pid = stage.wait_until_stopped()
     lapsed = pb.REPLICA_STATE_LAPSED
     wait_until(lambda: stage.cluster.describe().state == lapsed, "the lease ends", LIMIT_S)
-    time.sleep(LEASE_S)  # its sleep goes on: whoever sweeps up behind silent engines has come by
+    time.sleep(LEASE_S)  # longer than the interval of the check for expired leases
     resume([pid])
     stage.finish()
 
 
 def held_pages(stage: Stage) -> None:
-    """Pages of a request that has ended are read by a transfer while its session resumes and others want room."""
+    """A transfer reads pages of an ended request while the session resumes and other requests need blocks."""
     stage.answer(LONG)
     stage.answer(OTHER[:5], act="hold")
     stage.faults += 1
@@ -230,7 +232,7 @@ TIGHT = Pool(num_blocks=90)
 
 @dataclass(frozen=True)
 class Scenario:
-    """A fault, and the twin that must not survive it."""
+    """A scenario, and the twin that it must catch."""
 
     twin: str
     play: Callable[[Stage], None]
@@ -252,7 +254,7 @@ SCENARIOS = (
 
 
 def play(scenario: Scenario, twin: str) -> tuple[int, str]:
-    """Faults that were done, and what was caught: "" = nothing."""
+    """Run a scenario. Returns the number of faults, and what was caught; "" = nothing."""
     plan = Plan(pool=scenario.pool, twin=twin)
     with tempfile.TemporaryDirectory(prefix="kvplane-") as folder, running(Path(folder), plan) as cluster:
         stage = Stage(cluster)

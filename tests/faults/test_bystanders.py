@@ -1,4 +1,4 @@
-"""Bystanders see a service that answers late, or nothing."""
+"""Bystanders detect a service that answers late, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.service.rig import running
 
 @pytest.fixture(scope="module")
 def link() -> Iterator[tuple[CuttingProxy, str]]:
-    """To a service, and where its metrics are."""
+    """A channel to a service, and the address of its metrics."""
     with running(Config(listen="127.0.0.1:0", metrics_listen="127.0.0.1:0")) as service:
         proxy = CuttingProxy(service.address)
         yield proxy, service.app.metrics_address
@@ -42,7 +42,7 @@ def connected(link, monkeypatch):
         one.close()
 
 
-def test_a_service_that_answers_is_in_time_again_and_again(connected):
+def test_answering_service_is_in_time(connected):
     asked = connected(True)
     answers = Answers()
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_a_service_that_answers_is_in_time_again_and_again(connected):
     assert list(answers.table())[-1].endswith("| 0.25 | 2.00 |")
 
 
-def test_one_that_answers_nothing_is_late_to_who_was_promised_an_answer(connected, link):
+def test_silent_service_is_late_for_clients_that_expect_an_answer(connected, link):
     asked = connected(True)
     link[0].hold(True)
     try:
@@ -63,11 +63,11 @@ def test_one_that_answers_nothing_is_late_to_who_was_promised_an_answer(connecte
         link[0].hold(False)
 
 
-def test_who_was_promised_nothing_is_told_in_time_that_there_is_no_answer(connected, link):
+def test_client_without_a_promise_gets_an_error_in_time(connected, link):
     asked = connected(False)
     link[0].hold(True)
     try:
         assert asked.ask() == {}
-        assert asked.ask() == {}, "the step that is in flight is asked for again"
+        assert asked.ask() == {}, "the step in flight is sent again"
     finally:
         link[0].hold(False)

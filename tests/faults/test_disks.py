@@ -1,4 +1,4 @@
-"""A real disk that is full, or read-only."""
+"""Stores on a real disk that is full, read-only or hung."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WAIT_S = 30
 def disk(tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         if not disk.is_own:
-            pytest.skip("this user may mount no disk: run it as root")
+            pytest.skip("needs the right to mount file systems: run as root")
         yield disk
 
 
 @pytest.fixture
 def filled(disk):
-    """A store with a chunk, as a service leaves it that is killed."""
+    """A store with a chunk, as a killed service leaves it."""
     store = SqliteStore(disk.folder / "entries.db")
     store.append(LOG, chunk(1), 0)
     yield store
@@ -38,7 +38,7 @@ def append_until_refused(store):
         store.append(LOG, chunk(seq, 10_000), 0)
 
 
-def test_a_store_on_a_read_only_disk_is_refused_and_not_touched(disk, filled):
+def test_store_on_a_read_only_disk_is_refused_and_unchanged(disk, filled):
     filled.close()
     disk.allow_writes(False)
     refused(errors.StoreReadOnly, disk.folder)
@@ -48,21 +48,21 @@ def test_a_store_on_a_read_only_disk_is_refused_and_not_touched(disk, filled):
     store.close()
 
 
-def test_no_new_store_on_a_read_only_disk(disk):
+def test_new_store_on_a_read_only_disk_is_refused(disk):
     disk.allow_writes(False)
     refused(errors.StoreReadOnly, disk.folder)
 
 
-def test_a_hung_disk_holds_writes_until_it_goes_on(disk, filled):
+def test_hung_disk_delays_writes_until_it_recovers(disk, filled):
     if not disk.can_hang:
-        pytest.skip("this user may freeze no file system: run it as root")
+        pytest.skip("needs the right to freeze file systems: run as root")
     written = threading.Event()
 
     def write():
         filled.append(LOG, chunk(2), 0)
         written.set()
 
-    for seconds in (1000.0, 0.3):  # held for good, and then for a moment
+    for seconds in (1000.0, 0.3):  # blocked until `go_on`, then for a short time
         disk.hang(seconds)
         try:
             thread = threading.Thread(target=write)
@@ -78,10 +78,10 @@ def test_a_hung_disk_holds_writes_until_it_goes_on(disk, filled):
     assert list(filled.load(LOG)) == [chunk(1), chunk(2)]
 
 
-def test_a_full_disk_loses_nothing_that_is_there_and_goes_on_when_there_is_room(disk, filled):
+def test_full_disk_loses_nothing_and_accepts_writes_once_space_is_free(disk, filled):
     disk.fill()
     with pytest.raises(errors.StoreFull, match="full") as caught:
-        append_until_refused(filled)  # the file has some room left
+        append_until_refused(filled)  # the file has some free pages
     assert "make room" in caught.value.remedy
     held = list(filled.load(LOG))
     assert held[0] == chunk(1)

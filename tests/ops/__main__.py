@@ -1,4 +1,4 @@
-"""Run the contract by hand: `python -m tests.ops [operation ...] [--seed N | --seeds FIRST:LAST]`."""
+"""Run the contract: `python -m tests.ops [operation ...] [--seed N | --seeds FIRST:LAST]`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="cpu, cuda:0 (default: %(default)s)")
     asked = parser.parse_args()
     if unknown := [name for name in asked.operations if name not in CHECKS]:
-        parser.error(f"no operation {', '.join(unknown)}; there are {', '.join(CHECKS)}")
+        parser.error(f"unknown operation {', '.join(unknown)}; operations are {', '.join(CHECKS)}")
     first, _, last = asked.seeds.partition(":")
     seeds = range(int(first), int(last)) if asked.seed is None else [asked.seed]
     subject = SUBJECTS[asked.backend](asked.device)
-    torch.set_num_threads(1)  # cases are small
+    torch.set_num_threads(1)  # cases are small; threads would slow them down
     failed = 0
     for operation in asked.operations or CHECKS:
         begun = time.monotonic()

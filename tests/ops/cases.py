@@ -1,8 +1,8 @@
 """Random cases of the operations, ragged in every way that the interface allows. A case is a function of its seed.
 
 Everything that an operation must not read is poison (NaN): pages that no table names, the null block's page, slots past
-a row's end, padding. Tokens that were written but that no query attends to shout: their values are finite and large, so
-that a window off by one is seen whatever the element type.
+a row's end, padding. Tokens that are written but not attended to have finite, large values, so that a window that
+is off by one is detected for every element type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAD_SIZES = (5, 8, 24, 40, 64, 64, 80, 96, 112, 128, 128, 192, 256)
 LATENT_SIZES = ((20, 13), (40, 32), (96, 64), (320, 256), (576, 512))
 MAX_PAGE_ELEMENTS = 1 << 15
 MAX_SEQ_LEN = 600
-SHOUT = 40.0
+OUTLIER = 40.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Array:
         return self.form.decode(self.data)
 
     def on(self, device: str) -> torch.Tensor:
-        """A tensor; as a view it is a slice of the middle axis of poison, as queries are of a fused projection."""
+        """The operand as a tensor. A view is a slice of a poisoned tensor, as queries are of a fused projection."""
         data = self.data
         if not self.is_view:
             return self._tensor(data, device)
@@ -62,11 +62,11 @@ class Array:
 
 @dataclass(frozen=True)
 class Tables:
-    """Rows of a batch and the room that their blocks need.
+    """Rows of a batch, and their blocks.
 
     Attributes:
         query_start: None for one query per row.
-        table_padding: columns of a wider table that the tensor is a slice of.
+        table_padding: extra columns of the table that the tensor is a slice of.
     """
 
     num_blocks: int
@@ -97,7 +97,7 @@ class Tables:
         return self._slots(lambda row: 0)
 
     def attended(self, rule: float64.Rule) -> np.ndarray:
-        """Which slots some query attends to."""
+        """Which slots a query attends to."""
 
         def first(row: int) -> int:
             positions = [p for p in self.reference.positions(row) if p >= 0]
@@ -119,7 +119,7 @@ def ints(values: np.ndarray, device: str, dtype: torch.dtype = torch.int32) -> t
 
 
 def near(rng: np.random.Generator, unit: int, most: int) -> int:
-    """A count from 1 to `most`, often at an edge of `unit`s."""
+    """A random count from 1 to `most`, often next to a multiple of `unit`."""
     if rng.random() < 0.5:
         return int(rng.integers(1, most + 1))
     edge = unit * int(rng.integers(1, most // unit + 2)) + int(rng.integers(-1, 2))
@@ -144,7 +144,7 @@ def rule_on(rule: float64.Rule, device: str) -> AttentionRule:
 
 
 def draw_tables(rng: np.random.Generator, block_size: int, rule: float64.Rule, one_query_per_row: bool) -> Tables:
-    """Rows with shared prefixes, empty rows, blocks that left the window, holes, blocks beyond the end."""
+    """Draw rows with shared prefixes, empty rows, blocks that left the window, holes, blocks beyond the end."""
     rows = int(rng.integers(1, 6))
     longest = min(5 * block_size, MAX_SEQ_LEN)
     seq_lens = np.array([draw_seq_len(rng, block_size, longest) for _ in range(rows)])
@@ -170,7 +170,7 @@ def draw_seq_len(rng: np.random.Generator, block_size: int, longest: int) -> int
 
 
 def draw_query_count(rng: np.random.Generator, seq_len: int) -> int:
-    """New tokens of a row: a decode, a chunk, the whole prompt, none; padding where the row is empty."""
+    """Draw the number of queries of a row: one, a chunk, the whole prompt, none; padding where the row is empty."""
     if seq_len == 0:
         return int(rng.integers(0, 3))
     some, many, whole = int(rng.integers(1, 12)), int(rng.integers(1, 40)), seq_len if seq_len < 48 else 2
@@ -178,7 +178,7 @@ def draw_query_count(rng: np.random.Generator, seq_len: int) -> int:
 
 
 def share_a_prefix(rng: np.random.Generator, tables: Tables, row: int) -> None:
-    """Give the row the first row's full blocks below both ends."""
+    """Share the full blocks of the first row, as far as both rows are long."""
     if row == 0 or rng.random() < 0.6:
         return
     full = int(min(tables.seq_lens[0], tables.seq_lens[row])) // tables.block_size
@@ -186,7 +186,7 @@ def share_a_prefix(rng: np.random.Generator, tables: Tables, row: int) -> None:
 
 
 def forget_blocks(rng: np.random.Generator, tables: Tables, row: int, rule: float64.Rule) -> None:
-    """Null blocks where the row needs none: below its window, sometimes past its end; rarely a hole within."""
+    """Set blocks to null where the row needs none: below its window, sometimes past its end; rarely a hole inside."""
     table, end = tables.block_table[row], -(-int(tables.seq_lens[row]) // tables.block_size)
     positions = [p for p in tables.reference.positions(row) if p >= 0]
     if positions:
@@ -237,7 +237,7 @@ class PageShape:
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Pages of one layer of keys and values in a memory, with scales where they are 8-bit."""
+    """Pages of a layer of keys and values in a memory, with scales where they are 8-bit."""
 
     shape: PageShape
     memory: Memory
@@ -265,8 +265,8 @@ class KeyValues:
         return k, v
 
     def fill(self, rng: np.random.Generator, written: np.ndarray, attended: np.ndarray) -> None:
-        """Write random keys and values into the `written` slots; those not attended shout."""
-        loud = np.where(attended[written], 1.0, SHOUT)[:, None, None]
+        """Write random keys and values into the `written` slots, with large values where no query attends."""
+        loud = np.where(attended[written], 1.0, OUTLIER)[:, None, None]
         volumes = np.ones_like(loud), loud
         pairs = zip(self.parts(), (self.k_scale, self.v_scale), volumes, strict=True)
         for part, scale, volume in pairs:
@@ -282,13 +282,13 @@ class KeyValues:
 
 
 def draw_scale(rng: np.random.Generator, kv_heads: int) -> np.ndarray:
-    """One scale for all heads, or one for each."""
+    """Draw one scale for all heads, or one per head."""
     count = 1 if rng.random() < 0.5 else kv_heads
     return np.asarray(np.exp2(rng.uniform(-8, 0, count)), np.float32)
 
 
 def per_head(scale: np.ndarray | None) -> np.ndarray:
-    """A scale in float64, to multiply [..., kv_heads, size] with."""
+    """A scale in float64 that broadcasts over [..., kv_heads, size]."""
     return np.ones((1, 1)) if scale is None else scale.astype(np.float64)[:, None]
 
 
@@ -322,7 +322,7 @@ def partner(rng: np.random.Generator, form: Format, forms: tuple[Format, ...]) -
 
 @dataclass(frozen=True)
 class WriteCase:
-    """New tokens' keys and values, and the slots that they go to."""
+    """Keys and values of new tokens, and their slots."""
 
     key: Array
     value: Array
@@ -342,13 +342,13 @@ def write_kv(rng: np.random.Generator, forms: tuple[Format, ...]) -> WriteCase:
 
 
 def with_outliers(rng: np.random.Generator, array: Array) -> Array:
-    """The array with large and tiny elements here and there: past the range of 8 bits, and below its normal numbers."""
+    """Replace some elements by very large and very small ones: beyond the range of 8-bit types, and subnormal there."""
     factor = rng.choice([1.0, 1000.0, 0.001], array.values.shape, p=[0.94, 0.03, 0.03])
     return replace(array, data=array.form.encode(array.values * factor))
 
 
 def draw_slots(rng: np.random.Generator, num_blocks: int, block_size: int) -> np.ndarray:
-    """Distinct slots outside the null block, in any order or in a run; some of them skipped, or all."""
+    """Distinct slots outside the null block, in random order or consecutive; some or all of them skipped."""
     room = np.arange(block_size, num_blocks * block_size)
     few, many = int(rng.integers(1, 40)), int(rng.integers(40, 90))
     count = int(min(len(room), rng.choice([0, 1, few, few, many, many])))
@@ -412,7 +412,7 @@ def latent_forms(forms: tuple[Format, ...]) -> tuple[Format, ...]:
 
 @dataclass(frozen=True)
 class WriteLatentCase:
-    """New latent rows and the slots that they go to."""
+    """New latent rows, and their slots."""
 
     latent: Array
     pages: LatentPages

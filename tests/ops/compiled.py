@@ -1,7 +1,7 @@
-"""Every kernel compiled for chips that are not here: the launches of the backend itself, and their machine code.
+"""Compile the backend's own launches for GPUs that are not present, and count instructions in the machine code.
 
     python -m tests.ops.compiled 90            a line of JSON per launch
-    python -m tests.ops.compiled 90 more       attention alone, in more shapes
+    python -m tests.ops.compiled 90 more       attention only, in more shapes
 
 Runs without the interpreter: a process either interprets kernels or compiles them.
 """
@@ -36,13 +36,13 @@ NATIVE_ON_80 = Chip(108, 163 << 10, native_fp8=True)
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a launch came to on a chip.
+    """Machine code of a launch on a chip.
 
     Attributes:
-        loads: 128-bit loads from global memory, straight to registers or to shared memory.
+        loads: 128-bit loads from global memory, to registers or to shared memory.
         stores: 128-bit stores to global memory.
         spills: accesses of local memory.
-        error: why it cannot be compiled; "" when it can.
+        error: why it cannot be compiled; "" = it can.
     """
 
     launch: str
@@ -56,7 +56,7 @@ class Compiled:
 
 
 class NoDevice:
-    """A driver for a chip that is not here: enough of Triton's to specialise and compile, nothing to run."""
+    """A Triton driver for an absent chip: it specialises and compiles, and cannot run."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
@@ -72,7 +72,7 @@ class NoDevice:
 
 
 def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
-    """Compile a launch for a chip as if it were run there, and count what matters in the machine code."""
+    """Compile a launch for a chip, and count memory accesses in the machine code."""
     triton.runtime.driver.set_active(NoDevice(arch))
     try:
         kernel = launch.kernel.warmup(
@@ -95,14 +95,14 @@ def compile_launch(name: str, launch: Launch, arch: int) -> Compiled:
 
 
 def reason(error: BaseException) -> str:
-    """The last line that the innermost error says; Triton wraps it in one with a caret per call."""
+    """The last line of the innermost error; Triton wraps it once per call."""
     while error.__cause__ is not None:
         error = error.__cause__
     return [type(error).__name__, *str(error).strip().splitlines()][-1]
 
 
 def tool(name: str, cubin: bytes, *options: str) -> str:
-    """What a tool that comes with Triton says about machine code."""
+    """Output of a tool of Triton about machine code."""
     binary = Path(nvidia.__file__).parent / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -169,7 +169,7 @@ def batch(rows: int, queries: int = 0) -> Batch:
 
 
 def attention_case(shape: tuple[int, int], dtype: torch.dtype, page: int, rule: AttentionRule) -> attention.Decode:
-    """Rows and queries of a batch (0: one per row), 64 query heads on 8 key-value heads of 128."""
+    """A batch with 64 query heads on 8 kv heads of 128; 0 queries = one per row."""
     rows, queries = shape
     query = torch.zeros((queries or rows, 64, 128), dtype=torch.bfloat16 if dtype.itemsize == 1 else dtype)
     return attention.keys_and_values(query, keys_values(dtype, page, 8, 128), batch(rows, queries), rule)
@@ -199,7 +199,7 @@ def latent_launch(heads: int, chip: Chip) -> Launch:
 
 
 def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
-    """The launches that a chip has to take."""
+    """The launches that must compile for a chip."""
     yield from move_launches(4096, "copy gather scatter zero checked")
     yield from move_launches(65536, "copy gather")
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
@@ -215,7 +215,7 @@ def launches(chip: Chip) -> Iterator[tuple[str, Launch]]:
 
 
 def matrix(arch: int) -> Iterator[Compiled]:
-    """Every launch on a chip, and on sm_80 what it cannot have."""
+    """Compile every launch for a chip; on sm_80 also one that must fail."""
     for name, launch in launches(CHIPS[arch]):
         yield compile_launch(name, launch, arch)
     if arch == 80:
@@ -223,7 +223,7 @@ def matrix(arch: int) -> Iterator[Compiled]:
         yield compile_launch(f"{name}, native", launch, arch)
 
 
-# Of attention, by query heads of a key-value head x elements: pages, heads and elements, window, whether with sinks.
+# Shapes of attention, named by query heads per kv head x elements: pages, heads and elements, window, sinks.
 SHAPES: dict[str, tuple[torch.dtype, tuple[int, int, int], int, bool]] = {
     "bfloat16, 8 x 64, window 128, sinks": (torch.bfloat16, (8, 8, 64), 128, True),
     "bfloat16, 4 x 80": (torch.bfloat16, (4, 4, 80), 0, False),
@@ -245,7 +245,7 @@ SHAPES: dict[str, tuple[torch.dtype, tuple[int, int, int], int, bool]] = {
 
 
 def more(arch: int) -> Iterator[Compiled]:
-    """Decode and prefill in `SHAPES`."""
+    """Decode and prefill launches of `SHAPES`."""
     chip = CHIPS[arch]
     for name, (dtype, (kv_heads, group, size), window, has_sinks) in SHAPES.items():
         rule = AttentionRule(0.1, window, sinks=torch.zeros(kv_heads * group) if has_sinks else None)

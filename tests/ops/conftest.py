@@ -1,4 +1,4 @@
-"""What tests of operations share."""
+"""Fixtures of the tests of operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Cases are small; threads would only wait for each other."""
+    """Run PyTorch with one thread: cases are small, and threads would slow them down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

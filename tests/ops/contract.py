@@ -1,7 +1,7 @@
-"""The contract of every backend: what `interface.PagedOps` promises, checked on random cases against float64.
+"""The contract of every backend: `interface.PagedOps`, checked on random cases against a float64 reference.
 
-`CHECKS` has one function per operation; each draws a case from a generator, runs the backend on it and raises
-`AssertionError` when the outcome is not the reference's. `run` tries many seeds and names those that fail:
+`CHECKS` has one function per operation. It draws a case from a generator, runs the backend on it, and raises
+`AssertionError` when the result differs from the reference. `run` tries many seeds and names those that fail:
 
     python -m tests.ops decode_attention --seed 17 --backend torch --device cpu
 """
@@ -26,11 +26,11 @@ from tests.ops.state_cases import on_cpu
 
 @dataclass(frozen=True)
 class Subject:
-    """A backend and what it takes.
+    """A backend under test, and what it supports.
 
     Attributes:
-        formats: element types of pages; what is not among them, it refuses.
-        page_bytes_multiple: pages of a group are a multiple of so many bytes.
+        formats: element types of pages; it refuses all others.
+        page_bytes_multiple: sizes of pages are a multiple of this number of bytes.
     """
 
     ops: PagedOps
@@ -39,15 +39,16 @@ class Subject:
     page_bytes_multiple: int = 1
 
 
-# Largest error as a part of the result's magnitude (the same sum over absolute values; see float64.py). Sums are kept
-# in float32, and in float64 for float64. What comes on top is one rounding of the weights and one of the result to the
-# query's type, each half an eps: 1 eps, and half as much again for the logits.
+# Largest error relative to the result's magnitude (the same sum over absolute values; see float64.py). Sums are
+# computed
+# in float32, in float64 for float64. In addition, weights and result are rounded to the query's type, half an eps each:
+# 1 eps, and half of that again for the logits.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "float16": 1.5 * 2.0**-10, "bfloat16": 1.5 * 2.0**-7}
-# With 8-bit pages a backend may round scaled keys and values to the query's type: one more eps, and one in the logits.
+# With 8-bit pages, a backend may round scaled keys and values to the query's type: one more eps, and one in the logits.
 TOLERANCE_OF_8BIT = {"float64": 1e-12, "float32": 1e-5, "float16": 3 * 2.0**-10, "bfloat16": 3 * 2.0**-7}
-# States are kept as they are summed; then one rounding to the page's type.
+# States are stored with the precision of the sums, then rounded once to the page's type.
 SUM_TOLERANCE = {True: 1e-12, False: 1e-5}
-# Near a tie the quotient value / scale may fall either way, by the last bits of the division.
+# Near a tie, value / scale may round either way, depending on the last bits of the division.
 HALF_A_STEP = 0.5 + 1e-4
 
 
@@ -57,8 +58,8 @@ def attention_tolerance(query: Format, pages: Format) -> float:
 
 @contextmanager
 def poisoned_results() -> Iterator[None]:
-    """Within, torch fills new uninitialised tensors with NaN (integers with their largest): what an operation leaves
-    unwritten is seen.
+    """PyTorch fills uninitialised tensors with NaN (integers with their maximum) in this context, so that elements that
+    an operation does not write fail the comparison.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -70,14 +71,14 @@ def poisoned_results() -> Iterator[None]:
 
 
 def assert_near(out: torch.Tensor, like: torch.Tensor, want: float64.Result, factor: float) -> None:
-    """The result has the type of `like`, the wanted shape, and is within factor x magnitude everywhere."""
+    """Assert that the result has the type of `like` and the wanted shape, and differs by at most factor x magnitude."""
     assert out.dtype == like.dtype, f"{out.dtype}, wanted {like.dtype}"
     assert out.device == like.device, f"on {out.device}, wanted {like.device}"
     assert tuple(out.shape) == want.values.shape, f"shape {tuple(out.shape)}, wanted {want.values.shape}"
     form = next(f for f in FORMATS if f.torch_dtype == out.dtype)
     error = np.abs(on_cpu(out, form) - want.values)
     allowed = factor * want.magnitude + form.step(np.zeros(1))
-    bad = ~(error <= allowed)  # NaN is bad
+    bad = ~(error <= allowed)  # NaN is wrong
     assert not bad.any(), worst_element(error, allowed, bad)
 
 
@@ -90,7 +91,7 @@ def worst_element(error: np.ndarray, allowed: np.ndarray, bad: np.ndarray) -> st
 
 
 def assert_only_written(memory: DeviceMemory, wanted: np.ndarray, may_differ: np.ndarray | None = None) -> None:
-    """Every byte of the memory is the wanted one, but for those that `may_differ` marks."""
+    """Assert that memory has the wanted bytes, except where `may_differ` is True."""
     different = memory.bytes() != wanted
     if may_differ is not None:
         different &= ~may_differ
@@ -99,7 +100,7 @@ def assert_only_written(memory: DeviceMemory, wanted: np.ndarray, may_differ: np
 
 
 def assert_rounded(data: np.ndarray, form: Format, exact: np.ndarray) -> None:
-    """Stored elements are the format's nearest to the exact values; beyond its range, its ends."""
+    """Assert that stored elements are the nearest of the format to the exact values, saturated at its range."""
     stored, exact = form.decode(data), np.clip(exact, -form.largest, form.largest)
     error = np.abs(stored - exact)
     bad = ~(error <= HALF_A_STEP * form.step(exact))
@@ -164,7 +165,7 @@ def write_latent(subject: Subject, rng: np.random.Generator) -> None:
 
 
 def assert_stored(got: np.ndarray, wanted: np.ndarray, slots: np.ndarray, exact: tuple[Format, np.ndarray]) -> None:
-    """The slots of `got` hold the exact values, rounded; they are then the ones that are `wanted` there."""
+    """Assert that slots of `got` hold the rounded exact values, and copy them to `wanted`."""
     form, values = exact
     blocks, offsets = np.divmod(slots, got.shape[1])
     assert_rounded(got[blocks, offsets], form, values)
@@ -213,7 +214,7 @@ def gather(subject: Subject, rng: np.random.Generator) -> None:
     case = page_cases.sources(rng, subject.page_bytes_multiple)
     group, memory = case.on(subject.device)
     wanted = [float64.block_bytes(case.layers(), block) for block in case.blocks]
-    inverse = np.frombuffer(b"".join(wanted), np.uint8) ^ 0xFF  # wrong in every byte until it is written
+    inverse = np.frombuffer(b"".join(wanted), np.uint8) ^ 0xFF  # every byte is wrong until it is written
     staging = torch.from_numpy(inverse.reshape(len(wanted), group.bytes_per_block)).to(subject.device)
     subject.ops.gather(group, case.blocks, staging)
     wrong = [i for i, row in enumerate(staging.cpu().numpy()) if row.tobytes() != wanted[i]]
@@ -265,16 +266,16 @@ CHECKS: dict[str, Check] = {
 
 
 def check(subject: Subject, operation: str, seed: int) -> None:
-    """Try one case.
+    """Run one case.
 
     Raises:
-        AssertionError: the backend does not do what the interface promises.
+        AssertionError: the backend violates the contract.
     """
     CHECKS[operation](subject, np.random.default_rng([seed, zlib.crc32(operation.encode())]))
 
 
 def run(subject: Subject, operation: str, seeds: Iterable[int]) -> list[str]:
-    """Try the seeds; returns a line per failure, with the command that repeats it."""
+    """Run the seeds. Returns a line per failure, with the command that repeats it."""
     failures = []
     for seed in seeds:
         try:

@@ -1,4 +1,4 @@
-"""What every way of copying runs has to do; run as a program, by the driver that cuda-bindings finds."""
+"""The contract of `Copies`; as a program, run with the driver that cuda-bindings finds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def random_bytes(count: int) -> torch.Tensor:
 
 
 def copies_of_sizes(how: Copies, sizes: list[int], stream: int) -> bool:
-    """Every other piece of a memory goes to another, in the reverse order; nothing else is touched."""
+    """Copy every second piece of a buffer to another one, in reverse order, and check that nothing else changed."""
     source, target, places, at = random_bytes(2 * sum(sizes)), random_bytes(2 * sum(sizes)), [], 0
     wanted = target.clone()
     for size in sizes:
@@ -30,7 +30,7 @@ def copies_of_sizes(how: Copies, sizes: list[int], stream: int) -> bool:
 
 
 def copied_by(how: Copies, stream: int) -> dict[str, bool]:
-    """Case → whether it went right."""
+    """Run all cases. Returns case → whether it passed."""
     return {
         "copies of many sizes": copies_of_sizes(how, [1, 2, 7, 16, 4096, 65536, 100_001], stream),
         "no copies": copies_of_sizes(how, [], stream),

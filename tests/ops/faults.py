@@ -1,6 +1,6 @@
-"""The usual mistakes of a paged kernel, planted in front of a sound backend: the contract must catch each of them.
+"""Typical faults of paged kernels, planted in a correct backend: the contract must catch each of them.
 
-A fault stands in for one operation: it gets the sound one and the arguments, and spoils the arguments, the result,
+A fault replaces one operation: it gets the correct operation and the arguments, and changes the arguments, the result
 or the pages.
 """
 
@@ -20,20 +20,20 @@ Spoilt = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake in one operation."""
+    """A fault of one operation."""
 
     operation: str
     name: str
     spoilt: Spoilt
 
     def planted(self, ops: PagedOps) -> Any:
-        """The backend with this mistake."""
+        """The backend with this fault."""
         return FaultyOps(self, ops)
 
 
 @dataclass(frozen=True)
 class FaultyOps:
-    """A backend whose one operation is spoilt."""
+    """A backend with one faulty operation."""
 
     fault: Fault
     ops: PagedOps
@@ -52,7 +52,7 @@ ATTENTION = ("decode_attention", "prefill_attention")
 
 
 def plant(name: str, *operations: str) -> Callable[[Spoilt], Spoilt]:
-    """Enter a fault into the list, for each of the operations."""
+    """Add a fault to the list, for each of the operations."""
 
     def enter(spoilt: Spoilt) -> Spoilt:
         FAULTS.extend(Fault(operation, name, spoilt) for operation in operations)
@@ -198,7 +198,7 @@ def _(sound, query, pages, batch, rule):
 
 @plant("the null block is read", *ATTENTION)
 def _(sound, query, pages, batch, rule):
-    """A copy of its page stands where the table has 0."""
+    """Replace null blocks in the table by a block with the bytes of their page."""
     spare = pages.k.shape[0] - 1
     pages = replace(pages, k=pages.k.clone(), v=pages.v.clone())
     pages.k[spare], pages.v[spare] = pages.k[0], pages.v[0]
@@ -249,7 +249,7 @@ def _(sound, query, pages, batch, rule):
 
 @plant("queries see the tokens after them", "prefill_attention")
 def _(sound, query, pages, batch, rule):
-    """Each query as if it were its row's last one."""
+    """Treat each query as the last one of its row."""
     counts = batch.query_start.diff().long()
     rows = torch.repeat_interleave(torch.arange(len(counts), device=query.device), counts)
     alone = replace(batch, block_table=batch.block_table[rows], seq_lens=batch.seq_lens[rows], query_start=None)
@@ -427,7 +427,7 @@ def _(sound, group, blocks):
 
 @plant("each layer is summed by itself", "checksum")
 def _(sound, group, blocks):
-    """Positions begin anew with each layer."""
+    """Restart word positions with each layer."""
     return sum(sound(GroupPages((layer,)), blocks) for layer in group.layers) % 2**32
 
 

@@ -1,5 +1,6 @@
-"""FlashInfer's wrappers as its documentation describes them, in float64 on the host: what the backend is tried with
-where the real ones, which need a GPU, cannot run. `test_flashinfer` holds the calls against the real signatures.
+"""A fake of FlashInfer's wrappers, written from its documentation, in float64 on the host. The real ones need a GPU.
+
+`test_flashinfer` checks the calls against the real signatures.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Faults:
-    """Mistakes that a version could have.
+    """Faults that a version of FlashInfer could have.
 
     Attributes:
-        window: tokens that the window is longer.
-        scale: that is used instead of the one that is asked for; 0 = none.
+        window: tokens by which the window is too long.
+        scale: scale that replaces the given one; 0 = none.
         reads_past_the_end: the last page is read to its end.
     """
 
@@ -39,10 +40,10 @@ def attend(query: Tensor, k: Tensor, v: Tensor, window_left: int, scale: float) 
 
 
 class Wrapper:
-    """What the wrappers share: rows of pages.
+    """Base of the wrappers: rows of pages.
 
     Attributes:
-        plans: how often `plan` was called, on any wrapper.
+        plans: number of calls of `plan`, over all wrappers.
     """
 
     plans = 0
@@ -56,7 +57,7 @@ class Wrapper:
         type(self).plans += 1
         assert {part.dtype for part in (starts, indptr, indices, lengths)} == {torch.int32}
         assert len(indices) == indptr[-1]
-        assert (indptr.diff() == -(-lengths // page_size)).all(), "as many pages as tokens need"
+        assert (indptr.diff() == -(-lengths // page_size)).all(), "the number of pages must fit the tokens"
         self.starts, self.indptr, self.indices = starts.tolist(), indptr.tolist(), indices
         self.lengths = lengths.tolist()
         if self.faults.reads_past_the_end:
@@ -76,7 +77,7 @@ class Wrapper:
 
 
 class PagedWrapper(Wrapper):
-    """Of keys and values."""
+    """Wrappers for keys and values."""
 
     def keep_heads(self, starts, paged, heads, rule) -> None:
         indptr, indices, last_page_len = paged
@@ -95,7 +96,7 @@ class PagedWrapper(Wrapper):
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     def __init__(self, workspace: Tensor, kv_layout: str, use_tensor_cores: bool, backend: str) -> None:
         super().__init__(workspace, kv_layout, backend)
-        assert use_tensor_cores, "other kernels take few numbers of heads"
+        assert use_tensor_cores, "without tensor cores few numbers of heads are supported"
 
     def plan(self, indptr, indices, last_page_len, *heads, **rule) -> None:
         self.keep_heads(torch.arange(len(indptr), dtype=torch.int32), (indptr, indices, last_page_len), heads, rule)
@@ -124,7 +125,7 @@ class BatchMLAPagedAttentionWrapper(Wrapper):
 
 
 def library(faults: Faults | None = None) -> SimpleNamespace:
-    """What stands for the package; its wrappers count their plans apart from any other library's."""
+    """A fake of the package; each instance counts its own plans."""
     kinds = BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, BatchMLAPagedAttentionWrapper
     made = {kind.__name__: type(kind.__name__, (kind,), {"faults": faults or Faults(), "plans": 0}) for kind in kinds}
     metadata = SimpleNamespace(csr=lambda *columns: columns)

@@ -1,8 +1,8 @@
-"""Every operation of the interface in plain numpy and float64, for clarity alone: the truth that backends answer to.
+"""The reference: every operation of the interface in numpy and float64, written for clarity.
 
-Nothing here is torch's or a backend's. Pages come decoded: stored value x scale, float64 [num_blocks, ...]. Results
-come with a *magnitude*: the same sums taken over absolute values. What rounding can do to a result is a small multiple
-of it, so a tolerance is (a factor of the element type) x magnitude and needs no tuning per shape.
+It uses neither PyTorch nor a backend. Pages are decoded: stored value x scale, float64 [num_blocks, ...]. Each result
+has a *magnitude*: the same sum over absolute values. Rounding errors are a small multiple of the magnitude, so a
+tolerance is (a factor of the element type) x magnitude, for every shape.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A result and the sum of absolute values behind each of its elements."""
+    """A result, and the sum of absolute values for each of its elements."""
 
     values: np.ndarray
     magnitude: np.ndarray
 
 
 def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: Tables, rule: Rule) -> Result:
-    """Decode and prefill alike: query [queries, q_heads, head_size], keys and values [num_blocks, block_size, ...]."""
+    """Decode and prefill: query [queries, q_heads, head_size], keys and values [num_blocks, block_size, ...]."""
     num_queries, q_heads, _ = query.shape
     block_size, kv_heads, head_size_v = values.shape[1:]
     out = np.zeros((num_queries, q_heads, head_size_v))
@@ -77,7 +77,7 @@ def attention(query: np.ndarray, keys: np.ndarray, values: np.ndarray, tables: T
 
 
 def softmax(logits: np.ndarray, sink: float | None) -> np.ndarray:
-    """Weights of the logits; a sink takes its share and gives nothing."""
+    """Softmax weights; a sink takes weight and has no value."""
     highest = logits.max() if sink is None else max(logits.max(), sink)
     raised = np.exp(logits - highest)
     total = raised.sum() + (0.0 if sink is None else np.exp(sink - highest))
@@ -85,7 +85,7 @@ def softmax(logits: np.ndarray, sink: float | None) -> np.ndarray:
 
 
 def mla_decode(query: np.ndarray, latents: np.ndarray, tables: Tables, scale: float, value_size: int) -> Result:
-    """Latent attention, as attention with one head whose values are the beginnings of its keys."""
+    """Latent attention: attention with one kv head, whose values are the first elements of the keys."""
     keys = latents[:, :, None, :]
     return attention(query, keys, keys[..., :value_size], tables, Rule(scale))
 
@@ -113,7 +113,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What a launch leaves in the pages that it names: per block id."""
+    """States that a launch writes, by block id."""
 
     conv: dict[int, np.ndarray]
     ssm: dict[int, Result]
@@ -164,7 +164,7 @@ def split(u: np.ndarray, inner_size: int, state_size: int) -> tuple[np.ndarray, 
 
 
 def copy_pages(layers: Sequence[np.ndarray], src: Sequence[int], dst: Sequence[int]) -> None:
-    """Copy one after the other, in place."""
+    """Copy in order, in place."""
     for source, target in zip(src, dst, strict=True):
         for layer in layers:
             layer[target] = layer[source].copy()
@@ -184,7 +184,7 @@ def checksum(data: bytes) -> int:
 
 
 def murmur3_finalizer(h: int) -> int:
-    """Austin Appleby's fmix32, in whole numbers."""
+    """Austin Appleby's fmix32, in Python integers."""
     h ^= h >> 16
     h = h * 0x85EBCA6B % 2**32
     h ^= h >> 13

@@ -1,4 +1,4 @@
-"""Element types of pages, decoded and encoded by numpy alone: what a backend's bytes mean, without asking a backend."""
+"""Element types of pages, decoded and encoded with numpy, independent of backends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-# Bytes of 0xFF are NaN in each of the types: a page that was never written poisons whatever reads it.
+# Bytes of 0xFF are NaN in each type: results that depend on a page that was not written are NaN.
 POISON = 0xFF
 
 
@@ -17,9 +17,11 @@ class Format:
     """One element type.
 
     Attributes:
-        name: as torch calls it.
-        num_bytes: of one element.
-        mantissa_bits: stored ones; min_exponent: of the smallest normal number; largest: the largest finite number.
+        name: name of the PyTorch type.
+        num_bytes: bytes of an element.
+        mantissa_bits: stored bits of the mantissa.
+        min_exponent: exponent of the smallest normal number.
+        largest: largest finite number.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Triton's interpreter, made fit for many small launches.
+"""Triton's interpreter, adapted to many small launches.
 
 A process interprets kernels or compiles them: TRITON_INTERPRET is read when a kernel is decorated.
 """
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 from kvplane_worker.ops.triton_ops.launch import Launch
 
-# Beyond so many programs a launch takes seconds.
+# A launch with more programs takes seconds.
 MAX_PROGRAMS = 2000
 RUN = Launch.run
 
@@ -23,10 +23,10 @@ def is_on() -> bool:
 
 
 def quicken() -> None:
-    """Let a kernel's calls of other functions be plain calls, and launches be small.
+    """Make calls between kernel functions plain calls, and limit the size of launches.
 
-    Triton 3.6 patches the modules of its language at each such call, over the patch before: milliseconds and more each
-    time. The launch has patched `triton.language` already; once is enough for the module behind it.
+    Triton 3.6 patches the modules of its language at each such call, on top of the last patch, in milliseconds each.
+    Skipping that is safe: the launch has already patched `triton.language`.
     """
     patched: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Page memory of a test: several layers in one buffer, in either layout, poisoned until it is written."""
+"""Page memory of a test: several layers in one buffer, in either layout, filled with poison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ops.formats import POISON, Format
 
 @dataclass(frozen=True)
 class Place:
-    """Where one layer's pages are: byte offset of block 0, bytes between blocks, bytes of a page."""
+    """Place of a layer's pages: byte offset of block 0, bytes between blocks, bytes of a page."""
 
     offset: int
     stride: int
@@ -35,7 +35,7 @@ class Memory:
 
     @classmethod
     def draw(cls, rng: np.random.Generator, num_blocks: int, page_bytes: list[int]) -> Memory:
-        """Lay the layers out in a random layout; every byte is poison."""
+        """Place the layers in a random layout; every byte is poison."""
         places, end = [], 0
         if rng.random() < 0.5:
             for size in page_bytes:
@@ -63,13 +63,13 @@ class Memory:
         return np.lib.stride_tricks.as_strided(first, (self.num_blocks, *sizes), (place.stride, *inner))
 
     def on(self, device: str) -> DeviceMemory:
-        """The same memory as tensors."""
+        """The memory as tensors."""
         return DeviceMemory(self, torch.from_numpy(self.buffer.copy()).to(device))
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """A copy of the memory on a device, for an operation to work on."""
+    """A copy of the memory on a device."""
 
     memory: Memory
     raw: torch.Tensor
@@ -87,16 +87,16 @@ class DeviceMemory:
         return typed.as_strided((self.memory.num_blocks, *shape), strides, (place.offset + start) // form.num_bytes)
 
     def bytes(self) -> np.ndarray:
-        """What the memory holds now."""
+        """The current content of the memory."""
         return self.raw.cpu().numpy()
 
     def now(self) -> Memory:
-        """What the memory holds now, with its layers."""
+        """The current content of the memory, with its layers."""
         return Memory(self.memory.num_blocks, self.bytes(), self.memory.places)
 
 
 def draw_page_bytes(rng: np.random.Generator, content_bytes: int, form: Format) -> tuple[list[int], int]:
-    """Page sizes of one to three layers, and which of them holds `content_bytes`, perhaps padded."""
+    """Draw page sizes of one to three layers, and the layer that holds `content_bytes`, sometimes padded."""
     padding = int(rng.choice([0, 0, 16, 48, form.num_bytes])) if rng.random() < 0.5 else 0
     ours = content_bytes + padding
     others = [int(rng.choice([ours, 64, 16 * form.num_bytes])) for _ in range(int(rng.integers(0, 3)))]

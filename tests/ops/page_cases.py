@@ -32,7 +32,7 @@ class GroupCase:
 
 
 def draw_memory(rng: np.random.Generator, page_bytes_multiple: int) -> tuple[Memory, list[int]]:
-    """Some layers, those of the group among them; sizes are equal, mixed, or odd."""
+    """Draw layers, including those of the group; sizes are equal, mixed, or odd."""
     count = int(rng.integers(1, 6))
     sizes = rng.choice(ODD_PAGE_BYTES if rng.random() < 0.2 else PAGE_BYTES, count)
     sizes = sizes if rng.random() < 0.5 else np.repeat(sizes[:1], count)
@@ -44,28 +44,28 @@ def draw_memory(rng: np.random.Generator, page_bytes_multiple: int) -> tuple[Mem
 
 
 def named_once(rng: np.random.Generator, page_bytes_multiple: int) -> GroupCase:
-    """Blocks in any order, each at most once, never the null block; sometimes none."""
+    """Draw distinct blocks without the null block; sometimes none."""
     memory, of_group = draw_memory(rng, page_bytes_multiple)
     blocks = rng.permutation(np.arange(1, memory.num_blocks))[: int(rng.integers(0, memory.num_blocks))].tolist()
     return GroupCase(memory, of_group, blocks, [])
 
 
 def sources(rng: np.random.Generator, page_bytes_multiple: int) -> GroupCase:
-    """Blocks that are only read: any, repeats and the null block too."""
+    """Draw blocks to read, with repeats and the null block."""
     memory, of_group = draw_memory(rng, page_bytes_multiple)
     blocks = rng.integers(0, memory.num_blocks, int(rng.integers(0, 10))).tolist()
     return GroupCase(memory, of_group, blocks, [])
 
 
 def targets(rng: np.random.Generator, page_bytes_multiple: int) -> GroupCase:
-    """Blocks to zero: any but the null block, repeats too."""
+    """Draw blocks to zero, with repeats, without the null block."""
     memory, of_group = draw_memory(rng, page_bytes_multiple)
     blocks = rng.integers(1, memory.num_blocks, int(rng.integers(0, 10))).tolist()
     return GroupCase(memory, of_group, blocks, [])
 
 
 def copies(rng: np.random.Generator, page_bytes_multiple: int) -> GroupCase:
-    """Copies among few blocks, so that chains, swaps by way of a third, and repeated targets are common."""
+    """Draw copies among few blocks, so that chains, swaps through a third block, and repeated targets are common."""
     memory, of_group = draw_memory(rng, page_bytes_multiple)
     few = rng.permutation(memory.num_blocks)[: int(rng.integers(2, 6))]
     count = int(rng.integers(0, 10))

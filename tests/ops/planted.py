@@ -1,4 +1,4 @@
-"""Backends that a child process tries: one is sound, the others fail as kernels do."""
+"""Backends for start checks in a child process: one is correct, the others fail as kernels do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvplane_worker.ops.torch_ops import TorchOps
 
 
 class Sound(TorchOps):
-    """Right."""
+    """A correct backend."""
 
 
 class Wrong(TorchOps):
@@ -21,14 +21,14 @@ class Wrong(TorchOps):
 
 
 class Aborts(TorchOps):
-    """Ends its process, as an assertion of a driver does."""
+    """Aborts its process, as an assertion in a driver does."""
 
     def copy_pages(self, group, src, dst):
         os.abort()
 
 
 class Exits(TorchOps):
-    """Ends its process with last words."""
+    """Exits with an error message."""
 
     def copy_pages(self, group, src, dst):
         print("the device is lost", file=sys.stderr, flush=True)
@@ -36,7 +36,7 @@ class Exits(TorchOps):
 
 
 class Hangs(TorchOps):
-    """Waits for ever, as a kernel that spins."""
+    """Never returns, as a kernel that spins."""
 
     def copy_pages(self, group, src, dst):
         threading.Event().wait()

@@ -1,4 +1,4 @@
-"""Calls that every backend refuses by name: one sound call per operation, and what can be wrong in it."""
+"""Invalid calls that every backend refuses: one valid call per operation, with one argument changed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bad:
-    """A sound call with one thing wrong.
+    """A valid call with one invalid argument.
 
     Attributes:
-        field: what the refusal names.
-        what: in words.
-        spoil: changes the arguments of the sound call, in place.
+        field: the field that the error must name.
+        what: description.
+        spoil: function that changes the arguments of the valid call, in place.
     """
 
     operation: str
@@ -57,7 +57,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 def sound(operation: str, device: str) -> Arguments:
-    """Arguments of a small call that no backend refuses, in float32."""
+    """Arguments of a small valid call, in float32."""
     with torch.device(device):
         return SOUND[operation]()
 
@@ -130,7 +130,7 @@ SOUND: dict[str, Callable[[], Arguments]] = {
 
 
 def put(path: str, change: Callable[[Any], Any]) -> Callable[[Arguments], None]:
-    """Change the argument, or the field of one, that `path` names."""
+    """Change the argument, or its field, that `path` names."""
 
     def spoil(arguments: Arguments) -> None:
         name, _, field = path.partition(".")

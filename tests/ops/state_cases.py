@@ -1,4 +1,4 @@
-"""Random cases of the recurrent state's step."""
+"""Random cases of state steps."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class StateCase:
 
 
 def draw_shape(rng: np.random.Generator, forms: tuple[Format, ...]) -> tuple[StateShape, Format]:
-    """Sizes, and the type of x. States are as x or wider; float64 stays float64."""
+    """Draw sizes and types. States have the type of x or a wider one; float64 stays float64."""
     wide = [f for f in forms if not f.is_8bit]
     form = wide[int(rng.integers(0, len(wide)))]
     ssm_form = form if form is FLOAT64 or rng.random() < 0.5 else FLOAT32
@@ -101,7 +101,7 @@ def draw_shape(rng: np.random.Generator, forms: tuple[Format, ...]) -> tuple[Sta
 
 
 def state_step(rng: np.random.Generator, forms: tuple[Format, ...]) -> StateCase:
-    """Rows that start from nothing or from a page, and keep no state, the last, or one per block of tokens."""
+    """Draw rows that start from zero or from a page, and store no state, the last one, or one per block of tokens."""
     shape, form = draw_shape(rng, forms)
     rows = int(rng.integers(1, 6))
     lengths = [int(rng.choice([0, 1, 1, int(rng.integers(1, 6)), int(rng.integers(1, 20))])) for _ in range(rows)]
@@ -127,8 +127,8 @@ def state_step(rng: np.random.Generator, forms: tuple[Format, ...]) -> StateCase
 
 
 def draw_writes(rng: np.random.Generator, lengths: list[int], blocks: np.ndarray) -> np.ndarray:
-    """Per token the page that keeps the state after it. Rows read from blocks[:rows]; a row may keep its state in its
-    own of these, or in its neighbour's (all reads come first), and in up to three pages more.
+    """Draw the block that receives the state after each token. Rows read from blocks[:rows]; a row may write to its own
+    block, to its neighbour's (all reads come first), and to up to three more blocks.
     """
     rows, turn = len(lengths), int(rng.integers(0, 2))
     writes = []

@@ -1,4 +1,4 @@
-"""The backends that the contract is run against, by name."""
+"""The backends that the contract is checked on, by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ops.contract import Subject
 
 
 def triton_subject(device: str) -> Subject:
-    """On the CPU in the interpreter, in a process that was started with TRITON_INTERPRET=1."""
+    """The Triton backend in the interpreter, in a process with TRITON_INTERPRET=1."""
     if device == "cpu":
         assert interpreter.is_on(), "TRITON_INTERPRET=1 is not set"
         interpreter.quicken()
@@ -22,7 +22,7 @@ def triton_subject(device: str) -> Subject:
 
 
 def flashinfer_subject(device: str) -> Subject:
-    """On a GPU, where FlashInfer is installed."""
+    """The FlashInfer backend, on a GPU where FlashInfer is installed."""
     assert not (why := FlashInferEntry.unfit(torch.device(device))), why
     return Subject(FlashInferEntry(), device)
 

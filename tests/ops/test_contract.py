@@ -1,4 +1,4 @@
-"""Every backend that runs on this machine keeps the contract: 400 random cases per operation."""
+"""Every backend that runs on this machine satisfies the contract: 400 random cases per operation."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ PLACES = [("torch", "cpu"), *([("torch", "cuda:0")] if torch.cuda.is_available()
 @pytest.mark.parametrize("first", range(0, CASES, CASES_PER_TEST))
 @pytest.mark.parametrize("operation", CHECKS)
 @pytest.mark.parametrize(("backend", "device"), PLACES)
-def test_the_backend_keeps_the_contract(backend, device, operation, first):
+def test_backend_keeps_the_contract(backend, device, operation, first):
     failures = run(SUBJECTS[backend](device), operation, range(first, first + CASES_PER_TEST))
     assert not failures, "\n".join([f"{len(failures)} of {CASES_PER_TEST} cases", *failures[:5]])

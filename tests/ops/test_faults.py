@@ -1,4 +1,4 @@
-"""The proof of the proof: each of the usual mistakes, planted in a sound backend, breaks the contract."""
+"""The contract catches each planted fault."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SEEDS = range(400)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.operation}: {fault.name}")
-def test_the_contract_catches(fault):
+def test_contract_catches_planted_faults(fault):
     sound = SUBJECTS["torch"]("cpu")
     faulty = replace(sound, ops=fault.planted(sound.ops))
     for seed in SEEDS:
@@ -22,8 +22,8 @@ def test_the_contract_catches(fault):
             check(faulty, fault.operation, seed)
         except AssertionError:
             return
-    pytest.fail(f"{len(SEEDS)} cases of {fault.operation} pass although {fault.name}")
+    pytest.fail(f"{len(SEEDS)} cases of {fault.operation} pass with the fault: {fault.name}")
 
 
-def test_every_operation_has_its_faults():
+def test_every_operation_has_planted_faults():
     assert {fault.operation for fault in FAULTS} == CHECKS.keys()

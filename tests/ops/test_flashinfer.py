@@ -1,5 +1,6 @@
-"""The FlashInfer backend, with a twin of its wrappers on the host: which rows it names, what it leaves to others, what
-it plans once; and its calls against the real package's signatures where that is installed.
+"""The FlashInfer backend, on a fake of FlashInfer's wrappers: indices, fallbacks, cached plans.
+
+Where FlashInfer is installed, the calls are also checked against its signatures.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.ops.flashinfer_twin import Faults, library
 from tests.ops.formats import FORMATS
 
 CPU = torch.device("cpu")
-# Operation: seeds, and how many of them the twin takes at least.
+# Operation: seeds, and how many of them must run on the fake.
 SEEDS = {"decode_attention": (120, 15), "prefill_attention": (120, 12), "mla_decode": (60, 8)}
 
 
@@ -48,7 +49,7 @@ def rows_of(table: list[list[int]], seq_lens: list[int], starts: list[int] | Non
     return paged_rows(Batch(ints[0], ints[1], ints[2]), 16, window)
 
 
-def test_only_blocks_that_are_attended_to_are_named():
+def test_indices_name_only_attended_blocks():
     table = [[0, 0, 7, 4, 9], [3, 2, 8, 0, 0], [5, 0, 0, 0, 6]]
     rows = rows_of(table, [70, 33, 16], None, 20)
     assert isinstance(rows, PagedRows)
@@ -57,17 +58,17 @@ def test_only_blocks_that_are_attended_to_are_named():
     assert rows.last_page_len.tolist() == [6, 1, 16]
     assert rows.lengths.tolist() == [22, 33, 16]
     assert rows.empty.tolist() == []
-    assert rows_of(table, [70, 33, 16], None, 0) == "a null block is among those to attend to"
+    assert rows_of(table, [70, 33, 16], None, 0) == "a null block is inside the attended range"
 
 
-def test_the_window_of_the_first_query_of_a_row_counts():
+def test_indices_begin_at_the_window_of_the_first_query():
     rows = rows_of([[1, 2, 3, 4, 5]], [70], [0, 30], 20)
     assert isinstance(rows, PagedRows)
-    assert rows.indices.tolist() == [2, 3, 4, 5]  # query 40 sees token 21
+    assert rows.indices.tolist() == [2, 3, 4, 5]  # query 40 attends to token 21
     assert rows.query_start.tolist() == [0, 30]
 
 
-def test_rows_without_tokens_or_queries_borrow_a_token():
+def test_rows_without_tokens_or_queries_get_a_borrowed_block():
     rows = rows_of([[0, 0], [7, 8], [3, 0]], [0, 20, 9], [0, 2, 5, 5], 0)
     assert isinstance(rows, PagedRows)
     assert rows.indptr.tolist() == [0, 1, 3, 4]
@@ -77,12 +78,12 @@ def test_rows_without_tokens_or_queries_borrow_a_token():
     assert rows_of([[0], [4]], [0, 3], [0, 1, 1], 0) == "no row has both tokens and queries"
 
 
-# ---- the contract, by the twin
+# ---- the contract, on the fake
 
 
 @pytest.mark.parametrize("operation", SEEDS)
-def test_it_keeps_the_contract_on_random_cases(monkeypatch, operation):
-    """More of the shapes that it takes than usual, beside some that it does not."""
+def test_flashinfer_backend_keeps_the_contract_on_random_cases(monkeypatch, operation):
+    """Draw mostly supported shapes, and some unsupported ones."""
     monkeypatch.setattr(cases, "HEAD_SIZES", (64, 64, 128, 40))
     monkeypatch.setattr(cases, "LATENT_SIZES", ((576, 512), (40, 32)))
     ops, taken, (seeds, least) = made(), 0, SEEDS[operation]
@@ -92,21 +93,21 @@ def test_it_keeps_the_contract_on_random_cases(monkeypatch, operation):
         failures = run(Subject(ops, formats=halves), operation, [seed])
         assert not failures, failures
         taken += operation not in ops.fallbacks
-    assert taken >= least, f"the twin took {taken} of {seeds} cases"
+    assert taken >= least, f"the fake ran {taken} of {seeds} cases"
 
 
-def test_what_is_not_attention_is_the_other_backends():
+def test_other_operations_use_the_other_backend():
     for operation in CHECKS.keys() - SEEDS.keys():
         assert not run(Subject(made()), operation, range(3))
 
 
 @pytest.mark.parametrize("faults", [Faults(window=1), Faults(scale=0.2), Faults(reads_past_the_end=True)])
-def test_a_version_with_a_mistake_fails_the_start_check(faults):
+def test_faulty_flashinfer_fails_the_start_check(faults):
     assert not prove(made(), CPU).failure
     assert prove(made(faults), CPU).failure.startswith("decode_attention (bfloat16, window 20): ")
 
 
-# ---- what it leaves to others, what it plans
+# ---- fallbacks and plans
 
 
 def pages_of(size: int = 64, dtype: torch.dtype = torch.float16) -> AttentionPages:
@@ -122,31 +123,35 @@ def batch_of(*lengths: int) -> Batch:
 @pytest.mark.parametrize(
     ("pages", "rule", "why"),
     [
-        (pages_of(dtype=torch.float32), AttentionRule(0.1), "pages of float32: bfloat16 or float16"),
-        (pages_of(), AttentionRule(0.1, chunk=8), "chunks"),
-        (pages_of(), AttentionRule(0.1, sinks=torch.zeros(4)), "sinks"),
-        (pages_of(size=96), AttentionRule(0.1), "heads of 96 and 96 elements: both of 64, 128, 256"),
-        (AttentionPages(pages_of().k, pages_of().v.clone()), AttentionRule(0.1), "keys and values do not lie alike"),
+        (pages_of(dtype=torch.float32), AttentionRule(0.1), "pages of float32, supported are bfloat16 and float16"),
+        (pages_of(), AttentionRule(0.1, chunk=8), "chunks are not supported"),
+        (pages_of(), AttentionRule(0.1, sinks=torch.zeros(4)), "sinks are not supported"),
+        (pages_of(size=96), AttentionRule(0.1), "heads of 96 and 96 elements, supported are 64, 128, 256"),
+        (
+            AttentionPages(pages_of().k, pages_of().v.clone()),
+            AttentionRule(0.1),
+            "keys and values have different strides",
+        ),
     ],
 )
-def test_what_it_does_not_take_goes_to_the_other_and_is_remembered(pages, rule, why):
+def test_unsupported_attention_falls_back_with_a_reason(pages, rule, why):
     ops, query = made(), torch.randn((2, 4, pages.k.shape[3])).to(pages.k.dtype)
     ops.decode_attention(query, pages, batch_of(20, 3), rule)
     assert ops.fallbacks == {"decode_attention": why}
     assert select.Choice(ops, ()).explained == (
-        "flashinfer: all but attention by torch",
+        "flashinfer: everything but attention by torch",
         f"flashinfer: decode_attention by torch: {why}",
     )
 
 
-def test_misaligned_queries_go_to_the_other():
+def test_misaligned_queries_fall_back():
     wide = torch.randn((2, 4, 65)).half()
     ops = made()
     ops.decode_attention(wide[:, :, 1:], pages_of(), batch_of(20, 3), AttentionRule(0.1))
     assert ops.fallbacks == {"decode_attention": "heads are not contiguous, or not aligned to 16 bytes"}
 
 
-def test_layers_of_a_step_share_a_plan_and_a_changed_table_does_not(monkeypatch):
+def test_layers_of_a_step_share_a_plan_until_the_table_changes(monkeypatch):
     monkeypatch.setattr(backend, "MAX_PLANS", 2)
     ops, batch, pages = made(), batch_of(20, 3), pages_of()
     query, wrapper = torch.randn((2, 4, 64)).half(), ops._library.BatchDecodeWithPagedKVCacheWrapper
@@ -162,7 +167,7 @@ def test_layers_of_a_step_share_a_plan_and_a_changed_table_does_not(monkeypatch)
     assert not torch.allclose(changed, layers[0], atol=1e-2)
 
 
-def test_a_batch_of_inference_tensors_is_planned_each_time():
+def test_batch_of_inference_tensors_is_not_cached():
     ops, pages, query = made(), pages_of(), torch.randn((1, 4, 64)).half()
     with torch.inference_mode():
         batch = batch_of(20)
@@ -174,18 +179,18 @@ def test_a_batch_of_inference_tensors_is_planned_each_time():
 # ---- selection
 
 
-def test_versions_devices_and_compilers_that_do_not_fit_are_named():
+def test_unfit_version_device_or_compiler_is_named():
     fits = entry.unfit_machine
     assert fits((8, 0), "0.7.2.post1", "/usr/bin/nvcc", False) == fits((9, 0), "0.7.3", None, True) == ""
     assert fits((7, 5), "0.7.2", "nvcc", True) == "compute capability 7.5 is below 8.0"
     remedy = "install flashinfer-python>=0.7.2,<0.8"
     assert fits((9, 0), "", "nvcc", True) == f"flashinfer is not installed: {remedy}"
     for version in ("0.6.12", "0.7.1", "0.8.0", "1.0"):
-        assert fits((9, 0), version, "nvcc", True) == f"flashinfer {version} is not known here: {remedy}"
+        assert fits((9, 0), version, "nvcc", True) == f"flashinfer {version} is not supported: {remedy}"
     assert fits((9, 0), "0.7.2", None, False).startswith("no nvcc, which compiles FlashInfer's kernels: set CUDA_HOME")
 
 
-def test_nvcc_is_where_flashinfer_looks_for_it(monkeypatch, tmp_path):
+def test_nvcc_is_found_where_flashinfer_looks(monkeypatch, tmp_path):
     monkeypatch.delenv("FLASHINFER_NVCC", raising=False)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert entry.nvcc() is None
@@ -195,7 +200,7 @@ def test_nvcc_is_where_flashinfer_looks_for_it(monkeypatch, tmp_path):
     assert entry.nvcc() == str(compiler)
 
 
-def test_auto_goes_on_and_by_name_it_is_an_error(monkeypatch):
+def test_broken_flashinfer_is_skipped_by_auto_and_an_error_by_name(monkeypatch):
     assert list(select.BACKENDS) == ["triton", "flashinfer", "torch"]
     why = "needs a CUDA device, not cpu"
     assert f"flashinfer: {why}" in select.choose(CPU).reasons
@@ -211,7 +216,7 @@ def test_auto_goes_on_and_by_name_it_is_an_error(monkeypatch):
 
 
 class Checked:
-    """A wrapper that computes nothing, and holds each call against the real one's signature."""
+    """A wrapper that computes nothing, and checks each call against the real signature."""
 
     real: type
 
@@ -231,7 +236,7 @@ class Checked:
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
-def test_the_calls_fit_the_real_package():
+def test_calls_match_the_installed_flashinfer():
     import flashinfer
 
     kinds = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"

@@ -1,4 +1,4 @@
-"""The references themselves: against answers that others published or that a few lines of arithmetic give."""
+"""The float64 reference, against published results and simple arithmetic."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.ops.formats import BFLOAT16, FLOAT8, FLOAT16, FORMATS
 
 
 @pytest.mark.parametrize(("h", "mixed"), [(0, 0), (1, 0x514E28B7), (2, 0x30F4C306), (0xFFFFFFFF, 0x81F16F39)])
-def test_the_finalizer_is_murmur3s(h, mixed):
+def test_mix_is_the_murmur3_finalizer(h, mixed):
     assert float64.murmur3_finalizer(h) == mixed
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_a_format_reads_and_rounds_as_torch_does(form):
+def test_format_reads_and_rounds_as_torch(form):
     rng = np.random.default_rng(1)
     exact = rng.standard_normal(20_000) * np.exp2(rng.uniform(-20, 8, 20_000))
     exact = np.clip(exact, -form.largest, form.largest).astype(np.float32).astype(np.float64)
@@ -28,7 +28,7 @@ def test_a_format_reads_and_rounds_as_torch_does(form):
 
 
 @pytest.mark.parametrize("form", [FLOAT8, FLOAT16, BFLOAT16], ids=lambda form: form.name)
-def test_every_code_of_a_small_format_decodes_and_comes_back(form):
+def test_small_formats_round_trip_every_code(form):
     codes = np.arange(1 << (8 * form.num_bytes), dtype=np.uint16 if form.num_bytes == 2 else np.uint8).view(np.uint8)
     values = form.decode(codes)
     theirs = torch.from_numpy(codes.copy()).view(form.torch_dtype).double().numpy()
@@ -41,8 +41,8 @@ def tables(block_table, seq_lens, query_start):
     return float64.Tables(np.array(block_table), np.array(seq_lens), np.array(query_start))
 
 
-def test_attention_with_equal_keys_is_the_mean_of_what_is_attended():
-    values = np.arange(16.0).reshape(4, 4, 1, 1)  # token t of block b holds 4 b + t
+def test_attention_with_equal_keys_is_the_mean_of_values():
+    values = np.arange(16.0).reshape(4, 4, 1, 1)  # token t of block b has value 4 b + t
     keys = np.zeros((4, 4, 1, 2))
     query, batch = np.ones((2, 1, 2)), tables([[3, 1]], [6], [0, 2])
 
@@ -55,7 +55,7 @@ def test_attention_with_equal_keys_is_the_mean_of_what_is_attended():
     assert means(window=1, sinks=np.zeros(1)) == pytest.approx([2, 2.5])
 
 
-def test_a_null_block_and_an_empty_row_give_nothing():
+def test_null_block_and_empty_row_have_output_0():
     values = np.full((2, 2, 1, 1), np.nan)
     values[1] = 3.0
     batch = tables([[0, 1], [0, 0], [0, 0]], [4, 2, 0], [0, 1, 2, 3])
@@ -63,7 +63,7 @@ def test_a_null_block_and_an_empty_row_give_nothing():
     assert out.ravel().tolist() == [3.0, 0.0, 0.0]
 
 
-def test_the_state_is_a_sum_of_decayed_inputs():
+def test_state_is_a_sum_of_decayed_inputs():
     """Width 1 and no bias: u = silu(x); h = sum of exp(a dt) ** age x dt v B."""
     x, dt, a = np.array([[1.0, 2.0, 0.5], [0.3, -1.0, 2.0]]), np.array([[0.5], [0.25]]), np.array([-0.7])
     weights = float64.Recurrence(np.ones((3, 1)), np.zeros(3), a, np.array([0.1]))

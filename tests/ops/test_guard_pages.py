@@ -1,4 +1,4 @@
-"""Kernels touch nothing outside their tensors: each one lies against a page that may not be touched."""
+"""Kernels access nothing outside their tensors: each tensor is next to a page without access rights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEEDS |= {"write_latent": 12, "copy_pages": 12, "zero_pages": 12, "scatter": 12}
 
 
 def guarded_bytes(size: int, at_end: bool) -> np.ndarray:
-    """Memory of so many bytes that ends, or begins, at a page without access."""
+    """Allocate memory that ends, or begins, at a page without access rights."""
     room = -(-max(size, 1) // PAGE) * PAGE
     memory = mmap.mmap(-1, room + 2 * PAGE)
     KEPT.append(memory)
@@ -39,7 +39,7 @@ def guarded_bytes(size: int, at_end: bool) -> np.ndarray:
 
 
 def guarded(tensor: torch.Tensor, at_end: bool) -> torch.Tensor:
-    """A copy against a guard."""
+    """Copy an array next to a guard page."""
     dense = tensor.contiguous()
     data = guarded_bytes(dense.numel() * dense.element_size(), at_end)
     data[:] = dense.view(-1).view(torch.uint8).numpy() if dense.numel() else 0
@@ -50,7 +50,7 @@ real_from_numpy, real_tensor, real_new_empty = torch.from_numpy, torch.tensor, t
 
 
 def guard_new_tensors(at_end: bool) -> None:
-    """From now on, in this process, tensors made of numpy arrays and lists, and results, lie against guards."""
+    """Place tensors made from arrays and lists, and results, next to guard pages, in this process from now on."""
 
     def from_numpy(array: np.ndarray) -> torch.Tensor:
         return guarded(real_from_numpy(array), at_end)
@@ -65,7 +65,7 @@ def guard_new_tensors(at_end: bool) -> None:
 
 
 def in_a_child(work: Callable[[], int]) -> int:
-    """Exit status of a forked child that does the work: minus the signal's number if one ended it."""
+    """Run work in a forked child. Returns its exit status; minus the signal number if a signal ended it."""
     torch.set_num_threads(1)
     child = os.fork()
     if child == 0:
@@ -80,7 +80,7 @@ def in_a_child(work: Callable[[], int]) -> int:
 
 @pytest.mark.parametrize("at_end", [True, False], ids=["ends at the guard", "begins at the guard"])
 @pytest.mark.parametrize("operation", SEEDS)
-def test_no_kernel_touches_memory_beside_its_tensors(operation, at_end):
+def test_kernels_access_no_memory_outside_their_tensors(operation, at_end):
     def work() -> int:
         guard_new_tensors(at_end)
         subject = SUBJECTS["triton"]("cpu")
@@ -96,7 +96,7 @@ def read_one_too_many(source, target, COUNT: tl.constexpr):
     tl.store(target + index, tl.load(source + index + 1))
 
 
-def test_one_element_too_many_is_noticed():
+def test_guard_page_catches_one_element_too_many():
     def work() -> int:
         source, target = guarded(torch.zeros(64), True), torch.zeros(64)
         read_one_too_many[(1,)](source, target, COUNT=64)

@@ -1,4 +1,4 @@
-"""The link between a device and the host: runs, copies, the table of routes, and the choice."""
+"""The link between device and host: merged runs, copies, the route table, and the choice of a route."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def rows_of(group: GroupPages, blocks: list[int]) -> torch.Tensor:
     return torch.cat([layer[blocks] for layer in group.layers], dim=1)
 
 
-# Some blocks in a row, then some others.
+# Consecutive blocks, then others.
 BLOCKS = st.lists(st.sampled_from([[0], [3], [6, 5], [1, 2], [4, 5, 6], [2, 2]]), max_size=4).map(
     lambda parts: [block for part in parts for block in part]
 )
@@ -65,7 +65,7 @@ BLOCKS = st.lists(st.sampled_from([[0], [3], [6, 5], [1, 2], [4, 5, 6], [2, 2]])
 @given(
     st.booleans(), st.lists(st.sampled_from([16, 48, 4, 0]), min_size=1, max_size=4), BLOCKS, st.sampled_from([0, 16])
 )
-def test_runs_carry_every_byte_once_and_none_continues_another(block_outermost, widths, blocks, padding):
+def test_merged_runs_cover_every_byte_once(block_outermost, widths, blocks, padding):
     group = pages_of(block_outermost, 7, widths)
     room = torch.zeros((len(blocks), group.bytes_per_block + padding), dtype=torch.uint8)
     staging, times = room[:, : group.bytes_per_block], torch.zeros_like(room)
@@ -82,7 +82,7 @@ def test_runs_carry_every_byte_once_and_none_continues_another(block_outermost, 
     assert min(runs.sizes, default=1) > 0
 
 
-def test_what_lies_together_is_one_run():
+def test_adjacent_fragments_form_one_run():
     staging = torch.zeros((4, 48), dtype=torch.uint8)
     together, apart = (pages_of(outermost, 8, [16, 32]) for outermost in (True, False))
     assert merged_runs(together, [2, 3, 4, 6], staging).sizes == [144, 48]
@@ -90,22 +90,22 @@ def test_what_lies_together_is_one_run():
     assert merged_runs(apart, [2, 3, 4, 6], staging).sizes == [16, 32] * 4
 
 
-# ---- copies: one contract for the host's and the driver's
+# ---- copies: one contract for HostCopies and DriverCopies
 
 
 def wanted_copies() -> dict[str, bool]:
-    """What `copies_by_driver` has to find."""
+    """The cases of `copies_by_driver`, all passed."""
     return dict.fromkeys(["copies of many sizes", "no copies", "more copies than go at once"], True)
 
 
-def test_copies_by_the_host():
+def test_host_copies_copy_all_runs():
     assert copied_by(HostCopies(), stream=0) == wanted_copies()
 
 
 @pytest.mark.skipif(not installed_bindings(), reason="cuda-bindings is not installed")
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc to compile a driver of the host with")
-def test_copies_by_a_driver(tmp_path):
-    """Through cuda-bindings as installed, down to the C interface of a driver that copies on the host."""
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc to compile the fake driver")
+def test_driver_copies_pass_all_runs_to_the_driver(tmp_path):
+    """DriverCopies through the installed cuda-bindings, on a fake driver in C that copies on the host."""
     source, library = Path(__file__).with_name("driver_stub.c"), tmp_path / "libcuda.so.1"
     version = max(FIRST_CUDA, (numbers(installed_bindings())[0], 0))
     define = f"-DCUDA_VERSION={version[0] * 1000 + version[1] * 10}"
@@ -117,20 +117,20 @@ def test_copies_by_a_driver(tmp_path):
     assert json.loads(done.stdout) == {"why_not": "", **wanted_copies(), "the default stream is refused": True}
 
 
-def test_bindings_and_drivers_without_batched_copies_are_named():
+def test_unfit_bindings_and_drivers_are_named():
     assert "cuda-bindings is not installed" in unfit_bindings("")
     assert unfit_bindings("12.6.2") == "cuda-bindings 12.6.2 is older than 12.8"
     assert unfit_bindings("12.8.0") == unfit_bindings("13.5.0") == ""
     assert unfit_driver("12.9.1", (12, 8)) == unfit_driver("12.9.1", (13, 0)) == unfit_driver("13.5.0", (13, 0)) == ""
-    assert unfit_driver("12.9.1", (12, 4)) == "the driver is for CUDA 12.4: cuda-bindings 12.9.1 needs 12.8"
-    assert unfit_driver("13.5.0", (12, 9)) == "the driver is for CUDA 12.9: cuda-bindings 13.5.0 needs 13.0"
+    assert unfit_driver("12.9.1", (12, 4)) == "the driver supports CUDA 12.4, cuda-bindings 12.9.1 needs 12.8"
+    assert unfit_driver("13.5.0", (12, 9)) == "the driver supports CUDA 12.9, cuda-bindings 13.5.0 needs 13.0"
 
 
-# ---- the table and the choice
+# ---- route table and choice
 
 
 class Track:
-    """A clock that both routes push on: what they would cost on a GPU, in any shape that a test asks for."""
+    """A clock that both routes advance by the time that they would take on a GPU."""
 
     def __init__(self, batched_s, buffered_s) -> None:
         self.now_s, self.costs = 0.0, {"batched": batched_s, "buffered": buffered_s}
@@ -158,7 +158,7 @@ class TrackedRoute:
 
 
 def cliff(count: int, run_bytes: int) -> float:
-    """As published: slow below 28 KiB."""
+    """Published measurements: slow below 28 KiB."""
     return count * run_bytes / (5e9 if run_bytes < 28 << 10 else 50e9)
 
 
@@ -172,7 +172,7 @@ def tables(batched_s, buffered_s) -> tuple[Track, routes.RouteTable, routes.Rout
     return track, *routes.measured(CPU, track.route("batched"), track.route("buffered"), watch)
 
 
-def test_the_table_finds_the_cliff_of_batched_copies():
+def test_route_table_finds_where_batched_copies_become_slower():
     track, to_host, to_device = tables(cliff, steady)
     assert [cell.run_bytes for cell in to_host.cells] == [cell.run_bytes for cell in to_device.cells]
     assert [cell.count for cell in to_host.cells if cell.run_bytes == 4096] == [16, 64, 256]
@@ -180,20 +180,20 @@ def test_the_table_finds_the_cliff_of_batched_copies():
     assert to_host.prefers_batches(1 << 20, 5000)
     assert not to_host.prefers_batches(8 << 10, 256)
     assert not to_host.prefers_batches(4 << 10, 100_000)
-    assert to_host.prefers_batches(4 << 10, 1)  # a start of 30 microseconds is more than one slow copy
+    assert to_host.prefers_batches(4 << 10, 1)  # the start of 30 microseconds takes longer than one slow copy
     assert track.now_s < routes.BUDGET_S
     assert f"64 x 64 KiB {64 * 65536 / 1e9 / cliff(64, 65536):.1f}/" in to_host.text
 
 
-def test_a_link_too_slow_to_measure_ends_early_with_a_table():
+def test_measurement_of_a_slow_link_ends_early():
     _, to_host, to_device = tables(lambda *_: 0.1, lambda *_: 0.2)
     assert len(to_host.cells) == len(to_device.cells) == 1
     assert to_host.prefers_batches(1 << 20, 7)
 
 
 def host_link(ops: TritonOps, track: Track | None = None) -> HostLink:
-    """A link whose both routes are real, on the host; with a track its clock is the track's."""
-    made = HostLink(CPU, partial(ops._stage, beside=True), track.now if track else lambda: 0.0)
+    """A link with both routes on the host; with a track, it uses the track's clock."""
+    made = HostLink(CPU, partial(ops._stage, background=True), track.now if track else lambda: 0.0)
     if track:
         made.batched = Pushed(track, "batched", made.batched)  # type: ignore[assignment]
         made.buffered = Pushed(track, "buffered", made.buffered)
@@ -201,7 +201,7 @@ def host_link(ops: TritonOps, track: Track | None = None) -> HostLink:
 
 
 class Pushed:
-    """A real route that also takes time on a track."""
+    """A real route that also advances a track."""
 
     def __init__(self, track: Track, name: str, real: Any) -> None:
         self.track, self.name, self.real = track, name, real
@@ -220,13 +220,13 @@ class Pushed:
 
 
 @pytest.mark.parametrize("block_outermost", [True, False])
-def test_the_faster_route_is_taken_and_both_move_the_bytes(ops, monkeypatch, block_outermost):
+def test_link_uses_the_faster_route(ops, monkeypatch, block_outermost):
     monkeypatch.setattr(routes, "COUNTS", (4,))
     monkeypatch.setattr(routes, "RUN_BYTES", (4 << 10, 64 << 10))
     track = Track(cliff, lambda count, run_bytes: count * run_bytes / 20e9)
     moved = host_link(ops, track)
     group = pages_of(block_outermost, 64, [1024] * 40)
-    blocks = list(range(1, 63, 2))[::-1]  # no two in a row
+    blocks = list(range(1, 63, 2))[::-1]  # no consecutive blocks
     rows = torch.zeros((len(blocks), group.bytes_per_block), dtype=torch.uint8)
     moved.save(group, blocks, rows)
     assert torch.equal(rows, rows_of(group, blocks))
@@ -236,19 +236,19 @@ def test_the_faster_route_is_taken_and_both_move_the_bytes(ops, monkeypatch, blo
     moved.load(group, blocks, rows)
     assert torch.equal(rows, rows_of(group, blocks))
     assert track.taken[-1] == want
-    way = f"batched, {len(blocks)} runs of 40960" if block_outermost else f"by buffers, {40 * len(blocks)} runs of 1024"
+    way = f"batched, {len(blocks)} runs of 40960" if block_outermost else f"buffered, {40 * len(blocks)} runs of 1024"
     out, back = moved.explained
     assert out.startswith(f"host link to the host: last {way} bytes; measured, GB/s batched/buffered: 4 x 4 KiB ")
     assert back.startswith(f"host link to the device: last {way} bytes; measured")
 
 
-def test_without_batched_copies_there_are_buffers_and_it_is_said(ops, monkeypatch):
+def test_link_without_batched_copies_uses_buffers_and_explains_it(ops, monkeypatch):
     monkeypatch.setattr(link, "copies_for", lambda device: (None, "cuda-bindings 12.6 is older than 12.8"))
     moved, group = host_link(ops), pages_of(True, 6, [64, 2048])
     rows = torch.zeros((3, group.bytes_per_block), dtype=torch.uint8)
     moved.save(group, [5, 1, 3], rows)
     assert torch.equal(rows, rows_of(group, [5, 1, 3]))
-    assert moved.explained == ("host link by buffers alone: cuda-bindings 12.6 is older than 12.8",)
+    assert moved.explained == ("host link, buffered route only: cuda-bindings 12.6 is older than 12.8",)
 
 
 class Refused:
@@ -256,19 +256,19 @@ class Refused:
         raise FailedPrecondition("cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED")
 
 
-def test_a_driver_that_refuses_batched_copies_leaves_buffers(ops, monkeypatch):
+def test_link_uses_buffers_when_the_driver_refuses_batched_copies(ops, monkeypatch):
     monkeypatch.setattr(link, "copies_for", lambda device: (Refused(), ""))
     moved, group = host_link(ops), pages_of(True, 6, [64, 2048])
     rows = torch.randint(0, 256, (3, group.bytes_per_block), dtype=torch.uint8)
     moved.load(group, [5, 1, 3], rows)
     assert torch.equal(rows, rows_of(group, [5, 1, 3]))
-    assert moved.explained == ("host link by buffers alone: cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED",)
+    assert moved.explained == ("host link, buffered route only: cuMemcpyBatchAsync: CUDA_ERROR_NOT_SUPPORTED",)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 5000, 1 << 20])
-def test_buffers_move_blocks_piece_by_piece(ops, buffer_bytes):
+def test_buffered_route_splits_blocks_into_pieces(ops, buffer_bytes):
     group = pages_of(False, 6, [64, 2048])
-    route = BufferRoute(CPU, partial(ops._stage, beside=True), OneLane(), buffer_bytes)
+    route = BufferRoute(CPU, partial(ops._stage, background=True), OneLane(), buffer_bytes)
     rows = torch.zeros((4, group.bytes_per_block), dtype=torch.uint8)
     route.save(group, [5, 1, 3, 1], rows)
     assert torch.equal(rows, rows_of(group, [5, 1, 3, 1]))

@@ -1,4 +1,4 @@
-"""The start check: a sound backend passes, each of the usual mistakes makes it unfit, and auto goes on to the next."""
+"""The start check: a correct backend passes, a backend with a planted fault fails, and auto takes the next one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PLANTED = "tests.ops.planted"
 
 
 def here(path, device, operations=()):
-    """Prove in this process, where a test has planted the backend."""
+    """Run the start check in this process, where the test has planted the backend."""
     return proof.prove(proof.load(path)(), device, operations)
 
 
 @pytest.fixture
 def planted(monkeypatch):
-    """Lists a backend before torch's: what `make()` returns, which claims to fit everywhere."""
+    """List a backend before torch: the result of `make()`, with no unfit device."""
 
     def plant(make) -> None:
         class Entry:
@@ -52,14 +52,14 @@ def planted(monkeypatch):
     return plant
 
 
-def test_every_operation_is_tried_and_each_form_of_attention():
+def test_trials_cover_every_operation_and_attention_variant():
     tried = trials(CPU)
     assert {trial.operation for trial in tried} == CHECKS.keys()
     assert len({(trial.operation, trial.name) for trial in tried}) == len(tried)
     assert len(attention_trials(CPU)) == 2 * len(FORMS)
 
 
-def test_a_sound_backend_is_chosen_anew_and_says_what_proved_it(planted):
+def test_correct_backend_is_chosen_with_its_proof(planted):
     made = []
 
     def make() -> TorchOps:
@@ -70,11 +70,11 @@ def test_a_sound_backend_is_chosen_anew_and_says_what_proved_it(planted):
     choice = select.choose(CPU, prove=here)
     assert choice.ops is made[-1]
     assert len(made) == 2
-    assert choice.reasons[0].startswith(f"planted: chosen; {len(trials(CPU))} trials as torch's in ")
+    assert choice.reasons[0].startswith(f"planted: chosen; {len(trials(CPU))} trials equal to torch in ")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.operation}: {fault.name}")
-def test_a_backend_with_a_mistake_is_not_used(planted, fault):
+def test_backend_with_a_fault_is_not_used(planted, fault):
     planted(lambda: fault.planted(TorchOps()))
     choice = select.choose(CPU, prove=here)
     assert isinstance(choice.ops, TorchOps)
@@ -87,7 +87,7 @@ class Broken(TorchOps):
         raise OSError("ptxas: not found\nCommand failed with exit status 255")
 
 
-def test_one_that_breaks_is_not_used_and_asked_for_by_name_it_is_an_error(planted):
+def test_crashing_backend_is_skipped_or_an_error_by_name(planted):
     planted(Broken)
     why = r"planted: failed its start check: mla_decode \(.*\): OSError: Command failed with exit status 255"
     with pytest.raises(FailedPrecondition, match=why) as refusal:
@@ -96,7 +96,7 @@ def test_one_that_breaks_is_not_used_and_asked_for_by_name_it_is_an_error(plante
     assert isinstance(select.choose(CPU, prove=here).ops, TorchOps)
 
 
-def test_only_the_operations_named_are_tried():
+def test_only_named_operations_are_tried():
     assert here(f"{__name__}:Broken", CPU, PAGE_OPERATIONS).failure == ""
     assert here(f"{__name__}:Broken", CPU, ("mla_decode",)).failure.startswith("mla_decode (")
     assert {trial.operation for trial in page_trials(CPU)} == set(PAGE_OPERATIONS)
@@ -111,26 +111,26 @@ def test_only_the_operations_named_are_tried():
         ("Exits", "its process ended with exit code 3: the device is lost"),
     ],
 )
-def test_a_backend_is_proved_in_a_process_of_its_own(name, failure):
-    found = proof.prove_apart(f"{PLANTED}:{name}", CPU, PAGE_OPERATIONS)
+def test_start_check_runs_in_a_subprocess(name, failure):
+    found = proof.prove_in_subprocess(f"{PLANTED}:{name}", CPU, PAGE_OPERATIONS)
     assert re.fullmatch(failure + ".*", found.failure)
     assert found.trials == (len(page_trials(CPU)) if name == "Sound" else 1 if name == "Wrong" else 0)
 
 
-def test_a_backend_that_never_returns_ends_with_the_worker_that_tries_it():
+def test_hanging_start_check_ends_on_stop():
     stop = threading.Event()
     timer = threading.Timer(0.5, stop.set)
     timer.start()
-    assert proof.prove_apart(f"{PLANTED}:Hangs", CPU, PAGE_OPERATIONS, stop).failure == "it was stopped"
+    assert proof.prove_in_subprocess(f"{PLANTED}:Hangs", CPU, PAGE_OPERATIONS, stop).failure == "it was stopped"
     assert multiprocessing.active_children() == []
 
 
-def test_a_backend_that_never_returns_has_a_time_limit(monkeypatch):
+def test_hanging_start_check_has_a_time_limit(monkeypatch):
     monkeypatch.setattr(proof, "LIMIT_S", 0.5)
-    assert proof.prove_apart(f"{PLANTED}:Hangs", CPU, PAGE_OPERATIONS).failure == "no end within 0 s"
+    assert proof.prove_in_subprocess(f"{PLANTED}:Hangs", CPU, PAGE_OPERATIONS).failure == "no end within 0 s"
 
 
-def test_the_check_leaves_torchs_modes_as_they_were():
+def test_start_check_restores_torch_modes():
     before = torch.get_deterministic_debug_mode()
     assert proof.prove(Broken(), CPU).failure
     assert torch.get_deterministic_debug_mode() == before
@@ -141,11 +141,11 @@ def differences(tried: list[Trial]) -> list[str]:
     ops, found = TritonOps(), []
     for trial in tried:
         found.append(proof.difference(trial, ops, TorchOps()))
-    assert not ops.fallbacks, "kernels take every trial"
+    assert not ops.fallbacks, "kernels support every trial"
     return found
 
 
-def test_kernels_pass_in_the_interpreter():
+def test_kernels_keep_the_contract_in_the_interpreter():
     tried = [*page_trials(CPU), *write_trials(CPU), attention_trials(CPU)[0]]
     assert differences(tried) == [""] * len(tried)
 

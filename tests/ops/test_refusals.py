@@ -1,4 +1,4 @@
-"""Bad input: every backend names the argument and what to give instead, and writes nothing."""
+"""Invalid calls: every backend names the argument and a remedy, and writes nothing."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ DEVICE = "cpu"
 
 @pytest.fixture(params=sorted(SUBJECTS))
 def ops(request):
-    if request.param == "flashinfer":  # the real one needs a GPU; what it refuses is refused before it is asked
+    if request.param == "flashinfer":  # the real one needs a GPU; checks refuse calls before FlashInfer is used
         return FlashInferOps(TorchOps(), library())
     return SUBJECTS[request.param](DEVICE).ops
 
 
 @pytest.mark.parametrize("operation", SOUND)
-def test_the_sound_call_is_accepted(ops, operation):
+def test_valid_call_is_accepted(ops, operation):
     call(ops, operation, sound(operation, DEVICE))
 
 
 @pytest.mark.parametrize("wrong", BAD, ids=lambda bad: f"{bad.operation}: {bad.field} {bad.what}")
-def test_a_wrong_argument_is_named_and_nothing_is_written(ops, wrong):
+def test_wrong_argument_is_named_and_nothing_is_written(ops, wrong):
     arguments = sound(wrong.operation, DEVICE)
     wrong.spoil(arguments)
     present = [tensor for tensor in tensors(arguments) if tensor.device.type != "meta"]
@@ -43,7 +43,7 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(ops, wrong):
     assert all(torch.equal(now, then) for now, then in zip(present, before, strict=True))
 
 
-def test_every_operation_has_its_refusals():
+def test_every_operation_has_refusals():
     assert {wrong.operation for wrong in BAD} == set(SOUND) == CHECKS.keys()
 
 
@@ -55,7 +55,7 @@ def eight_bit(**scales: torch.Tensor | None) -> AttentionPages:
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("field", ["k_scale", "v_scale"])
-def test_a_scale_that_cannot_be_divided_by_is_refused(field, scale):
+def test_scale_that_is_zero_or_not_finite_is_refused(field, scale):
     check_scales(eight_bit())
     with pytest.raises(InvalidArgument) as refusal:
         check_scales(eight_bit(**{field: torch.tensor([1.0, scale])}))
@@ -63,6 +63,6 @@ def test_a_scale_that_cannot_be_divided_by_is_refused(field, scale):
 
 
 @pytest.mark.parametrize("scale", [None, torch.ones(3), torch.ones(1).double()])
-def test_a_scale_for_no_head_is_refused(scale):
+def test_empty_scale_is_refused(scale):
     with pytest.raises(InvalidArgument, match=r"pages\.v_scale"):
         check_scales(eight_bit(v_scale=scale))

@@ -1,4 +1,4 @@
-"""What is particular to the torch backend: launches with nothing to do, and work that is done in pieces."""
+"""Special cases of the torch backend: empty launches, and work in pieces."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OPS: PagedOps = TorchOps()
 
 @pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention", "mla_decode"])
 @pytest.mark.parametrize("elements", [1, 3000])
-def test_a_launch_in_pieces_says_the_same(monkeypatch, operation, elements):
+def test_attention_in_pieces_is_equal(monkeypatch, operation, elements):
     monkeypatch.setattr(attention, "PIECE_ELEMENTS", elements)
     assert run(SUBJECTS["torch"]("cpu"), operation, range(25)) == []
 
 
-def test_checksums_in_pieces_say_the_same(monkeypatch):
+def test_checksums_in_pieces_are_equal(monkeypatch):
     monkeypatch.setattr(pages, "PIECE_BYTES", 3000)
     assert run(SUBJECTS["torch"]("cpu"), "checksum", range(25)) == []
 
@@ -36,12 +36,12 @@ def no_rows(arguments: Arguments) -> Arguments:
 
 
 @pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention", "mla_decode"])
-def test_no_rows_have_no_output(operation):
+def test_empty_batch_has_empty_output(operation):
     arguments = no_rows(sound(operation, "cpu"))
     assert call(OPS, operation, arguments).shape[0] == 0
 
 
-def test_tables_of_no_blocks_give_nothing():
+def test_empty_block_table_has_output_0():
     arguments = sound("decode_attention", "cpu")
     batch = replace(arguments["batch"], block_table=torch.zeros(3, 0, dtype=torch.int32))
     batch = replace(batch, seq_lens=torch.zeros(3, dtype=torch.int32))
@@ -49,7 +49,7 @@ def test_tables_of_no_blocks_give_nothing():
 
 
 @pytest.mark.parametrize("rows", [0, 2])
-def test_no_tokens_leave_states_alone(rows):
+def test_state_step_without_tokens_changes_no_state(rows):
     arguments = sound("state_step", "cpu")
     before = arguments["pages"].ssm.clone()
     inputs, none = arguments["inputs"], torch.zeros(rows + 1, dtype=torch.int32)
@@ -59,7 +59,7 @@ def test_no_tokens_leave_states_alone(rows):
     assert torch.equal(arguments["pages"].ssm, before)
 
 
-def test_a_row_cut_into_launches_goes_through_the_same_states():
+def test_row_split_over_launches_has_the_same_states():
     arguments = sound("state_step", "cpu")
     tokens, inputs = 9, arguments["inputs"]
     generator = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""The Triton backend keeps the contract, in the interpreter: some random cases; 400 by `make test-nightly`."""
+"""The Triton backend satisfies the contract in the interpreter: some random cases; 400 in `make test-nightly`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvplane_worker.ops.triton_ops.backend import TritonOps
 from tests.ops.contract import CHECKS, run
 from tests.ops.subjects import SUBJECTS
 
-# Seeds per operation, and how many of them a kernel takes at least; the others, of odd shapes, are the torch backend's.
+# Seeds per operation, and how many of them must run in a kernel; the others fall back to the torch backend.
 SEEDS = {
     "write_kv": (80, 40),
     "write_latent": (80, 40),
@@ -25,7 +25,7 @@ NIGHTLY_SEEDS, NIGHTLY_BY_KERNELS = 1000, 400
 
 
 def by_kernels(operation: str, seeds: range, enough: int) -> tuple[int, list[str]]:
-    """Run seeds until `enough` of them were taken by kernels; how many were, and the failures."""
+    """Run seeds until `enough` of them ran in kernels. Returns that number, and the failures."""
     subject, taken, failures = SUBJECTS["triton"]("cpu"), 0, []
     assert isinstance(subject.ops, TritonOps)
     for seed in seeds:
@@ -42,13 +42,13 @@ def test_random_cases_in_the_interpreter(operation):
     seeds, least = SEEDS[operation]
     taken, failures = by_kernels(operation, range(seeds), seeds)
     assert not failures, "\n".join([f"{len(failures)} of {seeds} cases", *failures[:5]])
-    assert taken >= least, f"kernels took {taken} of {seeds} cases"
+    assert taken >= least, f"kernels ran {taken} of {seeds} cases"
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("operation", SEEDS)
-def test_400_cases_by_kernels_in_the_interpreter(operation):
+def test_400_random_cases_in_the_interpreter(operation):
     taken, failures = by_kernels(operation, range(1000, 1000 + NIGHTLY_SEEDS), NIGHTLY_BY_KERNELS)
     assert not failures, "\n".join([f"{len(failures)} cases", *failures[:5]])
     assert taken == NIGHTLY_BY_KERNELS
@@ -58,5 +58,5 @@ def test_every_operation_is_checked():
     assert set(SEEDS) | {"state_step"} == set(CHECKS)
 
 
-def test_recurrent_states_are_the_torch_backends():
+def test_state_step_uses_the_torch_backend():
     assert not run(SUBJECTS["triton"]("cpu"), "state_step", range(20))

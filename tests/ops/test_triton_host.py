@@ -1,4 +1,4 @@
-"""What the Triton backend decides on the host: where it works, what it leaves to torch, tiles, and orders of copies."""
+"""Host-side decisions of the Triton backend: supported machines, fallbacks, tiles, and planned copies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ops() -> TritonOps:
     return TritonOps()
 
 
-def test_a_worker_on_a_cpu_uses_torch_and_says_why():
+def test_cpu_worker_uses_torch_with_reasons():
     choice = select.choose("cpu")
     why = "needs a CUDA device, not cpu"
     assert choice.reasons == (f"triton: {why}", f"flashinfer: {why}", "torch: chosen")
@@ -36,7 +36,7 @@ def test_a_worker_on_a_cpu_uses_torch_and_says_why():
         select.choose("cpu", "triton")
 
 
-def test_old_devices_old_tritons_and_missing_compilers_are_named():
+def test_unfit_device_triton_or_compiler_is_named():
     assert unfit_machine((9, 0), "3.6.0", "gcc") == ""
     assert unfit_machine((7, 5), "3.6.0", "gcc") == "compute capability 7.5 is below 8.0"
     assert unfit_machine((8, 0), "3.5.1", "gcc") == "triton 3.5.1 is older than 3.6"
@@ -59,29 +59,29 @@ def attend(ops: TritonOps, dtype: torch.dtype, size: int) -> torch.Tensor:
         (torch.float32, 264, "a head of 264 elements: at most 256"),
     ],
 )
-def test_what_no_kernel_takes_goes_to_torch_and_is_remembered(ops, dtype, size, reason):
+def test_unsupported_shapes_fall_back_to_torch_with_a_reason(ops, dtype, size, reason):
     assert attend(ops, dtype, size).isfinite().all()
     assert ops.fallbacks == {"decode_attention": reason}
     explained = select.Choice(ops, ("triton: chosen",)).explained
-    assert explained == ("triton: chosen", f"triton: decode_attention not by a kernel: {reason}")
+    assert explained == ("triton: chosen", f"triton: decode_attention by torch: {reason}")
 
 
-def test_what_a_kernel_takes_is_no_fallback(ops):
+def test_supported_shapes_have_no_fallback(ops):
     attend(ops, torch.float32, 16)
     assert ops.fallbacks == {}
 
 
-def test_odd_pages_and_odd_staging_go_to_torch(ops):
+def test_misaligned_pages_and_staging_fall_back_to_torch(ops):
     group = GroupPages((torch.zeros((4, 40), dtype=torch.uint8),))
     ops.zero_pages(group, [1])
     assert ops.fallbacks == {"zero_pages": "pages are not aligned to 16 bytes"}
     ops.gather(
         GroupPages((torch.zeros((4, 64), dtype=torch.uint8),)), [1], torch.zeros(65, dtype=torch.uint8)[1:][None]
     )
-    assert ops.fallbacks["gather"] == "rows of staging are not aligned to 16 bytes"
+    assert ops.fallbacks["gather"] == "rows of the staging buffer are not aligned to 16 bytes"
 
 
-def test_a_checked_gather_is_a_gather_and_a_checksum(ops):
+def test_gather_checked_equals_gather_and_checksum(ops):
     group = GroupPages(tuple(torch.randint(0, 256, (5, size), dtype=torch.uint8) for size in (64, 4112)))
     staging, again = (torch.zeros((3, group.bytes_per_block), dtype=torch.uint8) for _ in range(2))
     sums = ops.gather_checked(group, [3, 1, 3], staging)
@@ -90,18 +90,18 @@ def test_a_checked_gather_is_a_gather_and_a_checksum(ops):
     assert torch.equal(sums, ops.checksum(group, [3, 1, 3]))
 
 
-def test_a_launch_of_few_programs_moves_everything():
+def test_background_launch_moves_everything():
     group = GroupPages((torch.randint(0, 256, (9, 80 << 10), dtype=torch.uint8),))
     staging = torch.zeros((8, 80 << 10), dtype=torch.uint8)
     blocks = torch.arange(1, 9, dtype=torch.int32)
-    launch = moves.move_launch(moves.LayerTable.of(group), moves.Move(1, blocks, staging=staging, beside=True))
+    launch = moves.move_launch(moves.LayerTable.of(group), moves.Move(1, blocks, staging=staging, background=True))
     assert launch.grid == (moves.FEW_PROGRAMS,)
     interpreter.quicken()
     launch.run()
     assert torch.equal(staging, group.layers[0][1:])
 
 
-def test_tiles_fit_the_shared_memory():
+def test_tiles_fit_in_shared_memory():
     assert DECODE.tile(512, H200) == 64
     assert DECODE.tile(256, A100) == 128
     assert DECODE.programs(512, H200) == 3 * 132
@@ -112,7 +112,7 @@ def test_tiles_fit_the_shared_memory():
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), max_size=12))
-def test_planned_copies_at_once_equal_copies_one_after_the_other(pairs):
+def test_planned_parallel_copies_equal_ordered_copies(pairs):
     one_by_one = list(range(6))
     for source, target in pairs:
         one_by_one[target] = one_by_one[source]
@@ -125,7 +125,7 @@ def test_planned_copies_at_once_equal_copies_one_after_the_other(pairs):
     assert at_once == one_by_one
 
 
-def test_a_row_that_all_workers_share_is_merged_in_several_rounds(ops):
+def test_row_shared_by_all_workers_is_merged_in_rounds(ops):
     torch.manual_seed(0)
     room, query = torch.randn((65, 2, 16, 1, 16)), torch.ones((1, 1, 16))
     room[:, 0] += torch.linspace(0, 1, 65)[:, None, None, None]  # later tokens weigh more: the maximum rises

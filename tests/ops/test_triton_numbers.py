@@ -1,4 +1,4 @@
-"""8-bit floats by integers: the same bytes and numbers as torch's own conversions."""
+"""Conversion of 8-bit floats by integers equals PyTorch's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def units(source, target, COUNT: tl.constexpr):
 
 
 def encoded(values: torch.Tensor) -> torch.Tensor:
-    """Bytes of float32 values, of which there are a multiple of 65,536."""
+    """Encode float32 values; their number is a multiple of 65,536."""
     out = torch.full((len(values),), 0x55, dtype=torch.uint8)
     encode_all[(len(values) // 65536,)](values, out, COUNT=65536)
     return out
@@ -50,20 +50,20 @@ def assert_same_bytes(values: torch.Tensor) -> None:
     ]
 
 
-def test_every_byte_decodes_to_the_number_that_torch_makes_of_it():
+def test_decode_fp8_of_every_byte_equals_torch():
     source = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     out = torch.zeros(256, dtype=torch.float16)
     decode_all[(1,)](source, out, COUNT=256)
     torch.testing.assert_close(out, source.view(FP8).to(torch.float16), rtol=0, atol=0, equal_nan=True)
 
 
-def test_every_16_bit_float_encodes_to_the_byte_that_torch_makes_of_it():
+def test_encode_fp8_of_every_16_bit_float_equals_torch():
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16)
     for dtype in (torch.bfloat16, torch.float16):
         assert_same_bytes(bits.view(dtype).float())
 
 
-def test_every_tie_and_its_neighbours_encode_as_torchs_do():
+def test_encode_fp8_of_ties_and_neighbours_equals_torch():
     finite = np.sort(torch.arange(127, dtype=torch.uint8).view(FP8).float().numpy())
     ties = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
     near = np.concatenate(
@@ -73,12 +73,12 @@ def test_every_tie_and_its_neighbours_encode_as_torchs_do():
     assert_same_bytes(torch.cat([values, torch.zeros(65536 - len(values))]))
 
 
-def test_random_bits_encode_as_torchs_do():
+def test_encode_fp8_of_random_bits_equals_torch():
     bits = torch.from_numpy(np.random.default_rng(0).integers(0, 2**32, 1 << 20, dtype=np.uint32).view(np.int32))
     assert_same_bytes(bits.view(torch.float32))
 
 
-def test_a_query_is_divided_by_a_power_of_two_that_leaves_it_below_2():
+def test_query_unit_is_a_power_of_two_that_leaves_the_query_below_2():
     source = torch.cat([torch.logspace(-30, 30, 61), torch.tensor([0.0, 1.0, 2.0])])
     out = torch.zeros_like(source)
     units[(1,)](source, out, COUNT=64)

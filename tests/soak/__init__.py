@@ -1,1 +1,1 @@
-"""A long run of one real `kvplane serve` under churn: does anything grow once its logs are full?"""
+"""Soak test: a long run of `kvplane serve` under churn. Nothing may grow once its logs are full."""

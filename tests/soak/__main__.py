@@ -1,4 +1,4 @@
-"""`python -m tests.soak --minutes 10 --store sqlite`: exit 1 when something grows, or a call fails by mistake."""
+"""`python -m tests.soak --minutes 10 --store sqlite`: exits 1 when something grows, or a call fails unexpectedly."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.soak.load import Load
 from tests.soak.verdict import Verdict, read
 from tests.store.servers import Server
 
-# Logs that are full within the warm-up, so that what grows afterwards is a leak.
+# Small logs, which are full within the warm-up, so that later growth is a leak.
 BOUNDS = {"decision_log_steps": 256, "events_resume": 256, "op_window": 256, "log_bytes": 16 << 20}
-# Refusals that the load brings about: what it asks for has just gone.
+# Expected errors of the load: the replica or request was just removed.
 EXPECTED = ("ReplicaLapsed", "ReplicaRecovering")
 
 
 def soak(seconds: float, store: str, folder: Path, say=print) -> tuple[Verdict, Load]:
-    """Run a service under load for so long."""
+    """Run a service under load for the given time."""
     with ExitStack() as stack:
         where = f"sqlite:{folder / 'kv.db'}"
         if store == "redis":
@@ -43,21 +43,21 @@ def soak(seconds: float, store: str, folder: Path, say=print) -> tuple[Verdict, 
         while (left_s := until_s - time.monotonic()) > 0:
             time.sleep(min(60.0, left_s))
             assert service.poll() is None, "the service ended"
-            say(f"{load.done.total()} acts, {load.errors.total()} refusals, {max(left_s - 60, 0):.0f} s left")
+            say(f"{load.done.total()} calls, {load.errors.total()} refused, {max(left_s - 60, 0):.0f} s left")
         load.end()
         verdict = read(samples)
         service.terminate()
-        assert service.wait(60) == 0, "the service did not end in order"
+        assert service.wait(60) == 0, "the service did not exit with status 0"
     return verdict, load
 
 
 def unexpected(load: Load) -> dict[str, int]:
-    """Refusals that nothing in the load explains."""
+    """Errors that the load does not explain."""
     return {error: count for error, count in load.errors.items() if not any(name in error for name in EXPECTED)}
 
 
 def main() -> int:
-    """See the module."""
+    """Run the soak test that the command line describes."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--store", choices=("sqlite", "redis"), default="sqlite")

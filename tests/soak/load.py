@@ -1,4 +1,4 @@
-"""Everything that callers do, again and again, each kind on a thread and a channel of its own."""
+"""The load of a soak test: every kind of client, in a loop, each on its own thread and channel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HYBRID = ModelSource(model="gemma-3-27b", num_blocks=900, max_model_len=1024, ma
 
 
 class Load:
-    """Threads that call a service until `end`; `done` counts what they did, `errors` what was refused."""
+    """Threads that call a service until `end`; `done` counts calls, `errors` counts refusals."""
 
     def __init__(self, address: str, metrics: str, seed: int = 1) -> None:
         self.done: Counter[str] = Counter()
@@ -29,11 +29,11 @@ class Load:
         self._seed = seed
         self._stop_reading, self._stop = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        self._readers: list[threading.Thread] = []  # wait for events, which only the others bring about
+        self._readers: list[threading.Thread] = []  # wait for events, which the other threads cause
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
-        """Register what the threads use, and start them."""
+        """Register the replicas, and start the threads."""
         with kvplane.connect(self._address) as client:
             for name, source in (("small", SMALL), ("hybrid", HYBRID), ("unary", SMALL), ("short", SMALL)):
                 client.register_replica(name, source)
@@ -60,7 +60,7 @@ class Load:
             thread.start()
 
     def end(self) -> None:
-        """Let every thread finish what it does; readers first, while there is something to read."""
+        """Let every thread finish its call; readers first, while there are still events to read."""
         for stop, threads in ((self._stop_reading, self._readers), (self._stop, self._threads)):
             stop.set()
             for thread in threads:
@@ -81,10 +81,10 @@ class Load:
                 with self._lock:
                     self.done[name] += 1
 
-    # -- what callers do ---------------------------------------------------------------------------------------------
+    # -- kinds of clients --------------------------------------------------------------------------------------------
 
     def _engine(self, client: Client, rng: random.Random, name: str) -> None:
-        """One engine life: a session with 24 requests in a full pool, some preempted; then the next."""
+        """Engine lives, one after another: each is a session with 24 requests in a full pool, some preempted."""
         with client.session(name) as session:
             MiniEngine(lambda part: session.apply(part).parts[0], seed=rng.getrandbits(30)).run()
 
@@ -92,7 +92,7 @@ class Load:
         with client.session("short") as session:
             tokens = [rng.randrange(9999) for _ in range(200)]
             session.apply(part_of(kvplane.NewsRow(0, tokens=tokens), kvplane.AdmitRow(0)))
-            if rng.random() < 0.5:  # else the session ends with its request
+            if rng.random() < 0.5:  # otherwise the session ends with its request
                 session.apply(part_of(FactRow(0, end=End.FREE)))
         self._stop.wait(0.05)
 
@@ -106,11 +106,11 @@ class Load:
         self._stop.wait(0.1)
 
     def _unary(self, client: Client, rng: random.Random) -> None:
-        """Allocate, each call sent twice, and free."""
+        """Allocate and free, with each call sent twice."""
         request = f"request-{rng.getrandbits(40):x}"
         wish, at = Allocate(request, Content([rng.randrange(9999) for _ in range(300)])), At(op_id=request)
         first, again = (client.allocate_slots("unary", wish, at) for _ in range(2))
-        assert first == again, "a repeat got another answer"
+        assert first == again, "a repeated call got a different response"
         client.free("unary", request)
 
     def _explain(self, client: Client, rng: random.Random) -> None:
@@ -118,14 +118,14 @@ class Load:
         self._stop.wait(0.2)
 
     def _subscriber(self, client: Client, rng: random.Random) -> None:
-        """Comes, reads a little, goes."""
+        """Short subscriptions: subscribe, read some events, leave."""
         batches = client.subscribe(rng.choice(("small", "hybrid")), after_seq=rng.choice((None, 0)))
         for _ in range(rng.randrange(1, 40)):
             next(batches)
         batches.close()  # type: ignore[attr-defined]
 
     def _follower(self, client: Client, rng: random.Random) -> None:
-        """Stays for some seconds, and reads every batch."""
+        """Long subscriptions: read every batch for some seconds."""
         until_s = time.monotonic() + rng.uniform(1, 5)
         batches = client.subscribe("small", after_seq=None)
         for _ in batches:

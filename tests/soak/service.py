@@ -1,6 +1,6 @@
-"""`kvplane serve` with a sampler beside it: `python -m tests.soak.service SAMPLES [kvplane serve options]`.
+"""`kvplane serve` with a sampler: `python -m tests.soak.service SAMPLES [kvplane serve options]`.
 
-One JSON object a second: what the process holds, and the longest time that its event loop was not free.
+The sampler writes one JSON object per second: resources of the process, and the longest time its event loop was held.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAMPLE_S = 1.0
 
 
 def holdings() -> dict[str, int]:
-    """What leaks: resident bytes, descriptors, threads, tasks, blocks of Python's allocator."""
+    """Resources that can leak: resident bytes, descriptors, threads, tasks, blocks of Python's allocator."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "rss": pages * os.sysconf("SC_PAGE_SIZE"),
@@ -34,7 +34,7 @@ def holdings() -> dict[str, int]:
 
 
 async def sample(path: Path) -> None:
-    """Write a sample a second until the process ends."""
+    """Write a sample per second until the process exits."""
     began_s = time.monotonic()
     with path.open("w", encoding="utf-8") as out:
         while True:
@@ -47,7 +47,7 @@ async def sample(path: Path) -> None:
 
 
 class SampledApp(App):
-    """The service, and its sampler as one more task."""
+    """Run the service, with the sampler as another task."""
 
     async def start(self) -> str:
         address = await super().start()

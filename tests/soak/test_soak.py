@@ -1,4 +1,4 @@
-"""The soak sees a leak, and a short one runs through."""
+"""The soak test detects growth, and a short one completes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.soak.verdict import ALLOWED, MIB, verdict_of
 
 
 def samples(**growth: float) -> list[str]:
-    """A hundred seconds of a steady service; a column grows by so much a minute."""
+    """Samples of a hundred seconds of a steady service, in which columns grow by the given amounts per minute."""
     steady = {"rss": 100.0 * MIB, "descriptors": 30, "threads": 12, "tasks": 20, "objects": 10**6}
     noise = (0, 3, -2, 1, -1, 2)
     return [
@@ -26,18 +26,18 @@ def samples(**growth: float) -> list[str]:
     ]
 
 
-def test_a_steady_service_does_not_leak():
+def test_steady_counters_are_no_leak():
     assert verdict_of(samples()).leaks == []
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_grows_is_named(name):
+def test_growing_counter_is_named(name):
     (leak,) = verdict_of(samples(**{name: 2 * ALLOWED[name] + 1})).leaks
     assert leak.startswith(f"{name}: +")
 
 
-def test_a_short_soak_runs_through(tmp_path):
-    """Too short for slopes: every kind of caller is served, none hangs, and the service ends in order."""
+def test_short_soak_completes(tmp_path):
+    """Too short for slopes: every kind of client is served, none hangs, and the service exits cleanly."""
     verdict, load = soak(8, "sqlite", tmp_path)
     assert verdict.samples >= 5
     assert unexpected(load) == {}

@@ -1,4 +1,4 @@
-"""What a soak's samples say: slopes once the logs are full, and how long the event loop was held."""
+"""The verdict on the samples of a soak test: growth once the logs are full, and how long the event loop was held."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, quantiles
 
-WARM_UP = 0.5  # share of the samples before the logs are full
+WARM_UP = 0.5  # share of the samples that is warm-up
 MIB = 1 << 20
-# Growth per minute that counts as a leak. Counts of descriptors, threads and tasks follow the load of the moment.
+# Growth per minute that counts as a leak. Descriptors, threads and tasks fluctuate with the load.
 ALLOWED = {"rss": 1.0 * MIB, "descriptors": 1.0, "threads": 0.5, "tasks": 1.0}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Growth per minute after the warm-up, and the loop's longest holds in ms.
+    """Growth after the warm-up, and longest holds of the event loop.
 
     Attributes:
-        slopes: by column of the samples, units per minute.
-        last: of each column.
+        slopes: column of the samples → growth in units per minute.
+        last: column → last value.
     """
 
     slopes: dict[str, float]
     last: dict[str, float]
-    held_ms: tuple[float, float]  # 99th percentile of the seconds' longest, and the longest
+    held_ms: tuple[float, float]  # 99th percentile of the longest hold per second, and the longest, in ms
     samples: int
 
     @property
     def leaks(self) -> list[str]:
-        """What grows faster than it may."""
+        """Columns that grow faster than the limit."""
         grown = {name: self.slopes[name] for name, most in ALLOWED.items() if self.slopes[name] > most}
         return [f"{name}: {slope:+.3g} a minute" for name, slope in grown.items()]
 
@@ -43,17 +43,17 @@ class Verdict:
 
 
 def slope(times_s: Sequence[float], values: Sequence[float]) -> float:
-    """Least squares, units per minute."""
+    """Slope by least squares, in units per minute."""
     middle_s, middle = fmean(times_s), fmean(values)
     spread = sum((at - middle_s) ** 2 for at in times_s)
     return 60 * sum((at - middle_s) * (value - middle) for at, value in zip(times_s, values, strict=True)) / spread
 
 
 def verdict_of(lines: Sequence[str]) -> Verdict:
-    """Judge the samples of a run, one JSON object a line."""
+    """Compute the verdict of samples, one JSON object per line."""
     samples = [json.loads(line) for line in lines]
     steady = samples[int(len(samples) * WARM_UP) :]
-    assert len(steady) > 2, f"{len(samples)} samples are too few"
+    assert len(steady) > 2, f"too few samples: {len(samples)}"
     times_s = [sample["at_s"] for sample in steady]
     names = [name for name in steady[0] if name not in ("at_s", "held_ms")]
     slopes = {name: slope(times_s, [sample[name] for sample in steady]) for name in names}
@@ -63,5 +63,5 @@ def verdict_of(lines: Sequence[str]) -> Verdict:
 
 
 def read(path: Path) -> Verdict:
-    """The verdict of a file of samples."""
+    """Compute the verdict of a file of samples."""
     return verdict_of(path.read_text(encoding="utf-8").splitlines())

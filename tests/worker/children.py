@@ -1,4 +1,4 @@
-"""What runs in processes of its own: a worker, or an engine that a test tells what to do."""
+"""Main functions of child processes: a worker, or an engine that executes the commands of a test."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvplane_worker.process import WorkerOptions, run
 
 
 def worker(connection: Connection, options: WorkerOptions) -> None:
-    """A worker until it is told to leave; says its address, or its refusal."""
+    """Run a worker until it is signalled. Sends its address, or the error."""
     torch.set_num_threads(1)
     try:
         run(options, connection.send)
     except KvplaneError as error:
-        connection.send(told(error))
+        connection.send(picklable(error))
 
 
 def gated_worker(connection: Connection, options: WorkerOptions, gate: Path) -> None:
-    """A worker whose transfers to pages stop before the last one while the file `gate` exists; `.reached` says so."""
+    """Run a worker whose scatters stop before the last block while the file `gate` exists; they create `.reached`."""
     scatter = TorchOps.scatter
 
     def stop_on_the_way(self: TorchOps, group: Any, blocks: Any, staging: Any) -> None:
@@ -47,7 +47,7 @@ def gated_worker(connection: Connection, options: WorkerOptions, gate: Path) -> 
 
 
 def engine(connection: Connection, user: int = 0) -> None:
-    """Does what it is told until the test has gone."""
+    """Execute commands from the connection until the test closes it."""
     torch.set_num_threads(1)
     if user:
         os.setgroups([])
@@ -61,23 +61,23 @@ def engine(connection: Connection, user: int = 0) -> None:
             try:
                 connection.send(act(*arguments))
             except KvplaneError as error:
-                connection.send(told(error))
+                connection.send(picklable(error))
 
 
 def attach_once(where: Path) -> None:
-    """An engine that takes the pages and exits."""
+    """Attach as an engine does, and exit."""
     attach(where).close()
 
 
-def told(error: KvplaneError) -> KvplaneError:
-    """The refusal as something that can be pickled."""
+def picklable(error: KvplaneError) -> KvplaneError:
+    """The error in a form that can be pickled."""
     return error_of_reason(
         error.reason, error.message, field=error.field, remedy=error.remedy, metadata=error.metadata
     )
 
 
 class Hands:
-    """An engine's process: pages of its ranks, and a session. Every block it writes is filled with one byte."""
+    """The commands of an engine process, with its ranks and its session. Each block is filled with one byte value."""
 
     def __init__(self) -> None:
         self.attached: list[Attached] = []
@@ -86,14 +86,14 @@ class Hands:
         self.client: Any = None
 
     def attach(self, where: str) -> tuple[int, int]:
-        """Take the pages of one more rank."""
+        """Attach to the worker of one more rank. Returns incarnation and owner epoch."""
         one = attach(where)
         self.attached.append(one)
         self.ranks.append(Rank(one.stamps, PageMover(one.buffers, TorchOps())))
         return one.stamps.incarnation, one.stamps.owner_epoch
 
     def open(self, address: str, replica: str) -> tuple[int, int]:
-        """Begin an engine life on what the ranks' memory shows; epoch and keys kept."""
+        """Open a session with the stamps of the ranks, and claim them. Returns epoch and number of kept keys."""
         self.client = kvplane.connect(address)
         group = RankGroup([one.stamps for one in self.attached])
         self.session = self.client.session(replica, stamp_table=group.agreed_stamps())
@@ -101,7 +101,7 @@ class Hands:
         return self.session.epoch, self.session.kept_keys
 
     def serve(self, slot: int, tokens: list[int]) -> tuple[int, list[int]]:
-        """Prefill a request and end it; tokens that were hit, and the block table of group 0."""
+        """Prefill a request and end it. Returns hit tokens, and the block table of group 0."""
         part = kvplane.part_of(kvplane.NewsRow(slot, tokens=tokens), kvplane.AdmitRow(slot))
         answer = self.step(part)
         table = answer.tables.by_row()[0][0]
@@ -109,7 +109,7 @@ class Hands:
         return answer.admit_hit[0], table
 
     def load(self, slot: int, tokens: list[int], external: int, carry_out: bool = True) -> tuple[int, list[int]]:
-        """Admit a request whose tokens are loaded; the step, and the block table of group 0."""
+        """Admit a request whose tokens are loaded. Returns the step, and the block table of group 0."""
         late = kvplane.AdmitRow(slot, cap=0, external=external, flags=kvplane.RowFlag.DELAY_CACHING)
         part = kvplane.part_of(kvplane.NewsRow(slot, tokens=tokens), late)
         if carry_out:
@@ -119,7 +119,7 @@ class Hands:
         return result.seq, result.parts[0].tables.by_row()[0][0]
 
     def step(self, part: Any) -> Any:
-        """One step, executed on every rank."""
+        """Apply one step, and execute it on every rank."""
         group = RankGroup([one.stamps for one in self.attached])
         through = group.executed_through(self.session.epoch)
         result = self.session.apply(part, executed_through=through)
@@ -133,14 +133,14 @@ class Hands:
             rank.claim(epoch)
 
     def claim_from(self, epoch: int, next_seq: int) -> tuple[int, int]:
-        """Claim with a first step of its own; where the ranks stand then."""
+        """Claim with a given first step. Returns the position of two ranks afterwards."""
         for rank in self.ranks:
             rank.claim(epoch, next_seq)
         first, second = (one.stamps.position[0] for one in self.attached)
         return first, second
 
     def carry_out(self, epoch: int, seq: int) -> None:
-        """A step with nothing to do, executed."""
+        """Execute a step without orders on every rank."""
         for rank in self.ranks:
             rank.carry_out(epoch, seq, 0, kvplane.Orders())
             rank.executed(seq)
@@ -148,7 +148,7 @@ class Hands:
     def fill(self, rank: int, group: int, block: int, byte: int) -> None:
         for layer in self.attached[rank].buffers.group(group).layers:
             layer[block] = byte
-            if layer.is_cuda:  # others look without waiting for this process
+            if layer.is_cuda:  # other processes read without waiting for this one
                 torch.cuda.synchronize(layer.device)
 
     def look(self, rank: int, group: int, block: int) -> set[int]:

@@ -10,7 +10,7 @@ from tests.worker.rig import World, world
 
 @pytest.fixture
 def here(tmp_path: Path) -> Iterator[World]:
-    """A service with the replica "r" of one rank."""
+    """A service with replica "r", one rank."""
     with world(tmp_path) as it:
         it.register()
         yield it

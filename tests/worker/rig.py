@@ -1,4 +1,4 @@
-"""Workers and engines in processes of their own, on a running service."""
+"""Workers and engines in child processes, on a running service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.service.rig import Service, running
 from tests.worker import children
 
 WAIT_S = 30
-# A process that has loaded torch once and forks: a worker starts in a moment, not in seconds.
+# A server process that imports torch once and forks: a worker starts in milliseconds.
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.worker.children"])
 LAYERS = named(f=(2, full()), w=(2, window()))
@@ -36,7 +36,7 @@ KILLS_ON_GPU = 5
 
 
 class Child:
-    """A process and what it says."""
+    """A child process, and the connection to it."""
 
     def __init__(self, process: ForkServerProcess, connection: Connection) -> None:
         assert process.pid is not None
@@ -45,18 +45,18 @@ class Child:
         self.pid = process.pid
         self.ended = False
 
-    def hear(self) -> Any:
-        """What it says next."""
-        assert self.connection.poll(WAIT_S), f"process {self.pid} says nothing"
+    def receive(self) -> Any:
+        """Receive the next message."""
+        assert self.connection.poll(WAIT_S), f"process {self.pid} sent nothing within {WAIT_S} s"
         return self.connection.recv()
 
     def do(self, name: str, *arguments: object) -> Any:
-        """Let an engine do something; what came of it, a refusal too."""
+        """Send a command to an engine. Returns its result, or its error."""
         self.connection.send((name, arguments))
-        return self.hear()
+        return self.receive()
 
     def kill(self) -> None:
-        """Kill -9, and wait until it is dead."""
+        """Send SIGKILL, and wait until the process has exited."""
         self.process.kill()
         self.wait()
 
@@ -64,10 +64,10 @@ class Child:
         os.kill(self.pid, signal.SIGTERM)
 
     def wait(self) -> int:
-        """Until it has exited; its exit code."""
+        """Wait until the process has exited. Returns its exit code."""
         self.process.join(WAIT_S)
         code = self.process.exitcode
-        assert code is not None, f"process {self.pid} goes on"
+        assert code is not None, f"process {self.pid} still runs"
         self.connection.close()
         self.process.close()
         self.ended = True
@@ -75,7 +75,7 @@ class Child:
 
 
 class World:
-    """A service with a planned replica "r", and the processes that a test starts."""
+    """A service with a planned replica "r", and the child processes of a test."""
 
     def __init__(self, service: Service, folder: Path) -> None:
         self.service = service
@@ -102,24 +102,24 @@ class World:
         return child
 
     def worker(self, rank: int = 0, replica: str = "r", folder: str = "") -> tuple[Child, str]:
-        """A worker that is ready, and its address."""
+        """Start a worker. Returns it with its address once it is ready."""
         child = self.start(children.worker, self.options(rank, replica, folder))
         return child, self._address_of(child)
 
     def gated_worker(self, gate: Path) -> tuple[Child, str]:
-        """A worker of rank 0 that is ready and stops in the middle of a scatter while the gate exists."""
+        """Start a worker of rank 0 whose scatters stop before the last block while the gate exists."""
         child = self.start(children.gated_worker, self.options(), gate)
         return child, self._address_of(child)
 
     def _address_of(self, child: Child) -> str:
-        address = child.hear()
+        address = child.receive()
         assert isinstance(address, str), address
         return address
 
     def refused_worker(self, **where: Any) -> KvplaneError:
-        """The refusal of a worker that does not start."""
+        """Start a worker that must be refused. Returns its error."""
         child = self.start(children.worker, self.options(**where))
-        error = child.hear()
+        error = child.receive()
         assert isinstance(error, KvplaneError), error
         child.wait()
         return error
@@ -131,7 +131,7 @@ class World:
         return list(self.service.describe(name).workers)
 
     def shared_files(self) -> set[str]:
-        """Shared memory of this world's workers, living or dead."""
+        """Names of the shared memory of this world's workers, running or dead."""
         prefixes = [shared_prefix(path) for path in self.folder.iterdir()]
         return {file.name for prefix in prefixes for file in SHM_FOLDER.glob(f"{prefix}*")}
 
@@ -145,7 +145,7 @@ class World:
 
 @contextmanager
 def world(folder: Path, **config: Any) -> Iterator[World]:
-    """A service and nothing else yet."""
+    """A service without replicas and workers."""
     given = {"listen": "127.0.0.1:0", "worker_lease_ms": 60_000, "lease_ms": 60_000, **config}
     with running(Config(**given)) as service:
         it = World(service, folder)
@@ -156,12 +156,12 @@ def world(folder: Path, **config: Any) -> Iterator[World]:
 
 
 def open_files() -> int:
-    """Descriptors of this process."""
+    """Number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def refusal(act: Any, *arguments: object) -> KvplaneError:
-    """The refusal that a call must end with."""
+    """Call a function that must raise a KvplaneError, and return the error."""
     with pytest.raises(KvplaneError) as caught:
         act(*arguments)
     return caught.value

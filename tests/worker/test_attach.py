@@ -1,4 +1,4 @@
-"""Pages are lent to one process of the same user, without a copy, and come back when it has exited."""
+"""Attach: pages are lent to one process of the same user, without a copy, until that process exits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOBODY = 65534
 
 
 class Lent:
-    """A worker, what it says of its pages, and who may ask."""
+    """A worker, with a client of its calls."""
 
     def __init__(self, here: World) -> None:
         self.world = here
@@ -57,9 +57,14 @@ class Lent:
 
     def state(self) -> tuple[object, ...]:
         """Everything that a refusal must not change."""
-        told = self.describe()
-        told.ClearField("free_bytes")
-        return (*self.checksums(0), *self.checksums(1), told.SerializeToString(), read_stamps(self.address).read_all())
+        described = self.describe()
+        described.ClearField("free_bytes")
+        return (
+            *self.checksums(0),
+            *self.checksums(1),
+            described.SerializeToString(),
+            read_stamps(self.address).read_all(),
+        )
 
 
 @pytest.fixture
@@ -76,9 +81,9 @@ def attached(lent: Lent):
         yield it
 
 
-def test_both_sides_see_one_memory(lent: Lent, attached: Attached):
+def test_attach_maps_the_same_memory(lent: Lent, attached: Attached):
     empty = lent.checksums()
-    attached.stamps.begin(1, 0)  # of an admission, whose pages are written
+    attached.stamps.begin(1, 0)  # the admission whose pages are written
     attached.stamps.finish()
     attached.buffers.attention("f.0").k[3] = 1.5
     written = lent.checksums()
@@ -91,7 +96,7 @@ def test_both_sides_see_one_memory(lent: Lent, attached: Attached):
     assert read_stamps(lent.address).read(5) == 77
 
 
-def test_blocks_may_lie_outermost(here: World):
+def test_attach_supports_block_outermost_layout(here: World):
     here.register("blocks", block_outermost=True)
     _, address = here.worker(replica="blocks")
     with attach(address) as attached:
@@ -105,15 +110,15 @@ def test_blocks_may_lie_outermost(here: World):
     assert sums[0] != sums[1]
 
 
-def test_what_is_attached_says_what_it_is(lent: Lent, attached: Attached):
-    told = lent.describe()
-    assert attached.plan.digest() == told.worker.plan_digest
-    assert attached.stamps.incarnation == attached.buffers.read_incarnation() == told.worker.incarnation
+def test_attached_pages_have_plan_stamps_and_staging(lent: Lent, attached: Attached):
+    described = lent.describe()
+    assert attached.plan.digest() == described.worker.plan_digest
+    assert attached.stamps.incarnation == attached.buffers.read_incarnation() == described.worker.incarnation
     assert attached.stamps.num_blocks == attached.buffers.num_blocks == BLOCKS
-    assert told.attached_pid == os.getpid()
+    assert described.attached_pid == os.getpid()
 
 
-def test_a_process_may_attach_again_and_its_descriptors_stay_few(lent: Lent):
+def test_repeated_attach_leaks_no_descriptors(lent: Lent):
     attach(lent.address).close()
     before = open_files()
     for where in (lent.address, run_dir_of(lent.address), str(run_dir_of(lent.address))):
@@ -121,7 +126,7 @@ def test_a_process_may_attach_again_and_its_descriptors_stay_few(lent: Lent):
     assert open_files() == before
 
 
-def test_the_pages_stay_with_a_process_until_it_has_exited(lent: Lent):
+def test_pages_are_lent_until_the_process_exits(lent: Lent):
     first, second = lent.world.engine(), lent.world.engine()
     incarnation, _ = first.do("attach", lent.address)
     first.do("fill", 0, 0, 4, 9)
@@ -136,20 +141,20 @@ def test_the_pages_stay_with_a_process_until_it_has_exited(lent: Lent):
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can run a process as another user")
-def test_another_user_is_refused_by_name(lent: Lent):
+def test_attach_of_another_user_is_refused(lent: Lent):
     before = lent.state()
-    stranger = lent.world.engine(NOBODY)
-    error = stranger.do("attach", lent.address)
+    other_user = lent.world.engine(NOBODY)
+    error = other_user.do("attach", lent.address)
     assert (type(error), error.field) == (PermissionDenied, "run_dir")
     assert str(NOBODY) in str(error)
-    # Even with the token in its hands the pages are not lent to it.
-    them = ProcessName.of(stranger.pid)
+    # Even with the token, the process is refused.
+    them = ProcessName.of(other_user.pid)
     error = refusal(lambda: lent.ask(pid=them.pid, start_ticks=them.start_ticks))
     assert (type(error), error.field) == (PermissionDenied, "pid")
     assert lent.state() == before
 
 
-def test_an_attach_that_cannot_be_changes_nothing(lent: Lent):
+def test_invalid_attach_changes_nothing(lent: Lent):
     before = lent.state()
     gone = lent.world.engine()
     name = ProcessName.of(gone.pid)
@@ -167,22 +172,22 @@ def test_an_attach_that_cannot_be_changes_nothing(lent: Lent):
     assert lent.describe().attached_pid == 0
 
 
-def test_there_is_nothing_to_attach_to_where_no_worker_is(tmp_path: Path):
+def test_attach_without_a_worker_is_not_found(tmp_path: Path):
     assert isinstance(refusal(attach, tmp_path), NotFound)
     assert isinstance(refusal(attach, f"unix:{tmp_path}/none/worker.sock"), NotFound)
 
 
-def test_memory_that_was_damaged_is_not_taken(lent: Lent, attached: Attached):
+def test_attach_refuses_memory_of_another_incarnation(lent: Lent, attached: Attached):
     attached.buffers.write_incarnation(5)
     error = refusal(attach, lent.address)
     assert (type(error), error.field) == (FailedPrecondition, "incarnation")
 
 
-def test_an_owner_never_goes_back(lent: Lent):
+def test_owner_epoch_never_decreases(lent: Lent):
     assert len(lent.claim(7).stamps) == 8 * BLOCKS
     assert lent.describe().worker.owner_epoch == 7
     before = lent.state()
-    for epoch in (6, 7):  # two services may draw one number for two lives
+    for epoch in (6, 7):  # two services may choose the same number for two engine lives
         error = refusal(lent.claim, epoch)
         assert (type(error), error.metadata) == (StaleEpoch, {"epoch": "7"})
     assert isinstance(refusal(lent.claim, 0), InvalidArgument)
@@ -191,10 +196,10 @@ def test_an_owner_never_goes_back(lent: Lent):
     assert isinstance(refusal(lambda: lent.transfer(kind="TRANSFER_KIND_ZERO", blocks=[1], epoch=6)), StaleEpoch)
 
 
-# ---- the parts
+# ---- writer and run_dir
 
 
-def test_a_process_is_watched_until_it_has_exited(here: World):
+def test_writer_is_free_once_its_process_exited(here: World):
     writer, first, second = Writer(), here.engine(), here.engine()
     writer.lend(ProcessName.of(first.pid))
     writer.lend(ProcessName.of(first.pid))
@@ -208,7 +213,7 @@ def test_a_process_is_watched_until_it_has_exited(here: World):
     assert (writer.pid, open_files()) == (0, before - 1)
 
 
-def test_a_directory_in_use_is_not_cleaned(tmp_path: Path):
+def test_run_dir_in_use_is_not_cleaned(tmp_path: Path):
     mine = RunDir(tmp_path / "r")
     mine.write_state(5)
     left = mine.shared_path("pages")
@@ -221,7 +226,7 @@ def test_a_directory_in_use_is_not_cleaned(tmp_path: Path):
     RunDir(tmp_path / "r").leave()
 
 
-def test_a_worker_that_died_is_cleaned_up_after_and_named(tmp_path: Path, here: World):
+def test_run_dir_of_a_killed_worker_is_cleaned_and_its_pid_is_known(tmp_path: Path, here: World):
     child: Child
     child, address = here.worker()
     child.kill()
@@ -233,6 +238,6 @@ def test_a_worker_that_died_is_cleaned_up_after_and_named(tmp_path: Path, here: 
     again.leave()
 
 
-def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path):
+def test_run_dir_too_long_for_a_socket_is_refused(tmp_path: Path):
     error = refusal(RunDir, tmp_path / ("x" * 100))
     assert (type(error), error.field) == (InvalidArgument, "run_dir")

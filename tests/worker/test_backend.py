@@ -1,4 +1,4 @@
-"""The backend of a worker's operations: chosen at its start, shown by Describe, refused where it cannot work."""
+"""The backend of a worker: chosen at start, returned by Describe, refused where it does not exist."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvplane_worker.rpc.client import WorkerClient
 from tests.worker.rig import World
 
 
-def test_describe_says_which_and_why(here: World):
+def test_describe_returns_the_backend_and_its_reasons(here: World):
     _, address = here.worker()
     with WorkerClient(run_dir_of(address)) as client:
-        told = client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
+        described = client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
     choice = choose("cpu")
-    assert told.backend == choice.ops.name
-    assert tuple(told.backend_reasons) == choice.reasons
+    assert described.backend == choice.ops.name
+    assert tuple(described.backend_reasons) == choice.reasons
 
 
-def test_an_unknown_backend_is_refused_before_anything_is_taken(here: World):
+def test_unknown_backend_is_refused_before_the_run_dir_is_created(here: World):
     options = replace(here.options(), backend="none")
-    with pytest.raises(InvalidArgument, match="no backend is named 'none'"):
+    with pytest.raises(InvalidArgument, match="unknown backend 'none'"):
         WorkerProcess(options)
     assert options.run_dir is not None
     assert not options.run_dir.exists()

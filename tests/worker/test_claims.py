@@ -1,4 +1,4 @@
-"""A session begins with a claim on every worker: from then on no rank obeys the engine life before."""
+"""Claims: a session raises the owner epoch of every rank, after which orders of earlier engine lives are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = list(range(1000, 1100))
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two ranks, an engine on them that has served a request, and the tables of both."""
+    """Two ranks with an engine that has served a request, and both stamp tables."""
     with world(tmp_path) as it:
         it.register(num_ranks=2, retention_interval=-1)
         workers = [it.worker(rank) for rank in range(2)]
@@ -33,7 +33,7 @@ def pair(tmp_path):
 
 
 def open_without_claim(here: World, stamps: tuple[int, ...] = ()) -> Stream:
-    """A session of an engine that has not claimed anything itself yet."""
+    """Open a session for an engine that has not claimed the ranks itself."""
     return here.service.open(stamp_table=b"".join(stamp.to_bytes(8, "little") for stamp in stamps))
 
 
@@ -41,33 +41,35 @@ def epochs(tables) -> list[int]:
     return [table.owner_epoch for table in tables]
 
 
-def test_a_session_raises_the_owner_epoch_of_every_rank(pair):
+def test_session_raises_the_owner_epoch_of_every_rank(pair):
     here, engine, _, tables = pair
     before = epochs(tables)
     opened = open_without_claim(here).opened
     assert epochs(tables) == [opened.epoch] * 2
     assert before[0] < opened.epoch
-    assert isinstance(engine.do("carry_out", before[0], 50), StaleEpoch), "an old life that wakes is refused"
+    assert isinstance(engine.do("carry_out", before[0], 50), StaleEpoch), "orders of the old engine life are refused"
 
 
-def test_keys_are_kept_by_what_the_tables_say_behind_the_claim(pair):
+def test_keys_are_verified_by_stamps_read_after_the_claim(pair):
     here, engine, _, tables = pair
     shown = tables[0].read_all()
     kept = open_without_claim(here, shown).opened.kept_keys
     assert kept > 1
     with_key = [block for block, stamp in enumerate(shown) if stamp]
-    engine.do("restamp", 1, with_key[0], Stamp(0, 1, 999).pack())  # on one rank, after the engine read its tables
+    engine.do(
+        "restamp", 1, with_key[0], Stamp(0, 1, 999).pack()
+    )  # changed on one rank after the engine read its tables
     assert 0 < open_without_claim(here, shown).opened.kept_keys < kept
 
 
-def test_an_epoch_that_the_memory_has_seen_is_not_begun_again(pair):
+def test_new_epoch_is_above_the_owner_epoch_of_the_memory(pair):
     here, engine, _, tables = pair
     engine.do("claim", 40)
     assert open_without_claim(here).opened.epoch == 41
     assert epochs(tables) == [41, 41]
 
 
-def test_who_may_not_open_claims_nothing(pair):
+def test_refused_session_claims_nothing(pair):
     here, _, _, tables = pair
     before = epochs(tables)
     stream = Stream(here.service.channel)
@@ -76,7 +78,7 @@ def test_who_may_not_open_claims_nothing(pair):
     assert epochs(tables) == before
 
 
-def test_a_resumed_session_claims_nothing(pair):
+def test_resumed_session_claims_nothing(pair):
     here, _, _, tables = pair
     opened = open_without_claim(here).opened
     assert here.service.open(epoch=opened.epoch).opened.epoch == opened.epoch
@@ -84,7 +86,7 @@ def test_a_resumed_session_claims_nothing(pair):
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_a_worker_that_does_not_answer_is_left_to_the_engine(pair, how):
+def test_unreachable_worker_is_claimed_by_the_engine(pair, how):
     here, _, workers, tables = pair
     before = epochs(tables)
     if how == "killed":
@@ -97,17 +99,17 @@ def test_a_worker_that_does_not_answer_is_left_to_the_engine(pair, how):
         os.kill(workers[1].pid, signal.SIGCONT)
 
 
-def test_an_engine_that_goes_on_counts_on_behind_the_claim(pair):
-    """Its next step has another number than the first one of the life that the service claimed."""
+def test_reopened_session_continues_its_step_numbers_after_the_claim(pair):
+    """The engine's next step has another number than the first step of the engine life that the service claimed."""
     here, engine, _, _ = pair
     epoch = open_without_claim(here).opened.epoch
     assert engine.do("claim_from", epoch, 31) == (30, 30)
     engine.do("carry_out", epoch, 31)
-    assert engine.do("claim_from", epoch, 50) == (31, 31), "not behind the first orders"
+    assert engine.do("claim_from", epoch, 50) == (31, 31), "refused after the first orders"
     assert isinstance(engine.do("carry_out", epoch, 50), kvplane.SequenceError)
 
 
-def test_a_directory_that_others_can_enter_is_not_trusted(pair):
+def test_claim_skips_a_directory_that_other_users_can_enter(pair):
     here, _, _, tables = pair
     before = epochs(tables)
     folders = [here.folder / f"r-{rank}" for rank in range(2)]
@@ -120,8 +122,8 @@ def test_a_directory_that_others_can_enter_is_not_trusted(pair):
     assert opened.epoch == before[0] + 1
 
 
-def test_a_worker_s_address_that_somebody_else_registers_is_not_claimed(pair):
-    """Or who may register a worker of his own would take the pages of others from their engine."""
+def test_address_registered_by_another_owner_is_not_claimed(pair):
+    """Otherwise an owner could register the address of another owner's worker and take its pages from the engine."""
     here, engine, _, tables = pair
     before = epochs(tables)
     here.register("x", retention_interval=-1)
@@ -129,7 +131,7 @@ def test_a_worker_s_address_that_somebody_else_registers_is_not_claimed(pair):
     worker = {"rank": 0, "worker_id": 77, "address": address, "pid": 1, "device": "cpu", "state": "WORKER_STATE_READY"}
     register = here.service.channel.unary_unary("/kvplane.v1.Workers/RegisterWorker")
     register(plan_pb2.RegisterWorkerRequest(replica="x", worker=worker).SerializeToString())
-    for _ in range(3):  # his epochs pass those of the others
+    for _ in range(3):  # its epochs exceed those of the other owner
         here.service.open("x").close()
     assert epochs(tables) == before
     assert not isinstance(engine.do("carry_out", before[0], 50), StaleEpoch)

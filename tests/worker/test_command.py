@@ -1,4 +1,4 @@
-"""`kvplane worker` as a person starts it."""
+"""The command `kvplane worker`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cli.processes import LIMIT_S, run_kvplane, running
 from tests.worker.rig import World
 
 
-def test_a_worker_by_command(here: World):
+def test_worker_command_serves_until_signals(here: World):
     run_dir = here.folder / "by hand"
     where = ("--service", here.service.address, "--replica", "r", "--run-dir", run_dir)
     with running("worker", *where) as process:
@@ -31,15 +31,21 @@ def test_a_worker_by_command(here: World):
     assert here.shared_files() == set()
 
 
-def test_a_device_that_is_not_there_is_wrong_use(here: World):
+def test_worker_command_refuses_a_missing_device(here: World):
     arguments = ["worker", "--service", here.service.address, "--replica", "r", "--device", "tpu"]
     error = CliRunner().invoke(app, arguments).exception
     assert isinstance(error, InvalidArgument)
-    assert str(error).startswith("device: 'tpu': no device is called so")
+    assert str(error).startswith("device: 'tpu': not a device name")
     assert exit_code(error) == WRONG_USE
 
 
-def test_a_replica_is_described_with_its_workers(here: World):
+def test_worker_command_takes_the_service_from_the_environment(here: World):
+    arguments, variable = ["worker", "--replica", "r", "--device", "tpu"], {"KVPLANE_SERVICE": here.service.address}
+    assert CliRunner().invoke(app, arguments).exit_code == WRONG_USE
+    assert isinstance(CliRunner().invoke(app, arguments, env=variable).exception, InvalidArgument)
+
+
+def test_describe_command_lists_workers(here: World):
     child, address = here.worker()
     here.register("idle", num_ranks=2)
     assert "workers: none for 2 ranks" in run_kvplane("describe", "idle", "--service", here.service.address).stdout
@@ -50,7 +56,7 @@ def test_a_replica_is_described_with_its_workers(here: World):
     assert lines[heading + 1].split() == expected
 
 
-def test_a_worker_that_waits_takes_the_replica_that_comes(here: World):
+def test_worker_with_wait_starts_once_the_replica_is_registered(here: World):
     run_dir = here.folder / "early"
     where = ("--service", here.service.address, "--replica", "late", "--run-dir", run_dir)
     assert run_kvplane("worker", *where).returncode == WRONG_USE
@@ -64,7 +70,7 @@ def test_a_worker_that_waits_takes_the_replica_that_comes(here: World):
         assert run_kvplane("health", f"unix:{run_dir}/worker.sock").stdout == "serving\n"
 
 
-def test_a_worker_that_waits_can_be_told_to_leave(here: World):
+def test_worker_with_wait_exits_on_a_signal(here: World):
     where = ("--service", here.service.address, "--replica", "never", "--run-dir", here.folder / "early")
     with running("worker", *where, "--wait") as process:
         assert process.stderr is not None

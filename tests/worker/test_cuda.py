@@ -1,4 +1,4 @@
-"""The same on a GPU: memory lent by a raw CUDA IPC handle. Needs CUDA and CuPy."""
+"""Workers on a GPU, whose memory is shared by a raw CUDA IPC handle. Needs CUDA and CuPy."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def checksums(address: str) -> list[int]:
         return list(client.call("Checksum", request, pb.ChecksumResponse).checksums)
 
 
-def test_a_handle_of_a_gpu_comes_back_as_it_was():
+def test_cuda_handle_round_trips():
     handle = MemoryHandle(MemoryKind.CUDA_IPC, 5, "cuda:1", ipc=b"i" * 64, offset_bytes=512, device_uuid="u")
     assert wire.decode_handle(wire.encode_handle(handle)) == handle
 
 
 @needs_gpu
-def test_a_load_waits_until_the_device_has_zeroed_what_its_step_orders():
-    """The stream is busy: the orders are given, and not yet done."""
+def test_load_waits_for_zeroes_on_the_device():
+    """The stream is kept busy, so that orders are queued and not yet done."""
     memory = torch.ones(8, 64, dtype=torch.uint8, device="cuda:0")
     pages: Any = SimpleNamespace(memory=memory, num_groups=1, group=lambda _: GroupPages((memory,)))
     table = StampTable.create(bytearray(table_bytes(8)), 8, incarnation=7)
     rank, group = Rank(table, PageMover(pages, TorchOps())), RankGroup([table])
     rank.claim(1)
-    torch.cuda._sleep(1 << 30)  # cycles, which no machine does while the next lines run
+    torch.cuda._sleep(1 << 30)  # cycles: longer than the next lines take on any machine
     rank.carry_out(1, 1, 0, Orders(zero_block=[3], zero_group=[0]))
     assert not group.may_load(1, 1, 0, 0)
     rank.synchronize()
@@ -68,7 +68,7 @@ def test_a_load_waits_until_the_device_has_zeroed_what_its_step_orders():
 
 
 @needs_gpu
-def test_an_engine_writes_where_the_worker_reads(on_gpu: World):
+def test_engine_and_worker_share_cuda_memory(on_gpu: World):
     _, address = on_gpu.worker()
     engine = on_gpu.engine()
     engine.do("attach", address)
@@ -84,7 +84,7 @@ def test_an_engine_writes_where_the_worker_reads(on_gpu: World):
 
 
 @needs_gpu
-def test_an_engine_that_restarts_keeps_its_cache(on_gpu: World):
+def test_restarted_engine_keeps_its_cuda_cache(on_gpu: World):
     _, address = on_gpu.worker()
     first = on_gpu.engine()
     first.do("attach", address)
@@ -99,7 +99,7 @@ def test_an_engine_that_restarts_keeps_its_cache(on_gpu: World):
 
 
 @needs_gpu
-def test_kills_give_the_memory_back(on_gpu: World):
+def test_killed_processes_release_cuda_memory(on_gpu: World):
     torch.cuda.init()
 
     def life() -> None:

@@ -1,4 +1,4 @@
-"""Devices other than cuda:0, on a driver that records what it is asked: the device is set wherever work starts."""
+"""Devices other than cuda:0, on a fake driver that records calls: every call runs with the right device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvplane_worker.pages import PageMover
 
 
 class Driver:
-    """CUDA's runtime as far as memory needs it; `calls` names each call and the device that was current."""
+    """The part of the CUDA runtime that memory uses; `calls` has each call with the current device."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -62,7 +62,7 @@ def driver(monkeypatch) -> Driver:
 
 
 @pytest.mark.parametrize("index", [0, 1, 3])
-def test_memory_is_allocated_lent_mapped_and_freed_on_its_device(driver, index):
+def test_cuda_memory_calls_run_on_its_device(driver, index):
     owned = cuda.CudaMemory.create(f"cuda:{index}", 100)
     mapped = cuda.CudaMemory.open(owned.handle)
     mapped.close()
@@ -71,7 +71,7 @@ def test_memory_is_allocated_lent_mapped_and_freed_on_its_device(driver, index):
     assert driver.calls == [(name, index) for name in calls]
 
 
-def test_memory_that_is_lent_is_not_freed(driver):
+def test_lent_memory_is_not_freed(driver):
     owned = cuda.CudaMemory.create("cuda:2", 100)
     owned.close(lent=True)
     assert "free" not in dict(driver.calls)
@@ -79,7 +79,7 @@ def test_memory_that_is_lent_is_not_freed(driver):
     assert driver.calls[-1] == ("free", 2)
 
 
-def test_each_thread_of_a_worker_uses_its_device(monkeypatch):
+def test_server_threads_use_the_worker_device(monkeypatch):
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     with ThreadPoolExecutor(1, "worker", use_device, ("cuda:3",)) as threads:
@@ -89,7 +89,7 @@ def test_each_thread_of_a_worker_uses_its_device(monkeypatch):
 
 
 class Event:
-    """An event of a device, as far as a mover needs it."""
+    """The part of a CUDA event that a page mover uses."""
 
     def __init__(self) -> None:
         self.stream, self.reached, self.waited = "", False, False
@@ -104,7 +104,7 @@ class Event:
         self.waited = True
 
 
-def test_a_mover_shows_how_far_the_stream_of_its_pages_has_come(monkeypatch):
+def test_page_mover_moves_follow_the_stream_of_its_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
     pages: Any = SimpleNamespace(memory=SimpleNamespace(is_cuda=True, device=torch.device("cuda:2")))
@@ -116,26 +116,26 @@ def test_a_mover_shows_how_far_the_stream_of_its_pages_has_come(monkeypatch):
     assert moves.event.waited
 
 
-def test_on_the_host_pages_have_moved_when_a_call_returns():
+def test_page_mover_on_the_host_is_synchronous():
     pages: Any = SimpleNamespace(memory=torch.zeros(8, dtype=torch.uint8))
     assert PageMover(pages, TorchOps()).moves() is None
 
 
 class OnDevice(torch.Tensor):
-    """A tensor that says it lies on cuda:2."""
+    """A tensor whose device is cuda:2."""
 
     device = torch.device("cuda:2")
 
 
 class Pages(NamedTuple):
-    """A tuple of arguments, as kernels take them."""
+    """A tuple of kernel arguments."""
 
     rows: int
     memory: torch.Tensor
 
 
 @pytest.mark.parametrize("now", [0, 2])
-def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch, now):
+def test_launch_runs_on_the_device_of_its_tensors(monkeypatch, now):
     driver = Driver()
     driver.current = now
     monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.current)
@@ -147,7 +147,7 @@ def test_a_kernel_starts_on_the_device_of_its_tensors(monkeypatch, now):
     assert (started, driver.current) == ([2], now)
 
 
-def test_on_the_host_no_device_is_asked_for(monkeypatch):
+def test_launch_on_the_host_selects_no_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("there is no device"))
     started: list[int] = []
     Launch(

@@ -1,4 +1,4 @@
-"""Mutations of valid calls: whatever arrives is answered or refused by name, and a refusal changes nothing."""
+"""Mutations of valid calls: each is answered or refused by field, and a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvplane_worker.lending.rundir import RunDir
 from kvplane_worker.lending.writer import ProcessName
 from kvplane_worker.ops.select import choose
 from kvplane_worker.rpc.server import WorkerServer
-from kvplane_worker.rpc.servicer import Post, WorkerServicer
+from kvplane_worker.rpc.servicer import ServedRank, WorkerServicer
 from tests.core.planner_layers import named, plan, state, window
 from tests.service.mutations import mutated
 from tests.worker.rig import LAYERS, World
 
 EXAMPLES = 120
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-# The mutations know these texts, so that some of what they make is right.
+# The mutations use these texts, so that some mutated calls are valid.
 TOKEN, REPLICA = "a", "r"
 INFO = WorkerInfo(0, 1, "x" * 128, 3, "c", WorkerState.READY, 5, 2, "b")
 
@@ -58,7 +58,7 @@ WORKERS: dict[str, list[Message]] = {
 
 
 class Served:
-    """A worker's service in this process, and the bytes that it keeps."""
+    """A worker's server in this process, and the bytes that it holds."""
 
     def __init__(self, folder: Path) -> None:
         self.place = RunDir(folder / "r")
@@ -70,8 +70,8 @@ class Served:
         self.holdings.stamps.finish()
         self.holdings.stamps.set_executed(1)
         info = replace(INFO, device="cpu", plan_digest="b")
-        post = Post(REPLICA, info, TOKEN, self.holdings, choose("cpu"))
-        self.servicer = WorkerServicer(post)
+        served = ServedRank(REPLICA, info, TOKEN, self.holdings, choose("cpu"))
+        self.servicer = WorkerServicer(served)
         self.server = WorkerServer(self.servicer, self.place.address)
         self.server.start()
         self.channel = grpc.insecure_channel(self.place.address)
@@ -106,7 +106,7 @@ def outcome(channel: grpc.Channel, path: str, raw: bytes) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("method", VALID)
-def test_a_mutated_call_of_a_worker_is_answered_or_refused(served: Served, method):
+def test_mutated_worker_call_is_answered_or_refused(served: Served, method):
     outcomes = set()
 
     @settings(max_examples=EXAMPLES)
@@ -121,12 +121,12 @@ def test_a_mutated_call_of_a_worker_is_answered_or_refused(served: Served, metho
     for request in VALID[method]:
         if method != "Attach":
             assert outcome(served.channel, f"Worker/{method}", request.SerializeToString()) is grpc.StatusCode.OK
-    if method != "Describe":  # which has no field
+    if method != "Describe":  # without a field
         check()
         assert len(outcomes) > 1, "the mutations are too tame"
 
 
-def test_a_block_id_that_a_parser_would_cut_is_no_block(served: Served):
+def test_block_id_above_32_bits_is_refused(served: Served):
     """2^32 + 5 is not block 5."""
     before = served.kept()
     zero = pb.TransferRequest(**WRITE, kind="TRANSFER_KIND_ZERO").SerializeToString()
@@ -137,13 +137,13 @@ def test_a_block_id_that_a_parser_would_cut_is_no_block(served: Served):
 
 
 @pytest.mark.parametrize("pid", [0, 2**31 - 1, 2**31, 2**32 - 1])
-def test_a_number_that_is_no_process_is_refused(served: Served, pid):
+def test_pid_without_a_process_is_refused(served: Served, pid):
     request = pb.AttachRequest(token=TOKEN, pid=pid, start_ticks=ProcessName.of(os.getpid()).start_ticks)
     assert outcome(served.channel, "Worker/Attach", request.SerializeToString()) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 @pytest.mark.parametrize("method", WORKERS)
-def test_a_mutated_call_about_a_worker_is_answered_or_refused(here: World, method):
+def test_mutated_call_about_a_worker_is_answered_or_refused(here: World, method):
     channel, outcomes = here.service.channel, set()
     known = WORKERS["RegisterWorker"][0].SerializeToString()
 
@@ -166,8 +166,8 @@ def test_a_mutated_call_about_a_worker_is_answered_or_refused(here: World, metho
     assert len(outcomes) > 1, "the mutations are too tame"
 
 
-def test_a_mutated_plan_is_taken_or_refused_by_field():
-    """A worker reads a plan only when its pages lie within the memory and beside each other."""
+def test_mutated_plan_is_accepted_or_refused_by_field():
+    """A plan is accepted only when its pages are inside the memory and do not overlap."""
     rank = to_rank_plan(plan(named(s=(2, state()), w=(3, window())), num_blocks=40, max_model_len=64))
     taken = []
 
@@ -186,7 +186,7 @@ def test_a_mutated_plan_is_taken_or_refused_by_field():
 
 
 def _check_by_bytes(plan: RankPlan) -> None:
-    """By counting, not by arithmetic: no byte of the memory belongs to two pages of a group."""
+    """Count owners of each byte: no byte of the memory belongs to two pages of a group."""
     if plan.size_bytes > 1 << 20 or plan.num_blocks > 1000:
         return
     for group in range(len(plan.groups)):

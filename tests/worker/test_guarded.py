@@ -1,4 +1,4 @@
-"""Workers of a service that asks who calls; and what they keep from other users of their host."""
+"""Workers of a service with authentication, and what other users of their host cannot read."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def here(tmp_path):
 
 
 def start(here: World, token: str) -> object:
-    """What a worker says that shows this token."""
+    """Start a worker with this token. Returns its address or its error."""
     options = here.options()
     access = Access(None, token)
     given = type(options)(options.service, "r", 0, "cpu", options.run_dir, 1 << 16, access=access)
-    return here.start(children.worker, given).hear()
+    return here.start(children.worker, given).receive()
 
 
-def test_a_worker_shows_its_token_and_holds_pages_that_are_its_user_s_alone(here):
+def test_worker_with_auth_sends_its_token_and_keeps_pages_private(here):
     address = start(here, "token-acme")
     assert isinstance(address, str)
     assert describe(address).replica == "r"
@@ -50,7 +50,7 @@ def test_a_worker_shows_its_token_and_holds_pages_that_are_its_user_s_alone(here
     assert {stat.S_IMODE(path.stat().st_mode) for path in shared} == {0o600}
 
 
-def test_a_worker_of_another_owner_is_told_that_there_is_no_such_replica(here):
+def test_worker_of_another_owner_gets_not_found(here):
     refused = start(here, "token-rival")
     assert not isinstance(refused, str)
     assert NotFound.__name__ in repr(refused) or isinstance(refused, NotFound)

@@ -1,4 +1,4 @@
-"""Either side may die by kill -9 at any time: nothing stays behind, and nobody waits."""
+"""Workers and engines that are killed leak no files, memory or leases, and block no other process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvplane_worker.rpc.client import WorkerClient
 from tests.service.rig import until
 from tests.worker.rig import World, open_files
 
-KILLS = 25  # of each side
+KILLS = 25  # of workers, and of engines
 
 
 def descriptors_of(pid: int) -> int:
@@ -23,12 +23,12 @@ def attached_pid(address: str) -> int:
         return client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse).attached_pid
 
 
-def test_engines_that_are_killed_leave_nothing(here: World):
+def test_killed_engines_leak_nothing(here: World):
     worker, address = here.worker()
     (info,) = here.shown()
 
     def life() -> tuple[int, int]:
-        """One engine: attaches, opens a session, computes, and is killed."""
+        """One engine attaches, opens a session, serves a request, and is killed."""
         engine = here.engine()
         incarnation, _ = engine.do("attach", address)
         assert incarnation == info.incarnation
@@ -44,22 +44,22 @@ def test_engines_that_are_killed_leave_nothing(here: World):
     assert attached_pid(address) == 0
     assert [epoch for epoch, _ in epochs] == list(range(3, 3 + KILLS))
     assert all(kept for _, kept in epochs)
-    until(lambda: here.service.state() == "LAPSED")  # the lease of the last engine went with its stream
+    until(lambda: here.service.state() == "LAPSED")  # the lease of the last engine ended with its stream
     assert (here.shared_files(), len(here.shown())) == (before[0], before[3])
     until(lambda: open_files() <= before[1])
     until(lambda: descriptors_of(worker.pid) <= before[2])
 
 
-def test_workers_that_are_killed_leave_nothing(here: World):
+def test_killed_workers_leak_nothing(here: World):
     def life() -> plan_pb2.WorkerInfo:
-        """One worker and an engine on it; the worker is killed, then the engine."""
+        """Kill a worker, then the engine that maps its pages."""
         worker, address = here.worker()
         engine = here.engine()
         engine.do("attach", address)
         engine.do("fill", 0, 0, 1, 7)
         (info,) = here.shown()
         worker.kill()
-        assert engine.do("look", 0, 0, 1) == {7}  # its mapping outlives the worker
+        assert engine.do("look", 0, 0, 1) == {7}  # the mapping outlives the worker
         engine.kill()
         return info
 
@@ -69,7 +69,7 @@ def test_workers_that_are_killed_leave_nothing(here: World):
     incarnations = {life().incarnation for _ in range(KILLS)}
     assert len(incarnations) == KILLS
     worker, _ = here.worker()
-    # What the last one left was removed by this one: as many files, none of them the same.
+    # This worker removed the files of the last one: equally many files, all of them new.
     assert len(here.shared_files()) == len(before[0]) == 3
     assert not here.shared_files() & before[0]
     assert [info.pid for info in here.shown()] == [worker.pid]

@@ -1,4 +1,4 @@
-"""A load writes no page before its launches are over, and no page of another engine life's requests after its own."""
+"""Loads: a load waits for launches that may use its pages, and is refused after its engine life has ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCATTER, ZERO, COPY, GATHER = (f"TRANSFER_KIND_{name}" for name in ("SCATTER", "
 
 
 class Moved:
-    """A worker with a gate, an engine on it, and one who moves pages through it as another process would."""
+    """A worker with a gate, an engine on it, and a client that transfers pages as another process would."""
 
     def __init__(self, here: World) -> None:
         self.here, self.gate = here, here.folder / "gate"
@@ -45,7 +45,7 @@ class Moved:
         return self.client.call("Transfer", pb.TransferRequest(**given), pb.TransferResponse)
 
     def load(self, **fields: Any) -> Future[pb.TransferResponse]:
-        """Begin a transfer that stops on its way."""
+        """Start a transfer that stops before its last block."""
         self.gate.touch()
         begun = self.threads.submit(self.transfer, SCATTER, **fields)
         until(self.gate.with_suffix(".reached").exists)
@@ -71,20 +71,20 @@ def blocks_of(packed: bytes) -> list[int]:
     return [int.from_bytes(packed[at : at + 4], "little") for at in range(0, len(packed), 4)]
 
 
-def test_a_load_waits_for_the_orders_of_its_admission(moved: Moved):
+def test_load_is_refused_before_the_orders_of_its_admission(moved: Moved):
     seq, table = moved.engine.do("load", 0, PROMPT, 64, False)
     before = moved.checksums(table)
     for kind, more in ((SCATTER, {}), (ZERO, {}), (COPY, {"dst_blocks": table})):
         error = refusal(lambda kind=kind, more=more: moved.transfer(kind, blocks=table, seq=seq, **more))
         assert (type(error), error.field) == (FailedPrecondition, "seq")
     assert moved.checksums(table) == before
-    assert moved.transfer(GATHER, blocks=table[:1]).discarded == [], "who only reads waits for nothing"
+    assert moved.transfer(GATHER, blocks=table[:1]).discarded == [], "a transfer that only reads does not wait"
     moved.engine.do("carry_out", moved.epoch, seq)
     assert moved.transfer(SCATTER, blocks=table, seq=seq).discarded == []
     assert isinstance(refusal(lambda: moved.transfer(SCATTER, blocks=table, seq=seq, part=1)), FailedPrecondition)
 
 
-def test_a_load_waits_for_the_launches_that_may_use_its_pages(moved: Moved):
+def test_load_is_refused_before_step_load_after(moved: Moved):
     seq, table = moved.engine.do("load", 0, PROMPT, 64)
     error = refusal(lambda: moved.transfer(SCATTER, blocks=table, seq=seq, load_after=seq + 1))
     assert (type(error), error.field) == (FailedPrecondition, "load_after")
@@ -92,14 +92,14 @@ def test_a_load_waits_for_the_launches_that_may_use_its_pages(moved: Moved):
     assert moved.transfer(SCATTER, blocks=table, seq=seq, load_after=seq + 1).discarded == []
 
 
-def test_who_writes_says_for_which_admission(moved: Moved):
+def test_transfer_that_writes_must_name_its_admission(moved: Moved):
     _, table = moved.engine.do("load", 0, PROMPT, 64)
     error = refusal(lambda: moved.transfer(SCATTER, blocks=table))
     assert (type(error), error.field) == (InvalidArgument, "seq")
 
 
-def test_what_was_loaded_is_hit_by_the_next_request(moved: Moved):
-    """As docs/engines.md says: admit, carry out, ask the ranks, transfer, commit."""
+def test_loaded_tokens_are_hit_by_the_next_request(moved: Moved):
+    """The procedure of docs/engines.md: admit, carry out, query the ranks, transfer, commit."""
     moved.engine.do("fill", 0, 0, BLOCKS - 1, BYTE)
     seq, table = moved.engine.do("load", 0, PROMPT, 64)
     assert RankGroup([read_stamps(moved.address)]).may_load(moved.epoch, seq, 0, 0)
@@ -114,8 +114,10 @@ def test_what_was_loaded_is_hit_by_the_next_request(moved: Moved):
     assert adopted[:4] == pages
 
 
-def test_a_load_of_a_dead_engine_spoils_no_page_of_the_next_life(moved: Moved):
-    """The engine is killed while the worker writes; the claim does not wait for it, and lists what it writes."""
+def test_load_of_a_killed_engine_writes_no_page_of_the_next_engine_life(moved: Moved):
+    """The engine is killed while its transfer writes.
+    The claim does not wait for the transfer, and lists its blocks.
+    """
     here, (seq, table) = moved.here, moved.engine.do("load", 0, PROMPT, 64)
     load = moved.load(blocks=table, seq=seq)
     assert list(pages_under_transfer(moved.address)) == table
@@ -145,8 +147,8 @@ def test_a_load_of_a_dead_engine_spoils_no_page_of_the_next_life(moved: Moved):
     assert part.free_blocks == BLOCKS - 1 - len(given)
 
 
-def test_what_the_worker_lists_is_held_where_the_service_knew_of_no_load(moved: Moved):
-    """As after both crashed: it was deregistered and registered again."""
+def test_blocks_of_a_running_transfer_are_busy_for_a_service_that_lost_its_store(moved: Moved):
+    """Deregister and register the replica, as after a crash of service and store."""
     here, (seq, table) = moved.here, moved.engine.do("load", 0, PROMPT, 64)
     load = moved.load(blocks=table[:2], seq=seq)
     moved.engine.kill()
@@ -160,13 +162,13 @@ def test_what_the_worker_lists_is_held_where_the_service_knew_of_no_load(moved: 
     load.result(30)
 
 
-def test_a_process_gets_the_pages_when_no_transfer_of_the_one_before_runs(moved: Moved):
+def test_attach_waits_for_the_transfer_of_the_previous_process(moved: Moved):
     seq, table = moved.engine.do("load", 0, PROMPT, 64)
     load = moved.load(blocks=table, seq=seq)
     moved.engine.kill()
     other: Child = moved.here.engine()
     attached = moved.threads.submit(other.do, "attach", moved.address)
-    for _ in range(300):  # time enough to get them too early
+    for _ in range(300):  # long enough to show an attach that does not wait
         assert list(pages_under_transfer(moved.address)) == table
     assert not attached.done()
     moved.gate.unlink()
@@ -174,7 +176,7 @@ def test_a_process_gets_the_pages_when_no_transfer_of_the_one_before_runs(moved:
     assert load.result(30).discarded == []
 
 
-def test_claims_are_answered_however_many_transfers_wait(moved: Moved):
+def test_claims_are_answered_while_transfers_wait(moved: Moved):
     seq, table = moved.engine.do("load", 0, PROMPT, 64)
     load = moved.load(blocks=table, seq=seq)
     refused = threading.Event()
@@ -189,15 +191,17 @@ def test_claims_are_answered_however_many_transfers_wait(moved: Moved):
             return None
 
     others = [moved.threads.submit(wait_or_be_refused) for _ in range(MAX_THREADS - THREADS_FOR_CLAIMS)]
-    assert refused.wait(30), "one more than may wait"
+    assert refused.wait(30), "more calls than threads may wait"
     claim = pb.ClaimRequest(token=moved.token, epoch=moved.epoch + 1)
     assert blocks_of(moved.client.call("Claim", claim, pb.ClaimResponse).busy) == table
     moved.gate.unlink()
     assert load.result(30).discarded == []
-    assert [other.result(30) for other in others] == [None] * len(others), "no transfer starts behind the claim"
+    assert [other.result(30) for other in others] == [None] * len(others), (
+        "no transfer of the old engine life starts after the claim"
+    )
 
 
-def test_a_transfer_in_the_queue_is_listed_also_when_its_caller_has_gone(moved: Moved):
+def test_queued_transfer_is_busy_after_its_client_timed_out(moved: Moved):
     first_seq, first = moved.engine.do("load", 0, PROMPT, 64)
     seq, table = moved.engine.do("load", 1, list(range(2000, 2100)), 64)
     running = moved.load(blocks=first[:4], seq=first_seq)

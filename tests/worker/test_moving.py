@@ -1,4 +1,4 @@
-"""A worker whose service goes is known to the next one of its list, with the pages it has."""
+"""A worker whose service stops registers at the next service of its list, with its pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.worker.rig import BLOCKS, LAYERS, World
 LEASE_MS = 300
 
 
-def test_a_worker_follows_its_replica(tmp_path):
+def test_worker_is_bound_to_its_replica(tmp_path):
     with servers.serving(tmp_path / "redis") as redis, running(config_of(redis)) as second:
         with running(config_of(redis)) as first:
             here = World(first, tmp_path)
@@ -25,7 +25,7 @@ def test_a_worker_follows_its_replica(tmp_path):
                 client.register_replica("r", LayerSource(layers=LAYERS, num_blocks=BLOCKS, max_model_len=256))
             options = replace(here.options(), service=f"{first.address},{second.address}")
             child = here.start(children.worker, options)
-            child.hear()
+            child.receive()
             (before,) = first.describe().workers
         try:
             until(lambda: knows_a_worker(second))
@@ -36,7 +36,7 @@ def test_a_worker_follows_its_replica(tmp_path):
 
 
 def config_of(redis: servers.Server) -> Config:
-    """On a port of its own, which is its name in the store."""
+    """A service on a fixed port: its address is its name in the store."""
     return Config(
         listen=f"127.0.0.1:{servers.free_port()}",
         store=f"redis://{redis.address}",

@@ -25,7 +25,7 @@ def rank_plan(layout: Layout = Layout.LAYER_OUTERMOST, **specs: tuple[int, Layer
 
 
 def mamba(**changes) -> LayerSpec:
-    """A state of 48 bfloat16 and 24 float32: 192 bytes, padded to a page."""
+    """A state layer with 48 bfloat16 and 24 float32: 192 bytes, padded to a page."""
     shapes, dtypes = ((12, 4), (2, 3, 4)), (DType.BFLOAT16, DType.FLOAT32)
     return state(**{"shapes": shapes, "dtypes": dtypes, "padded_page_bytes": PAGE, **changes})
 
@@ -43,7 +43,7 @@ def test_views_have_the_shapes_of_their_formats(layout):
 
 
 @LAYOUTS
-def test_a_page_holds_its_keys_then_its_values(layout):
+def test_page_stores_keys_before_values(layout):
     pages = PageBuffers.allocate(rank_plan(layout))
     attention = pages.attention("f.1")
     attention.k[5] = 1.0
@@ -56,7 +56,7 @@ def test_a_page_holds_its_keys_then_its_values(layout):
 
 @LAYOUTS
 @pytest.mark.parametrize("block", [0, 1, BLOCKS - 1])
-def test_no_layer_of_a_group_writes_into_another_ones_page(layout, block):
+def test_layers_of_a_group_do_not_overlap(layout, block):
     pages = PageBuffers.allocate(rank_plan(layout))
     for index, group in enumerate(pages.plan.groups):
         pages.memory.zero_()
@@ -78,7 +78,7 @@ def test_groups_overlap_and_blocks_do_not(layout):
     assert all(layer[others].count_nonzero() == 0 for group in range(4) for layer in pages.group(group).layers)
 
 
-def test_every_element_type_has_its_view():
+def test_every_element_type_has_a_view():
     assert TORCH_DTYPES.keys() == set(DType)
     for dtype, torch_dtype in TORCH_DTYPES.items():
         pages = PageBuffers.allocate(rank_plan(f=(1, full(dtype=dtype, head_size_v=8))))
@@ -94,7 +94,7 @@ def test_latent_rows_have_no_values():
         pages.attention("m.0")
 
 
-def test_a_layer_that_shares_views_the_pages_of_the_other():
+def test_shared_layer_views_the_pages_of_its_target():
     layers = (Layer("f.0", full()), Layer("f.1", full()), KVSharingLayer("x", "f.1"))
     pages = PageBuffers.allocate(to_rank_plan(plan(layers, num_blocks=80)))
     pages.attention("x").k[2, 1, 0, 3] = 5.0
@@ -103,7 +103,7 @@ def test_a_layer_that_shares_views_the_pages_of_the_other():
     assert len(pages.group(0).layers) == 2
 
 
-def test_scales_belong_to_8_bit_pages():
+def test_scales_are_for_8_bit_pages_only():
     pages = PageBuffers.allocate(rank_plan(f=(1, full(dtype=DType.FLOAT8_E4M3FN, num_kv_heads=2))))
     assert pages.attention("f.0").k_scale == torch.ones(1)
     per_head = torch.tensor([0.5, 2.0])
@@ -115,7 +115,7 @@ def test_scales_belong_to_8_bit_pages():
         PageBuffers.allocate(rank_plan()).attention("f.0", per_head)
 
 
-def test_the_incarnation_stands_in_the_null_blocks_page_of_every_group():
+def test_incarnation_is_in_the_null_block_of_every_group():
     pages = PageBuffers.allocate(rank_plan(Layout.BLOCK_OUTERMOST))
     assert pages.read_incarnation() == 0
     pages.write_incarnation(2**63 + 5)
@@ -125,7 +125,7 @@ def test_the_incarnation_stands_in_the_null_blocks_page_of_every_group():
         assert (2**63 + 5).to_bytes(8, "little") in firsts
 
 
-def test_what_a_rank_does_not_have_is_refused_by_name():
+def test_unknown_layer_or_group_is_refused():
     pages = PageBuffers.allocate(rank_plan())
     with pytest.raises(NotFound, match=r"^layer: this rank has no layer 'q'"):
         pages.attention("q")
@@ -140,7 +140,7 @@ def test_what_a_rank_does_not_have_is_refused_by_name():
     assert flat.states("s.0")[0].shape == (BLOCKS, PAGE)
 
 
-def test_memory_that_does_not_suit_is_refused():
+def test_memory_of_wrong_type_or_size_is_refused():
     wanted = rank_plan()
     for memory in (
         torch.zeros(wanted.size_bytes - 1, dtype=torch.uint8),
@@ -153,7 +153,7 @@ def test_memory_that_does_not_suit_is_refused():
         PageBuffers.allocate(replace(wanted, size_bytes=wanted.size_bytes - 1))
 
 
-def test_pages_whose_elements_lie_askew_are_refused():
+def test_misaligned_pages_are_refused():
     odd = full(padded_page_bytes=PAGE + 1)
     layers = (Layer("f.0", odd), Layer("f.1", odd))
     with pytest.raises(InvalidArgument, match="block_stride_alignment"):
@@ -162,13 +162,13 @@ def test_pages_whose_elements_lie_askew_are_refused():
     PageBuffers.allocate(to_rank_plan(plan((Layer("f.0", aligned),), num_blocks=80)))
 
 
-def test_the_null_block_must_hold_the_incarnation():
+def test_null_block_must_hold_the_incarnation():
     tiny = full(block_size=1, head_size=1)
     with pytest.raises(InvalidArgument, match="incarnation"):
         PageBuffers.allocate(to_rank_plan(plan((Layer("f.0", tiny),), num_blocks=2000)))
 
 
-def test_memory_with_an_offset_is_viewed_from_there():
+def test_memory_with_an_offset_is_viewed_from_that_offset():
     wanted = rank_plan()
     whole = torch.zeros(wanted.size_bytes + 64, dtype=torch.uint8)
     pages = PageBuffers(wanted, whole[64:])
@@ -178,13 +178,13 @@ def test_memory_with_an_offset_is_viewed_from_there():
     assert set(pages.attention("f.0").k.view(torch.uint8).flatten().tolist()) == {3}
 
 
-def test_cupy_is_refused_memory_of_a_cpu():
+def test_as_cupy_refuses_host_memory():
     with pytest.raises(FailedPrecondition, match="device: the pages are on cpu"):
         PageBuffers.allocate(rank_plan(a=(1, full()))).as_cupy()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or find_spec("cupy") is None, reason="there is no CUDA, or no CuPy")
-def test_cupy_and_torch_see_the_same_bytes():
+def test_cupy_and_torch_share_memory():
     pages = PageBuffers.allocate(rank_plan(a=(1, full())), "cuda:0")
     pages.as_cupy()[5] = 7
     assert pages.memory[5].item() == 7

@@ -1,4 +1,4 @@
-"""The worker process from start to end, and what it refuses."""
+"""The worker process: start, registration, shutdown, and refusals."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def describe(address: str) -> pb.DescribeResponse:
         return client.call("Describe", pb.DescribeRequest(), pb.DescribeResponse)
 
 
-def test_a_worker_is_shown_and_shows_itself(here: World):
+def test_worker_is_registered_and_describes_itself(here: World):
     child, address = here.worker()
     (shown,) = here.shown()
     assert (shown.rank, shown.address, shown.pid, shown.device, shown.state) == (0, address, child.pid, "cpu", READY)
-    told = describe(address)
-    assert told.worker == shown
-    assert (told.replica, told.size_bytes, told.backend) == ("r", BLOCKS * 512, "torch")
-    assert list(told.staging_rows) == [128, 128]
-    assert told.free_bytes > 0
+    described = describe(address)
+    assert described.worker == shown
+    assert (described.replica, described.size_bytes, described.backend) == ("r", BLOCKS * 512, "torch")
+    assert list(described.staging_rows) == [128, 128]
+    assert described.free_bytes > 0
     assert shown.incarnation
     assert shown.plan_digest
     with grpc.insecure_channel(address) as channel:
@@ -63,7 +63,7 @@ def test_a_worker_is_shown_and_shows_itself(here: World):
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_a_worker_that_is_told_to_leave_leaves_nothing(here: World):
+def test_terminated_worker_removes_its_files_and_registration(here: World):
     child, address = here.worker()
     assert len(here.shared_files()) == 3
     child.terminate()
@@ -74,7 +74,7 @@ def test_a_worker_that_is_told_to_leave_leaves_nothing(here: World):
     assert isinstance(refusal(attach, address), NotFound)
 
 
-def test_a_leaving_worker_waits_for_the_engine(here: World):
+def test_leaving_worker_waits_for_the_engine(here: World):
     child, address = here.worker()
     engine = here.engine()
     engine.do("attach", address)
@@ -85,7 +85,7 @@ def test_a_leaving_worker_waits_for_the_engine(here: World):
     assert child.wait() == 0
 
 
-def test_a_second_signal_does_not_wait_and_the_engine_keeps_its_pages(here: World):
+def test_second_signal_exits_and_the_engine_keeps_its_pages(here: World):
     child, address = here.worker()
     engine = here.engine()
     engine.do("attach", address)
@@ -98,7 +98,7 @@ def test_a_second_signal_does_not_wait_and_the_engine_keeps_its_pages(here: Worl
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_pages_are_freed_only_when_the_engine_has_exited(here: World, monkeypatch, alive):
+def test_pages_are_freed_only_after_the_engine_exited(here: World, monkeypatch, alive):
     freed: list[bool] = []
     close = Holdings.close
 
@@ -119,22 +119,22 @@ def test_pages_are_freed_only_when_the_engine_has_exited(here: World, monkeypatc
     assert freed == [not alive]
 
 
-def test_a_signal_counts_while_a_backend_is_tried(here: World, monkeypatch):
+def test_signal_during_the_start_check_stops_the_worker(here: World, monkeypatch):
     stop = Stop()
 
     def tried(*_: object, **given: threading.Event) -> Proof:
-        stop.ask()
+        stop.request()
         assert given["stop"].is_set()
         return Proof("it was stopped", 0, 0.0)
 
-    monkeypatch.setattr(process_module, "prove_apart", tried)
+    monkeypatch.setattr(process_module, "prove_in_subprocess", tried)
     monkeypatch.setattr(select, "BACKENDS", {"slow": "torch_ops:TorchOps", **select.BACKENDS})
     error = refusal(WorkerProcess, here.options(), stop)
-    assert (type(error), error.message) == (Unavailable, "asked to stop while backends were tried")
+    assert (type(error), error.message) == (Unavailable, "stop requested while backends were tested")
     assert not (here.folder / "r-0").exists()
 
 
-def test_a_rank_has_one_worker_whatever_its_directory(here: World):
+def test_second_worker_of_a_rank_is_refused_in_any_directory(here: World):
     child, address = here.worker()
     before = describe(address)
     same, other = here.refused_worker(), here.refused_worker(folder="elsewhere")
@@ -143,13 +143,13 @@ def test_a_rank_has_one_worker_whatever_its_directory(here: World):
         assert error.metadata == {"pid": str(child.pid), "address": address}
     assert describe(address).worker == before.worker
     assert [worker.pid for worker in here.shown()] == [child.pid]
-    assert len(list((here.folder / "elsewhere").iterdir())) == 1  # its lock
+    assert len(list((here.folder / "elsewhere").iterdir())) == 1  # the lock file
 
 
-def test_what_cannot_be_a_worker_is_refused_by_name(here: World):
+def test_worker_without_plan_replica_or_rank_is_refused(here: World):
     here.service.register("explicit", SPEC)
     assert isinstance(here.refused_worker(replica="explicit"), NoPlan)
-    assert isinstance(here.refused_worker(replica="nobody"), NotFound)
+    assert isinstance(here.refused_worker(replica="unknown"), NotFound)
     wrong = here.refused_worker(rank=1)
     assert (type(wrong), wrong.field) == (InvalidArgument, "worker.rank")
     assert here.shared_files() == set()
@@ -157,13 +157,13 @@ def test_what_cannot_be_a_worker_is_refused_by_name(here: World):
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:x", "cuda:99", "cuda:-1", ""])
-def test_a_device_that_is_not_there_is_refused(here: World, device):
+def test_missing_device_is_refused(here: World, device):
     error = refusal(WorkerProcess, replace(here.options(), device=device))
     assert (type(error), error.field) == (InvalidArgument, "device")
     assert not (here.folder / "r-0").exists()
 
 
-def test_too_little_memory_says_how_much_would_fit(here: World):
+def test_out_of_memory_names_the_number_of_blocks_that_fit(here: World):
     wide = full(num_kv_heads=64, head_size=1 << 15)
     here.register("large", layers=named(f=(16, wide)), num_blocks=1 << 12)
     error = here.refused_worker(replica="large")
@@ -177,7 +177,7 @@ def test_too_little_memory_says_how_much_would_fit(here: World):
     assert here.shown("large") == []
 
 
-def test_a_directory_that_others_can_enter_is_refused(here: World):
+def test_run_dir_that_other_users_can_enter_is_refused(here: World):
     path = here.folder / "r-0"
     path.mkdir(mode=0o755)
     error = here.refused_worker()
@@ -185,7 +185,7 @@ def test_a_directory_that_others_can_enter_is_refused(here: World):
     assert list(path.iterdir()) == []
 
 
-def test_token_and_memory_are_the_users_alone(here: World):
+def test_token_and_shared_memory_are_private(here: World):
     _, address = here.worker()
     run_dir = run_dir_of(address)
     assert run_dir.stat().st_mode & 0o777 == 0o700
@@ -194,8 +194,8 @@ def test_token_and_memory_are_the_users_alone(here: World):
         assert os.stat(f"/dev/shm/{name}").st_mode & 0o777 == 0o600
 
 
-def test_the_service_may_begin_anew(tmp_path):
-    """The worker registers again, and the next engine life is numbered above the one that owns its pages."""
+def test_worker_registers_again_when_its_replica_was_registered_again(tmp_path):
+    """The worker registers again, and the epoch of the next engine life is above the owner epoch of its pages."""
     with world(tmp_path, worker_lease_ms=300) as here:
         here.register()
         child, address = here.worker()
@@ -211,8 +211,10 @@ def test_the_service_may_begin_anew(tmp_path):
         assert child.process.is_alive()
 
 
-def test_a_worker_outlives_the_service(tmp_path):
-    """The service dies with everything it knew; on its address another one comes up, and finds worker and owner."""
+def test_worker_outlives_the_service(tmp_path):
+    """The service is killed without a store.
+    A new one on its address gets the worker's registration and owner epoch.
+    """
     with running(Config(listen="127.0.0.1:0", worker_lease_ms=300)) as service:
         here = World(service, tmp_path)
         here.register()
@@ -233,8 +235,8 @@ def test_a_worker_outlives_the_service(tmp_path):
         here.end()
 
 
-def test_a_cache_outlives_service_and_engine(tmp_path):
-    """What a store remembers and the worker's memory proves is hit by the first request of the next engine life."""
+def test_cache_outlives_service_and_engine(tmp_path):
+    """Stored keys whose stamps the worker's memory still shows are hit by the first request of the next engine life."""
     settings: dict[str, Any] = {
         "worker_lease_ms": 300,
         "store": f"sqlite:{tmp_path / 'entries.db'}",
@@ -262,13 +264,13 @@ def test_a_cache_outlives_service_and_engine(tmp_path):
         here.end()
 
 
-def test_another_plan_needs_another_worker(tmp_path):
+def test_worker_exits_when_the_plan_changes(tmp_path):
     with world(tmp_path, worker_lease_ms=300) as here:
         here.register()
         child, _ = here.worker()
         with connect(here.service.address) as client:
             client.deregister_replica("r")
         here.register(num_blocks=BLOCKS + 1)
-        assert isinstance(child.hear(), WrongPlan)
+        assert isinstance(child.receive(), WrongPlan)
         child.wait()
         here.worker()

@@ -1,4 +1,4 @@
-"""Several ranks of a replica: equal plans, every order on every rank, and a hit only where all ranks agree."""
+"""Several ranks of a replica: equal plans, orders on every rank, and hits only where all stamps agree."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from kvplane.rank import RankGroup
 from kvplane_worker.attach import attach, read_stamps
 from tests.worker.rig import World, world
 
-PROMPT = list(range(1000, 1100))  # six whole blocks of 16, and four tokens
+PROMPT = list(range(1000, 1100))  # six full blocks of 16 tokens, and four tokens
 
 
 @pytest.fixture
 def pair(tmp_path):
-    """Two ranks with their workers; addresses by rank."""
+    """Start the workers of two ranks. Returns their addresses, by rank."""
     with world(tmp_path) as it:
         it.register(num_ranks=2, retention_interval=-1)
         yield it, [it.worker(rank)[1] for rank in range(2)]
 
 
-def test_ranks_have_equal_plans_and_memory_of_their_own(pair: tuple[World, list[str]]):
+def test_ranks_have_equal_plans_and_separate_memory(pair: tuple[World, list[str]]):
     here, addresses = pair
     with attach(addresses[0]) as first, attach(addresses[1]) as second:
         plans: list[RankPlan] = [first.plan, second.plan]
@@ -32,7 +32,7 @@ def test_ranks_have_equal_plans_and_memory_of_their_own(pair: tuple[World, list[
     assert len({worker.incarnation for worker in shown}) == 2
 
 
-def test_orders_reach_every_rank(pair: tuple[World, list[str]]):
+def test_orders_are_carried_out_on_every_rank(pair: tuple[World, list[str]]):
     here, addresses = pair
     engine = here.engine()
     for address in addresses:
@@ -45,8 +45,8 @@ def test_orders_reach_every_rank(pair: tuple[World, list[str]]):
     assert all(stamps[0][block] for block in table)
 
 
-def test_a_rank_that_lags_or_dies_holds_the_others_back(pair: tuple[World, list[str]]):
-    """A scheduler whose ranks run in processes of their own sees by their tables how far they are."""
+def test_executed_through_is_the_slowest_rank(pair: tuple[World, list[str]]):
+    """A scheduler with ranks in other processes reads their progress from their stamp tables."""
     here, addresses = pair
     ranks = [here.engine(), here.engine()]
     for rank, address in zip(ranks, addresses, strict=True):
@@ -66,11 +66,11 @@ def test_a_rank_that_lags_or_dies_holds_the_others_back(pair: tuple[World, list[
     assert group.executed_through(4) == 0
 
 
-def test_a_scheduler_reads_stamps_and_writes_none(pair: tuple[World, list[str]]):
+def test_read_stamps_maps_the_table_read_only(pair: tuple[World, list[str]]):
     here, addresses = pair
     rank = here.engine()
     rank.do("attach", addresses[0])
-    stamps = read_stamps(addresses[0])  # also while another process has the pages
+    stamps = read_stamps(addresses[0])  # also while the pages are lent to another process
     rank.do("restamp", 0, 3, 77)
     assert stamps.read(3) == 77
     with pytest.raises(TypeError):
@@ -83,8 +83,8 @@ def test_a_scheduler_reads_stamps_and_writes_none(pair: tuple[World, list[str]])
 @pytest.mark.parametrize(
     ("differs", "hit"), [(None, 96), (5, 80), (2, 32), (0, 0)], ids=["agree", "last", "third", "first"]
 )
-def test_a_block_that_one_rank_does_not_vouch_for_is_a_miss(pair: tuple[World, list[str]], differs, hit):
-    """The first request of a new engine life, after kill -9 of the one before."""
+def test_block_with_a_different_stamp_on_one_rank_is_a_miss(pair: tuple[World, list[str]], differs, hit):
+    """Kill the engine, and serve the first request of the next engine life."""
     here, addresses = pair
     first = here.engine()
     for address in addresses:
@@ -104,14 +104,14 @@ def test_a_block_that_one_rank_does_not_vouch_for_is_a_miss(pair: tuple[World, l
     assert second.do("serve", 0, PROMPT)[0] == hit
 
 
-def test_a_rank_whose_memory_is_new_makes_every_block_a_miss(pair: tuple[World, list[str]]):
+def test_rank_with_new_memory_makes_every_block_a_miss(pair: tuple[World, list[str]]):
     here, addresses = pair
     first = here.engine()
     for address in addresses:
         first.do("attach", address)
     first.do("open", here.service.address, "r")
     first.do("serve", 0, PROMPT)
-    here.children[1].kill()  # the worker of rank 1
+    here.children[1].kill()  # worker of rank 1
     first.kill()
     address = here.worker(1)[1]
     second = here.engine()
@@ -122,8 +122,8 @@ def test_a_rank_whose_memory_is_new_makes_every_block_a_miss(pair: tuple[World, 
     assert second.do("serve", 0, PROMPT)[0] == 0
 
 
-def test_an_engine_that_restarts_on_a_live_worker_keeps_its_cache(here: World):
-    """The pages hold what the keys say: every byte that the first life wrote is there at the hit of the second."""
+def test_restarted_engine_keeps_the_cache_of_a_running_worker(here: World):
+    """Pages match their keys: a hit of the second engine life returns every byte that the first one wrote."""
     _, address = here.worker()
     first = here.engine()
     first.do("attach", address)
@@ -131,7 +131,7 @@ def test_an_engine_that_restarts_on_a_live_worker_keeps_its_cache(here: World):
     _, table = first.do("serve", 0, PROMPT)
     for block in table:
         first.do("fill", 0, 0, block, 100 + block)
-    first.do("serve", 1, [7] * 20)  # steps on, so that what the first request stored has been executed
+    first.do("serve", 1, [7] * 20)  # another step, so that the first request's step counts as executed
     first.kill()
     second = here.engine()
     second.do("attach", address)

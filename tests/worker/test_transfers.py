@@ -1,4 +1,4 @@
-"""Pages moved by the worker: bracketed by stamps, refused whole when the pool cannot mean it."""
+"""Transfers: verified by stamps before and after, and refused as a whole when the order is invalid."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def page(holdings: Holdings, group: int, block: int) -> bytes:
 
 @dataclass
 class Hasty(TorchOps):
-    """Somebody writes other content into a page while it is moved."""
+    """Change the content of a page during a transfer."""
 
     holdings: Holdings
     block: int
@@ -64,7 +64,7 @@ class Hasty(TorchOps):
         return super().checksum(group, blocks)
 
 
-def test_pages_go_to_the_host_and_come_back(held: Holdings):
+def test_gather_and_scatter_round_trip(held: Holdings):
     pages = [page(held, 0, block) for block in (3, 1, 7)]
     outcome = transfer(held, OPS, Transfer(GATHER, 0, (3, 1, 7), first_row=2))
     assert (outcome.stamps, outcome.discarded) == ((103, 101, 107), ())
@@ -73,7 +73,7 @@ def test_pages_go_to_the_host_and_come_back(held: Holdings):
     assert [page(held, 0, block) for block in (9, 8, 2)] == pages
 
 
-def test_pages_are_copied_in_order_and_zeroed(held: Holdings):
+def test_copy_and_zero_act_in_order(held: Holdings):
     first = page(held, 1, 1)
     assert transfer(held, OPS, Transfer(COPY, 1, (1, 2), dst_blocks=(2, 3))).discarded == ()
     assert page(held, 1, 2) == page(held, 1, 3) == first
@@ -84,14 +84,14 @@ def test_pages_are_copied_in_order_and_zeroed(held: Holdings):
 
 
 @pytest.mark.parametrize("kind", [COPY, GATHER])
-def test_a_page_that_changed_meanwhile_is_discarded(held: Holdings, kind):
+def test_page_that_changes_during_a_transfer_is_discarded(held: Holdings, kind):
     targets = (7, 8, 9) if kind is COPY else ()
     outcome = transfer(held, Hasty(held, 2), Transfer(kind, 0, (1, 2, 3), targets))
     assert (outcome.stamps, outcome.discarded) == ((101, 102, 103), (1,))
 
 
 @pytest.mark.parametrize("kind", list(TransferKind))
-def test_a_page_with_another_stamp_is_left_alone(held: Holdings, kind):
+def test_page_with_an_unexpected_stamp_is_not_moved(held: Holdings, kind):
     targets = (7, 8, 9, 10) if kind is COPY else ()
     changed = (7, 8, 9, 10) if kind is COPY else (1, 2, 3, 4)
     before = [page(held, 0, block) for block in changed]
@@ -107,7 +107,7 @@ def test_a_page_with_another_stamp_is_left_alone(held: Holdings, kind):
         assert all(one != other for at, (one, other) in enumerate(zip(before, after, strict=True)) if at != 1)
 
 
-def test_checksums_tell_pages_apart_and_are_bracketed(held: Holdings):
+def test_checksums_differ_between_pages_and_discard_changed_ones(held: Holdings):
     outcome = checksum(held, OPS, 0, [1, 2, 1])
     assert outcome.checksums[0] == outcome.checksums[2] != outcome.checksums[1]
     assert (outcome.stamps, outcome.discarded) == ((101, 102, 101), ())
@@ -135,7 +135,7 @@ def test_checksums_tell_pages_apart_and_are_bracketed(held: Holdings):
         (Transfer(GATHER, 0, (1, 2), expected_stamps=(101,)), "expected_stamps"),
     ],
 )
-def test_an_order_outside_pool_or_staging_moves_nothing(held: Holdings, order: Transfer, field):
+def test_invalid_transfer_moves_nothing(held: Holdings, order: Transfer, field):
     before = held.buffers.memory.clone(), held.staging.clone(), held.stamps.snapshot()
     error = refusal(transfer, held, OPS, order)
     assert (type(error), error.field) == (InvalidArgument, field)

@@ -1,14 +1,15 @@
-"""A small reference engine: a decoder of mixed attention kinds that keeps all its cache in kvplane's pages.
+"""How does an engine use kvplane? A small reference engine that keeps all its cache in kvplane's pages.
 
-It is made to be read, and to prove the whole: its tokens never change, whatever the cache does. Bottom-up:
+Requests, an open session and the pages of all ranks come in; generated tokens go out. The output of a request depends
+only on its prompt: hits, preemptions and restarts never change it, which the tests verify. Bottom-up:
 
-    config      what the model is, and what its layers ask of the cache
-    weights     seeded random parameters, and one rank's share of them
+    config      the model, and the cache layers that it registers
+    weights     seeded random parameters, and the share of one rank
     batch       which pages the rows of a launch read and write
-    model       one rank's layers on `PagedOps`; the sum over ranks
-    drafter     drafts by n-gram, so that there is something to reject
+    model       the layers of one rank on `PagedOps`; the sum over ranks
+    drafter     drafts by n-gram lookup
     request     one request, from its prompt to its last token
-    scheduler   continuous batching on the session: what is asked of the service, what its answer means
+    scheduler   continuous batching on a session: builds the parts of steps, applies their results
     ranks       the pages of all ranks, attached from their workers
-    engine      schedule, order, compute, sample
+    engine      the loop: schedule, carry out orders, compute, sample
 """

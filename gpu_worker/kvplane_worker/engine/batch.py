@@ -1,4 +1,4 @@
-"""Which tokens a launch computes, and which pages its rows read and write, group by group."""
+"""The tokens that a launch computes, and the pages that its rows read and write, per group."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NO_STATE = 0  # the null block: before the first token the state is zero
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request's part of a launch.
+    """One request's tokens in a launch.
 
     Attributes:
-        tokens: to compute; the last `num_outputs` of them are asked for their logits.
-        start: position of the first.
+        tokens: tokens to compute; logits are needed for the last `num_outputs` of them.
+        start: position of the first token.
         tables: block ids by group, in token order.
-        states: by state group: the block of the state before `start`, NO_STATE at position 0.
+        states: state group → block of the state before `start`; NO_STATE at position 0.
     """
 
     tokens: list[int]
@@ -32,16 +32,16 @@ class Row:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
 
 class Launch:
-    """The rows of one forward pass as the tensors that operations take.
+    """The rows of one forward pass, as tensors for the operations.
 
     Attributes:
-        tokens, positions: int64 [tokens], rows one after the other.
-        outputs: int64: the tokens that are asked for their logits, numbered through the launch.
+        tokens, positions: int64 [tokens], in order of the rows.
+        outputs: int64: indices in `tokens` of the tokens whose logits are needed.
         query_start: int32 [rows + 1].
         is_decode: every row has one token.
     """
@@ -62,7 +62,7 @@ class Launch:
         self._states: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attention(self, group: int, block_size: int) -> tuple[Tensor, Batch]:
-        """(slots to write the tokens to, pages that the rows attend to) in a group of attention layers."""
+        """For a group of attention layers: the slots to write tokens to, and the pages that rows attend to."""
         if group not in self._attention:
             slots = [
                 row.tables[group][at // block_size] * block_size + at % block_size
@@ -76,7 +76,7 @@ class Launch:
         return self._attention[group]
 
     def states(self, group: int, block_size: int) -> tuple[Tensor, Tensor]:
-        """(block to read the state from, per row; block to keep it in, per token) in a group of state layers."""
+        """For a group of state layers: per row the block to read the state from, per token the block to write it to."""
         if group not in self._states:
             read = [row.states[group] for row in self.rows]
             write = [block for row in self.rows for block in kept_states(row, group, block_size)]
@@ -93,10 +93,10 @@ class Launch:
 
 
 def kept_states(row: Row, group: int, block_size: int) -> list[int]:
-    """Per token of the row, the block that keeps the state after it; 0 where none does.
+    """For each token of the row, the block that receives the state after it; 0 = the state is not stored.
 
-    The state after the last token goes to the block of that token. The tokens before it that are asked for logits may
-    turn out to be the last good ones; their states lie in the blocks behind it, nearest first:
+    The state after the last token goes to the block of that token. When drafts are rejected, an earlier token with
+    logits is the last accepted one; its state is in one of the blocks behind, nearest first:
 
         table     .. | run  | spec | spec |       (two drafts; 0, 1 or 2 of them are rejected)
         state of     | last | last-1 | last-2 |
@@ -108,5 +108,5 @@ def kept_states(row: Row, group: int, block_size: int) -> list[int]:
 
 
 def state_index(num_tokens: int, block_size: int) -> int:
-    """Where a table keeps the state of so many tokens; -1 of none."""
+    """Index in a block table of the state after `num_tokens` tokens; -1 for 0 tokens."""
     return -(-num_tokens // block_size) - 1

@@ -1,4 +1,4 @@
-"""What the reference model is: a decoder whose layers mix kinds of attention, small enough to compute in float64."""
+"""The reference model: a decoder with layers of several attention kinds, small enough for float64."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class AttentionLayer:
     """A layer of attention.
 
     Attributes:
-        kv_heads: over all ranks; divides the model's query heads.
+        kv_heads: number over all ranks; divides the model's query heads.
         block_size: tokens per page.
-        window: attended tokens, the query's own among them; 0 = all.
-        chunk: only the query's own chunk of so many tokens; 0 = all.
+        window: number of attended tokens, including the query's own; 0 = all.
+        chunk: length of chunks in tokens; a query attends to its own chunk; 0 = all.
     """
 
     kv_heads: int
@@ -34,13 +34,13 @@ class AttentionLayer:
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """A selective state (Mamba-2's form).
+    """A layer with recurrent state (Mamba-2's form).
 
     Attributes:
-        heads: over all ranks.
-        head_size, state_size: each head's state is [head_size, state_size].
-        conv_width: tokens that the causal convolution sees.
-        block_size: tokens between the states that are cached.
+        heads: number over all ranks.
+        head_size, state_size: the state of a head is [head_size, state_size].
+        conv_width: tokens that the causal convolution covers.
+        block_size: tokens between cached states.
     """
 
     heads: int
@@ -52,17 +52,17 @@ class StateLayer:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The model.
+    """The configuration of a model.
 
     Attributes:
-        layers: in order; each is followed by a feed-forward block.
-        width: of the residual stream.
-        q_heads, head_size: of every attention layer, over all ranks.
+        layers: layers in order; each is followed by a feed-forward block.
+        width: width of the residual stream.
+        q_heads, head_size: query heads of every attention layer over all ranks, and their size.
         hidden: width of the feed-forward blocks, over all ranks.
-        num_ranks: the heads and hidden units are divided over so many.
-        max_drafts: most draft tokens per step: so many states are kept beside the running one.
-        dtype: of weights, activations and pages.
-        seed: of the weights.
+        num_ranks: ranks over which heads and hidden units are divided.
+        max_drafts: most draft tokens per step; this number of states is stored in addition to the running one.
+        dtype: element type of weights, activations and pages.
+        seed: seed of the weights.
     """
 
     layers: tuple[AttentionLayer | StateLayer, ...]
@@ -82,14 +82,14 @@ class ModelConfig:
             counts[f"layers[{number}].heads"] = heads
         for name, count in counts.items():
             if count % self.num_ranks:
-                raise InvalidArgument(f"{self.num_ranks} ranks do not divide {count}", field=name)
+                raise InvalidArgument(f"{count} is not a multiple of {self.num_ranks} ranks", field=name)
 
     def cache_layers(self) -> tuple[Layer, ...]:
-        """What one rank's layers ask of the cache, for `kvplane.LayerSource`; every rank asks the same."""
+        """The cache layers of one rank, for `kvplane.LayerSource`; equal on every rank."""
         return tuple(Layer(layer_name(at), self._format(layer)) for at, layer in enumerate(self.layers))
 
     def channels(self, layer: StateLayer) -> int:
-        """Of the convolution on one rank: its heads' inputs, and B and C, which every rank has."""
+        """Channels of the convolution on one rank: inputs of its heads, and B and C, which every rank computes."""
         return layer.heads // self.num_ranks * layer.head_size + 2 * layer.state_size
 
     def _format(self, layer: AttentionLayer | StateLayer) -> LayerSpec:
@@ -123,12 +123,12 @@ class ModelConfig:
 
 
 def layer_name(number: int) -> str:
-    """As the cache plan calls it."""
+    """Name of a layer in the cache plan."""
     return f"layers.{number}"
 
 
-# Every kind. Pages are equally large, though a page of the full and state layers covers twice as many tokens: hits can
-# end inside those.
+# Layers of every kind. All pages have the same size, but pages of full-attention and state layers cover twice as many
+# tokens, so that a hit can end inside them.
 MIXED = ModelConfig(
     (
         StateLayer(heads=4, head_size=4, state_size=8, block_size=16),
@@ -139,7 +139,7 @@ MIXED = ModelConfig(
         AttentionLayer(kv_heads=2, block_size=16),
     )
 )
-# One block size: hits end at blocks.
+# One block size: hits end at block boundaries.
 EVEN = ModelConfig(
     (
         AttentionLayer(kv_heads=2, block_size=16, window=37),
@@ -148,7 +148,7 @@ EVEN = ModelConfig(
         AttentionLayer(kv_heads=2, block_size=16, chunk=32),
     )
 )
-# No recurrent state: chunks and drafts as they come.
+# No recurrent state, so that chunks and drafts may end at any token.
 ATTENTION = ModelConfig(
     (
         AttentionLayer(kv_heads=4, block_size=8, window=20),

@@ -1,17 +1,19 @@
-"""Drafts by n-gram: what followed the last time that the newest tokens occurred (Saxena, "Prompt lookup decoding")."""
+"""Drafts by n-gram lookup: the tokens after the last earlier occurrence of the newest tokens (Saxena, "Prompt lookup
+decoding").
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Drafter = Callable[[Sequence[int], int], list[int]]  # (tokens of a request, most drafts) -> guesses of the next ones
+Drafter = Callable[[Sequence[int], int], list[int]]  # (tokens of a request, most drafts) -> drafts
 
 LONGEST_MATCH = 3
 SEARCHED_TOKENS = 256
 
 
 def draft(tokens: Sequence[int], most: int) -> list[int]:
-    """Up to `most` tokens that may come next; none when the end of `tokens` has not occurred before."""
+    """Return up to `most` draft tokens; none when the end of `tokens` has no earlier occurrence."""
     recent = list(tokens[-SEARCHED_TOKENS:])
     for length in range(min(LONGEST_MATCH, len(recent) - 1), 0, -1):
         ending = recent[-length:]

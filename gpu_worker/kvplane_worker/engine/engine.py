@@ -1,4 +1,4 @@
-"""The engine's loop: schedule, carry out the service's orders on every rank, compute, sample."""
+"""The loop of the engine: schedule, carry out the service's orders on every rank, compute, sample."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OpenSession = Callable[[Callable[[], Revival]], Session]
 
 
 class LaunchFailed(KvplaneError):
-    """A forward pass did not run; what its step granted is not in the pages."""
+    """A forward pass did not run; the tokens that its step granted are not in the pages."""
 
 
 class Engine:
@@ -32,17 +32,17 @@ class Engine:
         while engine.has_work:
             print([request.output for request in engine.step()])
 
-    Steps are synchronous: a launch has finished before the next step is asked for. A service that is started anew is
-    shown the memory and told the requests; those that ran are preempted, and go on from what is cached of them.
+    Steps are synchronous: a launch has finished before the next step is sent. After a restart of the service the engine
+    reopens the session with its stamps and requests; running requests continue from their cached blocks.
     """
 
     def __init__(
         self, open_session: OpenSession, memory: Sequence[RankMemory], model: Model, config: SchedulerConfig
     ) -> None:
-        """Open the session, which keeps what the memory proves, and claim the pages for it.
+        """Open the session, which keeps the keys whose stamps the memory still shows, and claim the pages for it.
 
         Raises:
-            StaleEpoch: a newer life has the pages.
+            StaleEpoch: a newer engine life owns the pages.
             KvplaneError: the session cannot be opened.
         """
         self._model = model
@@ -65,7 +65,7 @@ class Engine:
 
     @property
     def kept_keys(self) -> int:
-        """Cached keys that survived into this life, or into the life of the service."""
+        """Cached keys that were kept when the session was opened, or reopened on another service."""
         return self._session.kept_keys
 
     @property
@@ -80,21 +80,21 @@ class Engine:
 
     @property
     def counts(self) -> Counts:
-        """What happened so far."""
+        """Counters since the start."""
         return self._scheduler.counts
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidArgument when it could never end within max_model_len."""
+        """Queue a request. Raises InvalidArgument when it does not fit in max_model_len."""
         self._scheduler.add(request)
 
     def step(self) -> list[Request]:
-        """One scheduler iteration; the requests that ended in it."""
+        """Run one scheduler iteration. Returns the requests that ended in it."""
         part = self._scheduler.plan()
         answer = self._session.apply(part, executed_through=self._executed_through())
         (result,) = answer.parts
         self._claim(answer.seq)
         self._carry_out(answer)
-        scheduled = self._scheduler.settle(part, result)
+        scheduled = self._scheduler.apply_result(part, result)
         try:
             self._compute(scheduled)
         except LaunchFailed:
@@ -105,20 +105,20 @@ class Engine:
         return self._scheduler.take_finished()
 
     def _claim(self, next_seq: int) -> None:
-        """Own the pages from this step on, if the session has begun an engine life: at first, and with each service."""
+        """Claim the pages from this step on, when the session has a new epoch: after it was opened or reopened."""
         if self._epoch != self._session.epoch:
             self._epoch = self._session.epoch
             self._group.claim(self._epoch, next_seq)
 
     def revival(self) -> Revival:
-        """What a service that knows nothing of this engine must be shown and told."""
+        """What a service that knows nothing of this engine needs: stamps, and requests."""
         news, running = self._known_requests()
         group, image = self._group, self._known_image()
         stamps = group.agreed_stamps()
         return Revival(stamps, group.incarnation, news, running, resume=image, owner_epoch=group.owner_epoch)
 
     def _executed_through(self) -> int:
-        """What all ranks have finished, told as late as the configuration says."""
+        """The last step that all ranks have executed, reported `report_lag` steps late."""
         finished = self._group.executed_through(self._session.epoch)
         self._reported = max(self._reported, finished - self._report_lag)
         return self._reported
@@ -129,7 +129,7 @@ class Engine:
                 rank.carry_out(self._session.epoch, answer.seq, number, part.orders)
 
     def _compute(self, scheduled: list[Scheduled]) -> None:
-        """The forward pass of the scheduled rows, and their next tokens."""
+        """Run the forward pass of the scheduled rows, and sample their next tokens."""
         if scheduled:
             launch = Launch([one.row for one in scheduled], self._model.device)
             self._scheduler.take(scheduled, self._model.logits(launch))

@@ -1,4 +1,4 @@
-"""The forward pass of the reference model: each rank computes its heads on its pages, the ranks' shares are summed."""
+"""The forward pass of the reference model. Each rank computes its heads on its pages; the results are summed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORM_EPSILON = 1e-6
 
 
 class RankModel:
-    """One rank's share of every layer."""
+    """The share of one rank in every layer."""
 
     def __init__(self, config: ModelConfig, share: Weights, pages: PageBuffers, ops: PagedOps) -> None:
         self._config = config
@@ -26,14 +26,16 @@ class RankModel:
         self._ops = ops
 
     def mix(self, number: int, x: Tensor, launch: Launch) -> Tensor:
-        """This rank's part of a layer's output, [tokens, width]; writes the tokens' keys and values, or states."""
+        """Compute this rank's part of a layer's output, [tokens, width]; writes keys and values, or states, of the
+        tokens.
+        """
         weights = self._share.mixers[number]
         if isinstance(weights, AttentionWeights):
             return self._attend(number, weights, x, launch)
         return self._advance(number, weights, x, launch)
 
     def feed(self, number: int, x: Tensor) -> Tensor:
-        """This rank's part of a feed-forward block's output."""
+        """Compute this rank's part of a feed-forward block's output."""
         block = self._share.feed_forwards[number]
         return silu(x @ block.up) @ block.down
 
@@ -68,7 +70,7 @@ class RankModel:
 
 
 class Model:
-    """All ranks. The sum over them stands for the all-reduce of ranks in processes of their own."""
+    """The model on all ranks in one process. The sum over ranks replaces the all-reduce."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ranks: list[PageBuffers], ops: PagedOps) -> None:
         self.device = ranks[0].memory.device
@@ -78,7 +80,7 @@ class Model:
         self._ranks = [RankModel(config, share, pages, ops) for share, pages in zip(shares, ranks, strict=True)]
 
     def logits(self, launch: Launch) -> Tensor:
-        """[outputs, vocabulary]: what follows each token that was asked for."""
+        """Run a launch. Returns logits [outputs, vocabulary]."""
         stream = self._whole.embedding[launch.tokens]
         for number in range(self._num_layers):
             x = normalise(stream)
@@ -94,7 +96,7 @@ def normalise(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotary positions (Su et al., "RoFormer", 2021), halves of a head as real and imaginary parts."""
+    """Rotary position embedding (Su et al., "RoFormer", 2021); the halves of a head are real and imaginary parts."""
     half = x.shape[-1] // 2
     exponents = torch.arange(half, device=x.device, dtype=x.dtype) / half
     angles = positions.to(x.dtype)[:, None] * ROTARY_BASE**-exponents

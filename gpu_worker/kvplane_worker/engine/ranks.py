@@ -1,4 +1,4 @@
-"""The memory that an engine works on: its ranks' pages, with what stands beside them."""
+"""The memory of an engine: pages and stamp tables of its ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplane_worker.pages import PageBuffers
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's pages, the stamp table beside them, and what moves whole pages."""
+    """Pages and stamp table of one rank, and the mover of whole pages."""
 
     pages: PageBuffers
     stamps: StampTable
@@ -23,9 +23,9 @@ class RankMemory:
 
 
 def attach_ranks(addresses: Sequence[str], ops: PagedOps) -> list[RankMemory]:
-    """Take the pages of the workers at these addresses, by rank; raises as `kvplane_worker.attach.attach`.
+    """Attach to the workers at these addresses, in order of the ranks. Raises as `kvplane_worker.attach.attach`.
 
-    They stay with this process until it exits.
+    The pages stay lent to this process until it exits.
     """
     attached = [attach(address) for address in addresses]
     return [RankMemory(one.buffers, one.stamps, pages.PageMover(one.buffers, ops)) for one in attached]

@@ -1,4 +1,4 @@
-"""One request of the engine, from its prompt to its last token."""
+"""A request of the engine, from its prompt to its last token."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class Request:
     """A request inside the engine.
 
     Attributes:
-        name: for explanations.
+        name: request id, which explanations show.
         prompt: token ids.
         max_new: most tokens to generate; fewer when EOS comes first.
         domain: requests share pages only within a domain.
-        keep_logits: keep what each output token was chosen from.
-        tokens: the prompt and what was generated.
-        slot: the number that the service knows it by.
+        keep_logits: keep the logits of each output token.
+        tokens: the prompt and the generated tokens.
+        slot: the slot of the request at the service.
         computed: leading tokens whose keys, values and states are in pages.
-        launch_end: tokens of the last launch, rejected drafts included.
-        state_at: by state group: index in the block table of the state after `computed` tokens.
-        drafts: guesses of the next tokens.
-        logits: [vocabulary] per output token, when they are kept.
-        hits: tokens found cached, per admission.
-        error: why it was given up, "" when it was not.
+        launch_end: position after the last launched token, including rejected drafts.
+        state_at: state group → index in the block table of the state after `computed` tokens.
+        drafts: drafts of the next tokens.
+        logits: [vocabulary] per output token, with keep_logits.
+        hits: prefix cache hit in tokens, per admission.
+        error: why the request was rejected; "" = it was not.
     """
 
     name: str
@@ -52,16 +52,16 @@ class Request:
 
     @property
     def output(self) -> list[int]:
-        """What was generated."""
+        """The generated tokens."""
         return self.tokens[len(self.prompt) :]
 
     @property
     def is_done(self) -> bool:
-        """Whether it has its last token."""
+        """Whether the last token was generated."""
         return len(self.output) >= self.max_new or (bool(self.output) and self.tokens[-1] == EOS)
 
     def lose_blocks(self) -> None:
-        """It was preempted: its tokens stay, nothing of them is computed."""
+        """Reset after a preemption: the tokens stay, none of them is computed."""
         self.computed = 0
         self.drafts = []
         self.state_at = {}

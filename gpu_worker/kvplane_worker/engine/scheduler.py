@@ -1,11 +1,11 @@
-"""Continuous batching on a kvplane session: what is asked of the service at each step, and what its answer means.
+"""Continuous batching on a kvplane session: builds the part of each step, and applies its result.
 
     facts of the last step, new requests, running, waiting  ->  Part  ->  service
-    rows to compute, with their pages                       <-  answer
+    rows to compute, with their pages                       <-  result
     the tokens chosen from their logits                     ->  facts of the next step
 
-The service runs the loop over amounts and refusals; the engine says its order and its budgets. No block is ever chosen
-here, and none is read that the answers did not name.
+The engine chooses order and budgets; the service computes amounts and refusals. The scheduler never chooses a block,
+and reads only blocks that results name.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class SchedulerConfig:
     """The engine's limits.
 
     Attributes:
-        max_running: requests that run at once.
-        token_budget: tokens computed in one step.
+        max_running: most requests that run at the same time.
+        token_budget: most tokens per step.
         chunk_tokens: most prompt tokens of one request in a step.
-        admit_rows: admissions asked for in one step.
+        admit_rows: most admissions per step.
         num_drafts: most drafts per request and step; with recurrent state at most its speculative blocks.
-        lookahead: slots asked for beyond the drafts.
-        commits: report accepted tokens at once, so that their blocks can be hit a step earlier.
-        drafter: makes the guesses.
-        report_lag: steps are told to be executed so many steps late, as when several are in flight: at most 3, and 2
-            where launches may fail (the service takes 4).
+        lookahead: slots to allocate beyond the drafts.
+        commits: commit accepted tokens in the next step, so that their blocks can be hit one step earlier.
+        drafter: function that returns draft tokens.
+        report_lag: number of steps by which the report of executed steps is delayed, as with several steps in flight:
+            at most 3, and 2 where launches may fail (the service accepts 4 steps in flight).
     """
 
     max_running: int = 8
@@ -71,7 +71,7 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened; every field only grows."""
+    """Counters since the start."""
 
     steps: int = 0
     completed: int = 0
@@ -90,21 +90,21 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """A request's part of the step: `row.tokens` are known tokens, then drafts."""
+    """One request's row of a launch; `row.tokens` are known tokens, then drafts."""
 
     request: Request
     row: batch.Row
 
 
 class Scheduler:
-    """Queues and amounts of one engine life.
+    """Queue and running requests of one engine life.
 
     Attributes:
-        counts: so far.
+        counts: counters since the start.
     """
 
     def __init__(self, spec: ReplicaSpec, config: SchedulerConfig) -> None:
-        """Raise InvalidArgument when states are kept beside the running one for fewer drafts than asked for."""
+        """Raises InvalidArgument when the groups store states for fewer drafts than `config.num_drafts`."""
         self._config = config
         self._tables = BlockTables(len(spec.groups))
         self._state_sizes = {
@@ -116,7 +116,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._facts: list[FactRow] = []
         self._lost_steps: list[int] = []
-        self._untold_loss = False
+        self._unreported_loss = False
         self._finished: list[Request] = []
         self._by_slot: dict[int, Request] = {}
         self._idle_steps = 0
@@ -124,41 +124,41 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running, or the service was not told yet that one has ended."""
+        """Whether a request is waiting or running, or facts were not sent to the service yet."""
         return bool(self._waiting or self._running or self._facts or self._lost_steps)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of running requests, which hold blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """Number of requests in the queue."""
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises InvalidArgument when it could never end within max_model_len."""
+        """Queue a request. Raises InvalidArgument when it does not fit in max_model_len."""
         longest = len(request.prompt) + request.max_new
         if not request.prompt or request.max_new < 1 or longest > self._max_model_len:
             raise InvalidArgument(
-                f"{len(request.prompt)} prompt tokens and {request.max_new} more",
+                f"{len(request.prompt)} prompt tokens and {request.max_new} to generate",
                 field="prompt",
-                remedy=f"give 1 or more of each, {self._max_model_len} together at most",
+                remedy=f"give at least 1 of each, and at most {self._max_model_len} in total",
             )
         self._waiting.append(request)
 
     def known_requests(self) -> tuple[News, tuple[int, ...]]:
-        """Requests that the service was told of, as they are now, and the slots of those that hold blocks."""
+        """Requests that were sent to the service, in their current state, and the slots of those that hold blocks."""
         news = part_of(*map(_news_of, self._by_slot.values())).news
         return news, tuple(request.slot for request in self._running)
 
     def resume(self) -> Resume | None:
-        """What the running requests hold, for a service that goes on with them.
+        """Image of the running requests, with which a restarted service continues them.
 
-        None while a launch that failed has not been told: who hit the pages that it left is for the service to say.
+        None while a failed launch is not reported: only the service can find the requests that hit its pages.
         """
-        if self._untold_loss:
+        if self._unreported_loss:
             return None
         return resume_of(
             [
@@ -173,10 +173,10 @@ class Scheduler:
             ]
         )
 
-    # -- what is asked -----------------------------------------------------------------------------------------------
+    # -- building a part ---------------------------------------------------------------------------------------------
 
     def plan(self) -> Part:
-        """The next step's program."""
+        """Build the part of the next step."""
         rows: list[Row] = [*self._facts, *map(self._run_row, self._running), *self._admissions()]
         cache = Cache(failed_steps=self._lost_steps)
         self._facts, self._lost_steps = [], []
@@ -200,7 +200,7 @@ class Scheduler:
         return self._config.drafter(request.tokens, most)
 
     def _admissions(self) -> Iterator[Row]:
-        """Rows for the head of the queue, and news of those that the service does not know yet."""
+        """Rows for the head of the queue, with news of requests that were not sent to the service yet."""
         places = min(self._config.max_running - len(self._running), self._config.admit_rows)
         for request in islice(self._waiting, max(0, places)):
             if request.slot == NO_SLOT:
@@ -209,12 +209,12 @@ class Scheduler:
                 yield _news_of(request)
             yield AdmitRow(request.slot, cap=self._config.chunk_tokens, lookahead=self._config.lookahead)
 
-    # -- what is answered --------------------------------------------------------------------------------------------
+    # -- applying a result -------------------------------------------------------------------------------------------
 
-    def settle(self, part: Part, result: PartResult) -> list[Scheduled]:
-        """Make the answer true; the rows to compute."""
+    def apply_result(self, part: Part, result: PartResult) -> list[Scheduled]:
+        """Apply the result of a step to tables and requests. Returns the rows to compute."""
         self._tables.update(part, result)
-        self._untold_loss = False
+        self._unreported_loss = False
         self.counts.steps += 1
         self.counts.copies += len(result.orders.copy_src)
         scheduled = [
@@ -224,11 +224,11 @@ class Scheduler:
         ]
         self._preempt(result.preempted)
         scheduled += [self._schedule(request, granted) for request, granted in self._admitted(part, result)]
-        self._watch(bool(scheduled or result.preempted or part.facts.slot))
+        self._check_progress(bool(scheduled or result.preempted or part.facts.slot))
         return scheduled
 
     def _admitted(self, part: Part, result: PartResult) -> Iterator[tuple[Request, int]]:
-        """Move what was admitted from the queue to the running requests."""
+        """Move admitted requests from the queue to the running requests."""
         rows = zip(part.admit.slot, result.admit_status, result.admit_hit, result.admit_granted, strict=True)
         for slot, status, hit, granted in rows:
             request = self._by_slot[slot]
@@ -252,7 +252,7 @@ class Scheduler:
         self.counts.hit_tokens += hit
 
     def _preempt(self, slots: list[int]) -> None:
-        """Back to the front of the queue, in an order that keeps the oldest first."""
+        """Return requests to the front of the queue, the oldest first."""
         for slot in slots:
             request = self._by_slot[slot]
             self._running.remove(request)
@@ -268,16 +268,16 @@ class Scheduler:
         num_outputs = max(0, start + granted - (known - 1))
         return Scheduled(request, batch.Row(tokens, start, num_outputs, tables, states))
 
-    def _watch(self, moved: bool) -> None:
-        """Steps in which nothing can happen would go on for ever: that is a bug of one side, and loud."""
+    def _check_progress(self, moved: bool) -> None:
+        """Raise InternalError after MAX_IDLE_STEPS steps without progress, which would otherwise repeat forever."""
         self._idle_steps = 0 if moved else self._idle_steps + 1
         if self._idle_steps > MAX_IDLE_STEPS:
             raise InternalError(f"stuck with {self.num_running} running and {self.num_waiting} waiting requests")
 
-    # -- what was computed -------------------------------------------------------------------------------------------
+    # -- applying a launch -------------------------------------------------------------------------------------------
 
     def take(self, scheduled: list[Scheduled], logits: Tensor) -> None:
-        """Choose tokens from the logits of a launch, [outputs, vocabulary], rows one after the other."""
+        """Choose tokens from the logits of a launch, [outputs, vocabulary], in order of the rows."""
         chosen: list[int] = logits.argmax(dim=1).tolist()
         at = 0
         for one in scheduled:
@@ -289,21 +289,21 @@ class Scheduler:
             self._advance(one, accepted)
 
     def lose_step(self, seq: int) -> None:
-        """The launch of this step failed: the service must know before it counts as executed.
+        """Record that the launch of this step failed. The next part reports it, before the step counts as executed.
 
-        Its answer to the next step preempts the requests that the step granted tokens, and whoever hit their pages.
+        The result of that part preempts the requests that the step granted tokens, and requests that hit their pages.
         """
         self._lost_steps.append(seq)
-        self._untold_loss = True
+        self._unreported_loss = True
         self.counts.lost_steps += 1
 
     def take_finished(self) -> list[Request]:
-        """Requests that ended since the last call: with their last token, or given up with `error`."""
+        """Requests that ended since the last call: with their last token, or with `error`."""
         finished, self._finished = self._finished, []
         return finished
 
     def _accept(self, one: Scheduled, following: list[int]) -> list[int]:
-        """The tokens that join the request: drafts as long as they are what was chosen, and one more."""
+        """Append tokens to the request: the drafts that match the chosen tokens, and one more. Returns them."""
         if not following:
             return []
         drafts = one.row.tokens[len(one.row.tokens) - len(following) + 1 :]
@@ -319,7 +319,7 @@ class Scheduler:
         return accepted
 
     def _advance(self, one: Scheduled, accepted: list[int]) -> None:
-        """Note where the request stands; its facts for the next step."""
+        """Update the position of the request, and queue its facts for the next step."""
         request, row = one.request, one.row
         self.counts.computed_tokens += len(row.tokens)
         self.counts.generated_tokens += len(accepted)
@@ -359,5 +359,5 @@ def _check_drafts(spec: ReplicaSpec, num_drafts: int) -> None:
             raise InvalidArgument(
                 f"{num_drafts} drafts, {group.speculative_blocks} speculative blocks of {group.block_size} tokens",
                 field="num_drafts",
-                remedy="draft at most as many tokens as states are kept for, and less than a block",
+                remedy="set num_drafts to at most the speculative blocks, and below the block size",
             )

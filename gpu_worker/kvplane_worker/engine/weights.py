@@ -1,4 +1,4 @@
-"""The parameters of the reference model: drawn from a seed, and divided over ranks by heads and hidden units."""
+"""Parameters of the reference model: drawn from a seed, divided over ranks by heads and hidden units."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from torch import Tensor
 from kvplane_worker.engine.config import VOCABULARY, AttentionLayer, ModelConfig, StateLayer
 from kvplane_worker.pages.dtypes import TORCH_DTYPES
 
-# Outputs of a layer beside the residual stream: large enough that the context, not the last token, decides.
+# Size of a layer's output relative to the residual stream: large enough that outputs depend on the context.
 LAYER_GAIN = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """Of one attention layer: q [width, q_heads, size], k and v [width, kv_heads, size], out [q_heads, size, width]."""
+    """Parameters of an attention layer: q [width, q_heads, size], k and v [width, kv_heads, size], out [q_heads, size,
+    width].
+    """
 
     q: Tensor
     k: Tensor
@@ -27,10 +29,11 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class SelectiveWeights:
-    """Of one state layer.
+    """Parameters of a state layer.
 
     Attributes:
-        x: [width, heads, head_size]: the heads' inputs. b, c: [width, state_size].
+        x: [width, heads, head_size]: projection to the inputs of the heads.
+        b, c: [width, state_size].
         dt: [width, heads]; dt_bias: [heads].
         conv_x: [heads, head_size, conv_width]; conv_b, conv_c: [state_size, conv_width]. The bias is 0.
         a, d: [heads]; a is negative.
@@ -52,7 +55,7 @@ class SelectiveWeights:
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
-    """Of one feed-forward block: up [width, hidden], down [hidden, width]."""
+    """Parameters of a feed-forward block: up [width, hidden], down [hidden, width]."""
 
     up: Tensor
     down: Tensor
@@ -60,7 +63,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The whole model, or one rank's share of it: what is not divided is on every rank.
+    """Parameters of the whole model, or the share of one rank. Undivided parameters are on every rank.
 
     Attributes:
         embedding: [vocabulary, width].
@@ -75,7 +78,7 @@ class Weights:
 
 
 def draw_weights(config: ModelConfig) -> Weights:
-    """The parameters of the whole model, the same on every machine."""
+    """Draw the parameters of the whole model, equal on every machine."""
     draw = _Draw(config)
     return Weights(
         embedding=draw.normal(VOCABULARY, config.width),
@@ -101,11 +104,11 @@ class _Draw:
         return drawn.to(self._dtype)
 
     def matrix(self, inputs: int, *outputs: int, gain: float = 1.0) -> Tensor:
-        """Outputs are as large as inputs, times the gain."""
+        """A matrix whose outputs have the variance of its inputs, times the square of the gain."""
         return self.normal(inputs, *outputs) * (gain / math.sqrt(inputs))
 
     def back(self, *inputs: int) -> Tensor:
-        """From heads to the residual stream."""
+        """A matrix from heads to the residual stream."""
         return self.normal(*inputs, self._config.width) * (LAYER_GAIN / math.sqrt(math.prod(inputs)))
 
     def mixer(self, layer: AttentionLayer | StateLayer) -> AttentionWeights | SelectiveWeights:
@@ -142,7 +145,7 @@ class _Draw:
 
 
 def share_of(weights: Weights, rank: int, num_ranks: int, device: torch.device) -> Weights:
-    """One rank's heads and hidden units, on its device."""
+    """The heads and hidden units of one rank, on its device."""
 
     def cut(tensor: Tensor, dim: int) -> Tensor:
         return tensor.chunk(num_ranks, dim)[rank].contiguous().to(device)

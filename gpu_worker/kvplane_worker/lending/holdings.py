@@ -1,4 +1,4 @@
-"""What a worker holds: the pages of one rank, the stamp table beside them, and a staging buffer of the host."""
+"""What a worker holds: the pages of one rank, their stamp table, and a staging buffer in host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES, STAMPS, STAGING = "pages", "stamps", "staging"
 
 @dataclass(frozen=True, slots=True)
 class Handles:
-    """How another process maps what a worker holds."""
+    """Handles with which another process maps what a worker holds."""
 
     pages: MemoryHandle
     stamps: MemoryHandle
@@ -35,10 +35,10 @@ class Holdings:
     """Pages, stamps and staging buffer of one rank, allocated or mapped here.
 
     Attributes:
-        buffers: the pages.
-        stamps: their stamp table.
-        staging: uint8 [bytes] on the host.
-        handles: how another process maps them.
+        buffers: views of the pages.
+        stamps: the stamp table of the pages.
+        staging: staging buffer, uint8 [bytes] in host memory.
+        handles: with which another process maps all three.
     """
 
     buffers: PageBuffers
@@ -49,24 +49,25 @@ class Holdings:
 
     @classmethod
     def allocate(cls, plan: RankPlan, device: str, place: RunDir, staging_bytes: int) -> Holdings:
-        """Allocate zeroed pages of a new incarnation.
+        """Allocate zeroed pages, a stamp table and a staging buffer, with a new incarnation.
 
         Raises:
-            OutOfMemory: with the bytes asked and free, and the most blocks that would fit.
-            InvalidArgument: the plan contradicts itself.
+            OutOfMemory: too little memory; `metadata` has the bytes needed and free, and the most blocks that would
+                fit.
+            InvalidArgument: the plan is inconsistent.
         """
         plan.validate()
         staging_bytes = max(staging_bytes, plan.bytes_per_block)
         _check_memory(plan, device, staging_bytes)
-        with ExitStack() as unless_all_is_there:
+        with ExitStack() as cleanup:
             pages = allocate_memory(device, allocation_bytes(plan), place.shared_path(PAGES))
-            unless_all_is_there.callback(pages.close)
+            cleanup.callback(pages.close)
             stamps = SharedMemory.create(place.shared_path(STAMPS), table_bytes(plan.num_blocks))
-            unless_all_is_there.callback(stamps.close)
+            cleanup.callback(stamps.close)
             staging = SharedMemory.create(place.shared_path(STAGING), staging_bytes)
-            unless_all_is_there.callback(staging.close)
+            cleanup.callback(staging.close)
             buffers = PageBuffers(plan, pages.tensor())
-            unless_all_is_there.pop_all()
+            cleanup.pop_all()
         incarnation = secrets.randbits(64) or 1
         buffers.write_incarnation(incarnation)
         table = StampTable.create(stamps.view, plan.num_blocks, incarnation)
@@ -75,11 +76,11 @@ class Holdings:
 
     @classmethod
     def map(cls, plan: RankPlan, handles: Handles) -> Holdings:
-        """Map what a worker of this host holds.
+        """Map what a worker on this host holds.
 
         Raises:
-            NotFound, PermissionDenied: it is gone, or another user's.
-            FailedPrecondition: stamps and pages are not of one incarnation.
+            NotFound, PermissionDenied: the memory no longer exists, or belongs to another user.
+            FailedPrecondition: stamps and pages belong to different incarnations.
         """
         pages = open_memory(handles.pages)
         stamps, staging = SharedMemory.open(handles.stamps), SharedMemory.open(handles.staging)
@@ -94,29 +95,29 @@ class Holdings:
         return holdings
 
     def check_incarnation(self) -> None:
-        """Raise FailedPrecondition when the stamp table does not speak of these pages."""
-        told, found = self.stamps.incarnation, self.buffers.read_incarnation()
-        if told != found:
+        """Raise FailedPrecondition when the stamp table belongs to other pages."""
+        expected, found = self.stamps.incarnation, self.buffers.read_incarnation()
+        if expected != found:
             raise FailedPrecondition(
-                f"the stamp table is of incarnation {told:x}, the pages are of {found:x}",
+                f"the stamp table has incarnation {expected:x}, the pages have {found:x}",
                 field="incarnation",
                 remedy="restart the worker: its memory is damaged",
             )
 
     def rows(self, group: int) -> int:
-        """Blocks of a group that the staging buffer holds."""
+        """Rows of the staging buffer for a group; a row holds one block."""
         width = self.buffers.group(group).bytes_per_block
         return self.staging.numel() // width if width else 0
 
     def staging_rows(self, group: int, first: int, count: int) -> Tensor:
-        """Rows of the staging buffer, uint8 [count, bytes per block of the group]."""
+        """View rows of the staging buffer, uint8 [count, bytes per block of the group]."""
         width = self.buffers.group(group).bytes_per_block
         return self.staging[first * width : (first + count) * width].view(count, width)
 
     def close(self, lent: bool = False) -> None:
-        """Let go of everything; no view of it may be used afterwards.
+        """Release the memory. Views of it are invalid afterwards.
 
-        What is `lent` to a living process is not freed.
+        With `lent`, the owner frees nothing: a running process still maps the memory.
         """
         self.stamps.release()
         for memory in self._memories:
@@ -124,7 +125,7 @@ class Holdings:
 
 
 def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
-    """Refuse a plan before anything is allocated."""
+    """Raise OutOfMemory for a plan that does not fit, before anything is allocated."""
     host = table_bytes(plan.num_blocks) + staging_bytes
     needs = {device: allocation_bytes(plan)}
     needs[CPU] = needs.get(CPU, 0) + host
@@ -134,7 +135,7 @@ def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
             continue
         fits = _most_blocks(plan, where, device, free - (staging_bytes if where == CPU else 0))
         raise OutOfMemory(
-            f"{asked} bytes are asked for on {where}, {free} are free",
+            f"the plan needs {asked} bytes on {where}, {free} are free",
             field="device",
             remedy=f"plan at most {fits} blocks" if fits else "choose another device",
             metadata={"asked": str(asked), "free": str(free), "num_blocks": str(fits)},
@@ -142,7 +143,7 @@ def _check_memory(plan: RankPlan, device: str, staging_bytes: int) -> None:
 
 
 def _most_blocks(plan: RankPlan, where: str, device: str, free: int) -> int:
-    """Blocks of this plan that would fit, 0 when not even the null block and one more."""
+    """Most blocks of this plan that would fit; 0 when fewer than two would (block 0 is the null block)."""
     per_block = plan.bytes_per_block if where == device else 0
     if where == CPU:
         per_block += STAMP_BYTES

@@ -1,4 +1,4 @@
-"""The one process that writes the pages: an engine's, watched until it has exited."""
+"""The process that the pages are lent to, watched until it has exited. It is their only writer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Protocol
 
 from kvplane.base.errors import InvalidArgument, OtherWriter, PermissionDenied
 
-# Fields of /proc/PID/stat behind the name, which ends with the last parenthesis: the start time is field 22.
+# Index of the start time (field 22) among the fields of /proc/PID/stat after the name, which ends with ")".
 _START_FIELD = 22 - 3
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessName:
-    """A process of this host, which no later one can be taken for.
+    """Identifies a process on this host; unlike a pid alone, it is never reused.
 
     Attributes:
-        pid: its number.
-        start_ticks: when it was started, in ticks since boot.
+        pid: process id.
+        start_ticks: start time, in clock ticks since boot.
     """
 
     pid: int
@@ -30,19 +30,21 @@ class ProcessName:
 
     @classmethod
     def of(cls, pid: int) -> ProcessName:
-        """The process of this number. Raises InvalidArgument when there is none."""
+        """Name the process with this pid. Raises InvalidArgument when there is none."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
-            raise InvalidArgument(f"there is no process {pid}", field="pid", remedy="send your own") from None
+            raise InvalidArgument(
+                f"there is no process {pid}", field="pid", remedy="send the pid of the calling process"
+            ) from None
         return cls(pid, int(text.rpartition(")")[2].split()[_START_FIELD]))
 
 
 class Watched(Protocol):
-    """One process, which no later one can be taken for."""
+    """A process that is watched until it exits."""
 
     def has_exited(self) -> bool:
-        """Whether it writes no more, for ever."""
+        """Whether the process has exited, so that it can write no more."""
         ...
 
     def close(self) -> None:
@@ -51,17 +53,17 @@ class Watched(Protocol):
 
 
 class Writer:
-    """Who the pages are lent to. A process keeps them until it has exited; nothing else takes them from it."""
+    """The process that the pages are lent to. It has them until it exits; nothing else ends a loan."""
 
     def __init__(self, watch: Callable[[ProcessName], Watched] | None = None) -> None:
-        """`watch` begins to watch a process, or raises InvalidArgument or PermissionDenied; None: by the kernel."""
+        """`watch` starts to watch a process, or raises InvalidArgument or PermissionDenied; None = PidFd."""
         self._watch = watch or PidFd
         self._name: ProcessName | None = None
         self._watched: Watched | None = None
 
     @property
     def pid(self) -> int:
-        """The process that has the pages; 0 when none has, or it has exited."""
+        """The process that has the pages; 0 when there is none, or it has exited."""
         if self._name is None or self._watched is None:
             return 0
         if self._watched.has_exited():
@@ -70,21 +72,21 @@ class Writer:
         return self._name.pid
 
     def lend(self, name: ProcessName) -> bool:
-        """Lend the pages to a process; the same one may ask again. Returns whether they have changed hands.
+        """Lend the pages to a process. Returns whether they changed hands: False when that process already has them.
 
         Raises:
-            OtherWriter: another process has them and lives; `metadata["pid"]`.
-            InvalidArgument: there is no such process, or no longer.
-            PermissionDenied: it belongs to another user.
+            OtherWriter: another running process has them; `metadata["pid"]`.
+            InvalidArgument: there is no such process, or it has exited.
+            PermissionDenied: the process belongs to another user.
         """
         holder = self.pid
         if self._name == name:
             return False
         if holder:
             raise OtherWriter(
-                f"process {holder} has the pages",
+                f"the pages are lent to process {holder}",
                 field="pid",
-                remedy="end it; they change hands when it has exited",
+                remedy="stop that process; the pages are free once it has exited",
                 metadata={"pid": str(holder)},
             )
         self._watched, self._name = self._watch(name), name
@@ -98,29 +100,37 @@ class Writer:
 
 
 class PidFd:
-    """A process as the kernel watches it: by a descriptor."""
+    """A process watched through a pidfd (pidfd_open(2))."""
 
     def __init__(self, name: ProcessName) -> None:
-        """Of exactly this process, checked behind its opening: the number cannot pass on meanwhile.
+        """Open a pidfd of exactly this process. The name is checked after opening: an open pidfd follows no reused pid.
 
         Raises:
-            InvalidArgument: there is no such process, or no longer.
-            PermissionDenied: it belongs to another user.
+            InvalidArgument: there is no such process, or it has exited.
+            PermissionDenied: the process belongs to another user.
         """
         try:
             self._pidfd = os.pidfd_open(name.pid)
         except (OSError, OverflowError) as error:
-            raise InvalidArgument(f"process {name.pid}: {error}", field="pid", remedy="send your own") from None
-        with contextlib.ExitStack() as unless_it_is_right:
-            unless_it_is_right.callback(self.close)
+            raise InvalidArgument(
+                f"process {name.pid}: {error}", field="pid", remedy="send the pid of the calling process"
+            ) from None
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(self.close)
             if ProcessName.of(name.pid) != name or self.has_exited():
-                raise InvalidArgument(f"process {name.pid} is another one", field="start_ticks", remedy="send your own")
+                raise InvalidArgument(
+                    f"process {name.pid} has another start time",
+                    field="start_ticks",
+                    remedy="send pid and start time of the calling process",
+                )
             owner = Path(f"/proc/{name.pid}").stat().st_uid
             if owner != os.getuid():
                 raise PermissionDenied(
-                    f"process {name.pid} is user {owner}'s", field="pid", remedy="run the engine as the worker's user"
+                    f"process {name.pid} belongs to user {owner}",
+                    field="pid",
+                    remedy="run the engine as the worker's user",
                 )
-            unless_it_is_right.pop_all()
+            cleanup.pop_all()
 
     def has_exited(self) -> bool:
         """See Watched."""

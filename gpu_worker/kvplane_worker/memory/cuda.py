@@ -1,7 +1,7 @@
-"""CUDA memory by raw IPC handles, which the drivers of both processes settle between them.
+"""CUDA memory that two processes share by raw CUDA IPC handles.
 
-CuPy allocates and opens, torch sees the same bytes. Never torch's own IPC: its counters live in /dev/shm, which two
-containers need not share.
+CuPy allocates and maps, PyTorch views the same bytes. PyTorch's own IPC is not used: it keeps reference counters in
+/dev/shm, which two containers need not share.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from torch.utils.dlpack import from_dlpack
 from kvplane.base.errors import NotFound, OutOfMemory
 from kvplane_worker.memory.handle import MemoryHandle, MemoryKind
 
-# Smaller allocations share one of the driver's granules, and a handle lends the whole granule.
+# Allocations are multiples of this. Smaller ones would share a unit of the driver with others, and a handle exports
+# the whole unit.
 GRANULE_BYTES = 2 << 20
 
 
 class CudaMemory:
-    """One allocation, or the mapping of another process's.
+    """An allocation of this process, or the mapping of another process's allocation.
 
     Attributes:
-        handle: how others map it.
+        handle: with which other processes map it.
     """
 
     def __init__(self, handle: MemoryHandle, index: int, base: int, owned: bool) -> None:
         self.handle = handle
-        self._index = index  # of the device, as this process counts
+        self._index = index  # device index in this process
         self._base = base
         self._owned = owned
 
     @classmethod
     def create(cls, device: str, size_bytes: int) -> CudaMemory:
-        """Allocate zeroes. Raises OutOfMemory."""
+        """Allocate zeroed memory. Raises OutOfMemory."""
         cupy = _cupy()
         whole = -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES
         index = torch.device(device).index or 0
@@ -43,7 +44,7 @@ class CudaMemory:
             try:
                 pointer = cupy.cuda.runtime.malloc(whole)
             except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise OutOfMemory(f"{size_bytes} bytes: {error}", field="device", remedy="plan less") from None
+                raise OutOfMemory(f"{size_bytes} bytes: {error}", field="device", remedy="plan fewer blocks") from None
             cupy.cuda.runtime.memset(pointer, 0, whole)
             ipc = bytes(cupy.cuda.runtime.ipcGetMemHandle(pointer))
             offset = pointer - _allocation_base(pointer)
@@ -54,7 +55,7 @@ class CudaMemory:
 
     @classmethod
     def open(cls, handle: MemoryHandle) -> CudaMemory:
-        """Map what another process allocated. Raises NotFound when this process does not see the device."""
+        """Map the allocation of another process. Raises NotFound when the device is not visible to this process."""
         cupy = _cupy()
         index = _index_of(handle)
         with cupy.cuda.Device(index):
@@ -62,7 +63,7 @@ class CudaMemory:
         return cls(handle, index, base, owned=False)
 
     def tensor(self) -> Tensor:
-        """Its bytes as a uint8 tensor, valid until `close`."""
+        """View the bytes as a uint8 tensor, valid until `close`."""
         cupy = _cupy()
         size, start = self.handle.size_bytes, self._base + self.handle.offset_bytes
         memory = cupy.cuda.UnownedMemory(start, size, self, self._index)
@@ -71,10 +72,10 @@ class CudaMemory:
             return from_dlpack(array)
 
     def close(self, lent: bool = False) -> None:
-        """Free the allocation, or unmap it. No tensor over it may be used afterwards.
+        """Free the allocation, or unmap it. Tensors over it are invalid afterwards.
 
-        What is `lent` is not freed here: cudaFree before the importer has closed its mapping is undefined behaviour
-        (CUDA runtime API, cudaIpcOpenMemHandle).
+        With `lent`, an allocation is not freed: cudaFree before the importer has closed its mapping is undefined
+        behaviour (CUDA runtime API, cudaIpcOpenMemHandle).
         """
         if not self._base or (self._owned and lent):
             return
@@ -88,12 +89,12 @@ class CudaMemory:
 
 
 def free_cuda_bytes(device: str) -> int:
-    """Bytes that the device has free."""
+    """Free bytes on a device."""
     return torch.cuda.mem_get_info(torch.device(device))[0]
 
 
 def _cupy() -> Any:  # noqa: ANN401
-    """Loaded only where a CUDA device is asked for; `check_device` has said so when it is not installed."""
+    """CuPy, imported only for CUDA devices. `check_device` has raised where it is not installed."""
     import cupy
 
     return cupy
@@ -104,19 +105,19 @@ def _uuid(index: int) -> str:
 
 
 def _index_of(handle: MemoryHandle) -> int:
-    """The device of a handle, as this process counts."""
+    """Index of a handle's device in this process."""
     for index in range(torch.cuda.device_count()):
         if _uuid(index) == handle.device_uuid:
             return index
     raise NotFound(
-        f"this process does not see the worker's {handle.device}, GPU {handle.device_uuid}",
+        f"the worker's {handle.device}, GPU {handle.device_uuid}, is not visible to this process",
         field="device",
-        remedy="let the engine see the worker's device (CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES)",
+        remedy="make the device visible (CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES)",
     )
 
 
 def _allocation_base(pointer: int) -> int:
-    """Where the driver's allocation begins: what the handle of any pointer into it stands for."""
+    """Base address of the driver's allocation around a pointer: an IPC handle names the whole allocation."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     driver = ctypes.CDLL("libcuda.so.1")
     status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))

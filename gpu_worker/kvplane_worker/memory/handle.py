@@ -1,4 +1,4 @@
-"""How a process names memory that another one maps."""
+"""Handles: what a process sends so that another one can map its memory."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from enum import Enum
 
 
 class MemoryKind(Enum):
-    """Who knows the memory's name."""
+    """How the memory is named."""
 
-    SHARED = "shared"  # a file of shared memory
-    CUDA_IPC = "cuda_ipc"  # the CUDA driver; needs no shared /dev/shm
+    SHARED = "shared"  # by a path below /dev/shm
+    CUDA_IPC = "cuda_ipc"  # by a CUDA IPC handle; needs no shared /dev/shm
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """A piece of memory of this host.
+    """Names a range of memory on this host.
 
     Attributes:
-        kind: of the name.
-        path: SHARED: of the file.
-        ipc: CUDA_IPC: 64 bytes, which name a whole allocation at its base.
-        offset_bytes: where the piece begins in the file or allocation.
-        size_bytes: of the piece.
-        device: "cpu" or "cuda:N", N as the worker counts.
-        device_uuid: CUDA_IPC: of the device; processes may count differently.
+        kind: how the memory is named.
+        path: path of the file, with SHARED.
+        ipc: CUDA IPC handle of the whole allocation, 64 bytes, with CUDA_IPC.
+        offset_bytes: start of the range in the file or allocation.
+        size_bytes: size of the range.
+        device: "cpu" or "cuda:N"; N is the index in the worker's process.
+        device_uuid: UUID of the GPU, with CUDA_IPC: the index may differ between processes.
     """
 
     kind: MemoryKind

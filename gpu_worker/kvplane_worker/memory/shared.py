@@ -1,6 +1,6 @@
-"""Named shared memory: files of a memory file system, readable by their owner alone.
+"""Named shared memory: files in /dev/shm that only their owner can read.
 
-Plain files and not `multiprocessing.shared_memory`, whose tracker removes a name when any process that knew it ends.
+`multiprocessing.shared_memory` is not used: its resource tracker removes a name when any process that opened it exits.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CPU = "cpu"
 
 
 class SharedMemory:
-    """One mapped file.
+    """A mapped file.
 
     Attributes:
-        handle: how others map it.
-        view: its bytes.
+        handle: with which other processes map it.
+        view: the bytes.
     """
 
     def __init__(self, handle: MemoryHandle, mapping: mmap.mmap, owned: bool) -> None:
@@ -36,10 +36,10 @@ class SharedMemory:
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> SharedMemory:
-        """Create a file of zeroes, its memory reserved.
+        """Create a file of zeroes, with its memory reserved.
 
         Raises:
-            OutOfMemory: the file system has too little; nothing is left behind.
+            OutOfMemory: too little space; the file is removed.
         """
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, MODE)
         try:
@@ -49,25 +49,31 @@ class SharedMemory:
             path.unlink()
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
-            raise OutOfMemory(f"{size_bytes} bytes: {error.strerror}", field="device", remedy="plan less") from None
+            raise OutOfMemory(
+                f"{size_bytes} bytes: {error.strerror}", field="device", remedy="plan fewer blocks"
+            ) from None
         finally:
             os.close(descriptor)
         return cls(MemoryHandle(MemoryKind.SHARED, size_bytes, CPU, path=str(path)), mapping, owned=True)
 
     @classmethod
     def open(cls, handle: MemoryHandle, writable: bool = True) -> SharedMemory:
-        """Map what another process created.
+        """Map a file that another process created.
 
         Raises:
-            NotFound: it is gone.
-            PermissionDenied: it belongs to another user.
+            NotFound: the file was removed.
+            PermissionDenied: the file belongs to another user.
         """
         try:
             descriptor = os.open(handle.path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise NotFound(f"{handle.path} is gone", field="pages", remedy="attach to a worker that lives") from None
+            raise NotFound(
+                f"{handle.path} does not exist", field="pages", remedy="attach to a running worker"
+            ) from None
         except PermissionError:
-            raise PermissionDenied(f"{handle.path} is not yours", field="pages", remedy="run as its user") from None
+            raise PermissionDenied(
+                f"{handle.path} belongs to another user", field="pages", remedy="run the engine as the worker's user"
+            ) from None
         try:
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             mapping = mmap.mmap(descriptor, handle.size_bytes, access=access)
@@ -76,18 +82,18 @@ class SharedMemory:
         return cls(handle, mapping, owned=False)
 
     def tensor(self) -> Tensor:
-        """Its bytes as a uint8 tensor."""
+        """View the bytes as a uint8 tensor."""
         return torch.frombuffer(self.view, dtype=torch.uint8)
 
     def close(self, lent: bool = False) -> None:
-        """Give the name back, if it was created here. The memory goes with the last view of it, in any process."""
+        """Remove the name, if this process created it. The memory is freed with the last mapping, in any process."""
         del lent
         if self._owned:
             Path(self.handle.path).unlink(missing_ok=True)
 
 
 def free_shared_bytes() -> int:
-    """Bytes that shared memory may still take: of its file system, and of the machine."""
+    """Free bytes for shared memory: the smaller of the file system's space and the machine's available memory."""
     found = os.statvfs(SHM_FOLDER)
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
     return min(found.f_bavail * found.f_frsize, int(available.split()[1]) * 1024)

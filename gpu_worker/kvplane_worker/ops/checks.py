@@ -1,7 +1,8 @@
-"""What every backend refuses, in one place: arguments that do not fit together, found before anything is written.
+"""Argument checks that all backends share. They raise InvalidArgument before anything is written.
 
-Per launch only shapes, types, devices and host-side ids are looked at: microseconds, and nothing waits for a device.
-What lies in a device tensor is the caller's promise; `check_scales` looks once, when pages are set up.
+Each launch checks shapes, types, devices and host-side ids: this takes microseconds and does not wait for a device. The
+values in device tensors are not checked; the caller ensures that they are valid. `check_scales` reads scales once, when
+pages are set up.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def refuse(field: str, message: str, remedy: str) -> NoReturn:
 
 
 def expect(field: str, tensor: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], like: Tensor) -> None:
-    """Refuse a tensor of another shape (`ANY` fits all), type, or device than that of `like`."""
+    """Refuse a tensor with another shape (`ANY` matches every size) or type, or on another device than `like`."""
     if tensor.dim() != len(shape) or any(w not in (ANY, n) for w, n in zip(shape, tensor.shape, strict=True)):
         wanted = ", ".join("any" if size == ANY else str(size) for size in shape)
         refuse(field, f"shape {list(tensor.shape)}", f"give [{wanted}]")
@@ -50,7 +51,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def check_pages(pages: AttentionPages) -> None:
-    """Keys and values of one type whose shapes pair; scales if and only if they are 8-bit."""
+    """Check that keys and values have matching types and shapes, and scales exactly where they are 8-bit."""
     expect("pages.k", pages.k, (ANY,) * 4, (*FLOATS, EIGHT_BIT), pages.k)
     expect("pages.v", pages.v, (*pages.k.shape[:3], ANY), (pages.k.dtype,), pages.k)
     for field, scale in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
@@ -63,7 +64,7 @@ def check_pages(pages: AttentionPages) -> None:
 
 
 def check_scales(pages: AttentionPages) -> None:
-    """Refuse scales that are zero, negative, infinite or NaN. Waits for the device: once per layer, not per launch."""
+    """Refuse scales that are zero, negative, infinite or NaN. Waits for the device; called once per layer."""
     check_pages(pages)
     for field, scale in (("pages.k_scale", pages.k_scale), ("pages.v_scale", pages.v_scale)):
         if scale is None:
@@ -74,12 +75,12 @@ def check_scales(pages: AttentionPages) -> None:
 
 
 def partners(pages: Tensor) -> tuple[torch.dtype, ...]:
-    """The types of queries and new tokens that go with pages."""
+    """Supported types of queries and new tokens for these pages."""
     return FLOATS if pages.dtype == EIGHT_BIT else (pages.dtype,)
 
 
 def check_write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Tokens whose heads and sizes are the pages'."""
+    """Check that new tokens have the heads and sizes of the pages."""
     check_pages(pages)
     expect("key", key, (ANY, *pages.k.shape[2:]), partners(pages.k), pages.k)
     expect("value", value, (key.shape[0], *pages.v.shape[2:]), (key.dtype,), pages.k)
@@ -87,19 +88,19 @@ def check_write_kv(pages: AttentionPages, key: Tensor, value: Tensor, slots: Ten
 
 
 def check_latent_pages(pages: Tensor) -> None:
-    """Latent rows of a type that needs no scale."""
+    """Check that latent pages have a type without scale."""
     expect("pages", pages, (ANY,) * 3, FLOATS, pages)
 
 
 def check_write_latent(pages: Tensor, latent: Tensor, slots: Tensor) -> None:
-    """Rows of the pages' size and type."""
+    """Check that latent rows have the size and type of the pages."""
     check_latent_pages(pages)
     expect("latent", latent, (ANY, pages.shape[2]), (pages.dtype,), pages)
     expect("slots", slots, (latent.shape[0],), (torch.int64,), pages)
 
 
 def check_batch(batch: Batch, queries: int, like: Tensor) -> None:
-    """Tables, lengths and starts of as many rows; without starts, as many queries as rows."""
+    """Check that table, lengths and query starts have the same number of rows; without starts, one query per row."""
     expect("batch.block_table", batch.block_table, (ANY, ANY), (torch.int32,), like)
     rows = batch.block_table.shape[0]
     expect("batch.seq_lens", batch.seq_lens, (rows,), (torch.int32,), like)
@@ -110,24 +111,24 @@ def check_batch(batch: Batch, queries: int, like: Tensor) -> None:
 
 
 def check_one_query_per_row(batch: Batch) -> None:
-    """Decoding takes no `query_start`."""
+    """Check that a decode has no `query_start`."""
     if batch.query_start is not None:
         refuse("batch.query_start", "given to a decode", "give None, or call prefill_attention")
 
 
 def check_rule(rule: AttentionRule, q_heads: int, like: Tensor) -> None:
-    """At most one of window and chunk, and a sink per head or none."""
+    """Check that at most one of window and chunk is set, and that there is one sink per head or none."""
     for field, tokens in (("rule.window", rule.window), ("rule.chunk", rule.chunk)):
         if tokens < 0:
             refuse(field, f"{tokens} tokens", "give 0 for all tokens, or a count")
     if rule.window and rule.chunk:
-        refuse("rule.chunk", f"a chunk of {rule.chunk} beside a window of {rule.window}", "give one, 0 for the other")
+        refuse("rule.chunk", f"a chunk of {rule.chunk} and a window of {rule.window}", "set one of them to 0")
     if rule.sinks is not None:
         expect("rule.sinks", rule.sinks, (q_heads,), (torch.float32,), like)
 
 
 def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> None:
-    """Queries whose size is the keys' and whose heads are a multiple of theirs."""
+    """Check that queries have the size of the keys, and a multiple of their heads."""
     check_pages(pages)
     expect("query", query, (ANY, ANY, pages.k.shape[3]), partners(pages.k), pages.k)
     q_heads, kv_heads = query.shape[1], pages.k.shape[2]
@@ -138,7 +139,7 @@ def check_attention(query: Tensor, pages: AttentionPages, batch: Batch, rule: At
 
 
 def check_mla(query: Tensor, pages: Tensor, batch: Batch, value_size: int) -> None:
-    """Queries of the latents' size and type, values within it."""
+    """Check that queries have the size and type of the latent rows, and that values fit in a row."""
     check_latent_pages(pages)
     expect("query", query, (ANY, ANY, pages.shape[2]), (pages.dtype,), pages)
     check_one_query_per_row(batch)
@@ -148,7 +149,7 @@ def check_mla(query: Tensor, pages: Tensor, batch: Batch, value_size: int) -> No
 
 
 def check_state(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> None:
-    """States, tokens and parameters of one layer."""
+    """Check that states, tokens and parameters fit together."""
     expect("pages.ssm", pages.ssm, (ANY,) * 4, FLOATS, pages.ssm)
     num_blocks, heads, head_size, state_size = pages.ssm.shape
     channels = heads * head_size + 2 * state_size
@@ -167,7 +168,7 @@ def check_state(pages: StatePages, inputs: StateInputs, weights: StateWeights) -
 
 
 def check_group(group: GroupPages) -> None:
-    """One or more layers of bytes with as many blocks, on one device."""
+    """Check that a group has layers of bytes, with equal numbers of blocks, on one device."""
     if not group.layers:
         refuse("group.layers", "no layer", "give the pages of at least one layer")
     first = group.layers[0]
@@ -176,7 +177,7 @@ def check_group(group: GroupPages) -> None:
 
 
 def check_blocks(group: GroupPages, field: str, blocks: Sequence[int], written: bool) -> None:
-    """Ids within the pool; the null block is never written."""
+    """Check that block ids are in the pool, and that the null block is not written."""
     if not blocks:
         return
     num_blocks, lowest = group.layers[0].shape[0], 1 if written else 0
@@ -187,7 +188,7 @@ def check_blocks(group: GroupPages, field: str, blocks: Sequence[int], written: 
 
 
 def check_copies(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-    """As many sources as targets."""
+    """Check sources and targets of copies."""
     check_group(group)
     if len(src) != len(dst):
         refuse("dst", f"{len(dst)} targets for {len(src)} sources", "give one for each source")
@@ -196,13 +197,13 @@ def check_copies(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> N
 
 
 def check_staging(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-    """A row of bytes for each block, on the pages' device or in host memory."""
+    """Check that staging has a row of bytes per block, on the pages' device or in host memory."""
     like = staging if staging.device.type == "cpu" else group.layers[0]
     expect("staging", staging, (len(blocks), group.bytes_per_block), (torch.uint8,), like)
 
 
 def check_named_once(blocks: Sequence[int]) -> None:
-    """No block is written twice."""
+    """Check that no block is named twice."""
     if len(set(blocks)) != len(blocks):
         twice = next(block for block in blocks if list(blocks).count(block) > 1)
         refuse("blocks", f"block {twice} is named more than once", "name each block once")

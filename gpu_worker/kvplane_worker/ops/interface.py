@@ -1,13 +1,13 @@
-"""What a backend does with pages: one interface, so that an engine's step reads the same on every device.
+"""The operations that a backend provides, and the types of their arguments; the same on every device.
 
 Shapes are written [rows, heads, size]. A *row* is one request of a batch; its new tokens are its *queries*. Block
-tables hold block ids in token order, 0 is the null block: no kernel reads a page that the table does not name, and
-what the null block's page holds never reaches a result. Unused slots of a page may hold anything, also NaN.
+tables hold block ids in token order, 0 is the null block. An operation reads no page that the table does not name, and
+the content of the null block's page never affects a result. Unused slots of a page may hold any bytes, also NaN.
 
-Every operation runs on the device of its tensors, on the current stream where there is one, writes only what it
-names, and raises `InvalidArgument` for shapes and types that the backend does not take, before anything is written
-(`checks` holds what all backends refuse). Queries and new tokens are of their pages' type; with 8-bit pages they are of
-any other. Sums are kept in float32, in float64 where queries or tokens are float64.
+Every operation runs on the device of its tensors, on the current stream, and writes only the slots or blocks that it is
+given. It raises `InvalidArgument` for shapes and types that the backend does not support, before it writes (`checks`
+has the checks that all backends share). Queries and new tokens have the element type of the pages; with 8-bit pages,
+any wider type. Sums are computed in float32, in float64 where queries or tokens are float64.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class AttentionPages:
     """Keys and values of one layer, views of the page buffer.
 
     A page holds its keys [block_size, kv_heads, head_size], then its values [block_size, kv_heads, head_size_v]; the
-    strides between blocks are the plan's. Element types: float64, float32, bfloat16, float16, float8_e4m3fn.
+    strides between blocks follow the plan. Element types: float64, float32, bfloat16, float16, float8_e4m3fn.
 
     Attributes:
         k, v: [num_blocks, block_size, kv_heads, head_size], [num_blocks, block_size, kv_heads, head_size_v].
-        k_scale, v_scale: float32 [1] or [kv_heads], for 8-bit pages: stored value x scale = value. None otherwise.
+        k_scale, v_scale: float32 [1] or [kv_heads], for 8-bit pages: value = stored value x scale. None otherwise.
     """
 
     k: Tensor
@@ -52,29 +52,29 @@ class StatePages:
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """The whole pages of one KV cache group as bytes, for moving them.
+    """The whole pages of one KV cache group as bytes.
 
     Attributes:
-        layers: per layer of the group, uint8 [num_blocks, page_bytes]; page sizes may differ between layers.
+        layers: uint8 [num_blocks, page_bytes] for each layer of the group; page sizes may differ between layers.
     """
 
     layers: tuple[Tensor, ...]
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers: the width of a row of a staging buffer."""
+        """Bytes of one block over all layers; a row of a staging buffer has this width."""
         return sum(layer.shape[1] for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Which pages the rows of a launch read.
+    """The rows of a launch, and the pages that they read.
 
     Attributes:
-        block_table: int32 [rows, max_blocks], 0 where there is none (left the window) or none is needed. A token whose
-            block is 0 is not attended to. Blocks past seq_lens may be named already; they are not read.
-        seq_lens: int32 [rows]: tokens of the row up to and with its last query, all written to pages. 0: an empty row,
-            whose output is 0.
+        block_table: int32 [rows, max_blocks]; 0 where a block left the window or is not needed. A token whose block is
+            0 is not attended to. The table may already name blocks past seq_lens; they are not read.
+        seq_lens: int32 [rows]: tokens of the row including its last query, all written to pages. 0 = an empty row; its
+            output is 0.
         query_start: int32 [rows + 1]: queries of row r are [query_start[r], query_start[r + 1]); the last query of a
             row is its token seq_lens - 1. None: one query per row (decode), row r is query r.
     """
@@ -86,15 +86,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
-    """Which of the earlier tokens a query attends to, and how logits become weights. Always causal.
+    """Which earlier tokens a query attends to, and how logits become weights. Always causal.
 
-    A query that attends to no token (an empty row's, or all blocks null) has output 0.
+    A query that attends to no token (its row is empty, or all its blocks are null) has output 0.
 
     Attributes:
         scale: logits are scale x (q . k).
-        window: attended tokens, the query's own among them; 0 = all.
-        chunk: only tokens of the query's own chunk of so many tokens; 0 = all. At most one of window and chunk.
-        sinks: float32 [q_heads], one more logit per head that takes weight and has no value (gpt-oss); None = none.
+        window: number of attended tokens, including the query's own; 0 = all.
+        chunk: length of the chunks into which a sequence is cut, in tokens: a query attends to its own chunk; 0 = all.
+            At most one of window and chunk is set.
+        sinks: float32 [q_heads], one extra logit per head, which takes weight and has no value (gpt-oss); None = none.
     """
 
     scale: float
@@ -105,15 +106,15 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class StateInputs:
-    """The tokens of a launch for a recurrent layer, rows one after the other.
+    """The tokens of a launch for a recurrent layer, in order of the rows.
 
     Attributes:
         query_start: int32 [rows + 1], as in `Batch`.
-        read_block: int32 [rows]: the page of the state before the row's first token; 0 = the zero state.
-        write_block: int32 [tokens]: the page that keeps the state after the token, 0 = it is not kept. Where a row
-            names a page again, its last token counts; no two rows name the same.
+        read_block: int32 [rows]: the block with the state before the row's first token; 0 = the zero state.
+        write_block: int32 [tokens]: the block that receives the state after the token, 0 = it is not stored. Where a
+            row names a block twice, its last token counts; two rows never name the same block.
         x: [tokens, channels] with channels = heads x head_size + 2 x state_size: input, B and C before the convolution.
-        dt: [tokens, heads], positive (softplus and bias are the caller's).
+        dt: [tokens, heads], positive: the caller applies bias and softplus.
     """
 
     query_start: Tensor
@@ -130,7 +131,7 @@ class StateWeights:
     Attributes:
         conv_weight: [channels, width]; conv_bias: [channels]. The convolution is followed by SiLU.
         a: [heads], negative: the state decays by exp(dt x a) per token.
-        d: [heads]: weight of the input itself in the output.
+        d: [heads]: weight of the input in the output (skip connection).
     """
 
     conv_weight: Tensor
@@ -140,13 +141,13 @@ class StateWeights:
 
 
 class AttentionOps(Protocol):
-    """Operations on keys, values and latents. Heads are grouped (GQA): q_heads is a multiple of kv_heads."""
+    """Operations on keys, values and latent rows. Heads are grouped (GQA): q_heads is a multiple of kv_heads."""
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Write tokens' keys [tokens, kv_heads, head_size] and values into pages.
+        """Write keys [tokens, kv_heads, head_size] and values of new tokens into pages.
 
         `slots` is int64 [tokens]: block id x block_size + offset, -1 = skip this token. 8-bit pages store value /
-        scale, saturated to the type's range; a scale that is zero, negative or NaN is refused by `check_scales`.
+        scale, saturated to the type's range; `check_scales` refuses a scale that is zero, negative or NaN.
         """
 
     def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
@@ -159,7 +160,7 @@ class AttentionOps(Protocol):
         """Write latent rows [tokens, latent_size] into pages [num_blocks, block_size, latent_size]; see `write_kv`."""
 
     def mla_decode(self, query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-        """Latent attention (DeepSeek-V2): keys are latent rows, values their first `value_size` elements.
+        """Latent attention (DeepSeek-V2): latent rows are the keys, their first `value_size` elements the values.
 
         [rows, q_heads, latent_size] -> [rows, q_heads, value_size], in the query's type.
         """
@@ -172,38 +173,39 @@ class StateOps(Protocol):
         """Advance each row's state over its tokens; returns y [tokens, heads, head_size] in the type of x.
 
         Per token: u = silu(conv(x)) split into v [heads, head_size], B and C [state_size];
-        h = exp(dt a) h + dt v B^T; y = h C + d v (Dao and Gu, "Transformers are SSMs", 2024). All reads of states come
-        before all writes.
+        h = exp(dt a) h + dt v B^T; y = h C + d v (Dao and Gu, "Transformers are SSMs", 2024). All states are read
+        before any is written.
         """
 
 
 class PageOps(Protocol):
-    """Operations on whole pages of a group. Blocks are given as ids, on the host. The null block is never written.
+    """Operations on whole pages of a group. Block ids are host integers. The null block is never written.
 
-    Staging buffers lie on the pages' device or in host memory, rows strided as they may be, bytes of a row together.
+    A staging buffer is on the pages' device or in host memory. Its rows may have any stride; the bytes of a row are
+    contiguous.
     """
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] to dst[i] in every layer, as if one after the other (chains and swaps too)."""
+        """Copy block src[i] to dst[i] in every layer, with the result of copying in order (also chains and swaps)."""
 
     def zero_pages(self, group: GroupPages, blocks: Sequence[int]) -> None:
         """Set every byte of the blocks to 0."""
 
     def gather(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy blocks into rows of `staging`, uint8 [len(blocks), bytes_per_block], layers one after the other."""
+        """Copy blocks into rows of `staging`, uint8 [len(blocks), bytes_per_block], in order of the layers."""
 
     def scatter(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """The reverse of `gather`. A block may be named once."""
+        """Copy rows of `staging` into blocks, the reverse of `gather`. Each block is named once."""
 
     def checksum(self, group: GroupPages, blocks: Sequence[int]) -> Tensor:
         """Checksum of each block over all layers, int64 [len(blocks)] with values below 2^32; equal on every backend.
 
-        The bytes of a block in gather order, padded with zeroes to words of 4 and read little-endian: sum over i of
-        mix(word[i] + (i + 1) x 0x9E3779B1), modulo 2^32, where mix is the finalizer of MurmurHash3.
+        The bytes of a block, in gather order and padded with zeroes, form little-endian words of 4 bytes. The checksum
+        is the sum over i of mix(word[i] + (i + 1) x 0x9E3779B1), modulo 2^32; mix is the finalizer of MurmurHash3.
         """
 
 
-# What a worker does; attention and states are an engine's.
+# The operations that a worker uses. Engines also use attention and states.
 PAGE_OPERATIONS = ("copy_pages", "zero_pages", "gather", "scatter", "checksum")
 
 
@@ -211,7 +213,7 @@ class PagedOps(AttentionOps, StateOps, PageOps, Protocol):
     """A backend.
 
     Attributes:
-        name: "torch", "triton", ...; shown by `Worker.Describe`.
+        name: "torch", "triton", ...; returned by `Worker.Describe`.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""A backend proves itself when it is chosen: every operation beside the torch backend's, on the very device.
+"""Start check of a backend: its results of every trial are compared with the torch backend's, on the device in use.
 
-Tests prove a backend on the machines that tests run on. This says whether it is right on this one, with this driver and
-these versions; one that is not is not used. It costs some seconds where kernels are compiled already.
+Tests check a backend on the machines that run tests. This checks it on the machine at hand, with its driver and library
+versions; a backend that fails is not used. The check takes some seconds where kernels are compiled already.
 
     python -m kvplane_worker.ops.proof MODULE:CLASS DEVICE [OPERATION ...]     one JSON object on standard output
 """
@@ -26,17 +26,18 @@ from kvplane_worker.ops.interface import PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.trials import Outcome, Trial, trials
 
-LIMIT_S = 1800.0  # a cold FlashInfer compiles for minutes
-LOOK_S = 0.1
+LIMIT_S = 1800.0  # FlashInfer compiles for minutes when its cache is empty
+POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What trying a backend came to.
+    """Result of the start check of a backend.
 
     Attributes:
-        failure: the first trial that failed, and how; "" when none did.
-        trials: that were run; seconds: that they took.
+        failure: the first trial that failed, and how; "" = none failed.
+        trials: number of trials that ran.
+        seconds: time that they took.
     """
 
     failure: str
@@ -45,18 +46,18 @@ class Proof:
 
 
 def load(path: str) -> Any:  # noqa: ANN401
-    """The class that "module:class" names. Raises ImportError."""
+    """Import the class that "module:class" names. Raises ImportError."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def prove_apart(
+def prove_in_subprocess(
     path: str, device: torch.device, operations: Collection[str] = (), stop: threading.Event | None = None
 ) -> Proof:
-    """`prove` the backend that "module:class" names in a process of its own.
+    """Run `prove` in a child process, for the backend that "module:class" names.
 
-    So a kernel that ends its process, loses the device's context or never returns makes the backend unfit and nothing
-    else. `stop`, once set, ends the trials: that counts as a failure.
+    A kernel that crashes its process, corrupts the CUDA context or never returns then only rejects the backend. Setting
+    `stop` ends the trials, which counts as a failure.
     """
     command = [sys.executable, "-m", __name__, path, str(device), *operations]
     begun = time.perf_counter()
@@ -67,7 +68,7 @@ def prove_apart(
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         while True:
             try:
-                out, errors = child.communicate(timeout=LOOK_S)
+                out, errors = child.communicate(timeout=POLL_S)
                 break
             except subprocess.TimeoutExpired:
                 stopped = stop is not None and stop.is_set()
@@ -82,41 +83,41 @@ def prove_apart(
 
 
 def _end_of(code: int, errors: str) -> str:
-    """How a process ended, and its last words."""
+    """How a process ended, with the last line of its standard error."""
     last = next(reversed([line for line in errors.splitlines() if line.strip()]), "")
     how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return f"its process ended with {how}: {last.strip()}"
 
 
 def prove(ops: PagedOps, device: torch.device, operations: Collection[str] = ()) -> Proof:
-    """Try a backend, until a trial fails; of the operations named, or of every one."""
-    begun, yardstick = time.perf_counter(), TorchOps()
+    """Run the trials of the named operations, or of all, until one fails."""
+    begun, reference = time.perf_counter(), TorchOps()
     tried = [trial for trial in trials(device) if not operations or trial.operation in operations]
     for count, trial in enumerate(tried, 1):
-        if why := difference(trial, ops, yardstick):
+        if why := difference(trial, ops, reference):
             return Proof(f"{trial.operation} ({trial.name}): {why}", count, time.perf_counter() - begun)
     return Proof("", len(tried), time.perf_counter() - begun)
 
 
-def difference(trial: Trial, ops: PagedOps, yardstick: PagedOps) -> str:
-    """How a backend's outcome differs from another's, "" when it does not."""
-    want = trial.run(yardstick)
+def difference(trial: Trial, ops: PagedOps, reference: PagedOps) -> str:
+    """How the outcome of a trial differs from the reference; "" = it does not."""
+    want = trial.run(reference)
     try:
         with unwritten_is_nan():
             got = trial.run(ops)
-            return unlike(got, want, trial.steps)
+            return mismatch(got, want, trial.steps)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
 
 
-def unlike(got: Outcome, want: Outcome, steps: float) -> str:
-    """What differs between two outcomes."""
+def mismatch(got: Outcome, want: Outcome, steps: float) -> str:
+    """What differs between two outcomes; "" = nothing beyond rounding."""
     places = (got.memory != want.memory).nonzero() if got.memory.shape == want.memory.shape else None
     if places is None or len(places):
-        return "memory of another size" if places is None else f"{len(places)} bytes of memory differ"
+        return "memory has another size" if places is None else f"{len(places)} bytes of memory differ"
     if want.out is None:
         return ""
-    assert got.out is not None, "outcomes of one trial are of one form"
+    assert got.out is not None, "outcomes of one trial have the same form"
     if got.out.shape != want.out.shape or got.out.dtype != want.out.dtype:
         return f"{got.out.dtype} {list(got.out.shape)}, not {want.out.dtype} {list(want.out.shape)}"
     error = (got.out.double() - want.out.double()).abs()
@@ -127,7 +128,7 @@ def unlike(got: Outcome, want: Outcome, steps: float) -> str:
 
 @contextmanager
 def unwritten_is_nan() -> Iterator[None]:
-    """Within, torch fills new tensors with NaN, so that what an operation does not write is seen."""
+    """PyTorch fills new tensors with NaN in this context, so that elements that are not written fail the comparison."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -137,7 +138,7 @@ def unwritten_is_nan() -> Iterator[None]:
 
 
 def main() -> None:
-    """Prove what the command line names."""
+    """Run the start check that the command line names."""
     path, device, *operations = sys.argv[1:]
     where = torch.device(device)
     if where.type == "cuda":

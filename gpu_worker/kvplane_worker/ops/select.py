@@ -1,9 +1,9 @@
-"""Which backend works on a device: chosen once, when a worker starts, with reasons that `Worker.Describe` shows.
+"""Choose the backend for a device, once, when a worker starts. `Worker.Describe` returns the choice with its reasons.
 
-A backend is a class that carries out `interface.PagedOps` and says by `unfit(device)` why it cannot work there. It is
-listed in `BACKENDS` and imported only when it is considered, so that what it needs may be missing. What it says of
-itself is not enough: it has to prove itself beside the torch backend on the very device (`proof`), or it is not used.
-It does so in a process of its own, since a kernel that fails can end the process or leave it without the device.
+A backend is a class that implements `interface.PagedOps`; its `unfit(device)` returns why it cannot work on a device.
+Backends are listed in `BACKENDS` and imported only when they are considered, so their dependencies are optional. A
+backend is used only after it passed the start check on the device (`proof`). The check runs in a child process, because
+a kernel that fails can crash its process or corrupt the CUDA context.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import torch
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane_worker.ops.interface import PagedOps
-from kvplane_worker.ops.proof import Proof, load, prove_apart
+from kvplane_worker.ops.proof import Proof, load, prove_in_subprocess
 
 AUTO = "auto"
 PACKAGE = "kvplane_worker.ops"
 
-# Best first. "module:class", the module relative to PACKAGE. The last one works everywhere; others are proved by it.
+# In order of preference. "module:class", the module relative to PACKAGE. The last one works on every device and is the
+# reference of the start check.
 BACKENDS: dict[str, str] = {
     "triton": "triton_ops.entry:TritonEntry",
     "flashinfer": "flashinfer_ops.entry:FlashInferEntry",
     "torch": "torch_ops:TorchOps",
 }
-YARDSTICK = "torch"
+REFERENCE = "torch"
 
-# "module:class", device, and the operations to try (empty = every one).
+# Arguments: "module:class", device, operations to check (empty = all).
 Prover = Callable[[str, torch.device, Collection[str]], Proof]
 
 
@@ -37,18 +38,19 @@ class Backend(Protocol):
     """The class of a backend."""
 
     def __call__(self) -> PagedOps:
-        """Make the backend."""
+        """Create the backend."""
 
     def unfit(self, device: torch.device) -> str:
-        """Return why the backend cannot work on a device, "" when it can. A static method."""
+        """Return why the backend cannot work on a device; "" = it can. A static method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend and how it came to be chosen.
+    """The chosen backend.
 
     Attributes:
-        reasons: one line for each backend that was considered, in order: "triton: needs CUDA", "torch: chosen".
+        ops: the backend.
+        reasons: a line for each backend that was considered, in order: "triton: needs CUDA", "torch: chosen".
     """
 
     ops: PagedOps
@@ -56,35 +58,35 @@ class Choice:
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """The reasons, and what the backend has to say of its work so far: what it left to another one, and why."""
+        """The reasons, and the backend's own lines: which operations it passed to another backend so far, and why."""
         lines: tuple[str, ...] = getattr(self.ops, "explained", ())
         return (*self.reasons, *(f"{self.ops.name}: {line}" for line in lines))
 
 
 def choose(
-    device: torch.device | str, asked: str = AUTO, operations: Collection[str] = (), prove: Prover = prove_apart
+    device: torch.device | str, asked: str = AUTO, operations: Collection[str] = (), prove: Prover = prove_in_subprocess
 ) -> Choice:
-    """Return the first backend that fits the device, or the one asked for by name.
+    """Return the first backend that works on the device, or the one with the given name.
 
     Args:
-        device: of the pages.
+        device: device of the pages.
         asked: name of a backend, or "auto".
-        operations: that the caller will use, such as `PAGE_OPERATIONS`: only these are tried; empty = every one.
-        prove: tries a backend.
+        operations: operations that the caller will use, such as `PAGE_OPERATIONS`; only these are checked; empty = all.
+        prove: runs the start check.
 
     Raises:
         InvalidArgument: no backend has this name.
-        FailedPrecondition: the one asked for cannot work here, or none can; the message says why.
+        FailedPrecondition: the named backend, or every backend, does not work on the device; the message has reasons.
     """
     if asked != AUTO and asked not in BACKENDS:
         known = ", ".join((AUTO, *BACKENDS))
-        raise InvalidArgument(f"no backend is named {asked!r}", field="backend", remedy=f"give one of {known}")
+        raise InvalidArgument(f"unknown backend {asked!r}", field="backend", remedy=f"give one of {known}")
     device = torch.device(device)
     reasons: list[str] = []
     for name in BACKENDS if asked == AUTO else (asked,):
         ops, why = considered(name, device, operations, prove)
         if ops is not None:
-            return Choice(ops, (*reasons, f"{name}: chosen{', asked for by name' if asked == name else ''}{why}"))
+            return Choice(ops, (*reasons, f"{name}: chosen{', requested by name' if asked == name else ''}{why}"))
         reasons.append(f"{name}: {why}")
     remedy = f"give {AUTO!r}, or another device" if asked != AUTO else "give another device"
     raise FailedPrecondition(f"no backend for {device}: " + "; ".join(reasons), field="backend", remedy=remedy)
@@ -93,17 +95,17 @@ def choose(
 def considered(
     name: str, device: torch.device, operations: Collection[str], prove: Prover
 ) -> tuple[PagedOps | None, str]:
-    """Return a backend that works on the device, and what proved it; or None, and why it does not."""
+    """Return a backend that works on the device with a note on its check, or None with the reason."""
     path = f"{PACKAGE}.{BACKENDS[name]}"
     try:
         backend: Backend = load(path)
         if why_not := backend.unfit(device):
             return None, why_not
-        if name == YARDSTICK:
+        if name == REFERENCE:
             return backend(), ""
         proof = prove(path, device, operations)
         if proof.failure:
             return None, f"failed its start check: {proof.failure}"
-        return backend(), f"; {proof.trials} trials as torch's in {proof.seconds:.1f} s"
+        return backend(), f"; {proof.trials} trials equal to torch in {proof.seconds:.1f} s"
     except ImportError as error:
         return None, str(error)

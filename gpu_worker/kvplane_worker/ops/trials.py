@@ -1,7 +1,8 @@
-"""Small cases of every operation, the same on every machine: what a backend is tried with when it is chosen.
+"""Trials: small cases of every operation, equal on every machine, for the start check of a backend.
 
-As in life: rows of no token, of one, up to a block's edge and past it; shared prefixes; blocks that left the window.
-And worse: what must not be read is NaN, and what is read by mistake although it is written is loud.
+They cover rows of no token, of one token, up to a block boundary and past it; shared prefixes; blocks that left the
+window. Slots that must not be read hold NaN. Slots that are written but not attended to hold large values, so that
+reading them fails the comparison.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ KV_HEADS, Q_HEADS = 2, 4
 LENGTHS = (0, 1, 16, 75, 33, 90)
 QUERIES = (2, 1, 16, 30, 0, 5)
 NUM_BLOCKS = len(LENGTHS) * COLUMNS + 4
-LOUD = 40.0
-POISON = 0x7F  # as every byte of a float: NaN
+OUTLIER = 40.0
+POISON = 0x7F  # a float whose bytes all have this value is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an operation came to.
+    """Outcome of a trial.
 
     Attributes:
-        memory: bytes that all backends leave alike; integers that they return alike.
-        out: a result that is rounded; None where there is none.
+        memory: bytes that must be equal on all backends: pages, and integer results.
+        out: floating-point result, compared with a tolerance; None where there is none.
     """
 
     memory: Tensor
@@ -52,8 +53,10 @@ class Trial:
     """One case of one operation.
 
     Attributes:
-        run: carries it out on memory of its own, drawn anew and alike each time.
-        steps: largest difference of two backends, in `torch.finfo.eps` of the result's type x (1 + |result|).
+        operation: name of the operation.
+        name: what distinguishes the case.
+        run: runs the case on new memory, with the same content each time.
+        steps: largest difference between two backends, in `torch.finfo.eps` of the result's type x (1 + |result|).
     """
 
     operation: str
@@ -64,26 +67,26 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Random numbers, drawn on the host and then moved, so that every device gets the same."""
+    """Random numbers, drawn on the host and copied to the device, so that they are equal on every device."""
 
     device: torch.device
     generator: torch.Generator
 
     @classmethod
     def of(cls, device: torch.device, seed: int) -> Source:
-        """From a seed."""
+        """Create a source from a seed."""
         return cls(device, torch.Generator().manual_seed(seed))
 
     def normal(self, *shape: int) -> Tensor:
-        """Of a normal distribution, float32 on the host."""
+        """Draw from a normal distribution, float32 on the host."""
         return torch.randn(shape, generator=self.generator)
 
     def bytes(self, *shape: int) -> Tensor:
-        """Any bytes, on the device."""
+        """Draw bytes, on the device."""
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=self.generator).to(self.device)
 
     def order(self, count: int) -> Tensor:
-        """The numbers below `count` in any order, on the host."""
+        """A random permutation of the numbers below `count`, on the host."""
         return torch.randperm(count, generator=self.generator)
 
 
@@ -94,12 +97,12 @@ def poisoned(source: Source, shape: tuple[int, ...], dtype: torch.dtype) -> tupl
 
 
 def ints(source: Source, values: Sequence[int] | Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
-    """Integers on the device."""
+    """Copy integers to the device."""
     return torch.as_tensor(values, dtype=dtype).to(source.device)
 
 
 def trials(device: torch.device) -> tuple[Trial, ...]:
-    """All of them, cheap ones first."""
+    """All trials, cheap ones first."""
     groups = (page_trials, write_trials, state_trials, attention_trials, latent_trials)
     return tuple(trial for group in groups for trial in group(device))
 
@@ -109,11 +112,15 @@ def trials(device: torch.device) -> tuple[Trial, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What attention is tried with.
+    """One variant of attention.
 
     Attributes:
         pages, query: element types; 8-bit pages have scales.
-        has_hole: a row's second block is null.
+        size: elements of a head.
+        rule: window or chunk, and scale.
+        steps: see `Trial`.
+        has_sinks: the rule has sinks.
+        has_hole: the second block of a row is the null block.
     """
 
     pages: torch.dtype
@@ -126,7 +133,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """Type, rule, and what is special."""
+        """Element type, rule and special features."""
         parts = [str(self.pages).removeprefix("torch.")]
         parts += [
             f"{what} {tokens}" for what, tokens in (("window", self.rule.window), ("chunk", self.rule.chunk)) if tokens
@@ -134,7 +141,7 @@ class Form:
         return ", ".join(parts + ["sinks"] * self.has_sinks + ["a null block"] * self.has_hole)
 
 
-# Sums are kept in float32. Then weights and results are rounded, here and there; with 8-bit pages also scaled values.
+# Both sides sum in float32, then round weights and results; with 8-bit pages also scaled values.
 FORMS = (
     Form(torch.bfloat16, torch.bfloat16, 128, AttentionRule(0.25, window=20), steps=2.5),
     Form(torch.float16, torch.float16, 128, AttentionRule(0.25), steps=2.5),
@@ -144,7 +151,7 @@ FORMS = (
 
 
 def attention_trials(device: torch.device) -> list[Trial]:
-    """Decode and prefill of each form."""
+    """Decode and prefill of each variant."""
     decode = [Trial("decode_attention", form.name, partial(decoded, device, form), form.steps) for form in FORMS]
     return decode + [
         Trial("prefill_attention", form.name, partial(prefilled, device, form), form.steps) for form in FORMS
@@ -160,7 +167,7 @@ def decoded(device: torch.device, form: Form, ops: PagedOps) -> Outcome:
 
 
 def prefilled(device: torch.device, form: Form, ops: PagedOps) -> Outcome:
-    """Queries by `QUERIES`."""
+    """Rows with `QUERIES` queries."""
     source = Source.of(device, 2)
     pages, memory, batch = pages_and_batch(source, form, QUERIES)
     query = (2 * source.normal(sum(QUERIES), Q_HEADS, form.size)).to(form.query).to(device)
@@ -170,12 +177,12 @@ def prefilled(device: torch.device, form: Form, ops: PagedOps) -> Outcome:
 
 
 def with_sinks(source: Source, form: Form) -> AttentionRule:
-    """The form's rule."""
+    """The rule of a variant, with sinks on the device."""
     return replace(form.rule, sinks=2 * source.normal(Q_HEADS).to(source.device)) if form.has_sinks else form.rule
 
 
 def pages_and_batch(source: Source, form: Form, queries: tuple[int, ...]) -> tuple[AttentionPages, Tensor, Batch]:
-    """Pages that hold the rows and nothing else, their bytes, and the rows."""
+    """Pages that hold only the tokens of the rows, the bytes of these pages, and the batch."""
     table = block_table(source, form, queries)
     room, memory = poisoned(source, (NUM_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, form.size), form.pages)
     written, attended = slots_of(table, form.rule, queries)
@@ -183,7 +190,7 @@ def pages_and_batch(source: Source, form: Form, queries: tuple[int, ...]) -> tup
     for part, scale in enumerate(scales):
         values = source.normal(int(written.sum()), KV_HEADS, form.size)
         if part == 1:
-            values[~attended[written]] = LOUD
+            values[~attended[written]] = OUTLIER
         stored = (values if scale is None else values / scale[:, None]).to(form.pages)
         bytes_of(room[:, part])[written.to(source.device)] = bytes_of(stored).to(source.device)
     on_device = [None if scale is None else scale.to(source.device) for scale in scales]
@@ -192,12 +199,14 @@ def pages_and_batch(source: Source, form: Form, queries: tuple[int, ...]) -> tup
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A view as bytes: what masks and indices take of any type."""
+    """A view as bytes, which masks and indices support for every element type."""
     return tensor.view(torch.uint8)
 
 
 def block_table(source: Source, form: Form, queries: tuple[int, ...]) -> Tensor:
-    """Blocks of the rows, on the host: the last row begins as the fourth does, and has lost what left its window."""
+    """Blocks of the rows, on the host.
+    The last row shares a prefix with the fourth and has lost blocks behind its window.
+    """
     table = (source.order(NUM_BLOCKS - 2)[: len(LENGTHS) * COLUMNS] + 1).view(len(LENGTHS), COLUMNS)
     table[5, :3] = table[3, :3]
     if form.has_hole:
@@ -214,7 +223,7 @@ def first_attended(rule: AttentionRule, position: int) -> int:
 
 
 def slots_of(table: Tensor, rule: AttentionRule, queries: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Which slots hold a token, and which some query attends to: bool [blocks, block_size] on the host."""
+    """Which slots hold a token, and which of them a query attends to: bool [blocks, block_size] on the host."""
     written, attended = (torch.zeros((NUM_BLOCKS, BLOCK_SIZE), dtype=torch.bool) for _ in range(2))
     for row, length in enumerate(LENGTHS):
         at = torch.arange(length)
@@ -232,7 +241,7 @@ LATENT, VALUE = 576, 512
 
 
 def latent_trials(device: torch.device) -> list[Trial]:
-    """DeepSeek's sizes."""
+    """Latent decode with the sizes of DeepSeek."""
     return [Trial("mla_decode", f"bfloat16, {VALUE} of {LATENT}", partial(latent_decoded, device), 2.5)]
 
 
@@ -255,20 +264,22 @@ TOKENS, WRITTEN_BLOCKS = 21, 5
 
 
 def write_trials(device: torch.device) -> list[Trial]:
-    """Keys and values of 16 and 8 bits, and latents: bytes as torch rounds them."""
+    """Writes of keys and values with 16 and 8 bits, and of latents. Bytes must be equal to PyTorch's rounding."""
     some = [Trial("write_kv", str(dtype), partial(written_kv, device, dtype)) for dtype in (torch.bfloat16, FP8)]
     return [*some, Trial("write_latent", "torch.bfloat16", partial(written_latent, device))]
 
 
 def slots(source: Source) -> Tensor:
-    """Any slots outside the null block and the last two; some tokens are skipped."""
+    """Random slots outside the null block and the last two slots; some tokens are skipped."""
     chosen = source.order((WRITTEN_BLOCKS - 1) * BLOCK_SIZE - 2)[:TOKENS] + BLOCK_SIZE
     chosen[::6] = -1
     return ints(source, chosen, torch.int64)
 
 
 def written_kv(device: torch.device, dtype: torch.dtype, ops: PagedOps) -> Outcome:
-    """Tokens with outliers beyond the range of 8 bits; scales are powers of two, so that no quotient is rounded."""
+    """Tokens with outliers beyond the range of 8-bit types.
+    Scales are powers of two, so that no quotient is rounded.
+    """
     source = Source.of(device, 4)
     room, memory = poisoned(source, (WRITTEN_BLOCKS, 2, BLOCK_SIZE, KV_HEADS, 64), dtype)
     key, value = (source.normal(TOKENS, KV_HEADS, 64) for _ in range(2))
@@ -281,7 +292,7 @@ def written_kv(device: torch.device, dtype: torch.dtype, ops: PagedOps) -> Outco
 
 
 def written_latent(device: torch.device, ops: PagedOps) -> Outcome:
-    """New latents."""
+    """Write latent rows."""
     source = Source.of(device, 5)
     pages, memory = poisoned(source, (WRITTEN_BLOCKS, BLOCK_SIZE, LATENT), torch.bfloat16)
     ops.write_latent(pages, source.normal(TOKENS, LATENT).bfloat16().to(device), slots(source))
@@ -292,12 +303,12 @@ def written_latent(device: torch.device, ops: PagedOps) -> Outcome:
 
 
 def state_trials(device: torch.device) -> list[Trial]:
-    """Rows that read each other's targets, and one that names a page again."""
+    """A state step whose rows read blocks that others write, and where one row names a block twice."""
     return [Trial("state_step", "float32", partial(stepped, device), 300)]
 
 
 def stepped(device: torch.device, ops: PagedOps) -> Outcome:
-    """Three rows of 3, 1 and 4 tokens. The states go into `out`, behind y: they are rounded too."""
+    """Three rows of 3, 1 and 4 tokens. The states follow y in `out`: they are compared with a tolerance too."""
     source, (heads, size, state, width, blocks) = Source.of(device, 6), (2, 8, 4, 4, 8)
     channels = heads * size + 2 * state
     pages = StatePages(
@@ -321,14 +332,14 @@ def stepped(device: torch.device, ops: PagedOps) -> Outcome:
 
 WIDTHS = (64, 2048, 4112)
 PAGES = 9
-# Chains, a swap by way of a third, a target that is written twice.
+# Chains, a swap through a third block, a block that is written twice.
 COPIES = ((1, 2), (2, 3), (4, 1), (3, 4), (1, 5), (7, 5), (5, 8))
 READ, NAMED_ONCE = (5, 1, 1, 0, 8, 3), (5, 1, 8, 3)
 
 
 def page_trials(device: torch.device) -> list[Trial]:
-    """Moves within the device, and between it and the host."""
-    places = dict.fromkeys((device, torch.device("cpu")))  # one, where the device is the host
+    """Moves within the device, and between device and host."""
+    places = dict.fromkeys((device, torch.device("cpu")))  # one entry where the device is the host
     runs: dict[str, list[tuple[str, Callable[..., Outcome]]]] = {
         "copy_pages": [("chains", copied)],
         "zero_pages": [("pages", zeroed)],
@@ -340,7 +351,7 @@ def page_trials(device: torch.device) -> list[Trial]:
 
 
 def group_of(source: Source) -> tuple[GroupPages, Tensor]:
-    """Two layers whose pages of a block lie together, and one apart; all of their memory."""
+    """A group of two layers whose pages of a block are adjacent and one separate layer; and all of their memory."""
     memory, together = source.bytes(PAGES * sum(WIDTHS)), sum(WIDTHS[:2])
     first = memory[: PAGES * together].view(PAGES, together)
     last = memory[PAGES * together :].view(PAGES, WIDTHS[2])
@@ -348,52 +359,52 @@ def group_of(source: Source) -> tuple[GroupPages, Tensor]:
 
 
 def rows_on(place: torch.device, source: Source, count: int) -> Tensor:
-    """Staging full of something, pinned where it is for a GPU."""
+    """A staging buffer with random bytes, pinned where the device is a GPU."""
     rows = source.bytes(count, sum(WIDTHS)).to(place)
     return rows.pin_memory() if place.type == "cpu" and source.device.type == "cuda" else rows
 
 
 def copied(device: torch.device, ops: PagedOps) -> Outcome:
-    """Copies in order."""
+    """Copy pages."""
     group, memory = group_of(Source.of(device, 7))
     ops.copy_pages(group, [source for source, _ in COPIES], [target for _, target in COPIES])
     return Outcome(memory)
 
 
 def zeroed(device: torch.device, ops: PagedOps) -> Outcome:
-    """Some blocks, one of them twice."""
+    """Zero blocks, one of them named twice."""
     group, memory = group_of(Source.of(device, 8))
     ops.zero_pages(group, [3, 5, 3, 8])
     return Outcome(memory)
 
 
 def gathered(place: torch.device, device: torch.device, ops: PagedOps) -> Outcome:
-    """Rows that are then bytes beside the pages'."""
+    """Gather blocks. The rows are compared together with the pages."""
     source = Source.of(device, 9)
     group, memory = group_of(source)
     rows = rows_on(place, source, len(READ))
     ops.gather(group, READ, rows)
-    settle(device)
+    synchronize(device)
     return Outcome(torch.cat([memory, rows.flatten().to(device)]))
 
 
 def scattered(place: torch.device, device: torch.device, ops: PagedOps) -> Outcome:
-    """Blocks by new bytes."""
+    """Scatter new bytes into blocks."""
     source = Source.of(device, 10)
     group, memory = group_of(source)
     rows = rows_on(place, source, len(NAMED_ONCE))
     ops.scatter(group, NAMED_ONCE, rows)
-    settle(device)
+    synchronize(device)
     return Outcome(memory)
 
 
 def summed(device: torch.device, ops: PagedOps) -> Outcome:
-    """Sums as bytes: they are compared exactly."""
+    """Compute checksums, compared exactly, as bytes."""
     group, memory = group_of(Source.of(device, 11))
     return Outcome(torch.cat([memory, bytes_of(ops.checksum(group, READ))]))
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait for copies to and from the host."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Where in a rank's memory is which page? One allocation and a plan come in; typed views of every layer's pages go out.
+"""Where is each page in a rank's memory? One allocation and a plan come in; typed views of every layer's pages go out.
 
 buffers  the allocation, and its views as PyTorch and CuPy tensors
 mover    zeroes and copies of whole pages, as `kvplane.rank` orders them

@@ -1,4 +1,4 @@
-"""The pages of one rank: typed views per layer over one allocation, as the plan says."""
+"""The pages of one rank: typed views per layer over one allocation, laid out by the plan."""
 
 from __future__ import annotations
 
@@ -20,37 +20,41 @@ if TYPE_CHECKING:
     import cupy
 
 INCARNATION_BYTES = 8
-# Views of every element type need the allocation to be whole words of the largest.
+# The allocation is a multiple of the largest element size, so that it can be viewed as any element type.
 WORD_BYTES = 8
 
 
 def allocation_bytes(plan: RankPlan) -> int:
-    """Bytes to allocate for a plan, whole words."""
+    """Bytes to allocate for a plan, rounded up to whole words."""
     return math.ceil(plan.size_bytes / WORD_BYTES) * WORD_BYTES
 
 
 class PageBuffers:
-    """Views of one rank's pages. Groups overlap on purpose: a block belongs to one group at a time.
+    """Views of one rank's pages. Views of groups overlap by design: a block belongs to one group at a time.
 
-    A layer that shares another layer's cache is viewed by its own name too.
+    A layer that shares the cache of another layer has a view under its own name too.
 
     Attributes:
-        plan: what lies where.
-        memory: uint8 [allocation_bytes(plan)], the allocation itself.
+        plan: offsets and strides of all layers.
+        memory: the allocation, uint8 [allocation_bytes(plan)].
     """
 
     def __init__(self, plan: RankPlan, memory: Tensor) -> None:
-        """Lay the plan over memory.
+        """View memory as the plan lays it out.
 
         Raises:
-            InvalidArgument: the plan contradicts itself, or the memory is of another type or size.
+            InvalidArgument: the plan is inconsistent, or the memory has another type or size.
         """
         plan.validate()
         if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
-            raise InvalidArgument("not a row of bytes", field="memory", remedy="give a contiguous uint8 tensor")
+            raise InvalidArgument(
+                f"{memory.dtype} {list(memory.shape)}",
+                field="memory",
+                remedy="give a contiguous uint8 tensor with one dimension",
+            )
         if memory.numel() < allocation_bytes(plan):
             raise InvalidArgument(
-                f"{memory.numel()} bytes for a plan of {allocation_bytes(plan)}",
+                f"{memory.numel()} bytes, the plan needs {allocation_bytes(plan)}",
                 field="memory",
                 remedy="allocate allocation_bytes(plan)",
             )
@@ -65,7 +69,7 @@ class PageBuffers:
 
     @classmethod
     def allocate(cls, plan: RankPlan, device: str | torch.device = "cpu") -> PageBuffers:
-        """Allocate zeroed memory of this process; raises as the constructor."""
+        """Allocate zeroed memory private to this process; raises as the constructor."""
         plan.validate()
         return cls(plan, torch.zeros(allocation_bytes(plan), dtype=torch.uint8, device=device))
 
@@ -73,7 +77,9 @@ class PageBuffers:
         """The memory as a CuPy array of the same bytes, uint8 [bytes]. Raises FailedPrecondition for CPU memory."""
         if not self.memory.is_cuda:
             raise FailedPrecondition(
-                f"the pages are on {self.memory.device}", field="device", remedy="CuPy sees CUDA memory alone"
+                f"the pages are on {self.memory.device}",
+                field="device",
+                remedy="use as_cupy with pages on a CUDA device",
             )
         import cupy
 
@@ -81,7 +87,7 @@ class PageBuffers:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool, with the null block."""
+        """Blocks in the pool, including the null block."""
         return self.plan.num_blocks
 
     @property
@@ -90,23 +96,25 @@ class PageBuffers:
         return len(self.plan.groups)
 
     def layer(self, name: str) -> LayerPlace:
-        """Where a layer's pages lie. Raises NotFound."""
+        """Offset, stride and format of a layer's pages. Raises NotFound."""
         place = self._places.get(name)
         if place is None:
-            raise NotFound(f"this rank has no layer {name!r}", field="layer", remedy=f"it has {len(self._places)}")
+            raise NotFound(
+                f"this rank has no layer {name!r}", field="layer", remedy=f"name one of its {len(self._places)} layers"
+            )
         return place
 
     def attention(self, name: str, k_scale: Tensor | None = None, v_scale: Tensor | None = None) -> AttentionPages:
-        """Keys and values of a layer.
+        """View a layer's keys and values.
 
         Args:
-            name: of the layer.
-            k_scale, v_scale: of 8-bit pages, float32 [1] or [kv_heads]; 1 when not given. Others have none.
+            name: name of the layer.
+            k_scale, v_scale: scales of 8-bit pages, float32 [1] or [kv_heads]; None = 1. None for other pages.
 
         Raises:
-            NotFound: no such layer.
-            InvalidArgument: its pages are no keys and values, or packed in a form of their own; a scale that does
-                not suit.
+            NotFound: there is no such layer.
+            InvalidArgument: the layer's pages hold something else, or are packed; or a scale has another type or shape,
+                or is not positive and finite.
         """
         place = self.layer(name)
         spec = place.spec
@@ -119,12 +127,14 @@ class PageBuffers:
         v = self._view(place, v_shape, spec.dtype, math.prod(k_shape) * spec.dtype.num_bytes)
         if dtype not in SCALED:
             if k_scale is not None or v_scale is not None:
-                raise InvalidArgument(f"{name} holds {spec.dtype.value}", field="k_scale", remedy="give no scales")
+                raise InvalidArgument(
+                    f"{name} has pages of {spec.dtype.value}, which take no scale", field="k_scale", remedy="give None"
+                )
             return AttentionPages(k, v)
         return AttentionPages(k, v, self._scale("k_scale", spec, k_scale), self._scale("v_scale", spec, v_scale))
 
     def latent(self, name: str) -> Tensor:
-        """Latent rows of a layer, [num_blocks, block_size, latent_size]. Raises as `attention`."""
+        """View a layer's latent rows, [num_blocks, block_size, latent_size]. Raises as `attention`."""
         place = self.layer(name)
         spec = place.spec
         if not isinstance(spec, AttentionSpec) or not _is_latent(spec) or spec.state_bytes:
@@ -133,7 +143,7 @@ class PageBuffers:
         return self._view(place, (rows, spec.num_kv_heads * (spec.head_size + spec.head_size_v)), spec.dtype)
 
     def states(self, name: str) -> tuple[Tensor, ...]:
-        """Tensors of a layer's recurrent state, [num_blocks, *shape] each. Raises as `attention`."""
+        """View the tensors of a layer's recurrent state, [num_blocks, *shape] each. Raises as `attention`."""
         place = self.layer(name)
         spec = place.spec
         if not isinstance(spec, MambaSpec):
@@ -145,22 +155,22 @@ class PageBuffers:
         return tuple(views)
 
     def state(self, name: str) -> StatePages:
-        """A layer's state in Mamba-2's form: shapes [channels, width - 1] and [heads, head_size, state_size].
+        """View a layer's state in Mamba-2's form: shapes [channels, width - 1] and [heads, head_size, state_size].
 
         Raises:
-            NotFound, InvalidArgument: as `attention`; also when the shapes are others (see `states`).
+            NotFound, InvalidArgument: as `attention`; also when the state has another form (use `states`).
         """
         tensors = self.states(name)
         if [tensor.dim() - 1 for tensor in tensors] != [2, 3]:
             raise InvalidArgument(
                 f"the state of {name} has shapes {[tuple(tensor.shape[1:]) for tensor in tensors]}",
                 field="layer",
-                remedy="take its tensors by states()",
+                remedy="use states()",
             )
         return StatePages(*tensors)
 
     def group(self, group: int) -> GroupPages:
-        """The whole pages of a group as bytes. Raises InvalidArgument."""
+        """View the whole pages of a group as bytes. Raises InvalidArgument."""
         if not 0 <= group < self.num_groups:
             raise InvalidArgument(
                 f"there is no group {group}", field="group", remedy=f"give 0 to {self.num_groups - 1}"
@@ -171,12 +181,12 @@ class PageBuffers:
         return self._groups[group]
 
     def write_incarnation(self, incarnation: int) -> None:
-        """Write it where the null block's page begins in every group."""
+        """Write the incarnation into the first bytes of the null block's page."""
         row = torch.tensor(list(incarnation.to_bytes(INCARNATION_BYTES, "little")), dtype=torch.uint8)
         self.memory[:INCARNATION_BYTES].copy_(row)
 
     def read_incarnation(self) -> int:
-        """What the null block's page says; 0 in fresh memory."""
+        """Read the incarnation from the null block's page; 0 in new memory."""
         return int.from_bytes(bytes(self.memory[:INCARNATION_BYTES].cpu().tolist()), "little")
 
     def _bytes(self, place: LayerPlace) -> Tensor:
@@ -185,7 +195,7 @@ class PageBuffers:
         return self.memory.as_strided(size, (place.block_stride_bytes, 1), start)
 
     def _view(self, place: LayerPlace, shape: Sequence[int], dtype: DType, offset_bytes: int = 0) -> Tensor:
-        """[num_blocks, *shape] from `offset_bytes` of each page on, dense within a page."""
+        """A view [num_blocks, *shape] that begins at `offset_bytes` in each page and is contiguous within a page."""
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         typed = self.memory.view(TORCH_DTYPES[dtype])
         width = dtype.num_bytes
@@ -200,10 +210,14 @@ class PageBuffers:
             return torch.ones(1, dtype=torch.float32, device=self.memory.device)
         if given.dtype != torch.float32 or given.shape not in ((1,), (spec.num_kv_heads,)):
             raise InvalidArgument(
-                f"{given.dtype} {list(given.shape)}", field=field, remedy=f"give float32 [1] or [{spec.num_kv_heads}]"
+                f"type {given.dtype}, shape {list(given.shape)}",
+                field=field,
+                remedy=f"give float32 [1] or [{spec.num_kv_heads}]",
             )
         if not bool((given.isfinite() & (given > 0)).all()):
-            raise InvalidArgument("a scale is zero, negative or no number", field=field, remedy="give positive scales")
+            raise InvalidArgument(
+                "a scale is zero, negative, infinite or NaN", field=field, remedy="give finite scales above 0"
+            )
         return given
 
 
@@ -214,14 +228,16 @@ def _is_latent(spec: AttentionSpec) -> bool:
 def _other_kind(place: LayerPlace, what: str) -> InvalidArgument:
     packed = isinstance(place.spec, AttentionSpec) and place.spec.state_bytes
     return InvalidArgument(
-        f"pages of {place.name} hold no {what}: they are {'packed ' if packed else ''}{place.spec.type_name}",
+        f"pages of {place.name} hold no {what}: their format is {'packed ' if packed else ''}{place.spec.type_name}",
         field="layer",
-        remedy="take its bytes by group()",
+        remedy="use group() for the bytes",
     )
 
 
 def _check_alignment(place: LayerPlace) -> None:
-    """Pages must begin where their elements can, and the null block's page must hold the incarnation."""
+    """Raise InvalidArgument unless pages are aligned to their elements and the null block's page can hold the
+    incarnation.
+    """
     dtypes = place.spec.dtypes if isinstance(place.spec, MambaSpec) else (place.spec.precision,)
     offset = 0
     for index, dtype in enumerate(dtypes):
@@ -229,7 +245,7 @@ def _check_alignment(place: LayerPlace) -> None:
         for what, value in (("offset", place.offset_bytes + offset), ("stride", place.block_stride_bytes)):
             if value % width:
                 raise InvalidArgument(
-                    f"{place.name} has elements of {width} bytes and a {what} of {value}",
+                    f"the {what} of {place.name}, {value} bytes, is not a multiple of its element size, {width}",
                     field="tensors",
                     remedy=f"pad its page, or align its blocks (block_stride_alignment) to {width} bytes",
                 )
@@ -237,7 +253,7 @@ def _check_alignment(place: LayerPlace) -> None:
             offset += math.prod(place.spec.shapes[index]) * width
     if place.offset_bytes == 0 and place.spec.page_bytes < INCARNATION_BYTES:
         raise InvalidArgument(
-            f"pages of {place.name} have {place.spec.page_bytes} bytes",
+            f"pages of {place.name} have {place.spec.page_bytes} bytes, at least {INCARNATION_BYTES} are needed",
             field="tensors",
-            remedy=f"the null block's page holds the incarnation: {INCARNATION_BYTES} bytes",
+            remedy="pad its page: the page of block 0 holds the incarnation",
         )

@@ -1,4 +1,4 @@
-"""Element types of pages as torch has them."""
+"""Element types of pages as PyTorch types. `SCALED` types are stored with a scale."""
 
 from __future__ import annotations
 

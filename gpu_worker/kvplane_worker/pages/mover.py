@@ -1,4 +1,4 @@
-"""Orders on pages, carried out by a backend: what `kvplane.rank.Rank` moves pages with."""
+"""Zeroes and copies of whole pages by a backend; implements `kvplane.rank.PageMover`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplane_worker.pages.buffers import PageBuffers
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoves:
-    """All that a stream of a device was given before the event."""
+    """The work that was queued on a CUDA stream before `event`; implements `kvplane.rank.Moves`."""
 
     event: torch.cuda.Event
 
@@ -30,7 +30,8 @@ class DeviceMoves:
 class PageMover:
     """Zeroes and copies whole blocks of a rank's groups.
 
-    On a GPU the calls go to torch's current stream of the pages' device; launches must go to the same one.
+    On a GPU, calls are queued on PyTorch's current stream of the pages' device. Launches must use the same stream, so
+    that they run after the zeroes and copies.
     """
 
     buffers: PageBuffers
@@ -38,7 +39,7 @@ class PageMover:
 
     @property
     def num_groups(self) -> int:
-        """KV cache groups."""
+        """KV cache groups of the model."""
         return self.buffers.num_groups
 
     def zero(self, group: int, blocks: Sequence[int]) -> None:
@@ -48,13 +49,13 @@ class PageMover:
             self.ops.zero_pages(pages, blocks)
 
     def copy(self, group: int, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy block src[i] to dst[i], as if one after the other."""
+        """Copy block src[i] to dst[i], with the result of copying in order."""
         pages = self.buffers.group(group)
         if pages.layers:
             self.ops.copy_pages(pages, src, dst)
 
     def moves(self) -> DeviceMoves | None:
-        """All calls so far; None where the pages are on the host, whose calls end before they return."""
+        """All calls so far, to poll or wait for; None for pages on the host, where calls are synchronous."""
         memory = self.buffers.memory
         if not memory.is_cuda:
             return None

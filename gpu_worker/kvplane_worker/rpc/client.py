@@ -12,16 +12,16 @@ from kvplane.unary.calls import Answer, Call
 from kvplane_worker.lending.rundir import SOCKET
 
 WORKER = "kvplane.v1.Worker"
-MAX_MESSAGE_BYTES = 1 << 30  # the stamps of 2^27 blocks
+MAX_MESSAGE_BYTES = 1 << 30  # 2^27 blocks with 8 bytes of stamp each
 
 
 class WorkerClient(Client):
-    """Calls of kvplane.v1.Worker on the socket of a worker's directory; raises as Client does."""
+    """Calls kvplane.v1.Worker on the socket in a worker's directory; raises as Client does."""
 
     def __init__(self, run_dir: Path, timeout_s: float = 10.0) -> None:
         channel = open_channel(f"unix:{run_dir / SOCKET}", max_message_bytes=MAX_MESSAGE_BYTES)
         super().__init__(channel, timeout_s=timeout_s, max_message_bytes=MAX_MESSAGE_BYTES)
 
     def call(self, method: str, request: Message, answer_type: type[Answer]) -> Answer:
-        """One call, tried again when the worker cannot be reached."""
+        """Call a method; retries when the worker cannot be reached."""
         return self._do(Call(f"/{WORKER}/{method}", request, answer_type))

@@ -1,4 +1,4 @@
-"""Handlers from a servicer's methods: refusals become rich status here and nowhere else."""
+"""gRPC handlers around the methods of a servicer. The only place where refusals become gRPC status with details."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def service_handler(service: ServiceDescriptor, servicer: object) -> grpc.GenericRpcHandler:
-    """A servicer has a method of each name, which takes the request and returns the answer."""
+    """Return handlers for a service. `servicer` has a method per RPC that maps the request to the response."""
     handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
@@ -34,8 +34,8 @@ def _handler(method: MethodDescriptor, behaviour: Callable[[Any], Message]) -> A
         except KvplaneError as error:
             _abort(error, context)
         except Exception as error:
-            _log.exception("a bug in the worker")
-            _abort(InternalError(f"{type(error).__name__}: a bug, the log of the worker says more"), context)
+            _log.exception("unhandled exception in %s", method.full_name)
+            _abort(InternalError(f"{type(error).__name__} in {method.name}; see the log of the worker"), context)
 
     return grpc.unary_unary_rpc_method_handler(call)
 

@@ -17,10 +17,10 @@ _WORKER = pb.DESCRIPTOR.services_by_name["Worker"]
 
 
 class WorkerServer:
-    """Serves a servicer on the address of its post."""
+    """A gRPC server for one servicer, on one address."""
 
     def __init__(self, servicer: WorkerServicer, address: str) -> None:
-        """Listen; calls are answered after `start`."""
+        """Bind the address. Calls are answered after `start`."""
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
         threads = ThreadPoolExecutor(MAX_THREADS, "kvplane-worker", use_device, (servicer.device,))
         self._server = grpc.server(threads, options=options)
@@ -30,18 +30,18 @@ class WorkerServer:
         self._server.add_insecure_port(address)
 
     def start(self) -> None:
-        """Begin to answer, and say so."""
+        """Start to answer calls, and set health to SERVING."""
         self._server.start()
-        self._tell(health_pb2.HealthCheckResponse.SERVING)
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def leaving(self) -> None:
-        """Send nothing new here."""
-        self._tell(health_pb2.HealthCheckResponse.NOT_SERVING)
+        """Set health to NOT_SERVING."""
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
 
     def stop(self, grace_s: float) -> None:
-        """Stop; calls under way have so long."""
+        """Stop the server; calls under way may take `grace_s` seconds."""
         self._server.stop(grace_s).wait()
 
-    def _tell(self, status: int) -> None:
+    def _set_health(self, status: int) -> None:
         for name in ("", _WORKER.full_name):
             self._health.set(name, status)

@@ -1,4 +1,4 @@
-"""kvplane.v1.Worker: messages <-> our types; the one place of the worker where protobuf is known, with `server`."""
+"""Messages of kvplane.v1.Worker <-> the worker's own types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplane_worker.transfers import Outcome, Transfer, TransferKind
 
 
 def encode_handle(handle: MemoryHandle) -> pb.MemoryHandle:
-    """The message of a handle."""
+    """Encode a memory handle."""
     message = pb.MemoryHandle(
         offset_bytes=handle.offset_bytes,
         size_bytes=handle.size_bytes,
@@ -31,11 +31,13 @@ def encode_handle(handle: MemoryHandle) -> pb.MemoryHandle:
 
 
 def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
-    """The handle of a message; raises InvalidArgument for one that names nothing."""
+    """Decode a memory handle. Raises InvalidArgument when it has no name."""
     kinds = {"shared_path": MemoryKind.SHARED, "cuda_ipc": MemoryKind.CUDA_IPC}
     kind = kinds.get(message.WhichOneof("kind") or "")
     if kind is None:
-        raise InvalidArgument("a memory handle names nothing", field="kind", remedy="use one version of both sides")
+        raise InvalidArgument(
+            "the memory handle has no name", field="kind", remedy="use the same version on both sides"
+        )
     return MemoryHandle(
         kind,
         message.size_bytes,
@@ -48,7 +50,7 @@ def decode_handle(message: pb.MemoryHandle) -> MemoryHandle:
 
 
 def encode_attached(holdings: Holdings, stamps_only: bool) -> pb.AttachResponse:
-    """What an engine needs to map the holdings, or a scheduler to read the stamp table."""
+    """Encode what an engine needs to map the holdings; with `stamps_only`, the stamp table alone."""
     handles = holdings.handles
     message = pb.AttachResponse(
         stamps=encode_handle(handles.stamps),
@@ -62,15 +64,15 @@ def encode_attached(holdings: Holdings, stamps_only: bool) -> pb.AttachResponse:
 
 
 def decode_attached(message: pb.AttachResponse) -> tuple[RankPlan, Handles]:
-    """Plan and handles of the answer."""
+    """Decode the plan and the handles of an `Attach` response."""
     handles = Handles(*(decode_handle(one) for one in (message.pages, message.stamps, message.staging)))
     return wire.decode_plan(message.plan), handles
 
 
 def decode_transfer(message: pb.TransferRequest) -> Transfer:
-    """The order of a message; raises InvalidArgument naming the field of one without a kind."""
+    """Decode a transfer. Raises InvalidArgument when its kind is missing or unknown."""
     if not message.kind:
-        raise InvalidArgument("no kind is given", field="kind", remedy="use a value of TransferKind")
+        raise InvalidArgument("the kind is missing", field="kind", remedy="send a value of TransferKind")
     kind = decode_enum(pb.TransferKind, "TRANSFER_KIND", message.kind, "kind", TransferKind.COPY)
     return Transfer(
         kind,
@@ -86,17 +88,17 @@ def decode_transfer(message: pb.TransferRequest) -> Transfer:
 
 
 def encode_transferred(outcome: Outcome) -> pb.TransferResponse:
-    """The answer to a transfer."""
+    """Encode the outcome of a transfer."""
     return pb.TransferResponse(stamps=outcome.stamps, discarded=outcome.discarded)
 
 
 def encode_checksums(outcome: Outcome) -> pb.ChecksumResponse:
-    """The answer with checksums."""
+    """Encode checksums."""
     return pb.ChecksumResponse(checksums=outcome.checksums, stamps=outcome.stamps, discarded=outcome.discarded)
 
 
 def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:
-    """What the stamp table says, and the blocks that a transfer writes."""
+    """Encode the content of the stamp table, and the blocks that the running transfer writes."""
     stamps = holdings.stamps
     return pb.ClaimResponse(
         incarnation=stamps.incarnation,
@@ -106,10 +108,10 @@ def encode_claimed(holdings: Holdings, busy: Sequence[int]) -> pb.ClaimResponse:
 
 
 def encode_blocks(blocks: Sequence[int]) -> bytes:
-    """Block ids, u32 little-endian each."""
+    """Pack block ids, u32 little-endian each."""
     return pack(blocks, U32, "busy", "blocks")
 
 
 def decode_blocks(packed: bytes) -> tuple[int, ...]:
-    """Block ids of a column."""
+    """Unpack block ids."""
     return tuple(unpack(packed, U32, "busy", "blocks"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
-from kvplane_worker.ops.proof import prove_apart
+from kvplane_worker.ops.proof import prove_in_subprocess
 from kvplane_worker.ops.select import considered
 from kvplane_worker.ops.triton_ops import attention
 from kvplane_worker.ops.triton_ops.launch import chip_of
@@ -118,7 +118,7 @@ def flashinfer_peer(clock: Clock, sizes: Sizes, limits: Limits) -> Iterator[Figu
     """FlashInfer on the same pages, where it fits and passes the start check (its kernels are compiled there); planned
     before it is timed.
     """
-    ops, why = considered("flashinfer", clock.device, ("decode_attention",), prove_apart)
+    ops, why = considered("flashinfer", clock.device, ("decode_attention",), prove_in_subprocess)
     if ops is None:
         print(f"no peer flashinfer: {why}", flush=True)
         return

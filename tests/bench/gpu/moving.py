@@ -111,7 +111,7 @@ def link(clock: Clock, sizes: Sizes, limits: Limits, page_bytes: int) -> Iterato
         ):
             rate = count * page_bytes / clock.seconds_as_called(partial(work, group, blocks, rows))
             yield Figure(f"{what}, {way}", rate, limit.name, rate / limit.value, goal)
-    direct = moves.Move(int(kinds.GATHER), moves.on_device(blocks, clock.device), staging=rows, beside=True)
+    direct = moves.Move(int(kinds.GATHER), moves.on_device(blocks, clock.device), staging=rows, background=True)
     rate = count * page_bytes / clock.seconds(moves.move_launch(moves.LayerTable.of(group), direct).run)
     name = f"peer: a kernel writes pinned memory, {name}"
     yield Figure(name, rate, limits.to_host.name, rate / limits.to_host.value)

@@ -1,3 +1,8 @@
-"""FlashInfer's attention behind the interface of `kvplane_worker.ops`, where it is installed; `entry` is what selection
-sees. Everything that is not attention, and attention that it does not take, is another backend's.
+"""The FlashInfer backend of `kvplane_worker.ops`: attention by FlashInfer, everything else by another backend.
+
+entry    checks device and versions without importing FlashInfer; what selection loads
+backend  the operations, and the choice between FlashInfer and the other backend
+calls    the calls of FlashInfer
+indices  a batch in the form that FlashInfer reads
+plans    values cached per batch, shared by the layers of a step
 """

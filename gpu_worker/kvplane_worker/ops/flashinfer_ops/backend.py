@@ -1,4 +1,4 @@
-"""The FlashInfer backend: attention that it takes by its kernels, all else by another backend."""
+"""The FlashInfer backend: supported attention by FlashInfer's kernels, everything else by another backend."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ TYPES = (torch.bfloat16, torch.float16)
 SIZES = (64, 128, 256)
 LATENT_SIZE, LATENT_REST = 512, 64
 ALIGNMENT_BYTES = 16
-# Shared by all plans: what runs on one stream uses it in turn.
+# Shared by all plans. Safe: their kernels run on one stream, one after the other.
 WORKSPACE_BYTES = 128 << 20
-# A plan holds 8 MiB on the device and 8 of pinned memory.
+# A plan uses 8 MiB on the device and 8 MiB of pinned memory.
 MAX_PLANS, MAX_ROWS = 16, 32
 
 Planner = Callable[[Any, Tensor, PagedRows, Shape], Planned]
 
 
 class FlashInferOps:
-    """A backend around another one.
+    """Attention by FlashInfer, with another backend for everything else.
 
-    Tables and lengths are read on the host, once per batch and step: that waits for the device, and cannot be captured
-    in a graph.
+    Tables and lengths are copied to the host once per batch and step. The copy waits for the device, so that steps
+    cannot be captured in a CUDA graph.
 
     Attributes:
-        other: the backend of everything that FlashInfer does not do.
-        fallbacks: operation of attention → why it last went to the other backend; shown by `Worker.Describe`.
+        other: the backend for everything that FlashInfer does not support.
+        fallbacks: attention operation → why it was last passed to the other backend; returned by `Worker.Describe`.
     """
 
     name = "flashinfer"
@@ -46,7 +46,7 @@ class FlashInferOps:
         self.fallbacks: dict[str, str] = {}
         self._library = library
         self._rows: PerBatch[PagedRows | str] = PerBatch(MAX_ROWS)
-        self._plans: PerBatch[Planned] = PerBatch(MAX_PLANS, settle)
+        self._plans: PerBatch[Planned] = PerBatch(MAX_PLANS, synchronize)
         self._workspaces: dict[torch.device, Tensor] = {}
         self.write_kv, self.write_latent, self.state_step = other.write_kv, other.write_latent, other.state_step
         self.copy_pages, self.zero_pages = other.copy_pages, other.zero_pages
@@ -54,10 +54,14 @@ class FlashInferOps:
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """A line for each operation of attention left to the other backend so far, and what that one has to say."""
+        """A line for each attention operation passed to the other backend so far, and the lines of that backend."""
         left = (f"{operation} by {self.other.name}: {why}" for operation, why in self.fallbacks.items())
         theirs: tuple[str, ...] = getattr(self.other, "explained", ())
-        return (f"all but attention by {self.other.name}", *left, *(f"{self.other.name}: {line}" for line in theirs))
+        return (
+            f"everything but attention by {self.other.name}",
+            *left,
+            *(f"{self.other.name}: {line}" for line in theirs),
+        )
 
     def decode_attention(self, query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
         """See `AttentionOps.decode_attention`."""
@@ -91,7 +95,7 @@ class FlashInferOps:
         return self._planned(calls.latent, rows, batch, shape, query)(query, pages)
 
     def _taken(self, operation: str, why_not: str, batch: Batch, shape: Shape) -> PagedRows | None:
-        """The batch's rows, read once; None, and the reason kept, where the other backend has to do it."""
+        """The batch's rows, read once; None where the other backend must compute it: the reason goes to `fallbacks`."""
         if not why_not:
             block_size, window = shape.block_size, shape.window
             rows = self._rows.of(batch, (block_size, window), partial(paged_rows, batch, block_size, window))
@@ -102,7 +106,7 @@ class FlashInferOps:
         return None
 
     def _planned(self, plan: Planner, rows: PagedRows, batch: Batch, shape: Shape, query: Tensor) -> Planned:
-        """What runs a plan for the batch and sets the results of empty rows to 0; planned once, run by every layer."""
+        """A function that runs the batch's plan and sets results of empty rows to 0; all layers of a step share it."""
 
         def make() -> Planned:
             run, empty = plan(self._library, self._workspace(query), rows, shape), rows.empty.to(query.device)
@@ -117,47 +121,49 @@ class FlashInferOps:
 
 
 def run_and_clear(run: Planned, empty: Tensor, query: Tensor, pages: Any) -> Tensor:  # noqa: ANN401
-    """Run a plan; the results of `empty` queries become 0."""
+    """Run a plan, and set the results of `empty` queries to 0."""
     return run(query, pages).index_fill_(0, empty, 0)
 
 
-def settle() -> None:
-    """Wait for the device: plans copy from pinned memory of their own, which must not go while they do."""
+def synchronize() -> None:
+    """Wait for the device: a plan copies from its pinned memory, which must not be freed before the copy ends."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 def shape_of(query: Tensor, keys: Tensor, rule: AttentionRule) -> Shape:
-    """What a plan for keys and values depends on."""
+    """The parameters of a plan for keys and values."""
     _, block_size, kv_heads, size = keys.shape
     return Shape(query.shape[1], kv_heads, size, block_size, rule.scale, query.dtype, rule.window)
 
 
 def refusal(query: Tensor, pages: AttentionPages, rule: AttentionRule) -> str:
-    """Why FlashInfer does not attend to these pages with this query; "" when it does."""
+    """Why FlashInfer does not support these pages and this query; "" = it does."""
     if pages.k.dtype not in TYPES:
-        return f"pages of {checks.name_of(pages.k.dtype)}: bfloat16 or float16"
+        return f"pages of {checks.name_of(pages.k.dtype)}, supported are bfloat16 and float16"
     if rule.sinks is not None or rule.chunk:
-        return "sinks" if rule.sinks is not None else "chunks"
+        return f"{'sinks' if rule.sinks is not None else 'chunks'} are not supported"
     if pages.k.shape[3] not in SIZES or pages.v.shape[3] != pages.k.shape[3]:
-        return f"heads of {pages.k.shape[3]} and {pages.v.shape[3]} elements: both of {', '.join(map(str, SIZES))}"
+        return (
+            f"heads of {pages.k.shape[3]} and {pages.v.shape[3]} elements, supported are {', '.join(map(str, SIZES))}"
+        )
     if pages.k.stride() != pages.v.stride():
-        return "keys and values do not lie alike"
+        return "keys and values have different strides"
     return misaligned(query, pages.k, pages.v)
 
 
 def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
-    """Why FlashInfer does not attend to these latents with this query; "" when it does."""
+    """Why FlashInfer does not support these latent rows and this query; "" = it does."""
     if pages.dtype not in TYPES:
-        return f"latents of {checks.name_of(pages.dtype)}: bfloat16 or float16"
+        return f"latent rows of {checks.name_of(pages.dtype)}, supported are bfloat16 and float16"
     rest = pages.shape[2] - value_size
     if (value_size, rest) != (LATENT_SIZE, LATENT_REST):
-        return f"latents of {value_size} + {rest} elements: {LATENT_SIZE} + {LATENT_REST}"
+        return f"latent rows of {value_size} + {rest} elements, supported are {LATENT_SIZE} + {LATENT_REST}"
     return misaligned(query, pages)
 
 
 def misaligned(*tensors: Tensor) -> str:
-    """Why the kernels' 16-byte accesses do not fit some tensor; "" when they do."""
+    """Why the kernels' 16-byte accesses do not work on a tensor; "" = they do."""
     for tensor in tensors:
         steps = (stride * tensor.element_size() for stride in tensor.stride()[:-1])
         if tensor.stride(-1) != 1 or any(place % ALIGNMENT_BYTES for place in (tensor.data_ptr(), *steps)):

@@ -1,8 +1,9 @@
-"""The calls of FlashInfer: its wrappers are made, planned and run here and nowhere else.
+"""The calls of FlashInfer: the only module that creates, plans and runs its wrappers.
 
-As of flashinfer-python 0.7.2.post1: `BatchDecodeWithPagedKVCacheWrapper`, `BatchPrefillWithPagedKVCacheWrapper` and
-`mla.BatchMLAPagedAttentionWrapper`. All go to its "fa2" kernels, which every chip from sm_80 on has; on tensor cores
-these decode any number of query heads per key. `window_left` counts the tokens before the query, ours the query too.
+Written for flashinfer-python 0.7.2.post1: `BatchDecodeWithPagedKVCacheWrapper`, `BatchPrefillWithPagedKVCacheWrapper`
+and `mla.BatchMLAPagedAttentionWrapper`, all with the "fa2" kernels, which support every chip from sm_80 on; with tensor
+cores they decode any number of query heads per key. `window_left` counts the tokens before the query; our `window`
+includes the query.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from kvplane_worker.ops.flashinfer_ops.indices import PagedRows
 
 KERNELS, LAYOUT = "fa2", "NHD"
 
-# Query and pages (keys and values, or latents) to the result.
+# (query, pages: keys and values or latent rows) -> result.
 Planned = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a plan depends on beside the rows.
+    """Parameters of a plan, in addition to the rows.
 
     Attributes:
-        size: of a head; of the values of a latent. rest: of a latent beyond its values.
+        size: elements of a head; for latent rows, elements that are values.
+        rest: elements of a latent row that are not values; 0 for keys and values.
     """
 
     q_heads: int
@@ -41,7 +43,7 @@ class Shape:
 
 
 def decode(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Planned:  # noqa: ANN401
-    """One query per row."""
+    """Plan a decode."""
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
         workspace, kv_layout=LAYOUT, use_tensor_cores=True, backend=KERNELS
     )
@@ -50,7 +52,7 @@ def decode(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Pl
 
 
 def prefill(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Planned:  # noqa: ANN401
-    """Ragged queries, each attending to the tokens up to its own."""
+    """Plan a prefill of ragged queries, causal."""
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout=LAYOUT, backend=KERNELS)
     columns = rows.query_start, rows.indptr, rows.indices, rows.last_page_len
     wrapper.plan(*columns, *heads(shape), causal=True, **rule(shape))
@@ -58,18 +60,18 @@ def prefill(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> P
 
 
 def heads(shape: Shape) -> tuple[int, int, int, int]:
-    """Query heads, key-value heads, elements of a head, tokens of a page: as both wrappers take them."""
+    """Query heads, kv heads, elements of a head, tokens of a page: positional arguments of both wrappers."""
     return shape.q_heads, shape.kv_heads, shape.size, shape.block_size
 
 
 def rule(shape: Shape) -> dict[str, Any]:
-    """Window, scale and types: as both wrappers take them."""
+    """Window, scale and types: keyword arguments of both wrappers."""
     types = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype}
     return {"window_left": shape.window - 1, "sm_scale": shape.scale, **types}
 
 
 def latent(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Planned:  # noqa: ANN401
-    """One query per row on latents."""
+    """Plan a decode over latent rows."""
     wrapper = library.mla.BatchMLAPagedAttentionWrapper(workspace, backend=KERNELS)
     wrapper.plan(
         metadata=library.mla.MLAPlanMetadata.csr(rows.query_start, rows.indptr, rows.indices, rows.lengths),
@@ -86,7 +88,7 @@ def latent(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Pl
     )
 
     def run(query: Tensor, pages: Tensor) -> Tensor:
-        """Both in the two parts of a latent."""
+        """Run the plan; query and pages are split into the two parts of a latent row."""
         out: Tensor = wrapper.run(query=parts(query, shape.size), kv_cache=parts(pages, shape.size))
         return out
 
@@ -94,5 +96,5 @@ def latent(library: Any, workspace: Tensor, rows: PagedRows, shape: Shape) -> Pl
 
 
 def parts(tensor: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The elements that are values too, and the rest."""
+    """Split latent rows into the elements that are values, and the rest."""
     return tensor[..., :size], tensor[..., size:]

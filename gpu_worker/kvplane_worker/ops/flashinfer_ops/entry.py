@@ -1,4 +1,4 @@
-"""What selection looks at before it imports FlashInfer."""
+"""Checks that selection runs before it imports FlashInfer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kvplane_worker.ops.torch_ops import TorchOps
 from kvplane_worker.ops.triton_ops.entry import TritonEntry
 
 PACKAGE = "flashinfer-python"
-# From the version whose calls were read to the next that may change them.
+# Supported versions: FIRST <= version < BELOW. Later ones may change the calls.
 FIRST, BELOW = (0, 7, 2), (0, 8)
 MIN_CAPABILITY = (8, 0)
 REMEDY = f"install {PACKAGE}>=0.7.2,<0.8"
 
 
 class FlashInferEntry:
-    """Makes a `FlashInferOps`, where it fits."""
+    """Creates a `FlashInferOps` where the machine supports it."""
 
     def __new__(cls) -> PagedOps:  # type: ignore[misc]
-        """Import FlashInfer, and make the backend around the best other one of the current device.
+        """Import FlashInfer, and create the backend with the best other backend of the current device.
 
         Raises:
-            ImportError: FlashInfer, or what it needs, is not to be imported.
+            ImportError: FlashInfer or a dependency cannot be imported.
         """
         from kvplane_worker.ops.flashinfer_ops.backend import FlashInferOps
 
@@ -43,28 +43,28 @@ class FlashInferEntry:
 
     @staticmethod
     def unfit(device: torch.device) -> str:
-        """Return why the backend cannot work on a device, "" when it can."""
+        """Return why the backend cannot work on a device; "" = it can."""
         if device.type != "cuda":
             return f"needs a CUDA device, not {device.type}"
         if not torch.cuda.is_available():
-            return "torch finds no CUDA device"
+            return "PyTorch finds no CUDA device"
         capability = torch.cuda.get_device_capability(device)
         return unfit_machine(capability, installed_version(), nvcc(), find_spec("flashinfer_jit_cache") is not None)
 
 
 def best_other(device: torch.device) -> PagedOps:
-    """A new backend for what FlashInfer does not take: Triton's where it is proved, else torch's."""
+    """Create the backend for what FlashInfer does not support: Triton where it passes its start check, else torch."""
     return TritonEntry() if is_triton_proved(device) else TorchOps()
 
 
 @cache
 def is_triton_proved(device: torch.device) -> bool:
-    """True when Triton's kernels fit the device and prove themselves there; asked once."""
+    """True when the Triton backend supports the device and passes its start check there; computed once."""
     return not TritonEntry.unfit(device) and not prove(TritonEntry(), device).failure
 
 
 def installed_version() -> str:
-    """FlashInfer's version, "" when it is not installed."""
+    """The installed version of FlashInfer; "" = none."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -72,7 +72,7 @@ def installed_version() -> str:
 
 
 def nvcc() -> str | None:
-    """Where FlashInfer would find the compiler of its kernels; None when there is none."""
+    """Path of the compiler that FlashInfer would use for its kernels; None = there is none."""
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"))
     home = next((home for home in homes if home), None)
     given = os.environ.get("FLASHINFER_NVCC") or (f"{home}/bin/nvcc" if home else shutil.which("nvcc"))
@@ -81,13 +81,13 @@ def nvcc() -> str | None:
 
 
 def unfit_machine(capability: tuple[int, int], version: str, compiler: str | None, has_prebuilt: bool) -> str:
-    """Return why FlashInfer cannot run with this device, version and compiler, "" when it can."""
+    """Return why FlashInfer cannot run with this device, version and compiler; "" = it can."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
     if not version:
         return f"flashinfer is not installed: {REMEDY}"
     if not FIRST <= numbers(version) < BELOW:
-        return f"flashinfer {version} is not known here: {REMEDY}"
+        return f"flashinfer {version} is not supported: {REMEDY}"
     if compiler or has_prebuilt:
         return ""
     return "no nvcc, which compiles FlashInfer's kernels: set CUDA_HOME, or install flashinfer-jit-cache"

@@ -1,7 +1,7 @@
-"""A batch as FlashInfer reads it: the blocks of all rows one after the other, from where each row's window begins.
+"""A batch in FlashInfer's form: the concatenated blocks of all rows, each from the start of its window.
 
-Only what is attended to is named: blocks that left the window are not among the indices, and none is the null block.
-So nothing is read that the table does not name, and positions still count from the end of a row, as its window does.
+The indices name only blocks that are attended to: no blocks that left the window, and never the null block. Positions
+still count from the end of a row, as the window does.
 
         table        | 0  0  7  4  9  |      seq_len 70, block 16, window 20, one query: tokens 50..69
         indices               4  9           (tokens 48..69; the window cuts off 48 and 49)
@@ -20,15 +20,15 @@ from kvplane_worker.ops.interface import Batch
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """Rows as columns, int32 on the host.
+    """The rows of a batch as columns, int32 on the host.
 
     Attributes:
         query_start: [rows + 1].
         indptr: [rows + 1]: blocks of row r are indices[indptr[r] : indptr[r + 1]].
-        lengths: [rows]: tokens from the first of those blocks on; at least 1.
-        last_page_len: [rows]: of them, in the last block.
-        empty: int64: queries of rows without tokens, whose result is 0 whatever is computed. Such rows, and those
-            without queries, are given one token of another row, so that no row is without blocks.
+        lengths: [rows]: tokens in these blocks; at least 1.
+        last_page_len: [rows]: tokens in the last block.
+        empty: int64: queries of rows without tokens; their result must be set to 0. These rows, and rows without
+            queries, get one block of another row, because FlashInfer requires a block in every row.
     """
 
     query_start: Tensor
@@ -40,7 +40,7 @@ class PagedRows:
 
 
 def paged_rows(batch: Batch, block_size: int, window: int) -> PagedRows | str:
-    """The rows of a batch; or why FlashInfer cannot be told of them. Waits for the device."""
+    """Convert a batch; or return why FlashInfer does not support it. Waits for the device."""
     table, seq_lens = batch.block_table.cpu(), batch.seq_lens.cpu().long()
     starts = torch.arange(len(seq_lens) + 1) if batch.query_start is None else batch.query_start.cpu().long()
     queries = starts.diff()
@@ -53,12 +53,12 @@ def paged_rows(batch: Batch, block_size: int, window: int) -> PagedRows | str:
     attended = works[:, None] & (column >= first[:, None]) & (column < end[:, None])
     blocks = table[attended]
     if not blocks.all():
-        return "a null block is among those to attend to"
+        return "a null block is inside the attended range"
     return columns(blocks, torch.where(works, seq_lens - first * block_size, 0), starts, block_size)
 
 
 def columns(blocks: Tensor, lengths: Tensor, starts: Tensor, block_size: int) -> PagedRows:
-    """Rows of so many tokens (0: of a row without work) in `blocks`, which lie one row after the other."""
+    """Build the columns for rows of `lengths` tokens (0 = a row without work) in the concatenated `blocks`."""
     works = lengths > 0
     counts = -(-lengths // block_size)
     borrowed = torch.where(works, counts, 1)

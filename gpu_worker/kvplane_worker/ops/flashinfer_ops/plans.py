@@ -1,4 +1,4 @@
-"""What is derived from a batch once and used by every layer of a step."""
+"""A cache of values that are derived from a batch once and used by every layer of a step."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Kept(Generic[Value]):
-    """A value with the batch that it was derived from, which cannot be another one's while it is kept."""
+    """A cached value. The reference to its batch keeps the ids of the batch's tensors from being reused."""
 
     batch: Batch
     value: Value
 
 
 class PerBatch(Generic[Value]):
-    """The values of the batches used last.
+    """Caches the values of the most recently used batches.
 
-    A batch is known by its tensors and how often torch has changed them; what was written to them past torch is not
-    seen. Tensors made in inference mode do not count changes: nothing derived from them is kept.
+    The key of a batch is its tensors with their version counters; writes that bypass PyTorch are not detected. Tensors
+    created in inference mode have no version counter: values derived from them are not cached.
     """
 
     def __init__(self, most: int, dropped: Callable[[], None] = lambda: None) -> None:
-        """Keep at most so many; `dropped` is called before one is let go."""
+        """Cache at most `most` values; `dropped` is called before one is dropped."""
         self._most = most
         self._dropped = dropped
         self._kept: OrderedDict[Hashable, Kept[Value]] = OrderedDict()
 
     def of(self, batch: Batch, also: Hashable, make: Callable[[], Value]) -> Value:
-        """The value for a batch and whatever else it depends on, made where it is not kept."""
+        """The value for a batch and the other key `also`; computed by `make` where it is not cached."""
         tensors = [part for part in (batch.block_table, batch.seq_lens, batch.query_start) if part is not None]
         if any(part.is_inference() for part in tensors):
             return make()
@@ -53,5 +53,5 @@ class PerBatch(Generic[Value]):
 
 
 def version(tensor: Tensor) -> tuple[int, int]:
-    """Which tensor it is, and how often it was changed."""
+    """Identity and version counter of a tensor."""
     return id(tensor), tensor._version

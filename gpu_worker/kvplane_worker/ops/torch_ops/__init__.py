@@ -1,4 +1,4 @@
-"""The torch backend: right on every device, and the way the worker goes where no kernel fits."""
+"""The torch backend: correct on every device; used where no kernel supports the device, shape or type."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvplane_worker.ops.torch_ops import attention, pages, state, write
 
 
 class TorchOps:
-    """`interface.PagedOps` in torch operations, for CPU and CUDA tensors. Each method checks, then acts.
+    """`interface.PagedOps` in PyTorch operations, for CPU and CUDA tensors. Each method checks its arguments first.
 
-    Sums are kept in float32, in float64 for float64. Prefill, state steps and writes with skipped tokens wait for the
-    device, because shapes depend on what they read; kernels do not.
+    Sums are computed in float32, in float64 for float64. Prefill, state steps and writes with skipped tokens wait for
+    the device, because the shapes of their tensors depend on values there.
     """
 
     name = "torch"
@@ -35,7 +35,7 @@ class TorchOps:
         if device.type not in ("cpu", "cuda"):
             return f"not tested on {device.type}"
         if device.type == "cuda" and not torch.cuda.is_available():
-            return "torch finds no CUDA device"
+            return "PyTorch finds no CUDA device"
         return ""
 
     def write_kv(self, pages: AttentionPages, key: Tensor, value: Tensor, slots: Tensor) -> None:

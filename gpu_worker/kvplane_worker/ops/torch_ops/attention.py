@@ -1,7 +1,7 @@
 """Attention on paged keys and values: gather the pages that the table names, mask, multiply.
 
-What may hold anything (slots past the end, the null block's page) is kept out twice: its logits are masked, and its
-values are set to 0, because 0 x NaN is NaN.
+Slots past the end of a row and the null block's page may hold any bytes. Their logits are masked, and their values are
+set to 0 as well, because 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 from kvplane_worker.ops.interface import AttentionPages, AttentionRule, Batch
 from kvplane_worker.ops.torch_ops.write import bits
 
-# Gathered pages and logits are worked on in pieces of at most so many elements.
+# Most elements of gathered pages or logits at a time.
 PIECE_ELEMENTS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The keys and values of some rows, one row after the other.
+    """The gathered keys and values of some rows.
 
     Attributes:
-        k, v: [rows, tokens, kv_heads, size] in the type of the sums; v is 0 where nothing is.
-        position: [rows, tokens]: of each token in its sequence.
-        present: [rows, tokens]: the token is of the row and its block is not null.
+        k, v: [rows, tokens, kv_heads, size] in the type of the sums; v is 0 where `present` is False.
+        position: [rows, tokens]: position of the token in its sequence.
+        present: [rows, tokens]: the token belongs to the row and its block is not null.
     """
 
     k: Tensor
@@ -35,7 +35,7 @@ class Context:
 
 
 def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-    """One query per row, all rows at once; nothing waits for the device."""
+    """Attention of one query per row, in batches of rows. Does not wait for the device."""
     columns = columns_of_a_query(rule, pages.k.shape[1], batch.block_table.shape[1])
     elements = columns * pages.k.shape[1] * pages.k.shape[2] * (pages.k.shape[3] + pages.v.shape[3])
     rows_at_once = max(1, PIECE_ELEMENTS // max(1, elements))
@@ -52,13 +52,13 @@ def decode(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRu
 
 
 def columns_of_a_query(rule: AttentionRule, block_size: int, max_blocks: int) -> int:
-    """How many blocks, from the first that it attends to, one query can need."""
+    """Most blocks that one query can attend to."""
     extent = rule.window or rule.chunk
     return min(max_blocks, (extent + block_size - 2) // block_size + 1) if extent else max_blocks
 
 
 def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Tensor:
-    """Row by row, because rows differ in queries and in length; long rows in pieces."""
+    """Attention of ragged queries, row by row, because rows differ in queries and length; long rows in pieces."""
     assert batch.query_start is not None
     starts, seq_lens = batch.query_start.tolist(), batch.seq_lens.tolist()
     out = query.new_empty((*query.shape[:2], pages.v.shape[3]))
@@ -66,7 +66,9 @@ def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionR
         queries_at_once = max(1, PIECE_ELEMENTS // max(1, seq_len * query.shape[1]))
         for start in range(starts[row], starts[row + 1], queries_at_once):
             end = min(start + queries_at_once, starts[row + 1])
-            position = torch.arange(start, end)[None] + (seq_len - starts[row + 1])  # on the host: shapes follow
+            position = torch.arange(start, end)[None] + (
+                seq_len - starts[row + 1]
+            )  # on the host, since shapes depend on it
             first_column = int(first_attended(rule, position[:, :1])) // pages.k.shape[1]
             end_column = int(position[0, -1]) // pages.k.shape[1] + 1
             column = torch.arange(first_column, end_column, device=query.device)[None]
@@ -77,7 +79,7 @@ def prefill(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionR
 
 
 def mla_decode(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Tensor:
-    """One head of keys, whose beginnings are the values."""
+    """Latent attention: one key-value head; the values are the first elements of the keys."""
     keys = pages[:, :, None, :]
     return decode(query, AttentionPages(keys, keys[..., :value_size]), batch, AttentionRule(scale))
 
@@ -92,9 +94,9 @@ def first_attended(rule: AttentionRule, position: Tensor) -> Tensor:
 
 
 def gathered(pages: AttentionPages, table: Tensor, column: Tensor, last: Tensor, dtype: torch.dtype) -> Context:
-    """The pages in the columns [rows, columns] of the table, up to each row's `last` token.
+    """Gather the pages in the columns [rows, columns] of the table, up to each row's `last` token.
 
-    Columns past the table's end are past `last` too, so what is taken for them does not matter.
+    Clamping columns past the table's end is safe: they are past `last` too, so their tokens are masked.
     """
     block_size, max_blocks = pages.k.shape[1], table.shape[1]
     block = table.long().gather(1, column.clamp(max=max_blocks - 1))
@@ -109,12 +111,12 @@ def gathered(pages: AttentionPages, table: Tensor, column: Tensor, last: Tensor,
 
 
 def scaled(values: Tensor, scale: Tensor | None) -> Tensor:
-    """Values [..., heads, size] of stored ones."""
+    """Multiply stored values [..., heads, size] by their scale."""
     return values if scale is None else values * scale[:, None]
 
 
 def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionRule) -> Tensor:
-    """Query [rows, queries, q_heads, head_size] at `position` [rows, queries], in its own type."""
+    """Attend with queries [rows, queries, q_heads, head_size] at `position` [rows, queries]; result in their type."""
     rows, queries, q_heads, head_size = query.shape
     kv_heads = context.k.shape[2]
     grouped = query.to(context.k.dtype).reshape(rows, queries, kv_heads, -1, head_size)
@@ -127,7 +129,7 @@ def attended(query: Tensor, context: Context, position: Tensor, rule: AttentionR
 
 
 def softmax(logits: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weights of [rows, kv_heads, group, queries, tokens] where the mask is true, 0 elsewhere; spoils the logits."""
+    """Weights [rows, kv_heads, group, queries, tokens], 0 where the mask is False. Overwrites the logits."""
     logits = logits.masked_fill_(~mask, float("-inf"))
     if sinks is None:
         return logits.softmax(-1).masked_fill_(~mask, 0)

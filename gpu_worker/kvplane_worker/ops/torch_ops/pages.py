@@ -1,4 +1,4 @@
-"""Moving whole pages."""
+"""Copies, zeroes, gathers, scatters and checksums of whole pages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvplane_worker.ops.interface import GroupPages
 
-# Checksums are made of so many bytes at once.
+# Most bytes that checksums are computed from at a time.
 PIECE_BYTES = 1 << 23
 WORD = 0xFFFFFFFF
 
 
 def copy(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Copies one after the other come to this: each target gets what its last source held at the beginning."""
+    """Copy with the result of copying in order: copies are resolved to the original source of each target."""
     origin: dict[int, int] = {}
     for source, target in zip(src, dst, strict=True):
         origin[target] = origin.get(source, source)
@@ -28,28 +28,28 @@ def copy(group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
 
 
 def zero(group: GroupPages, blocks: Sequence[int]) -> None:
-    """Fill with 0."""
+    """Set every byte of the blocks to 0."""
     at = ids(group, blocks)
     for layer in group.layers:
         layer[at] = 0
 
 
 def gather(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-    """Blocks into rows."""
+    """Copy blocks into rows of staging."""
     at = ids(group, blocks)
     for layer, part in zip(group.layers, parts(group, staging), strict=True):
         part.copy_(layer[at])
 
 
 def scatter(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-    """Rows into blocks."""
+    """Copy rows of staging into blocks."""
     at = ids(group, blocks)
     for layer, part in zip(group.layers, parts(group, staging), strict=True):
         layer[at] = part.to(layer.device)
 
 
 def checksum(group: GroupPages, blocks: Sequence[int]) -> Tensor:
-    """In 64-bit numbers, of which the lower half is kept: products wrap as they should."""
+    """Checksums, computed in int64 and masked to 32 bits, so that products wrap modulo 2^32."""
     device, num_bytes = group.layers[0].device, group.bytes_per_block
     sums = torch.empty(len(blocks), dtype=torch.int64, device=device)
     at_once = max(1, PIECE_BYTES // max(1, num_bytes))
@@ -73,12 +73,12 @@ def mix(h: Tensor) -> Tensor:
 
 
 def ids(group: GroupPages, blocks: Sequence[int]) -> Tensor:
-    """Block ids as an index."""
+    """Block ids as an index tensor."""
     return torch.tensor(blocks, dtype=torch.int64, device=group.layers[0].device)
 
 
 def parts(group: GroupPages, staging: Tensor) -> Iterator[Tensor]:
-    """The columns of each layer."""
+    """The columns of staging that belong to each layer."""
     start = 0
     for layer in group.layers:
         yield staging[:, start : start + layer.shape[1]]

@@ -1,4 +1,4 @@
-"""The step of a recurrent state: the convolution for all tokens at once, then token after token, all rows at once."""
+"""Recurrent state steps: the convolution of all tokens at once, then the recurrence token by token for all rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvplane_worker.ops.interface import StateInputs, StatePages, StateWeights
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """In which order tokens are taken: the first of each row, the second of each row that has one, ...
+    """The order in which tokens are processed: the first token of every row, the second of every row that has one, ...
 
-    Rows are taken by falling length, so that those that still run are always the first ones.
+    Rows are sorted by descending length, so that the rows that still have tokens are always a prefix.
 
     Attributes:
-        rows: row ids in that order.
-        tokens: token ids in that order, column after column.
-        columns: where each column is in `tokens`.
+        rows: row ids in this order.
+        tokens: token ids in this order, column by column.
+        columns: slice of each column in `tokens`.
     """
 
     rows: list[int]
@@ -69,26 +69,26 @@ def step(pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tenso
 
 
 def index(values: list[int], like: Tensor) -> Tensor:
-    """An index on the device of `like`."""
+    """An index tensor on the device of `like`."""
     return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
 def initial(states: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies of the states in the blocks, 0 for block 0: what the rows start from."""
+    """The initial states of rows: copies of the states in the blocks, 0 for block 0."""
     found = (blocks != 0).reshape(-1, *[1] * (states.dim() - 1))
     return torch.where(found, states[blocks].to(dtype), 0)
 
 
 def histories(last: Tensor, inputs: StateInputs, dtype: torch.dtype) -> Tensor:
-    """Inputs of the convolution [tokens, width, channels]: each token after those before it, in its row or before it.
+    """Inputs of the convolution [tokens, width, channels]: each token preceded by earlier ones of the row or its state.
 
-        known:  [row 0: w - 1 inputs before it][row 1: ...] ... [the launch's tokens]
+    known:  [row 0: w - 1 inputs before it][row 1: ...] ... [the launch's tokens]
     """
     rows, channels, before = last.shape
     start = inputs.query_start.long()
     row = torch.repeat_interleave(torch.arange(rows, device=last.device), start.diff(), output_size=len(inputs.x))
     token = torch.arange(len(inputs.x), device=last.device)
-    # Where each input is, counted from the row's first token; below 0 it is in the state.
+    # Offset of each input from the row's first token; negative offsets are in the state.
     offset = (token - start[row])[:, None] + torch.arange(-before, 1, device=last.device)
     in_state = row[:, None] * before + offset + before
     in_launch = rows * before + start[row][:, None] + offset
@@ -97,7 +97,7 @@ def histories(last: Tensor, inputs: StateInputs, dtype: torch.dtype) -> Tensor:
 
 
 def keep(pages: StatePages, state: Tensor, last: Tensor, targets: list[int]) -> None:
-    """Write states [rows, ...] and last inputs [rows, width - 1, channels] into their blocks, but for block 0."""
+    """Write states [rows, ...] and last inputs [rows, width - 1, channels] into their blocks, except block 0."""
     rows = index([row for row, block in enumerate(targets) if block], state)
     blocks = index([block for block in targets if block], state)
     pages.conv[blocks] = last[rows].transpose(1, 2).to(pages.conv.dtype)

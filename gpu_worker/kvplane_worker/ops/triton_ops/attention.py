@@ -1,4 +1,4 @@
-"""Attention over pages: what the kernels take, tile sizes, and the launches of decode, latent decode and prefill."""
+"""Attention over pages: kernel arguments, tile sizes, and the launches of decode, latent decode and prefill."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ MAX_LATENT = 512
 MAX_GROUP = 64
 VECTOR = 8
 MERGED_AT_ONCE = 16
-# So that a merge takes several rounds on the few workers of a test.
+# Small, so that a merge takes several rounds on the few workers of a test.
 MERGED_AT_ONCE_INTERPRETED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Sizes that change speed, not results.
+    """Launch parameters that affect speed, not results.
 
     Attributes:
-        tile_bytes: of the keys and values of one step of the softmax.
-        stages: depth of the software pipeline; all but one hold a tile in shared memory.
-        warps: of a program.
-        residents: programs that share a multiprocessor, as far as registers go.
-        max_tile: tokens of a tile at most.
+        tile_bytes: bytes of keys and values in one step of the softmax.
+        stages: depth of the software pipeline; all stages but one hold a tile in shared memory.
+        warps: warps per program.
+        residents: programs per multiprocessor that the registers allow.
+        max_tile: most tokens of a tile.
     """
 
     tile_bytes: int
@@ -44,13 +44,13 @@ class Tuning:
     max_tile: int = 128
 
     def tile(self, token_bytes: int, chip: Chip) -> int:
-        """Tokens of a tile, a power of two: what `tile_bytes` and the shared memory have room for."""
-        room = min(self.tile_bytes, (chip.shared_bytes - SHARED_BESIDES) // max(1, self.stages - 1))
+        """Tokens of a tile: the largest power of two that fits in `tile_bytes` and in shared memory."""
+        room = min(self.tile_bytes, (chip.shared_bytes - SHARED_OVERHEAD) // max(1, self.stages - 1))
         fitting = 1 << (max(1, room // token_bytes).bit_length() - 1)
         return max(MIN_TILE, min(self.max_tile, fitting))
 
     def programs(self, token_bytes: int, chip: Chip) -> int:
-        """Programs that run side by side on the chip."""
+        """Programs that run concurrently on the chip."""
         needed = (self.stages - 1) * self.tile(token_bytes, chip) * token_bytes + SHARED_PER_PROGRAM
         return chip.multiprocessors * max(1, min(self.residents, chip.shared_bytes // needed))
 
@@ -63,19 +63,19 @@ LATENT = Tuning(tile_bytes=72 << 10, stages=3, warps=8, residents=1)
 PREFILL = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=1, max_tile=64)
 PREFILL_SHORT = Tuning(tile_bytes=32 << 10, stages=3, warps=8, residents=1, max_tile=32)
 INTERPRETED = Tuning(tile_bytes=1 << 19, stages=1, warps=4, residents=1, max_tile=64)
-# Queries x heads of a program: large where products are asynchronous and leave registers free (sm_90 and later).
+# Queries x heads per program: large where products are asynchronous and need fewer registers (sm_90 and later).
 PREFILL_ROWS, PREFILL_ROWS_SMALL, PREFILL_ROWS_FEW = 128, 64, 32
 LARGE_SHARED_BYTES = 200 << 10
-# Elements of an 8-bit head up to which, and beyond which, tiles differ.
+# Sizes of 8-bit heads, in elements, at which tile sizes change.
 NARROW, WIDE = 64, 128
 MIN_TILE = 16
-# Queries, weights and what reductions need, beside the tiles: at most, and for a group of heads.
-SHARED_BESIDES = 40 << 10
+# Shared memory for queries, weights and reductions, in addition to the tiles: at most, and per program.
+SHARED_OVERHEAD = 40 << 10
 SHARED_PER_PROGRAM = 7 << 10
 
 
 def refusal(query: Tensor, pages: Tensor, group: int, widths: tuple[int, ...]) -> str:
-    """Why no kernel attends to these pages with this query; "" when one does."""
+    """Why no kernel supports these pages and this query; "" = one does."""
     if pages.dtype == FP8:
         if query.dtype not in (torch.bfloat16, torch.float16):
             return f"no kernel multiplies {query.dtype} with pages of {pages.dtype}"
@@ -101,7 +101,7 @@ def pages_refusal(query: Tensor, pages: AttentionPages) -> str:
 
 
 def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
-    """`refusal` for latents."""
+    """`refusal` for latent rows."""
     rest = pages.shape[2] - value_size
     if value_size > MAX_LATENT or not 0 < rest <= MAX_WIDTH or value_size != power_of_two(value_size):
         return f"a latent of {value_size} + {rest} elements: a power of two up to {MAX_LATENT}, and up to {MAX_WIDTH}"
@@ -109,30 +109,34 @@ def latent_refusal(query: Tensor, pages: Tensor, value_size: int) -> str:
 
 
 def paged(pages: Tensor, scale: Tensor | None) -> Paged:
-    """Pages [blocks, block_size, heads, size] as a kernel takes them; 8-bit elements as bytes."""
+    """Kernel argument for pages [blocks, block_size, heads, size]; 8-bit elements as bytes."""
     data = pages.view(torch.uint8) if pages.dtype == FP8 else pages
     per_head = scale is not None and scale.numel() > 1
     return Paged(data, (pages.stride(0), pages.stride(1), pages.stride(2)), scale, int(per_head))
 
 
 def heads(tensor: Tensor) -> Heads:
-    """Queries or results as a kernel takes them."""
+    """Kernel argument for queries or results."""
     return Heads(tensor, (tensor.stride(0), tensor.stride(1)))
 
 
 def rows(batch: Batch) -> Rows:
-    """A batch as a kernel takes it."""
+    """Kernel argument for a batch."""
     table = batch.block_table
     return Rows(table, table.stride(0), batch.seq_lens, batch.seq_lens.numel(), batch.query_start)
 
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One decode over pages of keys and values, or of latents (`rest` > 0: the values are the keys' first elements).
+    """One attention call over pages of keys and values, or of latent rows.
 
     Attributes:
-        out: [rows, q_heads, size], filled by the launches.
-        group: query heads that share a program.
+        query, keys, values, batch, rule: its arguments.
+        out: [rows, q_heads, size], written by the launches.
+        group: query heads per program.
+        page: tokens of a page.
+        width_k: elements of a key.
+        rest: > 0 for latent rows, whose first elements are the values: elements that are key only.
     """
 
     query: Tensor
@@ -148,7 +152,7 @@ class Decode:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token for one group of heads."""
+        """Bytes of one token for one group of heads."""
         elements = self.width_k + (self.rest or self.out.shape[2])
         return elements * self.keys.data.element_size()
 
@@ -158,7 +162,7 @@ class Decode:
         return self.keys.data.dtype == torch.uint8
 
     def shape(self, tuning: Tuning, chip: Chip) -> Shape:
-        """What is compiled in."""
+        """The compile-time parameters."""
         return Shape(
             page=self.page,
             width_k=self.width_k,
@@ -176,7 +180,7 @@ class Decode:
 
 
 def decode_tuning(decode: Decode, chip: Chip) -> Tuning:
-    """The tuning for what is decoded."""
+    """Choose the tuning of a decode."""
     if chip.interpreted:
         return INTERPRETED
     if decode.rest:
@@ -187,7 +191,9 @@ def decode_tuning(decode: Decode, chip: Chip) -> Tuning:
 
 
 def prefill_tuning(decode: Decode, chip: Chip) -> tuple[Tuning, int]:
-    """The tuning, and queries x heads of a program. What does not fit in registers so is tiled smaller."""
+    """Choose the tuning of a prefill, and queries x heads per program.
+    Tiles are smaller where registers would spill.
+    """
     most = PREFILL_ROWS if chip.shared_bytes >= LARGE_SHARED_BYTES else PREFILL_ROWS_SMALL
     if chip.interpreted:
         return INTERPRETED, most
@@ -201,7 +207,7 @@ def prefill_tuning(decode: Decode, chip: Chip) -> tuple[Tuning, int]:
 
 
 def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) -> tuple[Launch, Launch]:
-    """Attention over spans, then the merge of what spans share."""
+    """The two launches of a decode: attention over spans, then the merge of rows that spans share."""
     tuning = tuning or decode_tuning(decode, chip)
     shape = decode.shape(tuning, chip)
     count, q_heads = decode.out.shape[:2]
@@ -217,7 +223,7 @@ def decode_launches(decode: Decode, chip: Chip, tuning: Tuning | None = None) ->
 
 
 def prefill_launch(decode: Decode, chip: Chip) -> Launch:
-    """Attention of ragged queries. The grid has room for every row's last tile to be partly empty."""
+    """The launch of a prefill. The grid allows for a partly empty last tile in every row."""
     tuning, most = prefill_tuning(decode, chip)
     shape = decode.shape(tuning, chip)
     queries = max(1, most // shape.lanes)
@@ -233,18 +239,18 @@ def prefill_launch(decode: Decode, chip: Chip) -> Launch:
 
 
 def latent_group(q_heads: int) -> int:
-    """Query heads of one program of latent decode: a divisor of their number, at most 16, as latents are wide."""
+    """Query heads per program of latent decode: the largest divisor up to 16, since latent rows are wide."""
     return next(group for group in range(min(16, q_heads), 0, -1) if q_heads % group == 0)
 
 
 def room_for(query: Tensor, size: int) -> Tensor:
-    """The result's memory; float32 in the interpreter, which rounds to bfloat16 wrongly."""
+    """Memory for the result; float32 in the interpreter, which rounds to bfloat16 incorrectly."""
     dtype = query.dtype if query.is_cuda else torch.float32
     return query.new_empty((*query.shape[:2], size), dtype=dtype)
 
 
 def keys_and_values(query: Tensor, pages: AttentionPages, batch: Batch, rule: AttentionRule) -> Decode:
-    """Attention over keys and values."""
+    """The call for keys and values."""
     return Decode(
         query=query,
         keys=paged(pages.k, pages.k_scale),
@@ -259,7 +265,7 @@ def keys_and_values(query: Tensor, pages: AttentionPages, batch: Batch, rule: At
 
 
 def latent(query: Tensor, pages: Tensor, batch: Batch, scale: float, value_size: int) -> Decode:
-    """Attention over latents: groups of query heads share a program, and all groups read the same latents."""
+    """The call for latent rows: a program handles a group of query heads, and all groups read the same rows."""
     view = pages.unsqueeze(2).expand(-1, -1, query.shape[1], -1)
     return Decode(
         query=query,

@@ -1,4 +1,4 @@
-"""The Triton backend: each operation as launches, or, where no kernel takes the shape or type, by the torch backend."""
+"""The Triton backend. Where no kernel supports a shape or type, the torch backend computes the operation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TritonOps:
     """A backend for CUDA tensors, and for CPU tensors in Triton's interpreter (TRITON_INTERPRET=1).
 
     Attributes:
-        fallbacks: operation → why it last went to the other backend; shown by `Worker.Describe`.
+        fallbacks: operation → why it was last passed to the torch backend; returned by `Worker.Describe`.
     """
 
     name = "triton"
@@ -89,7 +89,7 @@ class TritonOps:
         return decoded(attention.latent(query, pages, batch, scale, value_size))
 
     def state_step(self, pages: StatePages, inputs: StateInputs, weights: StateWeights) -> Tensor:
-        """The torch backend's: a recurrence of few bytes per step, of which no kernel is written here."""
+        """Passed to the torch backend: there is no Triton kernel for state steps."""
         return self._other.state_step(pages, inputs, weights)
 
     def copy_pages(self, group: GroupPages, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -150,7 +150,7 @@ class TritonOps:
         return self._summed(group, blocks, None)
 
     def gather_checked(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Tensor:
-        """`gather` and `checksum` of the same bytes in one pass; in two where staging is on the host."""
+        """`gather` and `checksum` in one pass over the bytes; in two passes where staging is on the host."""
         checks.check_group(group)
         checks.check_blocks(group, "blocks", blocks, written=False)
         checks.check_staging(group, blocks, staging)
@@ -172,26 +172,26 @@ class TritonOps:
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """A line for each operation left to the other backend so far, and what the host link chose."""
-        left = (f"{operation} not by a kernel: {why}" for operation, why in self.fallbacks.items())
+        """A line for each operation passed to the torch backend so far, and the choices of the host link."""
+        left = (f"{operation} by torch: {why}" for operation, why in self.fallbacks.items())
         return (*left, *(line for link in self._links.values() for line in link.explained))
 
     def link_of(self, group: GroupPages) -> HostLink:
-        """The way between the group's device and the host, made when it is first needed."""
+        """The link between the group's device and the host, created on first use."""
         device = group.layers[0].device
         if device not in self._links:
-            self._links[device] = HostLink(device, partial(self._stage, beside=True))
+            self._links[device] = HostLink(device, partial(self._stage, background=True))
         return self._links[device]
 
     def _stage(
-        self, what: int, group: GroupPages, blocks: Sequence[int], staging: Tensor, beside: bool = False
+        self, what: int, group: GroupPages, blocks: Sequence[int], staging: Tensor, background: bool = False
     ) -> None:
-        """Gather or scatter, on one device."""
+        """Gather or scatter on the device."""
         ids = moves.on_device(blocks, group.layers[0].device)
-        self._move(group, moves.Move(int(what), ids, staging=staging, beside=beside))
+        self._move(group, moves.Move(int(what), ids, staging=staging, background=background))
 
     def _kept(self, group: GroupPages, blocks: Sequence[int]) -> Tensor | None:
-        """What blocks hold now, as rows of staging; None for no blocks."""
+        """Gather the current content of blocks into a new staging buffer; None for no blocks."""
         if not blocks:
             return None
         staging = torch.empty((len(blocks), group.bytes_per_block), dtype=torch.uint8, device=group.layers[0].device)
@@ -214,7 +214,7 @@ class TritonOps:
 
 
 def decoded(decode: attention.Decode) -> Tensor:
-    """Run a decode; its result in the query's type."""
+    """Run a decode. The result has the query's type."""
     if decode.query.shape[0]:
         for launch in attention.decode_launches(decode, chip_of(decode.query.device)):
             launch.run()

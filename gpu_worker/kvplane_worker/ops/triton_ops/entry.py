@@ -1,4 +1,4 @@
-"""What selection looks at before it imports Triton: a worker on a CPU never does."""
+"""Checks that selection runs before it imports Triton; a worker on a CPU never imports it."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ MIN_TRITON = (3, 6)
 
 
 class TritonEntry:
-    """Makes a `TritonOps`, where it fits."""
+    """Creates a `TritonOps` where the machine supports it."""
 
     def __new__(cls) -> PagedOps:  # type: ignore[misc]
-        """Import Triton, and make the backend."""
+        """Import Triton, and create the backend."""
         from kvplane_worker.ops.triton_ops.backend import TritonOps
 
         return TritonOps()
 
     @staticmethod
     def unfit(device: torch.device) -> str:
-        """Return why the backend cannot work on a device, "" when it can.
+        """Return why the backend cannot work on a device; "" = it can.
 
-        CPU tensors need the interpreter, which is for tests: no worker works so.
+        CPU tensors need Triton's interpreter, which only tests use.
         """
         if device.type != "cuda":
             return f"needs a CUDA device, not {device.type}"
         if not torch.cuda.is_available():
-            return "torch finds no CUDA device"
+            return "PyTorch finds no CUDA device"
         capability = torch.cuda.get_device_capability(device)
         return unfit_machine(capability, installed_version(), os.environ.get("CC") or c_compiler())
 
 
 def installed_version() -> str:
-    """Triton's version, "" when it is not installed."""
+    """The installed version of Triton; "" = none."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -46,12 +46,12 @@ def installed_version() -> str:
 
 
 def c_compiler() -> str | None:
-    """Where Triton would find a C compiler, which it needs to build its launchers; None when there is none."""
+    """Path of the C compiler with which Triton would build its launchers; None = there is none."""
     return shutil.which("gcc") or shutil.which("clang")
 
 
 def unfit_machine(capability: tuple[int, int], version: str, compiler: str | None) -> str:
-    """Return why kernels cannot run with this device, Triton and compiler, "" when they can."""
+    """Return why kernels cannot run with this device, Triton and compiler; "" = they can."""
     if capability < MIN_CAPABILITY:
         return f"compute capability {dotted(capability)} is below {dotted(MIN_CAPABILITY)}"
     if not version:
@@ -62,7 +62,7 @@ def unfit_machine(capability: tuple[int, int], version: str, compiler: str | Non
 
 
 def dotted(numbers: tuple[int, int]) -> str:
-    """Two numbers of a version."""
+    """Format two numbers as a version."""
     return f"{numbers[0]}.{numbers[1]}"
 
 

@@ -1,4 +1,4 @@
-"""A launch as a value: kernel, grid and arguments. So the very launches that run can also be compiled elsewhere."""
+"""A kernel launch as a value: kernel, grid and arguments. Tests compile the same launches for other devices."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Launch:
 
     Attributes:
         kernel: a function of `kernels`.
-        grid: numbers of programs.
-        arguments: what is known at launch.
-        constants: what is compiled in.
-        num_warps: 32 threads each, of a program.
+        grid: number of programs per axis.
+        arguments: run-time arguments.
+        constants: compile-time arguments.
+        num_warps: warps (32 threads) per program.
     """
 
     kernel: Any
@@ -35,16 +35,17 @@ class Launch:
     num_warps: int = 4
 
     def run(self) -> None:
-        """Start it on its tensors' device, on the stream that is current there; in the interpreter, run it.
+        """Launch on the current stream of the tensors' device; in the interpreter, run the kernel.
 
-        Triton launches on the thread's current device, whatever device the pointers are of.
+        Triton launches on the thread's current device, also where the pointers belong to another one; so the tensors'
+        device is made current first.
         """
         with current(device_of(self.arguments)):
             self.kernel[self.grid](*self.arguments, **self.constants, num_warps=self.num_warps)
 
 
 def device_of(arguments: Iterable[Any]) -> torch.device:
-    """Of the first tensor on a device among arguments and tuples of them; the host when there is none."""
+    """Device of the first CUDA tensor among the arguments, also inside tuples; the host when there is none."""
     for argument in arguments:
         found = argument.device if isinstance(argument, torch.Tensor) else HOST
         if isinstance(argument, tuple):
@@ -55,7 +56,7 @@ def device_of(arguments: Iterable[Any]) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Within, the device is the thread's current one."""
+    """A context in which the device is the thread's current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -63,13 +64,13 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What launches depend on.
+    """The device properties that launches depend on.
 
     Attributes:
-        multiprocessors: how many programs run side by side, at least.
-        shared_bytes: shared memory of one multiprocessor that one program may have.
-        native_fp8: conversions of float8_e4m3fn are instructions (sm_89 and later).
-        interpreted: no device: numpy plays it (see `kernels`).
+        multiprocessors: number of multiprocessors.
+        shared_bytes: most shared memory of one program.
+        native_fp8: the device has instructions that convert float8_e4m3fn (sm_89 and later).
+        interpreted: there is no device; Triton's interpreter runs kernels with numpy (see `kernels`).
     """
 
     multiprocessors: int
@@ -79,11 +80,11 @@ class Chip:
 
     @property
     def fp8(self) -> int:
-        """How 8-bit elements become numbers: a constant of `kernels.numbers`."""
+        """How kernels convert 8-bit elements: a constant of `kernels.numbers`."""
         return int((NATIVE_FP8 if self.native_fp8 else INTEGER_FP8).value)
 
 
-# So few that a test's rows are shared among workers.
+# Few multiprocessors, so that the rows of a test are split over workers.
 INTERPRETER = Chip(multiprocessors=12, shared_bytes=1 << 20, native_fp8=False, interpreted=True)
 
 
@@ -94,7 +95,7 @@ def is_interpreted() -> bool:
 
 @cache
 def chip_of(device: torch.device) -> Chip:
-    """The chip that kernels on the device's tensors run on."""
+    """Properties of the chip of a device."""
     if device.type != "cuda":
         return INTERPRETER
     found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

@@ -1,4 +1,4 @@
-"""Whole pages: layer tables on the device, tile sizes, and the order of copies that read what others write."""
+"""Moves of whole pages: layer tables on the device, tile sizes, and copies whose sources other copies write."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvplane_worker.ops.triton_ops.launch import Launch
 
 WORD_BYTES = 4
 TILE_WORDS, WARPS = 4096, 4
-# Few programs need more bytes in flight each.
+# With few programs, each needs more bytes in flight.
 FEW_PROGRAMS, WIDE_TILE_WORDS, WIDE_WARPS = 4, 16384, 16
 ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Where the layers of a group lie, on the device (see `kernels.moves`).
+    """Addresses of the layers of a group, on the device (see `kernels.moves`).
 
     Attributes:
         rows: int64 [layers, 4].
-        page_words: of the widest layer.
+        page_words: words of a page of the widest layer.
     """
 
     rows: Tensor
@@ -34,7 +34,7 @@ class LayerTable:
 
     @classmethod
     def of(cls, group: GroupPages) -> LayerTable:
-        """Read the layers' places, and copy them to their device."""
+        """Collect addresses and strides of the layers, and copy them to the device."""
         rows, before = [], 0
         for layer in group.layers:
             words = layer.shape[1] // WORD_BYTES
@@ -45,12 +45,12 @@ class LayerTable:
 
 
 def key_of(group: GroupPages) -> tuple[tuple[int, int, int], ...]:
-    """What a layer table depends on."""
+    """Cache key of a layer table."""
     return tuple((layer.data_ptr(), layer.stride(0), layer.shape[1]) for layer in group.layers)
 
 
 def refusal(group: GroupPages) -> str:
-    """Why no kernel moves these pages; "" when one does."""
+    """Why no kernel can move these pages; "" = one can."""
     for layer in group.layers:
         if layer.data_ptr() % ALIGNMENT_BYTES or layer.stride(0) % ALIGNMENT_BYTES or layer.stride(1) != 1:
             return f"pages are not aligned to {ALIGNMENT_BYTES} bytes"
@@ -60,28 +60,28 @@ def refusal(group: GroupPages) -> str:
 
 
 def staging_refusal(group: GroupPages, staging: Tensor) -> str:
-    """Why no kernel reads or writes this staging buffer; "" when one does."""
+    """Why no kernel can use this staging buffer; "" = one can."""
     if staging.data_ptr() % ALIGNMENT_BYTES or staging.stride(0) % ALIGNMENT_BYTES or staging.stride(1) != 1:
-        return f"rows of staging are not aligned to {ALIGNMENT_BYTES} bytes"
+        return f"rows of the staging buffer are not aligned to {ALIGNMENT_BYTES} bytes"
     return ""
 
 
 def on_device(blocks: Sequence[int], device: torch.device) -> Tensor:
-    """Block ids as int32 on the device; the host does not wait for the copy."""
+    """Copy block ids to the device as int32, asynchronously."""
     pinned = torch.tensor(blocks, dtype=torch.int32, pin_memory=device.type == "cuda")
     return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What one launch moves.
+    """Arguments of one launch that moves pages.
 
     Attributes:
-        what: a constant of `kernels.moves`.
+        what: operation, a constant of `kernels.moves`.
         blocks, targets: block ids on the device; targets only for copies.
-        staging: uint8 [blocks, bytes of a row], device or pinned memory; None where none is used.
-        sums: int64 [blocks], zeroed; None where none are wanted.
-        beside: leave all but `FEW_PROGRAMS` multiprocessors to others.
+        staging: uint8 [blocks, bytes of a row], device or pinned memory; None = not used.
+        sums: int64 [blocks], zeroed, receives checksums; None = not used.
+        background: launch at most `FEW_PROGRAMS` programs, so that other kernels keep the other multiprocessors.
     """
 
     what: int
@@ -89,12 +89,14 @@ class Move:
     targets: Tensor | None = None
     staging: Tensor | None = None
     sums: Tensor | None = None
-    beside: bool = False
+    background: bool = False
 
 
 def move_launch(table: LayerTable, move: Move) -> Launch:
-    """The launch of a move: tiles of 16 KiB, of 64 where programs are few; several pages each where pages are small."""
-    tile_words, warps = (WIDE_TILE_WORDS, WIDE_WARPS) if move.beside else (TILE_WORDS, WARPS)
+    """The launch of a move, in tiles of 16 KiB; 64 KiB in the background.
+    A tile covers several pages where they are small.
+    """
+    tile_words, warps = (WIDE_TILE_WORDS, WIDE_WARPS) if move.background else (TILE_WORDS, WARPS)
     words = min(tile_words, power_of_two(table.page_words, 4))
     pages = tile_words // words
     count, layers = move.blocks.numel(), table.rows.shape[0]
@@ -105,7 +107,7 @@ def move_launch(table: LayerTable, move: Move) -> Launch:
     sums = None if move.sums is None else move.sums.view(torch.int32)
     return Launch(
         move_pages,
-        (min(tiles, FEW_PROGRAMS) if move.beside else tiles,),
+        (min(tiles, FEW_PROGRAMS) if move.background else tiles,),
         (table.rows, move.blocks, move.targets, staging, sums, count, row_words, layers, chunks),
         {"WHAT": move.what, "PAGES": pages, "WORDS": words},
         warps,
@@ -114,14 +116,14 @@ def move_launch(table: LayerTable, move: Move) -> Launch:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """Copies without order: `direct` pairs read nothing that is written, `staged` pairs are read before any write."""
+    """Copies that may run in parallel: no source of `direct` is written; `staged` sources are read before any write."""
 
     direct: tuple[tuple[int, int], ...]
     staged: tuple[tuple[int, int], ...]
 
 
 def plan_copies(src: Sequence[int], dst: Sequence[int]) -> CopyPlan:
-    """What copies src[i] → dst[i], one after the other, amount to when all are done at once."""
+    """Plan parallel copies with the result of copying src[i] → dst[i] in order."""
     origin: dict[int, int] = {}
     for source, target in zip(src, dst, strict=True):
         origin[target] = origin.get(source, source)

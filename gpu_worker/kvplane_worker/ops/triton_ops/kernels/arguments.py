@@ -1,4 +1,4 @@
-"""What the kernels of attention take: tuples of pointers and numbers, and a frozen shape that is compiled in."""
+"""Arguments of the kernels: tuples of pointers and numbers, and a frozen shape with the compile-time constants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Paged(NamedTuple):
     """Keys, values or latents; strides of a block, a token and a head, in elements.
 
     Attributes:
-        scale: float32, one or one per head, for 8-bit elements.
+        scale: float32, one or one per head, for 8-bit elements; None for others.
         scale_stride: 0 or 1.
     """
 
@@ -40,7 +40,7 @@ class Rows(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Room for partial results: [workers, 2, q_heads, width] and [workers, 2, q_heads, 2] (maximum, sum)."""
+    """Memory for partial results: [workers, 2, q_heads, width] and [workers, 2, q_heads, 2] (maximum, sum)."""
 
     acc: Tensor
     stats: Tensor
@@ -49,19 +49,19 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What attention kernels are compiled for.
+    """Compile-time constants of the attention kernels.
 
     Attributes:
         page: tokens of a page.
-        width_k, width_v: elements of a key and of a value. Latents: both the elements that are key and value at once.
-        rest: elements of a latent that are key only; 0 for keys and values of their own.
-        paired: values have the keys' strides, so that one offset serves both.
-        group: query heads that share a program, of one kv head; `padded_group` is it as the products want it.
-        window, chunk: the rule's.
-        fp8, upcast: how elements become numbers (see `numbers`).
+        width_k, width_v: elements of a key and of a value. Latent rows: both are the elements that are key and value.
+        rest: elements of a latent row that are key only; 0 for separate keys and values.
+        paired: keys and values have equal strides, so that both use one offset.
+        group: query heads per program, all of one kv head; `padded_group` is padded for matrix products.
+        window, chunk: see `AttentionRule`.
+        fp8, upcast: how elements are converted (see `numbers`).
         tile: tokens of one step of the softmax.
         stages: depth of the software pipeline.
-        scan: rows looked at at once when spans are counted.
+        scan: rows read at a time when tiles are counted.
     """
 
     page: int
@@ -80,7 +80,7 @@ class Shape:
 
     @property
     def padded_k(self) -> int:
-        """`width_k` as products want it, like the next three."""
+        """`width_k` padded for matrix products, as the next three."""
         return power_of_two(self.width_k)
 
     @property
@@ -100,20 +100,20 @@ class Shape:
 
     @property
     def lanes(self) -> int:
-        """Heads of a group with those that only fill up to a power of two."""
+        """Heads of a group, padded to a power of two."""
         return power_of_two(self.group, 1)
 
 
 @dataclass(frozen=True)
 class WriteShape:
-    """What the kernel that writes tokens is compiled for.
+    """Compile-time constants of the kernel that writes tokens.
 
     Attributes:
         page: tokens of a page.
         size_k, size_v: elements of a head.
-        width_k, width_v: elements of a token, all heads; width_v is 0 for latents.
-        fp8: how numbers become 8-bit elements (see `numbers`).
-        tokens, columns: what one program writes.
+        width_k, width_v: elements of a token over all heads; width_v is 0 for latent rows.
+        fp8: how numbers are converted to 8-bit elements (see `numbers`).
+        tokens, columns: tile of one program.
     """
 
     page: int
@@ -127,5 +127,5 @@ class WriteShape:
 
 
 def power_of_two(size: int, least: int = 16) -> int:
-    """The power of two at or above `size`, and at or above `least`, which is what a matrix product takes."""
+    """The smallest power of two that is at least `size` and `least`; 16 is the minimum of a matrix product."""
     return max(least, 1 << (size - 1).bit_length())

@@ -1,4 +1,4 @@
-"""Decode attention over pages, split over the tokens: one query per row. Latents too: their keys are their values."""
+"""Decode attention over pages, one query per row, split over the tokens; also over latent rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_query(query, row, head, columns, BEGIN: tl.constexpr, WIDTH: tl.constex
 
 @triton.jit
 def attend(query, keys, values, batch, row, head, scale, begin, end, length, S: tl.constexpr):
-    """Attention of a group over tiles begin .. end of a row: unnormalised result, maximum, sum, in base 2."""
+    """Attend with a group over tiles begin .. end of a row. Returns unnormalised result, maximum and sum, in base 2."""
     columns_k = tl.arange(0, S.padded_k)
     columns_v = tl.arange(0, S.padded_v)
     columns_rest = tl.arange(0, S.padded_rest)
@@ -46,7 +46,7 @@ def attend(query, keys, values, batch, row, head, scale, begin, end, length, S: 
     top = tl.full([S.padded_group], float("-inf"), tl.float32)
     total = tl.full([S.padded_group], 0.0, tl.float32)
     acc = tl.full([S.padded_group, S.padded_v], 0.0, tl.float32)
-    # Ids are loaded a step ahead, so that the pipeline's loads of pages wait for nothing.
+    # Block ids are loaded one step ahead, so that pipelined loads of pages do not wait for them.
     next_block = load_blocks(batch, row, begin, low, length, S)
     for n in tl.range(begin, end, num_stages=S.stages):
         block = next_block
@@ -70,7 +70,7 @@ def attend(query, keys, values, batch, row, head, scale, begin, end, length, S: 
 
 @triton.jit
 def store_whole(out, sinks, row, head, acc, top, total, S: tl.constexpr):
-    """The result of a row that this worker had whole."""
+    """Store the result of a row that this worker computed alone."""
     member = tl.arange(0, S.padded_group)
     columns = tl.arange(0, S.padded_v)
     heads = head * S.group + member
@@ -84,7 +84,7 @@ def store_whole(out, sinks, row, head, acc, top, total, S: tl.constexpr):
 
 @triton.jit
 def store_part(parts, slot, q_heads, head, acc, top, total, S: tl.constexpr):
-    """The partial result of a row that workers share."""
+    """Store the partial result of a row that several workers share."""
     member = tl.arange(0, S.padded_group)
     columns = tl.arange(0, S.padded_v)
     place = slot * q_heads + head * S.group + member
@@ -97,7 +97,7 @@ def store_part(parts, slot, q_heads, head, acc, top, total, S: tl.constexpr):
 
 @triton.jit
 def decode_spans(query, keys, values, batch, sinks, out, parts, scale, S: tl.constexpr):
-    """Grid (heads of pages, workers): attend over the worker's span, for one group of heads."""
+    """Grid (kv heads, workers): attend over the worker's span, for one group of query heads."""
     head = tl.program_id(0)
     worker = tl.program_id(1)
     workers = tl.num_programs(1)

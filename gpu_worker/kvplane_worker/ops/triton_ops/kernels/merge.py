@@ -1,4 +1,4 @@
-"""The end of decode: partial results of rows that several workers shared become one; rows without tokens become 0."""
+"""The second launch of decode: merge partial results of shared rows, and set the results of empty rows to 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvplane_worker.ops.triton_ops.kernels.spans import count_tiles, tiles_of, w
 
 @triton.jit
 def merge_parts(batch, sinks, out, parts, PARTS: tl.constexpr, S: tl.constexpr):
-    """Grid (rows, q_heads). A row that one worker had whole is left as it is; PARTS partials are read at once."""
+    """Grid (rows, q_heads).
+    Rows that one worker computed alone are unchanged. Reads PARTS partial results at a time.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     heads = tl.num_programs(1)

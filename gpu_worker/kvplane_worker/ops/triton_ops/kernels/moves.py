@@ -1,9 +1,9 @@
-"""Whole pages moved as 32-bit words: copied, gathered, scattered, zeroed, summed.
+"""Moves of whole pages as 32-bit words: copy, gather, scatter, zero, checksum.
 
 `layers` is an int64 table with a row per layer: address of block 0, bytes between blocks, words of a page, words before
-the layer in a row of staging. A tile is PAGES pages of one layer by WORDS words; programs take tiles in turn, so that a
-launch of few programs moves everything too, on few multiprocessors. `sums` are int64, seen as pairs of int32: the low
-one is the sum modulo 2^32.
+the layer in a row of staging. A tile is PAGES pages of one layer by WORDS words. Of n programs,
+program p processes tiles p, p + n, ..., so that a launch of few programs uses few multiprocessors. `sums` are int64,
+viewed as pairs of int32: the low one is the sum modulo 2^32.
 
             staging row r:  | layer 0 of blocks[r] | layer 1 of blocks[r] | ...
     tile numbers ascend:      along a page, then along the layers, then to the next PAGES blocks
@@ -26,7 +26,7 @@ CHECKED_GATHER = tl.constexpr(5)
 
 @triton.jit
 def word_pointers(layers, layer, blocks, columns):
-    """Pointers [pages, words] to words of pages; pages are 16-byte aligned, which is said here to be used."""
+    """Pointers [pages, words] to words of pages. Pages are 16-byte aligned (`multiple_of`)."""
     base = tl.load(layers + layer * 4)
     stride_bytes = tl.load(layers + layer * 4 + 1)
     address = base + blocks.to(tl.int64) * stride_bytes

@@ -1,7 +1,7 @@
-"""Element types that need care: 8-bit floats, and what the interpreter computes wrongly.
+"""Conversion of 8-bit floats, and of types that the interpreter computes incorrectly.
 
-A value of float8_e4m3fn is kept as its byte. `FP8` says how bytes become numbers: not at all (the page holds wider
-numbers), by the machine's own conversion (sm_89 and later), or by integer arithmetic with the same bytes as torch's.
+Values of float8_e4m3fn are stored as bytes. The constant `FP8` selects their conversion: none (the page holds wider
+numbers), native instructions (sm_89 and later), or integer arithmetic with the same results as PyTorch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decode_fp8(byte):
-    """float8_e4m3fn bytes as float16, exactly, by integers: the exponent's bias is 8 less than float16's."""
+    """Convert float8_e4m3fn bytes to float16, exactly, by integer arithmetic: the exponent biases differ by 8."""
     wide = byte.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     value = bits.to(tl.float16, bitcast=True) * 256.0
@@ -29,7 +29,9 @@ def decode_fp8(byte):
 
 @triton.jit
 def encode_fp8(value):
-    """float32 within ±448 as float8_e4m3fn bytes, to nearest even, by integers; NaN becomes 0x7F with its sign."""
+    """Round float32 within ±448 to float8_e4m3fn bytes, to nearest even, by integers.
+    NaN becomes 0x7F with its sign.
+    """
     bits = value.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = bits & 0x7FFFFFFF
@@ -43,7 +45,7 @@ def encode_fp8(value):
 
 @triton.jit
 def saturate_fp8(value, FP8: tl.constexpr):
-    """float32 as the nearest byte of float8_e4m3fn, saturated at ±448."""
+    """Round float32 to the nearest float8_e4m3fn byte, saturated at ±448."""
     value = tl.clamp(value, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
     if FP8 == NATIVE_FP8:
         return value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
@@ -53,7 +55,7 @@ def saturate_fp8(value, FP8: tl.constexpr):
 
 @triton.jit
 def widen(loaded, FP8: tl.constexpr, UPCAST: tl.constexpr):
-    """Loaded elements of a page in the type that products are computed in."""
+    """Convert loaded elements of a page to the type of the products."""
     if FP8 == NATIVE_FP8:
         loaded = loaded.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     if FP8 == INTEGER_FP8:

@@ -1,6 +1,6 @@
-"""Attention of ragged queries over pages: tiles of queries of one row, all heads of a group together.
+"""Attention of ragged queries over pages. A program computes a tile of queries of one row, for all heads of a group.
 
-a program's rows of the products, group of 3:   q0 h0 | q0 h1 | q0 h2 | q1 h0 | q1 h1 | ...
+rows of a program's matrix products, group of 3:   q0 h0 | q0 h1 | q0 h2 | q1 h0 | q1 h1 | ...
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvplane_worker.ops.triton_ops.kernels.softmax import (
 
 @triton.jit
 def find_query_tile(starts, rows, tile, QUERIES: tl.constexpr, S: tl.constexpr):
-    """The row that holds tile number `tile` of queries (`rows` when there is none), and the tile's number in it."""
+    """The row with query tile number `tile` (`rows` = none), and the number of the tile within the row."""
     row = 0
     before = 0
     total = 0
@@ -42,7 +42,7 @@ def find_query_tile(starts, rows, tile, QUERIES: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def attended(token, position, S: tl.constexpr):
-    """Which tokens [tokens] the queries at `position` [queries] attend to: [queries, tokens]."""
+    """Mask [queries, tokens]: which of `token` the queries at `position` attend to."""
     inside = token[None, :] <= position[:, None]
     if S.window > 0:
         inside &= token[None, :] > position[:, None] - S.window
@@ -64,7 +64,7 @@ def first_needed(position, S: tl.constexpr):
 
 @triton.jit
 def attend_tile(q, keys, values, batch, row, head, position, low, high, factor, S: tl.constexpr):
-    """Attention of rows of queries at `position` over tokens low .. high: unnormalised result, maximum, sum."""
+    """Attend with queries at `position` over tokens low .. high. Returns unnormalised result, maximum and sum."""
     columns_k = tl.arange(0, S.padded_k)
     columns_v = tl.arange(0, S.padded_v)
     top = tl.full([q.shape[0]], float("-inf"), tl.float32)
@@ -89,7 +89,7 @@ def attend_tile(q, keys, values, batch, row, head, position, low, high, factor, 
 
 @triton.jit
 def prefill_tiles(query, keys, values, batch, sinks, out, scale, QUERIES: tl.constexpr, S: tl.constexpr):
-    """Grid (tiles of QUERIES queries, as many as there can be; kv_heads)."""
+    """Grid (most possible tiles of QUERIES queries, kv_heads)."""
     head = tl.program_id(1)
     row, tile = find_query_tile(batch.starts, batch.num_rows, tl.program_id(0), QUERIES, S)
     if row >= batch.num_rows:

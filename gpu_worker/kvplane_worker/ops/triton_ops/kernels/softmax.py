@@ -1,4 +1,4 @@
-"""Pieces that every attention kernel shares: loading tiles of pages and queries, and the online softmax in base 2."""
+"""Functions that all attention kernels share: loads of tiles of pages, and the online softmax in base 2."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def load_blocks(batch, row, tile, low, high, S: tl.constexpr):
 
 @triton.jit
 def offsets(pages, head, block, tile, S: tl.constexpr):
-    """Where the tokens of a tile begin, in elements, for one head."""
+    """Offsets of the tokens of a tile for one head, in elements."""
     slot = (tile * S.tile + tl.arange(0, S.tile)) % S.page
     return block.to(tl.int64) * pages.strides[0] + slot * pages.strides[1] + head * pages.strides[2]
 
 
 @triton.jit
 def load_tokens(pages, offset, columns, block, WIDTH: tl.constexpr, S: tl.constexpr):
-    """Elements [tokens, columns], as products take them; tokens of the null block read as 0 and touch no memory."""
+    """Load elements [tokens, columns] for products. Tokens of the null block are 0 without a memory access."""
     mask = (block != 0)[:, None] & (columns < WIDTH)[None, :]
     return widen(tl.load(pages.data + (offset[:, None] + columns[None, :]), mask=mask, other=0), S.fp8, S.upcast)
 
 
 @triton.jit
 def load_scale(pages, head, S: tl.constexpr):
-    """What stored values are multiplied with."""
+    """The scale of stored values; 1 without 8-bit pages."""
     factor = 1.0
     if S.fp8 != NO_FP8:
         factor = tl.load(pages.scale + head * pages.scale_stride)
@@ -41,9 +41,9 @@ def load_scale(pages, head, S: tl.constexpr):
 
 @triton.jit
 def query_unit(query, S: tl.constexpr):
-    """Per query, what it is divided by before the products.
+    """The divisor of each query before the products.
 
-    For 8-bit pages products are float16's: a power of two keeps a large bfloat16 query in its range, exactly.
+    Products with 8-bit pages are float16. Division by a power of two keeps a large bfloat16 query in range, exactly.
     """
     if S.fp8 == NO_FP8 or S.upcast:
         return tl.full([query.shape[0]], 1.0, tl.float32)
@@ -53,7 +53,7 @@ def query_unit(query, S: tl.constexpr):
 
 @triton.jit
 def scale_query(query, unit, S: tl.constexpr):
-    """The query in the type of the products."""
+    """Convert the query to the type of the products."""
     if S.upcast:
         return query.to(tl.float32)
     elif S.fp8 == NO_FP8:
@@ -74,7 +74,7 @@ def weigh(scores, top, total):
 
 @triton.jit
 def add_sink(sinks, heads, present, top, total):
-    """Let the sinks take their weight, the last term of the softmax: new sum, factor of the old result."""
+    """Add the sinks as the last term of the softmax. Returns new sum and factor of the old result."""
     sink = tl.load(sinks + heads, mask=present, other=0).to(tl.float32) * LOG2_E
     new_top = tl.maximum(top, sink)
     fade = tl.exp2(top - new_top)

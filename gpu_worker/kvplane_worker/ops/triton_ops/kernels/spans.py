@@ -1,11 +1,11 @@
-"""How decode shares its work: every worker gets the same number of tiles of tokens, whatever the rows' lengths.
+"""How decode divides its work: workers get equal numbers of tiles of tokens, independent of the rows' lengths.
 
     rows        | row 0: 3 tiles | row 1: 1 | row 2: 5 tiles          |
     workers     | worker 0   | worker 1   | worker 2   |
 
-A worker's span is contiguous in (row, tile) order. What it computed of a row that it has whole it writes as the result;
-of a row that it shares it leaves a partial for the merge, in slot 1 when the row began in its span, in slot 0 when the
-row began before it. All heads have the same spans and run side by side, so that a token's bytes are read together.
+A worker's span is contiguous in (row, tile) order. For a row inside its span the worker writes the final result. For a
+row that it shares it writes a partial result for the merge: to slot 1 when the row begins in its span, to slot 0 when
+it begins before. All heads use the same spans and run concurrently, so that the bytes of a token are read together.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tiles_of(length, S: tl.constexpr):
 
 @triton.jit
 def count_tiles(lengths, rows, S: tl.constexpr):
-    """Tiles of the first `rows` rows together."""
+    """Number of tiles of the first `rows` rows."""
     total = 0
     for start in range(0, rows, S.scan):
         index = start + tl.arange(0, S.scan)
@@ -43,7 +43,7 @@ def count_tiles(lengths, rows, S: tl.constexpr):
 
 @triton.jit
 def find_row(lengths, rows, tile, S: tl.constexpr):
-    """The row that holds tile number `tile`, and the number of tiles before that row."""
+    """The row with tile number `tile`, and the number of tiles before that row."""
     row = 0
     before = 0
     total = 0

@@ -1,9 +1,9 @@
-"""Between pages on a device and staging on the host, by the faster of two routes as measured on this machine.
+"""Copies between pages on a device and staging buffers on the host, by the faster of two routes.
 
-Fragments are what makes the link slow: each copy of a few KiB costs what a larger one costs. `buffers` gathers them on
-the device and copies what it gathered; `copies` hands all of them to the driver at once, merged into `runs`. Which is
-faster depends on the size, the count, the GPU and the driver: `routes` has a small table, measured when the link is
-first used, and `link` chooses by it, call by call.
+Copies of a few KiB are slow, because a copy has a fixed cost. `buffers` gathers fragments into a buffer on the device
+and copies the buffer. `copies` passes all fragments to the driver in one call, merged into `runs`. Which route is
+faster depends on size, count, GPU and driver: `routes` measures a small table on first use, and `link` chooses by it in
+each call. `lanes` has the streams.
 """
 
 from kvplane_worker.ops.triton_ops.link.link import HostLink

@@ -1,4 +1,4 @@
-"""Many copies of bytes in one call: by the driver's `cuMemcpyBatchAsync`, or on the host, one after the other."""
+"""Many copies in one call: by the driver's `cuMemcpyBatchAsync`, or on the host, in a loop."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ import torch
 
 from kvplane.base.errors import FailedPrecondition
 
-# The first CUDA with batched copies; the bindings of a later major need a driver of that major for them.
+# The first CUDA version with batched copies. Bindings of a later major version need a driver of that version for them.
 FIRST_CUDA = (12, 8)
-# The driver holds a description of each copy until it is done.
+# The driver stores a descriptor of each copy until it is done.
 MAX_COPIES_AT_ONCE = 1 << 14
 
 
 class Copies(Protocol):
-    """Copies `sizes[i]` bytes from `sources[i]` to `targets[i]` (addresses), in any order, in order with a stream.
+    """Copies `sizes[i]` bytes from address `sources[i]` to `targets[i]`, in order with the work of a stream.
 
-    No target overlaps another target or a source. All three are of one length, which may be 0.
+    The copies of a call may run in any order: no target overlaps another target or a source. All three sequences have
+    the same length, which may be 0.
     """
 
     def copy_runs(self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        """Begin the copies; memory of the host is pinned, and stays until the stream has come so far.
+        """Queue the copies. Host memory is pinned, and must stay allocated until the stream has reached this point.
 
         Raises:
-            FailedPrecondition: the driver refuses them.
+            FailedPrecondition: the driver refuses the copies.
         """
 
 
 class HostCopies:
-    """Between memory of the host; done on return. The twin of `DriverCopies` where there is no device."""
+    """Synchronous copies in host memory: `DriverCopies` for machines without a device."""
 
     def copy_runs(self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int) -> None:
         """See `Copies`."""
@@ -41,8 +42,8 @@ class HostCopies:
 
 
 class DriverCopies:
-    """By the driver's copy engines. Sources are read in the stream's order: any other order may read a page before the
-    kernels that write it have finished.
+    """Copies by the driver's copy engines. Sources are read in stream order; any other access order could read a page
+    before the kernels that write it have finished.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class DriverCopies:
         self._attributes.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
     def copy_runs(self, sources: Sequence[int], targets: Sequence[int], sizes: Sequence[int], stream: int) -> None:
-        """See `Copies`. The stream is not the default one (0), which the driver does not take here."""
+        """See `Copies`. The driver does not support the default stream (0) in this call."""
         assert len(sources) == len(targets) == len(sizes), "a source and a target for each size"
         for start in range(0, len(sizes), MAX_COPIES_AT_ONCE):
             some = slice(start, start + MAX_COPIES_AT_ONCE)
@@ -62,18 +63,18 @@ class DriverCopies:
     def _copy(self, sources: Sequence[int], targets: Sequence[int], sizes: list[int], stream: int) -> None:
         driver = self._driver
         to, of = (list(map(driver.CUdeviceptr, addresses)) for addresses in (targets, sources))
-        # CUDA 12 also returns the index of the copy that is wrong, CUDA 13 does not.
+        # CUDA 12 also returns the index of the copy that failed, CUDA 13 does not.
         status, *where = driver.cuMemcpyBatchAsync(to, of, sizes, len(sizes), [self._attributes], [0], 1, stream)
         if status != driver.CUresult.CUDA_SUCCESS:
             raise FailedPrecondition(
                 f"cuMemcpyBatchAsync: {status.name}, copies {len(sizes)}, failed {where}",
                 field="staging",
-                remedy="give pinned staging and pages of this device; buffers move other memory",
+                remedy="give pinned staging and pages of this device; use the buffered route for other memory",
             )
 
 
 def copies_for(device: torch.device) -> tuple[Copies | None, str]:
-    """What copies runs for a device; None and why there is nothing."""
+    """The implementation for a device; None with the reason where batched copies are not supported."""
     if device.type != "cuda":
         return HostCopies(), ""
     version = installed_bindings()
@@ -82,7 +83,7 @@ def copies_for(device: torch.device) -> tuple[Copies | None, str]:
 
 
 def installed_bindings() -> str:
-    """The version of cuda-bindings, "" when it is not installed."""
+    """The installed version of cuda-bindings; "" = none."""
     try:
         return importlib.metadata.version("cuda-bindings")
     except importlib.metadata.PackageNotFoundError:
@@ -90,7 +91,7 @@ def installed_bindings() -> str:
 
 
 def driver_cuda() -> tuple[int, int]:
-    """The CUDA version of the driver; (0, 0) when there is none."""
+    """The CUDA version of the driver; (0, 0) = there is no driver."""
     from cuda.bindings import driver
 
     status, number = driver.cuDriverGetVersion()
@@ -98,18 +99,18 @@ def driver_cuda() -> tuple[int, int]:
 
 
 def unfit_bindings(version: str) -> str:
-    """Why these bindings have no batched copies, "" when they have."""
+    """Why these bindings have no batched copies; "" = they have."""
     if not version:
         return "cuda-bindings is not installed (kvplane[worker-cuda12], kvplane[worker-cuda13])"
     return f"cuda-bindings {version} is older than 12.8" if numbers(version) < FIRST_CUDA else ""
 
 
 def unfit_driver(version: str, cuda: tuple[int, int]) -> str:
-    """Why a driver has no batched copies for bindings of a version, "" when it has."""
+    """Why a driver does not support batched copies with these bindings; "" = it does."""
     needed = max(FIRST_CUDA, (numbers(version)[0], 0))
     if cuda >= needed:
         return ""
-    return f"the driver is for CUDA {cuda[0]}.{cuda[1]}: cuda-bindings {version} needs {needed[0]}.{needed[1]}"
+    return f"the driver supports CUDA {cuda[0]}.{cuda[1]}, cuda-bindings {version} needs {needed[0]}.{needed[1]}"
 
 
 def numbers(version: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Two lanes of a device, kernels and copies, and what each waits for."""
+"""The two streams of a host link, for kernels and for copies, and how they wait for each other."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# One is filled while the other is carried.
+# One is filled while the other is copied.
 BUFFERS = 2
-# Staging buffers whose copies are under way.
+# Most staging buffers that are kept until their copies are done.
 MAX_KEPT = 64
 
 
 class Lanes(Protocol):
-    """Where kernels and copies run; buffers take turns, and one is in the hands of one lane at a time."""
+    """Runs kernels and copies. Buffers alternate; a buffer is used by one of the two at a time."""
 
     def kernels(self, turn: int) -> AbstractContextManager[None]:
-        """Within, kernels may use the buffer of this turn: they wait for its last copy."""
+        """A context in which kernels may use the buffer of this turn: they wait for its last copy."""
 
     def copies(self, turn: int) -> AbstractContextManager[None]:
-        """Within, copies may use the buffer of this turn, on their own stream: they wait for the last kernel on it."""
+        """A context in which copies may use the buffer of this turn, on their own stream: they wait for its last
+        kernel.
+        """
 
-    def aside(self, staging: Tensor) -> AbstractContextManager[int]:
-        """Within, copies between pages and `staging` may begin on the stream that is given, in order with the current
-        one on both sides. The memory of `staging` is kept until they are done.
+    def copy_stream(self, staging: Tensor) -> AbstractContextManager[int]:
+        """A context that yields a stream for copies between pages and `staging`. The copies run after the work already
+        on the current stream, and before its later work. `staging` is kept alive until they are done.
         """
 
     def fork(self) -> None:
-        """Let copies wait for what the current stream has been given so far: it may fill the host's rows."""
+        """Let copies wait for the work already on the current stream, which may fill the rows on the host."""
 
     def join(self) -> None:
-        """Let what the current stream does next wait for all copies."""
+        """Let later work of the current stream wait for all copies."""
 
     def wait(self) -> None:
-        """Return when the current stream has done all that it was given."""
+        """Wait until the current stream has finished its work."""
 
 
 def lanes_of(device: torch.device) -> Lanes:
@@ -46,15 +48,15 @@ def lanes_of(device: torch.device) -> Lanes:
 
 
 class OneLane:
-    """Kernels and copies one after the other: the host itself does both."""
+    """Synchronous: kernels and copies both run on the host."""
 
     def kernels(self, turn: int) -> AbstractContextManager[None]:
-        """See `Lanes`; here nothing is under way."""
+        """See `Lanes`; nothing is asynchronous here."""
         return nullcontext()
 
     copies = kernels
 
-    def aside(self, staging: Tensor) -> AbstractContextManager[int]:
+    def copy_stream(self, staging: Tensor) -> AbstractContextManager[int]:
         """See `Lanes`."""
         return nullcontext(0)
 
@@ -65,7 +67,7 @@ class OneLane:
 
 
 class CudaLanes:
-    """Kernels on the current stream, copies on another."""
+    """Kernels run on the current stream, copies on a second one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,8 +93,10 @@ class CudaLanes:
         self._copied[turn % BUFFERS].record(self._copies)
 
     @contextmanager
-    def aside(self, staging: Tensor) -> Iterator[int]:
-        """See `Lanes`. Torch does not know of these copies: it would give freed pinned memory to the next who asks."""
+    def copy_stream(self, staging: Tensor) -> Iterator[int]:
+        """See `Lanes`.
+        PyTorch does not track these copies: without the reference, it would reuse freed pinned memory.
+        """
         self.fork()
         with torch.cuda.device(self._device):
             yield self._copies.cuda_stream
@@ -112,7 +116,7 @@ class CudaLanes:
         torch.cuda.current_stream(self._device).synchronize()
 
     def _keep(self, staging: Tensor) -> None:
-        """Hold the staging until the copies so far are done, and let go of what is done; wait where there is much."""
+        """Keep a reference to staging until the copies so far are done. Drops finished ones; waits above `MAX_KEPT`."""
         while self._kept:
             first = self._kept[0][0]
             if len(self._kept) < MAX_KEPT and not first.query():  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The link of a device to the host: both routes, and the choice between them."""
+"""The link between a device and the host: two routes, and the choice between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TO_HOST, TO_DEVICE = "to the host", "to the device"
 
 
 class BatchRoute:
-    """All runs in one call of the driver. Staging on the host is pinned."""
+    """Copies all runs in one call of the driver. Staging on the host is pinned."""
 
     def __init__(self, copies: Copies, lanes: Lanes) -> None:
         self._copies = copies
@@ -35,21 +35,22 @@ class BatchRoute:
         self.copy(TO_DEVICE, merged_runs(group, blocks, staging), staging)
 
     def copy(self, direction: str, runs: Runs, staging: Tensor) -> None:
-        """Copy runs that are planned already."""
+        """Copy planned runs."""
         ends = (runs.pages, runs.rows) if direction == TO_HOST else (runs.rows, runs.pages)
-        with self._lanes.aside(staging) as stream:
+        with self._lanes.copy_stream(staging) as stream:
             self._copies.copy_runs(*ends, runs.sizes, stream)
 
 
 class HostLink:
-    """Moves blocks of a device to and from rows on the host, in order with the current stream.
+    """Copies blocks of a device to and from rows on the host, in order with the current stream.
 
-    Pinned rows are copied without waiting: saved ones are there, loaded ones may change, when the current stream has
-    come so far. Other host memory is right too, only slower. The first use measures both routes, which waits for the
-    device.
+    Copies of pinned rows are asynchronous: once the current stream has reached this point, saved rows are complete and
+    loaded rows may change. Other host memory works too, but slower. The first use measures both routes and waits for
+    the device.
 
     Attributes:
-        buffered, batched: the routes; `batched` is None where there are no batched copies, `why_not` says why.
+        buffered, batched: the routes; `batched` is None where batched copies are not supported.
+        why_not: why `batched` is None.
     """
 
     def __init__(self, device: torch.device, stage: Stage, now: Callable[[], float] = time.perf_counter) -> None:
@@ -63,18 +64,18 @@ class HostLink:
         self._last: dict[str, str] = {}
 
     def save(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """Copy blocks into rows of host memory."""
+        """Copy blocks into rows on the host."""
         self._move(TO_HOST, group, blocks, staging)
 
     def load(self, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
-        """The reverse of `save`."""
+        """Copy rows on the host into blocks."""
         self._move(TO_DEVICE, group, blocks, staging)
 
     @property
     def explained(self) -> tuple[str, ...]:
-        """The choice in each direction that was used, with what was measured."""
+        """The last choice in each direction, with the measured table."""
         if self.batched is None:
-            return (f"host link by buffers alone: {self.why_not}",)
+            return (f"host link, buffered route only: {self.why_not}",)
         return tuple(
             f"host link {direction}: last {last}; measured, GB/s batched/buffered: {self._tables[direction].text}"
             for direction, last in self._last.items()
@@ -83,7 +84,7 @@ class HostLink:
     def _move(self, direction: str, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> None:
         runs = self._batches(direction, group, blocks, staging)
         if runs is not None:
-            assert self.batched is not None, "runs are of the batched route"
+            assert self.batched is not None, "only the batched route has runs"
             self.batched.copy(direction, runs, staging)
         elif direction == TO_HOST:
             self.buffered.save(group, blocks, staging)
@@ -91,22 +92,23 @@ class HostLink:
             self.buffered.load(group, blocks, staging)
 
     def _batches(self, direction: str, group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Runs | None:
-        """The runs, where they go as batched copies; None where buffers are faster, or all that there is."""
+        """The runs for batched copies; None where the buffered route is faster or the only one."""
         if not blocks or not self._is_fast(staging) or not self._measured():
             return None
         runs = merged_runs(group, blocks, staging)
         is_batched = self._tables[direction].prefers_batches(runs.mean_bytes, len(runs.sizes))
-        way = "batched" if is_batched else "by buffers"
+        way = "batched" if is_batched else "buffered"
         self._last[direction] = f"{way}, {len(runs.sizes)} runs of {runs.mean_bytes} bytes"
         return runs if is_batched else None
 
     def _is_fast(self, staging: Tensor) -> bool:
-        """True when the driver copies to and from this memory without waiting."""
+        """True when the driver copies to and from this memory asynchronously."""
         return self._device.type != "cuda" or staging.is_pinned()
 
     def _measured(self) -> bool:
-        """True when there are two routes and a table; measures when it is first asked. A driver that refuses batched
-        copies, whatever its version says, leaves one route.
+        """True when there are two routes and a table; measures on first use. A driver may refuse batched copies
+        although
+        its version supports them; then only the buffered route is left.
         """
         if self.batched is None or self._tables:
             return self.batched is not None

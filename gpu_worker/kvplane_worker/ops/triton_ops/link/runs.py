@@ -1,8 +1,8 @@
-"""Which bytes go where, in as few copies as possible: fragments that lie together on both sides are one run.
+"""Copies between pages and staging, merged: fragments that are adjacent on both sides form one run.
 
-        staging row r:  | layer 0 of blocks[r] | layer 1 of blocks[r] | ...    in order of addresses
-        pages:          layers of a block together (block-outermost): a run per block; blocks in a row too: one run
-                        layers apart: a run per block and layer
+staging row r:  | layer 0 of blocks[r] | layer 1 of blocks[r] | ...    in order of addresses
+pages:          layers of a block adjacent (block-outermost): one run per block; consecutive blocks: one run
+                layers separate: one run per block and layer
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvplane_worker.ops.interface import GroupPages
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Copies between pages and staging; none continues the one before it.
+    """Copies between pages and staging, merged as far as possible.
 
     Attributes:
         pages, rows: addresses of the first bytes.
-        sizes: bytes, above 0.
+        sizes: bytes of each run, above 0.
     """
 
     pages: list[int]
@@ -36,12 +36,12 @@ class Runs:
 
     @property
     def mean_bytes(self) -> int:
-        """Bytes of a run on average; 0 without runs."""
+        """Mean bytes of a run; 0 without runs."""
         return self.num_bytes // max(1, len(self.sizes))
 
 
 def merged_runs(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Runs:
-    """The runs between blocks and rows of staging: every byte once, in order of the rows."""
+    """The runs between blocks and rows of staging, in order of the rows. They cover each byte once."""
     widths = torch.tensor([layer.shape[1] for layer in group.layers])
     bases = torch.tensor([layer.data_ptr() for layer in group.layers])
     strides = torch.tensor([layer.stride(0) for layer in group.layers])
@@ -52,7 +52,7 @@ def merged_runs(group: GroupPages, blocks: Sequence[int], staging: Tensor) -> Ru
 
 
 def merged(pages: Tensor, rows: Tensor, sizes: Tensor) -> Runs:
-    """Fragments, int64 on the host, as runs; those of no bytes are left out."""
+    """Merge fragments, int64 on the host, into runs; empty fragments are dropped."""
     held = sizes > 0
     pages, rows, sizes = pages[held], rows[held], sizes[held]
     begins = torch.ones_like(sizes, dtype=torch.bool)
