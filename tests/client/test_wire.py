@@ -128,8 +128,8 @@ def news(draw):
 @st.composite
 def resumes(draw):
     rows = draw(st.integers(0, 3))
-    names_of_rows = ("computed", "launch_end", "num_prompt", "junction")
-    names_of_lists = ("num_settled", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks")
+    names_of_rows = ("computed", "launch_end", "num_prompt", "single_group_hit")
+    names_of_lists = ("num_cached_blocks", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks")
     return Resume(
         slot=draw(st.lists(u32, min_size=rows, max_size=rows)),
         loading=draw(column(rows, st.integers(0, 1))),
@@ -255,12 +255,12 @@ def part_results(draw):
         admit_status=per_row(st.integers(0, 7)),
         admit_hit=per_row(),
         admit_granted=per_row(),
-        admit_junction=per_row(),
+        admit_single_group_hit=per_row(),
         admit_load_after=per_row(u64),
         new_blocks=draw(blocks()),
         tables=draw(blocks()),
         peek_hit=draw(flat()),
-        peek_junction=draw(flat()),
+        peek_single_group_hit=draw(flat()),
         peek_blocks=draw(blocks()),
         num_hashes=draw(flat()),
         last_hash=draw(st.lists(digests | st.just(b""), max_size=3)),
@@ -354,7 +354,7 @@ def test_specs_round_trip(spec):
 OPENED_WITH = (names, u64, u64, st.booleans(), names, flat(u64).map(tuple), u64, flat().map(tuple))
 
 
-@given(st.builds(OpenRequest, *OPENED_WITH, owner_epoch=u64, begun_by=u64))
+@given(st.builds(OpenRequest, *OPENED_WITH, owner_epoch=u64, life_nonce=u64))
 def test_open_requests_round_trip(request):
     decoded = wire.decode_open(over_the_wire(wire.encode_open(request)))
     assert replace(decoded, stamp_table=tuple(decoded.stamp_table)) == request

@@ -186,7 +186,7 @@ class Replayer:
         def read(result: PartResult) -> Outcome:
             blocks = result.peek_blocks.by_row().get(0, {})
             rows = [blocks.get(group, []) for group in range(len(self.spec.groups))]
-            return Outcome(result, {"hit": result.peek_hit[0], "bnd": result.peek_junction[0], "blk": rows})
+            return Outcome(result, {"hit": result.peek_hit[0], "bnd": result.peek_single_group_hit[0], "blk": rows})
 
         return _one(Part(peek=Peek([request.slot], with_blocks=True)), read)
 

@@ -149,7 +149,7 @@ class UnaryReplayer(Replayer):
         what = op["id"] if op["id"] in self._known else self._contents[op["id"]]
         found = self._client.find_cache_hit(self._name, what, with_blocks=True)
         blocks = [list(group.block_ids) for group in found.blocks]
-        return Outcome(self._unchanged(), {"hit": found.hit_tokens, "bnd": found.junction, "blk": blocks})
+        return Outcome(self._unchanged(), {"hit": found.hit_tokens, "bnd": found.single_group_hit, "blk": blocks})
 
     def _call_alloc(self, op: Record) -> Outcome:
         answer = self._client.allocate_slots(self._name, self._wish(op), _MORE)

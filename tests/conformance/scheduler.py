@@ -380,7 +380,7 @@ class Scheduler:
         room = min(self._budget.tokens, self._budget.input - self._budget.overhead)
         if 1 + k <= room:
             return int(k)
-        plan.calls.append(["L", request.name, hit, found.peek_junction[0]])
+        plan.calls.append(["L", request.name, hit, found.peek_single_group_hit[0]])
         return -1
 
     def _run_rows(self, rows: list[Request]) -> Run:
@@ -493,7 +493,7 @@ class Scheduler:
             status = result.admit_status[row]
             granted, hit = result.admit_granted[row], result.admit_hit[row]
             if status != AdmitStatus.NOT_REACHED:
-                plan.calls.append(["L", request.name, hit, result.admit_junction[row]])
+                plan.calls.append(["L", request.name, hit, result.admit_single_group_hit[row]])
             if status not in (AdmitStatus.NOT_REACHED, AdmitStatus.NO_ROOM):
                 plan.calls.append(["W", request.name, granted or None, int(granted > 0)])
             if status != AdmitStatus.GRANTED:

@@ -155,7 +155,7 @@ class Admission:
     status: AdmitStatus
     hit: int
     granted: int
-    junction: int
+    single_group_hit: int
     table: list[list[int]]
     new: list[list[int]]
     result: PartResult = field(repr=False)
@@ -271,7 +271,7 @@ class Engine:
             AdmitStatus(result.admit_status[row]),
             result.admit_hit[row],
             result.admit_granted[row],
-            result.admit_junction[row],
+            result.admit_single_group_hit[row],
             [table.get(group, []) for group in groups],
             [new.get(group, []) for group in groups],
             result,
@@ -323,7 +323,7 @@ class Engine:
         self.end(slot)
         rows = result.peek_blocks.by_row().get(0, {})
         blocks = tuple(rows.get(group, []) for group in range(len(self.spec.groups)))
-        return Hit(result.peek_hit[0], result.peek_junction[0], blocks)
+        return Hit(result.peek_hit[0], result.peek_single_group_hit[0], blocks)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------

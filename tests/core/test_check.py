@@ -268,7 +268,7 @@ def change_by_one(engine):
     yield lambda: setattr(pool, "executed_through", 5)
     yield lambda: pool.register(3, key, 4)
     yield lambda: (pool.unregister(1), pool.register(1, key, 4))  # now behind block 3 under the same key
-    yield lambda: requests.junction.__setitem__(0, 4)
+    yield lambda: requests.single_group_hit.__setitem__(0, 4)
     yield lambda: requests.granted_step.__setitem__(0, 7)
     yield lambda: requests.serial.__setitem__(0, 7)
     yield lambda: requests.ends_at.__setitem__(0, 70)

@@ -56,10 +56,10 @@ def test_it_costs_one_more_block():
     assert kept == {False: [2, 3], True: [1, 2, 3]}
 
 
-def test_the_requests_after_the_first_divergence_hit_by_the_junction():
-    """The one that parted learnt of the junction at 976 and kept it."""
+def test_requests_after_the_first_divergence_hit_the_single_group_hit():
+    """The first request that diverges gets the single-group hit 976 and keeps the window there."""
     engine = Engine(full(16), window(256, 16), num_blocks=400, retention_interval=0)
     prompt = letters(1000)
     engine.serve(0, prompt)
-    assert engine.serve(1, prompt[:991] + "y" * 9).junction == 976
+    assert engine.serve(1, prompt[:991] + "y" * 9).single_group_hit == 976
     assert engine.would_hit(prompt[:991] + "z" * 9).num_tokens == 976

@@ -95,7 +95,7 @@ def test_it_decides_as_if_it_had_never_been_away(mix, seed):
 
 
 def as_an_engine_tells(image: Image) -> Image:
-    """It knows no junctions and no keys, its tables keep what was given back; and a store may have lost all entries."""
+    """An image without single-group hits and keys, with freed blocks in its tables, and a store without entries."""
     resume, groups = image.resume, image.spec.groups
     rng = Random(len(resume.blocks))
     blocks, start = list(resume.blocks), 0
@@ -105,7 +105,7 @@ def as_an_engine_tells(image: Image) -> Image:
             if not blocks[at] and kind is not GroupKind.MAMBA:
                 blocks[at] = rng.randrange(image.spec.num_blocks)
         start += count
-    told = replace(resume, blocks=blocks, junction=[], num_settled=[])
+    told = replace(resume, blocks=blocks, single_group_hit=[], num_cached_blocks=[])
     return replace(image, resume=told, entries=image.entries if rng.random() < 0.5 else Entries(32))
 
 
@@ -210,9 +210,9 @@ def two(first: list[int], second: list[int]) -> Resume:
         ("computed", replace(ROW, computed=[0])),
         ("launch_end", replace(ROW, launch_end=[8])),
         ("num_prompt", replace(ROW, num_prompt=[11])),
-        ("junction", replace(ROW, junction=[11])),
+        ("single_group_hit", replace(ROW, single_group_hit=[11])),
         ("num_blocks", replace(ROW, num_blocks=[])),
-        ("num_settled", replace(ROW, num_settled=[1, 2])),
+        ("num_cached_blocks", replace(ROW, num_cached_blocks=[1, 2])),
         ("blocks", replace(ROW, blocks=[5, 6])),
         ("blocks", replace(ROW, num_blocks=[2], blocks=[5, 6])),
         ("blocks", replace(ROW, blocks=[5, 0, 7])),

@@ -47,16 +47,16 @@ def test_full_attention_is_truncated_to_the_common_hit():
     assert hit.blocks == (tables[0][:1], tables[1][:1])
 
 
-def test_a_longer_hit_of_one_group_is_told_as_the_junction():
+def test_longer_hit_of_one_group_is_the_single_group_hit():
     """Full attention knows 12 tokens of this prefix: where another request parted, or a group lost its blocks. Groups
-    that keep few blocks keep the ones at the junction once they pass it.
+    that keep few blocks keep the ones at the single-group hit once they pass it.
     """
     engine = Engine(full(), window(8))
     tables = engine.serve(0, A16).table
-    assert engine.would_hit(A16).junction == 0
+    assert engine.would_hit(A16).single_group_hit == 0
     engine.cache(evicted=[tables[1][2]])
-    assert engine.would_hit(A16).junction == 12
-    assert engine.admit(0, A16).junction == 12
+    assert engine.would_hit(A16).single_group_hit == 12
+    assert engine.admit(0, A16).single_group_hit == 12
 
 
 GROUPS = {"full": full(), "near": window(8), "far": window(12, lookup_class=4), "chunk": chunked(8), "state": state()}

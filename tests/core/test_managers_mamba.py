@@ -286,14 +286,14 @@ def test_a_chunk_that_begins_inside_a_block_first_fills_it():
     assert (again.hit, again.granted) == (12, 4)
 
 
-def test_a_chunk_stops_at_the_junction_with_another_prefix():
+def test_chunk_stops_at_the_single_group_hit():
     """Another request parted at 12: full attention has the prefix, the state at 12 is missing and is made now."""
     engine = hybrid(align=AlignSpec(4, 100))
     engine.admit(0, "a" * 12 + "b" * 12)
     engine.end(0)
     assert engine.would_hit("a" * 12 + "c" * 12).num_tokens == 0
     again = engine.admit(1, "a" * 12 + "c" * 12)
-    assert (again.hit, again.junction, again.granted) == (0, 12, 12)
+    assert (again.hit, again.single_group_hit, again.granted) == (0, 12, 12)
     assert engine.would_hit("a" * 12 + "d" * 12).num_tokens == 12
 
 

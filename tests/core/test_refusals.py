@@ -68,10 +68,11 @@ def answered_twice(monkeypatch):
         if status is not None:
             REUSED[status.name] += 1
             result = self._result
-            told = status, result.admit_hit[row], result.admit_junction[row], self._requests.junction[slot]
+            hits, kept = result.admit_hit, result.admit_single_group_hit
+            first = status, hits[row], kept[row], self._requests.single_group_hit[slot]
             unaligned = self.unaligned_chunks
             again = self._admit_row(rows_of[self], row, slot, wish)
-            assert told == (again, result.admit_hit[row], result.admit_junction[row], self._requests.junction[slot])
+            assert first == (again, hits[row], kept[row], self._requests.single_group_hit[slot])
             assert unaligned == self.unaligned_chunks
         return status
 

@@ -1,7 +1,7 @@
 """Which blocks of a window or state group are worth a key: those at which some later request can resume.
 
     dense (-1)  every window that ends at a common boundary
-    0           only the window before the prompt's end (its replay boundary), and at junctions with other prefixes
+    0           only the window before the prompt's end (its replay boundary), and at single-group hits
     n           also one window per n tokens
 
 Full attention keeps every full block; what it costs is one key per block, and the shorter groups bound the hit.
@@ -78,7 +78,7 @@ def test_dense_keeps_only_windows_that_end_at_a_common_boundary():
 
 
 def test_decoding_adds_windows_only_at_intervals():
-    """What is generated is resumed from by the next turn of the chat; interval 0 leaves that to junctions."""
+    """The next turn of a chat continues from generated tokens; interval 0 keeps that window by the single-group hit."""
     masks = {}
     for interval in (0, 16):
         engine = Engine(window(4), full(), retention_interval=interval)
@@ -91,22 +91,22 @@ def test_decoding_adds_windows_only_at_intervals():
     assert masks == {0: [4], 16: [4, 16, 32]}
 
 
-def test_a_junction_is_kept_by_the_request_that_met_it():
+def test_window_at_a_single_group_hit_is_kept_by_the_request_that_passes_it():
     """Retention 0. The second request parts from the first at 12, where only full attention knows the prefix: it hits
-    nothing, learns of the junction, and keeps the window there as it passes, for the third.
+    nothing, gets the single-group hit, and keeps the window there as it passes, for the third.
     """
     engine = Engine(window(8), full(), retention_interval=0)
     shared = "aaaabbbbcccc"
     engine.serve(0, shared + "d" * 12)
     second = engine.admit(1, shared + "e" * 12)
-    assert (second.hit, second.junction) == (0, 12)
-    assert kept(engine, 1) == ".xxxx.", "the junction at 12 and the replay boundary at 20"
+    assert (second.hit, second.single_group_hit) == (0, 12)
+    assert kept(engine, 1) == ".xxxx.", "the single-group hit at 12 and the replay boundary at 20"
     engine.end(1)
     third = engine.admit(2, shared + "f" * 12)
-    assert (third.hit, third.junction) == (12, 0)
+    assert (third.hit, third.single_group_hit) == (12, 0)
 
 
-def test_the_next_turn_of_a_chat_meets_a_junction_and_the_one_after_that_hits():
+def test_single_group_hit_of_one_chat_turn_is_the_hit_of_the_next():
     engine = Engine(window(4), full(), retention_interval=0)
     turns = ["a" * 9, "a" * 9 + "b" * 8, "a" * 9 + "b" * 8 + "c" * 8]
     engine.admit(0, turns[0])
@@ -114,7 +114,7 @@ def test_the_next_turn_of_a_chat_meets_a_junction_and_the_one_after_that_hits():
         engine.run(0, text=letter)
     engine.end(0)
     assert engine.would_hit(turns[1]).num_tokens == 8, "the replay boundary of the first prompt"
-    assert engine.would_hit(turns[1]).junction == 12, "its generated tokens are known to full attention alone"
+    assert engine.would_hit(turns[1]).single_group_hit == 12, "its generated tokens are known to full attention alone"
 
 
 def test_what_is_kept_outlives_the_window():
@@ -167,10 +167,10 @@ def test_a_state_is_made_only_where_a_chunk_ends():
     assert kept(engine, 0) == "0.0x"
 
 
-def test_a_state_at_the_junction_is_kept_and_hit():
+def test_state_at_a_single_group_hit_is_kept_and_hit():
     engine = Engine(state(), full(), retention_interval=0, align=ALIGNED)
     engine.serve(0, "aaaabbbb" + "c" * 12)
     second = engine.admit(1, "aaaabbbb" + "d" * 12)
-    assert (second.hit, second.junction, second.granted) == (0, 8, 8)
+    assert (second.hit, second.single_group_hit, second.granted) == (0, 8, 8)
     assert kept(engine, 1) == "0x"
     assert engine.would_hit("aaaabbbb" + "e" * 12).num_tokens == 8

@@ -78,9 +78,10 @@ class Outcome:
         self.new |= {slots[row]: blocks for row, blocks in result.new_blocks.by_row().items()}
         self.tables |= {slots[row]: blocks for row, blocks in result.tables.by_row().items()}
         load_after = result.admit_load_after or [0] * len(part.admit.slot)
-        columns = (result.admit_status, result.admit_hit, result.admit_granted, result.admit_junction, load_after)
+        answer = result.admit_status, result.admit_hit, result.admit_granted, result.admit_single_group_hit
+        columns = (*answer, load_after)
         self.admitted |= dict(zip(part.admit.slot, zip(*columns, strict=True), strict=False))
-        self.peeked += zip(result.peek_hit, result.peek_junction, strict=True)
+        self.peeked += zip(result.peek_hit, result.peek_single_group_hit, strict=True)
         self.hashes += zip(result.num_hashes, result.last_hash, strict=True)
         self.events += result.events
         orders = result.orders

@@ -137,11 +137,11 @@ class TestOpening:
     def test_only_the_life_that_a_session_began_is_resumed_under_its_number(self, world):
         engine = world.open(owner_epoch=40)
         with world.refuses(ServiceRestarted, "another engine life with this number", field="epoch"):
-            world.open(41, begun_by=engine.nonce + 1)
-        again = world.open(41, begun_by=engine.nonce)
-        assert world.open(41, begun_by=engine.nonce).opened.epoch == world.open(41).opened.epoch == 41
+            world.open(41, life_nonce=engine.nonce + 1)
+        again = world.open(41, life_nonce=engine.nonce)
+        assert world.open(41, life_nonce=engine.nonce).opened.epoch == world.open(41).opened.epoch == 41
         with world.refuses(ServiceRestarted, field="epoch"):
-            world.open(41, begun_by=again.nonce)
+            world.open(41, life_nonce=again.nonce)
 
     @pytest.mark.parametrize("owner", [-1, MAX_EPOCH, 1 << 63])
     def test_an_owner_epoch_that_no_life_can_follow_is_refused(self, world, owner):

@@ -212,7 +212,7 @@ class TestHits:
         allocate(service)
         commit(service)
         skipped = find(service, [*PROMPT, 1], skip_reading=True)
-        assert (skipped.hit_tokens, skipped.junction, skipped.num_hashes) == (0, 0, 2)
+        assert (skipped.hit_tokens, skipped.single_group_hit, skipped.num_hashes) == (0, 0, 2)
 
     def test_a_look_up_touches_nothing(self, service, unchanged):
         find(service)

@@ -296,8 +296,9 @@ def fingerprint(parts: Sequence[PartResult]) -> str:
     for part in parts:
         orders, columns = part.orders, (part.new_blocks, part.tables, part.peek_blocks)
         rows = (
-            part.granted, part.preempted, part.admit_status, part.admit_hit, part.admit_granted, part.admit_junction,
-            part.peek_hit, orders.stamp_block, orders.stamp, orders.copy_src, orders.copy_dst, orders.zero_block,
+            part.granted, part.preempted, part.admit_status, part.admit_hit, part.admit_granted,
+            part.admit_single_group_hit, part.peek_hit, orders.stamp_block, orders.stamp, orders.copy_src,
+            orders.copy_dst, orders.zero_block,
             *(column for blocks in columns for column in (blocks.row, blocks.group, blocks.count, blocks.ids)),
         )  # fmt: skip
         told.update(repr([[int(value) for value in row] for row in rows]).encode())

@@ -93,8 +93,8 @@ class WorkerServicer:
         return pb.DescribeResponse(
             replica=served.replica,
             worker=client_wire.encode_worker(replace(served.info, owner_epoch=stamps.owner_epoch)),
-            carried_seq=seq,
-            carried_part=part,
+            orders_seq=seq,
+            orders_part=part,
             executed_seq=stamps.executed,
             size_bytes=served.holdings.buffers.memory.numel(),
             free_bytes=free_bytes(served.info.device),

@@ -128,9 +128,9 @@ def _resume_of(replica: Replica) -> Resume:
         resume.computed.append(requests.computed[slot])
         resume.launch_end.append(requests.launch_end(slot))
         resume.num_prompt.append(requests.num_prompt[slot])
-        resume.junction.append(requests.junction[slot])
+        resume.single_group_hit.append(requests.single_group_hit[slot])
         resume.loading.append(int(slot in requests.loading))
-        resume.num_settled.extend(max(manager.num_cached[slot], 0) for manager in replica.coordinator.managers)
+        resume.num_cached_blocks.extend(max(manager.num_cached[slot], 0) for manager in replica.coordinator.managers)
         for table in replica.coordinator.tables(slot):
             resume.num_blocks.append(len(table))
             resume.blocks.extend(table)

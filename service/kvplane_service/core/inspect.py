@@ -313,7 +313,7 @@ def _request_columns(replica: Replica, slot: int) -> tuple[object, ...]:
         requests.computed[slot],
         requests.in_flight[slot],
         requests.granted_step[slot],
-        requests.junction[slot],
+        requests.single_group_hit[slot],
         requests.running[slot] and requests.launch_end(slot),
         content.digests,
         content.hasher.tail if content.hasher else None,

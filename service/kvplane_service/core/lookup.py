@@ -20,13 +20,13 @@ class Hit:
 
     Attributes:
         num_tokens: length of the hit.
-        junction: end of the longest prefix that some class alone has, when that is longer; else 0. Groups that keep few
-            blocks keep the ones at a junction once they pass it.
+        single_group_hit: longest prefix, in tokens, that some class has cached alone, if longer than the hit; else 0.
+            Groups that keep few blocks keep the ones at this boundary once they pass it.
         blocks: per group, null blocks where the hit needs none.
     """
 
     num_tokens: int
-    junction: int
+    single_group_hit: int
     blocks: tuple[list[int], ...]
 
 
@@ -74,7 +74,7 @@ class PrefixLookup:
         if not self._classes or not self._classes[0].manager.downward_closed:
             return digests  # looked for from the end
         # The first class bounds the others; each looks past its length by a block, and by what it drops.
-        longest = max(hit.num_tokens, hit.junction) + 3 * max(one.block_size for one in self._managers)
+        longest = max(hit.num_tokens, hit.single_group_hit) + 3 * max(one.block_size for one in self._managers)
         return digests[: -(-longest // self._spec.hash_block_size)]
 
     def drop_margin(self, one: LookupClass) -> int:
@@ -143,8 +143,8 @@ class Search:
                 keep = -(-length // one.manager.block_size)
                 for group in one.groups:
                     del self._rows[group][keep:]
-        junction = self._longest if self._longest > length else 0
-        return Hit(length, junction, tuple(self._rows.get(group, []) for group in range(self._lookup.num_groups)))
+        blocks = tuple(self._rows.get(group, []) for group in range(self._lookup.num_groups))
+        return Hit(length, self._longest if self._longest > length else 0, blocks)
 
 
 def _classes(managers: Sequence[GroupManager]) -> tuple[LookupClass, ...]:

@@ -212,7 +212,7 @@ class Program:
         result.admit_status = [int(AdmitStatus.NOT_REACHED)] * count
         result.admit_hit = [0] * count
         result.admit_granted = [0] * count
-        result.admit_junction = [0] * count
+        result.admit_single_group_hit = [0] * count
         if rows.only_if_no_preemption and result.preempted:
             return
         given = [(number, column) for number, column in enumerate(_columns(rows)) if column]
@@ -240,7 +240,7 @@ class Program:
         if pool.num_free >= refused.free_wanted or self._room() < refused.room or slot in self._requests.loading:
             return None
         result.admit_hit[row] = refused.hit_tokens
-        result.admit_junction[row] = self._requests.junction[slot] = refused.junction
+        result.admit_single_group_hit[row] = self._requests.single_group_hit[slot] = refused.single_group_hit
         return refused.status
 
     def _note_refusal(self, slot: int, wish: Row, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
@@ -249,7 +249,7 @@ class Program:
         if self._room() >= room:
             keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests)
             blocks = [block for blocks in hit.blocks for block in blocks]
-            refused = Refused(self._asked(slot), wish, free_wanted, room, hit.num_tokens, hit.junction, status)
+            refused = Refused(self._asked(slot), wish, free_wanted, room, hit.num_tokens, hit.single_group_hit, status)
             self._blocks.pool.refusals.note(slot, refused, keys, blocks)
 
     def _asked(self, slot: int) -> Asked:
@@ -262,12 +262,12 @@ class Program:
             return AdmitStatus.DEFERRED
         hit = self._blocks.find_hit(slot)
         result.admit_hit[row] = hit.num_tokens
-        result.admit_junction[row] = hit.junction
+        result.admit_single_group_hit[row] = hit.single_group_hit
         external = rows.external[row] if rows.external else 0
         expected = rows.expected_hit[row] if rows.expected_hit else ANY_HIT
         if expected not in (ANY_HIT, hit.num_tokens) or hit.num_tokens + external > requests.num_tokens[slot]:
             return AdmitStatus.STALE_HIT
-        requests.junction[slot] = hit.junction
+        requests.single_group_hit[slot] = hit.single_group_hit
         wanted = self._wanted_at_admission(rows, row, slot, hit.num_tokens + external)
         if wanted < 0 or (wanted == 0 and not (self._flag(rows, row, RowFlag.DELAY_CACHING) and external)):
             return AdmitStatus.NO_ROOM
@@ -364,7 +364,7 @@ def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, mo
     """Clip a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
 
     Chunks end at multiples of the state block; they also stop at the prompt's last block and hash boundaries and at the
-    junction with another prefix. A block larger than any chunk (of up to `most` tokens) advances in parts. Returns 0
+    single-group hit. A block larger than any chunk (of up to `most` tokens) advances in parts. Returns 0
     when nothing can be computed.
     """
     requests, align = coordinator.requests, coordinator.spec.align
@@ -386,8 +386,8 @@ def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, mo
     tail = (prompt - 1) // unit * unit
     if align.stop_at_tail and last < tail < prompt:
         stops.append(tail)
-    junction = requests.junction[slot]
-    if start < junction < end:
-        stops.append(start + (junction - start) // size * size)
+    single_group_hit = requests.single_group_hit[slot]
+    if start < single_group_hit < end:
+        stops.append(start + (single_group_hit - start) // size * size)
     end = min([end, *(stop for stop in stops if start < stop < end)])
     return max(end - start, 0)

@@ -50,7 +50,7 @@ class Refused(NamedTuple):
     Attributes:
         free_wanted: blocks that would have to be free.
         room: tokens of a budget that does not limit the row.
-        hit_tokens, junction, status: the answer.
+        hit_tokens, single_group_hit, status: the answer.
     """
 
     asked: Asked
@@ -58,7 +58,7 @@ class Refused(NamedTuple):
     free_wanted: int
     room: int
     hit_tokens: int
-    junction: int
+    single_group_hit: int
     status: AdmitStatus
 
 

@@ -472,7 +472,7 @@ class Replica:
         for row, slot in enumerate(peek.slot):
             hit = self.coordinator.find_hit(slot)
             result.peek_hit.append(hit.num_tokens)
-            result.peek_junction.append(hit.junction)
+            result.peek_single_group_hit.append(hit.single_group_hit)
             if peek.with_blocks:
                 for group, blocks in enumerate(hit.blocks):
                     result.peek_blocks.add(row, group, blocks)

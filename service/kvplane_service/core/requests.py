@@ -46,7 +46,7 @@ class Requests:
         self.num_tokens: list[int] = []
         self.computed: list[int] = []
         self.in_flight: list[int] = []
-        self.junction: list[int] = []
+        self.single_group_hit: list[int] = []
         self.granted_step: list[int] = []  # last step that granted tokens
         self.load_after: list[int] = []  # step before which the load of its external tokens must not start
         self.content: list[Content] = []
@@ -86,7 +86,7 @@ class Requests:
             self.num_tokens,
             self.computed,
             self.in_flight,
-            self.junction,
+            self.single_group_hit,
             self.granted_step,
             self.load_after,
             self.ends_at,
@@ -108,7 +108,7 @@ class Requests:
         self.num_prompt[slot] = self.num_tokens[slot] = num_tokens
         self.content[slot] = content
         self.by_service[slot] = content.hasher is not None
-        self.junction[slot] = self.load_after[slot] = 0
+        self.single_group_hit[slot] = self.load_after[slot] = 0
         self.stop(slot)
 
     def launch_end(self, slot: int) -> int:

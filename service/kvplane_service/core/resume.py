@@ -23,7 +23,7 @@ from kvplane_service.core.ledger import Ledger
 from kvplane_service.core.managers.base import GroupManager, Standing
 from kvplane_service.core.requests import MAX_SLOTS, Content
 
-_BY_ROW = ("computed", "launch_end", "num_prompt", "junction", "loading")
+_BY_ROW = ("computed", "launch_end", "num_prompt", "single_group_hit", "loading")
 _Name = tuple[object, ...]
 
 
@@ -33,7 +33,7 @@ class _Row:
 
     slot: int
     standing: Standing
-    junction: int
+    single_group_hit: int
     loading: bool
     tables: list[list[int]]
     settled: list[int]
@@ -98,8 +98,9 @@ class Resumption:
             _require(given, name, f"not one entry for {rows} rows")
         sizes = len(resume.num_blocks) == rows * len(self._blocks.managers)
         _require(sizes and min(resume.num_blocks, default=0) >= 0, "num_blocks", "not one entry per row and group")
-        settled = len(resume.num_settled) in (0, len(resume.num_blocks)) and min(resume.num_settled, default=0) >= 0
-        _require(settled, "num_settled", "not one entry per row and group")
+        cached = resume.num_cached_blocks
+        counted = len(cached) in (0, len(resume.num_blocks)) and min(cached, default=0) >= 0
+        _require(counted, "num_cached_blocks", "not one entry per row and group")
         _require(sum(resume.num_blocks) == len(resume.blocks), "blocks", "not as many as num_blocks adds up to")
         for slot in resume.slot:
             waits = requests.is_live(slot) and not requests.held[slot]
@@ -109,7 +110,8 @@ class Resumption:
             _require(1 <= at.computed <= longest, "computed", f"{at.computed} tokens")
             _require(at.computed <= at.launch_end <= longest, "launch_end", f"{at.launch_end} for {at.computed} tokens")
             _require(1 <= at.num_prompt <= num_tokens, "num_prompt", f"{at.num_prompt} of {num_tokens} tokens")
-            _require(0 <= row.junction <= num_tokens, "junction", f"{row.junction} of {num_tokens} tokens")
+            alone = row.single_group_hit
+            _require(0 <= alone <= num_tokens, "single_group_hit", f"{alone} of {num_tokens} tokens")
 
     def _check_held(self, resume: Resume, names: dict[int, _Name]) -> list[int]:
         slots, counts = resume.held_slot, resume.held_count
@@ -173,10 +175,10 @@ class Resumption:
                     resume.launch_end[number] if resume.launch_end else computed,
                     resume.num_prompt[number] if resume.num_prompt else num_tokens,
                 ),
-                resume.junction[number] if resume.junction else 0,
+                resume.single_group_hit[number] if resume.single_group_hit else 0,
                 bool(resume.loading and resume.loading[number]),
                 tables[number * groups : (number + 1) * groups],
-                resume.num_settled[number * groups : (number + 1) * groups] or [0] * groups,
+                resume.num_cached_blocks[number * groups : (number + 1) * groups] or [0] * groups,
             )
 
     # -- apply -------------------------------------------------------------------------------------------------------
@@ -192,15 +194,15 @@ class Resumption:
         slot, requests, standing = row.slot, self._requests, row.standing
         requests.start(slot)
         requests.computed[slot], requests.ends_at[slot] = standing.computed, standing.launch_end
-        requests.num_prompt[slot], requests.junction[slot] = standing.num_prompt, row.junction
+        requests.num_prompt[slot], requests.single_group_hit[slot] = standing.num_prompt, row.single_group_hit
         if row.loading:
             requests.loading.add(slot)
             requests.not_zeroed.add(slot)
-        for manager, table, num_settled in zip(self._blocks.managers, row.tables, row.settled, strict=True):
+        for manager, table, num_cached_blocks in zip(self._blocks.managers, row.tables, row.settled, strict=True):
             settled = manager.settle(table, standing)
             assert settled is not None, f"slot {slot} was not checked"
             self._take(settled)
-            manager.resume(slot, settled, standing, num_settled)
+            manager.resume(slot, settled, standing, num_cached_blocks)
         requests.wake(slot)
 
     def _hold(self, slot: int, blocks: list[int], loading: bool) -> None:

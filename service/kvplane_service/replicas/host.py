@@ -95,7 +95,7 @@ class ReplicaHost:
         self._order = StepOrder(config.max_steps_in_flight)
         self._session: SessionSlot | None = None
         self._resumable = False  # a session was opened in this epoch and has not closed
-        self._begun_by = 0  # nonce of the session that began this epoch
+        self._life_nonce = 0  # nonce of the session that began this epoch
         self._left = False  # the session has closed: the engine is gone, the epoch has ended
         self._retired: KvplaneError | None = None  # why the replica was removed
         self._owner_epoch = 0  # highest one seen in the page memory
@@ -200,7 +200,7 @@ class ReplicaHost:
         if self.recovering is not None:
             self.recovering.observe_epoch(request.epoch)
             raise restarted(f"the service was restarted and lost the requests of {self.name}", self.epoch)
-        if request.epoch == self.epoch and request.begun_by not in (0, self._begun_by):
+        if request.epoch == self.epoch and request.life_nonce not in (0, self._life_nonce):
             raise restarted(f"this service began another engine life with this number on {self.name}", self.epoch)
         if request.epoch != self.epoch or not self._resumable:
             raise self._stale_epoch(request.epoch, "open with epoch 0 to begin a new engine life")
@@ -422,7 +422,7 @@ class ReplicaHost:
     def _began(self, life: Life) -> None:
         opening = self._lives.opening
         assert opening is not None and life.epoch > self.epoch, f"epoch {life.epoch} has begun"
-        self.epoch, self._begun_by = life.epoch, opening.nonce
+        self.epoch, self._life_nonce = life.epoch, opening.nonce
         self._resumable = self._left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
         self.decisions.append(life)

@@ -180,7 +180,7 @@ def _hashes(digests: list[bytes]) -> Hashes:
 def _found(hit: Hit, num_tokens: int, hashes: Hashes, with_blocks: bool) -> pb.FindCacheHitResponse:
     return pb.FindCacheHitResponse(
         hit_tokens=hit.num_tokens,
-        junction=hit.junction,
+        single_group_hit=hit.single_group_hit,
         num_tokens=num_tokens,
         num_hashes=hashes.count,
         last_hash=hashes.last,

@@ -82,7 +82,7 @@ def encode_allocated(answer: Allocated) -> bytes:
         status=f"ALLOCATION_STATUS_{answer.status.value}",
         hit_tokens=answer.hit,
         granted_tokens=answer.granted,
-        junction=answer.junction,
+        single_group_hit=answer.single_group_hit,
         load_after=answer.load_after,
         new_blocks=encode_groups(answer.new_blocks),
         block_table=encode_groups(answer.table),

@@ -147,7 +147,7 @@ class Allocated:
     status: AllocationStatus
     hit: int
     granted: int
-    junction: int
+    single_group_hit: int
     load_after: int
     new_blocks: list[list[int]]
     table: list[list[int]]

@@ -325,7 +325,7 @@ class UnaryCalls:
             status=status,
             hit=result.admit_hit[0] if result.admit_hit else 0,
             granted=(result.granted or result.admit_granted)[0],
-            junction=result.admit_junction[0] if result.admit_junction else 0,
+            single_group_hit=result.admit_single_group_hit[0] if result.admit_single_group_hit else 0,
             load_after=result.admit_load_after[0] if result.admit_load_after else 0,
             new_blocks=self._per_group(result.new_blocks.by_row()),
             table=self._per_group(result.tables.by_row()),

@@ -42,7 +42,7 @@ class Request:
     status: str = "WAITING"  # RUNNING, LOADING, PREEMPTED
     computed: int = 0
     place: int = 0
-    junction: int = 0
+    single_group_hit: int = 0
     flights: deque[Flight] = field(default_factory=deque)
     stale: int = 0  # flights that were on their way when it was preempted
 
@@ -168,7 +168,7 @@ class Driver:
         if request is None or request.status not in ("WAITING", "PREEMPTED") or request.flights:
             return
         found = self._do("lookup", id=one.name)
-        hit, request.junction = found["hit"], found["bnd"]
+        hit, request.single_group_hit = found["hit"], found["bnd"]
         external, load = self._external(one, request, hit)
         start = hit + external
         new = 0 if load else min(one.chunk, request.tokens - start, self._max_len - start)
@@ -252,7 +252,8 @@ class Driver:
         size, end = max(self._states), start + new
         if end < request.prefill_end and end // size * size > start:
             end = end // size * size
-        stops = [(request.tokens - 1) // size * size, request.junction - (request.junction - start) % size]
+        alone = request.single_group_hit
+        stops = [(request.tokens - 1) // size * size, alone - (alone - start) % size]
         if start % size:
             stops.append(-(-start // size) * size)
         if self.header["partial_hash_hits"]:

@@ -154,7 +154,7 @@ class ReplicaSpec:
         hash_algorithm, hash_seed: of the block hashes; "" = the algorithm's default seed.
         enable_caching: whether prefix caching is on.
         retention_interval: window and state groups keep one tail per this number of tokens; 0 = replay boundaries
-            and junctions only, DENSE_RETENTION = every block.
+            and single-group hits only, DENSE_RETENTION = every block.
         partial_hits: hits may end inside a block (copy on write).
         watermark_blocks: blocks left free when a request is admitted while others run.
         commit: see CommitRule.

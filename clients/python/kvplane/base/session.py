@@ -36,7 +36,7 @@ class OpenRequest:
         step_version: version of the steps; must be the service's.
         owner_epoch: new engine life: the highest epoch that owns a rank's memory (`RankGroup.owner_epoch`), 0 = none
             or unknown. The new life gets a higher epoch, even if the service and its store have lost count.
-        begun_by: to resume: nonce of the stream that began the epoch, 0 = unknown. It identifies the life, since two
+        life_nonce: to resume: nonce of the stream that began the epoch, 0 = unknown. It identifies the life, since two
             services that are not aware of each other may number two lives equally.
     """
 
@@ -50,7 +50,7 @@ class OpenRequest:
     busy_blocks: tuple[int, ...] = ()
     step_version: int = STEP_VERSION
     owner_epoch: int = 0
-    begun_by: int = 0
+    life_nonce: int = 0
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument for steps of another version than this code's."""

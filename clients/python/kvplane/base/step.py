@@ -191,9 +191,9 @@ class Resume:
     computed: list[int] = field(default_factory=list)  # leading tokens whose pages are written
     launch_end: list[int] = field(default_factory=list)  # default computed: tokens of the last launch, drafts included
     num_prompt: list[int] = field(default_factory=list)  # default all tokens: its number of tokens when first admitted
-    junction: list[int] = field(default_factory=list)  # default 0: as the admission told
+    single_group_hit: list[int] = field(default_factory=list)  # default 0: as the admission told
     loading: list[int] = field(default_factory=list)  # default 0; 1 = a load still fills its pages
-    num_settled: list[int] = field(default_factory=list)  # default as keys say: blocks, per group, that want no key
+    num_cached_blocks: list[int] = field(default_factory=list)  # default up to the last key: leading blocks, per group
     num_blocks: list[int] = field(default_factory=list)  # entries of the table of each group, row by row
     blocks: list[int] = field(default_factory=list)  # the tables, concatenated
     held_slot: list[int] = field(default_factory=list)
@@ -387,12 +387,12 @@ class PartResult:
     admit_status: list[int] = field(default_factory=list)
     admit_hit: list[int] = field(default_factory=list)
     admit_granted: list[int] = field(default_factory=list)
-    admit_junction: list[int] = field(default_factory=list)
+    admit_single_group_hit: list[int] = field(default_factory=list)
     admit_load_after: list[int] = field(default_factory=list)  # u64, default 0: step to be executed before the load
     new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, of run and admit rows
     tables: Blocks = field(default_factory=Blocks)  # full tables; of granted admit rows, of all rows if with_tables
     peek_hit: list[int] = field(default_factory=list)
-    peek_junction: list[int] = field(default_factory=list)
+    peek_single_group_hit: list[int] = field(default_factory=list)
     peek_blocks: Blocks = field(default_factory=Blocks)
     num_hashes: list[int] = field(default_factory=list)  # with_hashes: hashes per facts row, then per news row
     last_hash: list[bytes] = field(default_factory=list)  # the last hash of the same rows, b"" = none

@@ -115,7 +115,7 @@ class SessionMachine:
         self.ended: KvplaneError | None = None
         self.resume_refused: KvplaneError | None = None
         self._is_up = False
-        self._begun_by = 0  # nonce of the stream that began this engine life, 0 = another session began it
+        self._life_nonce = 0  # nonce of the stream that began this engine life, 0 = another session began it
         self._broken_by: KvplaneError = Unavailable("no stream is open")
         self._is_new_life = False  # the next call begins a new engine life
         self._is_silent = False  # a deadline passed, and no stream was opened since: each call tries once
@@ -155,7 +155,7 @@ class SessionMachine:
                 request = replace(request, nonce=self._nonces())
             else:
                 self._state, self._is_up = SessionState(opened), True
-                self._begun_by = request.nonce if request.epoch == NEW_EPOCH else 0
+                self._life_nonce = request.nonce if request.epoch == NEW_EPOCH else 0
                 return
 
     def apply(self, parts: Sequence[Part], executed_through: int | None, moving: bool) -> Doing[StepResult]:
@@ -298,7 +298,7 @@ class SessionMachine:
     def _reopen(self) -> Doing[None]:
         """Continue this engine life: open a stream and resend the unanswered steps."""
         begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # only a new life sends these
-        request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), begun_by=self._begun_by)
+        request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), life_nonce=self._life_nonce)
         try:
             opened: Opened = yield from self._use(Open(request))
         except ServiceRestarted:
@@ -333,7 +333,7 @@ class SessionMachine:
                 self.resume_refused = refusal
                 revival = revival.without_resume()
         self.state.restarted(opened, revival, results)
-        self._begun_by = request.nonce
+        self._life_nonce = request.nonce
         self._refusal, self._is_new_life, self._is_up = None, False, True
 
     def _exchange(self, step: Step) -> Doing[StepResult]:

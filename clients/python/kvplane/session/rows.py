@@ -84,7 +84,7 @@ class ResumeRow(Row):
     tables: Sequence[Sequence[int]]
     num_prompt: int
     launch_end: int | None = None
-    junction: int = 0
+    single_group_hit: int = 0
     loading: bool = False
 
 
@@ -161,7 +161,7 @@ def resume_of(rows: Sequence[ResumeRow]) -> Resume:
         computed=[row.computed for row in rows],
         launch_end=[row.computed if row.launch_end is None else row.launch_end for row in rows],
         num_prompt=[row.num_prompt for row in rows],
-        junction=[row.junction for row in rows],
+        single_group_hit=[row.single_group_hit for row in rows],
         loading=[int(row.loading) for row in rows],
         num_blocks=[len(table) for table in tables],
         blocks=[block for table in tables for block in table],

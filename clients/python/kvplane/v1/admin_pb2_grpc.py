@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """For operators: looks inside replicas and sends the service away.
+    """Inspects replicas, and drains the service.
     """
 
     def __init__(self, channel):
@@ -63,44 +63,46 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """For operators: looks inside replicas and sends the service away.
+    """Inspects replicas, and drains the service.
     """
 
     def Status(self, request, context):
-        """Tells what runs here.
+        """Returns version, uptime and number of replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Lets the service go as SIGTERM does: unhealthy, no new sessions, wait for the open ones, stop. Answers at once.
+        """Drains the service as SIGTERM does: it becomes unhealthy, refuses new sessions, waits for open ones, and exits.
+        Returns immediately.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """Returns the whole allocator state of a replica, after proving its invariants. NOT_FOUND: no such replica. INTERNAL: an
-        invariant does not hold; the message names it.
+        """Checks the invariants of a replica and returns its complete allocator state. NOT_FOUND: unknown replica. INTERNAL:
+        an invariant is violated; the message names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Tells why a prompt, or the last attempt to admit a request, hits so much and not more: which group cut the hit, and
-        what became of the block that it lacked. NOT_FOUND: no such replica, or no attempt to admit the request is recorded.
-        INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: as Allocation.FindCacheHit.
+        """Explains the length of the prefix-cache hit of a prompt, or of the last attempt to admit a request: which group
+        limited the hit, and why the next block was not cached. NOT_FOUND: unknown replica, or no attempt to admit the
+        request is recorded. INVALID_ARGUMENT: invalid content. FAILED_PRECONDITION reason REPLICA_LAPSED: as in
+        Allocation.FindCacheHit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Record(self, request, context):
-        """Streams the decision log of a replica from its registration on, and goes on as decisions are made, until the replica
-        is deregistered. What is streamed replays bit for bit. NOT_FOUND: no such replica. FAILED_PRECONDITION: the log does
-        not reach back to the registration any more. RESOURCE_EXHAUSTED: the caller is too slow.
+        """Streams the decision log of a replica from its registration, and continues with new decisions until the replica is
+        deregistered. A replay of the stream gives the same results bit for bit. NOT_FOUND: unknown replica.
+        FAILED_PRECONDITION: the log no longer starts at the registration. RESOURCE_EXHAUSTED: the client is too slow.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -143,7 +145,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """For operators: looks inside replicas and sends the service away.
+    """Inspects replicas, and drains the service.
     """
 
     @staticmethod

@@ -425,20 +425,20 @@ class FindCacheHitRequest(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., request_id: _Optional[str] = ..., with_blocks: bool = ...) -> None: ...
 
 class FindCacheHitResponse(_message.Message):
-    __slots__ = ("hit_tokens", "junction", "num_tokens", "num_hashes", "last_hash", "blocks")
+    __slots__ = ("hit_tokens", "single_group_hit", "num_tokens", "num_hashes", "last_hash", "blocks")
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
     LAST_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     hit_tokens: int
-    junction: int
+    single_group_hit: int
     num_tokens: int
     num_hashes: int
     last_hash: bytes
     blocks: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
-    def __init__(self, hit_tokens: _Optional[int] = ..., junction: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
+    def __init__(self, hit_tokens: _Optional[int] = ..., single_group_hit: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ...) -> None: ...
 
 class AllocateSlotsRequest(_message.Message):
     __slots__ = ("header", "request_id", "content", "computed_tokens", "appended", "max_new_tokens", "extra_tokens", "lookahead_tokens", "external_tokens", "in_flight_tokens", "delay_caching", "full_fit", "encoder_tokens", "reserved_blocks", "watermark", "expected_hit_tokens", "victims", "unaligned")
@@ -481,11 +481,11 @@ class AllocateSlotsRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[MutationHeader, _Mapping]] = ..., request_id: _Optional[str] = ..., content: _Optional[_Union[RequestContent, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., appended: _Optional[_Union[AppendedTokens, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., extra_tokens: _Optional[int] = ..., lookahead_tokens: _Optional[int] = ..., external_tokens: _Optional[int] = ..., in_flight_tokens: _Optional[int] = ..., delay_caching: bool = ..., full_fit: bool = ..., encoder_tokens: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., watermark: _Optional[_Union[WatermarkUse, str]] = ..., expected_hit_tokens: _Optional[int] = ..., victims: _Optional[_Iterable[str]] = ..., unaligned: bool = ...) -> None: ...
 
 class AllocateSlotsResponse(_message.Message):
-    __slots__ = ("status", "hit_tokens", "granted_tokens", "junction", "new_blocks", "block_table", "preempted", "result", "num_hashes", "last_hash", "load_after")
+    __slots__ = ("status", "hit_tokens", "granted_tokens", "single_group_hit", "new_blocks", "block_table", "preempted", "result", "num_hashes", "last_hash", "load_after")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GRANTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
@@ -496,7 +496,7 @@ class AllocateSlotsResponse(_message.Message):
     status: AllocationStatus
     hit_tokens: int
     granted_tokens: int
-    junction: int
+    single_group_hit: int
     new_blocks: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     block_table: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     preempted: _containers.RepeatedScalarFieldContainer[str]
@@ -504,7 +504,7 @@ class AllocateSlotsResponse(_message.Message):
     num_hashes: int
     last_hash: bytes
     load_after: int
-    def __init__(self, status: _Optional[_Union[AllocationStatus, str]] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., junction: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., block_table: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., preempted: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., load_after: _Optional[int] = ...) -> None: ...
+    def __init__(self, status: _Optional[_Union[AllocationStatus, str]] = ..., hit_tokens: _Optional[int] = ..., granted_tokens: _Optional[int] = ..., single_group_hit: _Optional[int] = ..., new_blocks: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., block_table: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., preempted: _Optional[_Iterable[str]] = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ..., num_hashes: _Optional[int] = ..., last_hash: _Optional[bytes] = ..., load_after: _Optional[int] = ...) -> None: ...
 
 class CommitBlocksRequest(_message.Message):
     __slots__ = ("header", "request_id", "computed_tokens", "appended", "commit_tokens")
@@ -577,7 +577,7 @@ class ResetPrefixCacheResponse(_message.Message):
     def __init__(self, done: bool = ..., result: _Optional[_Union[MutationResult, _Mapping]] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch", "begun_by")
+    __slots__ = ("replica", "epoch", "nonce", "with_events", "client", "stamp_table", "incarnation", "step_version", "busy_blocks", "owner_epoch", "life_nonce")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
@@ -588,7 +588,7 @@ class SessionOpen(_message.Message):
     STEP_VERSION_FIELD_NUMBER: _ClassVar[int]
     BUSY_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OWNER_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_BY_FIELD_NUMBER: _ClassVar[int]
+    LIFE_NONCE_FIELD_NUMBER: _ClassVar[int]
     replica: str
     epoch: int
     nonce: int
@@ -599,8 +599,8 @@ class SessionOpen(_message.Message):
     step_version: int
     busy_blocks: bytes
     owner_epoch: int
-    begun_by: int
-    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., begun_by: _Optional[int] = ...) -> None: ...
+    life_nonce: int
+    def __init__(self, replica: _Optional[str] = ..., epoch: _Optional[int] = ..., nonce: _Optional[int] = ..., with_events: bool = ..., client: _Optional[str] = ..., stamp_table: _Optional[bytes] = ..., incarnation: _Optional[int] = ..., step_version: _Optional[int] = ..., busy_blocks: _Optional[bytes] = ..., owner_epoch: _Optional[int] = ..., life_nonce: _Optional[int] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "heartbeat", "close")

@@ -28,10 +28,11 @@ if _version_not_supported:
 class AllocationStub(object):
     """Allocates KV cache blocks of engine replicas.
 
-    One writer per replica: an open session, or unary calls, not both. Errors change nothing and carry google.rpc.ErrorInfo
-    (reason, domain "kvplane"), with google.rpc.BadRequest naming the field where one is at fault. Running out of blocks is
-    an answer, not an error. Every RPC may fail with UNAVAILABLE while the service drains, safe to retry elsewhere, and with
-    FAILED_PRECONDITION reason MOVED and metadata "address" when another service process owns the replica.
+    A replica has one writer: an open session, or unary calls, not both. An error changes nothing. It carries
+    google.rpc.ErrorInfo (reason, domain "kvplane") and, if a field is at fault, google.rpc.BadRequest with its path.
+    Running out of blocks is reported in the response, not as an error. Every RPC may fail with UNAVAILABLE while the
+    service drains (safe to retry on another service), and with FAILED_PRECONDITION reason MOVED and metadata "address"
+    if another service process owns the replica.
     """
 
     def __init__(self, channel):
@@ -100,53 +101,55 @@ class AllocationStub(object):
 class AllocationServicer(object):
     """Allocates KV cache blocks of engine replicas.
 
-    One writer per replica: an open session, or unary calls, not both. Errors change nothing and carry google.rpc.ErrorInfo
-    (reason, domain "kvplane"), with google.rpc.BadRequest naming the field where one is at fault. Running out of blocks is
-    an answer, not an error. Every RPC may fail with UNAVAILABLE while the service drains, safe to retry elsewhere, and with
-    FAILED_PRECONDITION reason MOVED and metadata "address" when another service process owns the replica.
+    A replica has one writer: an open session, or unary calls, not both. An error changes nothing. It carries
+    google.rpc.ErrorInfo (reason, domain "kvplane") and, if a field is at fault, google.rpc.BadRequest with its path.
+    Running out of blocks is reported in the response, not as an error. Every RPC may fail with UNAVAILABLE while the
+    service drains (safe to retry on another service), and with FAILED_PRECONDITION reason MOVED and metadata "address"
+    if another service process owns the replica.
     """
 
     def RegisterReplica(self, request, context):
-        """Creates a replica: a block pool with its rules. Repeating it with an equal spec answers as the first time.
-        INVALID_ARGUMENT: a field is out of range or the plan does not fit the memory. NOT_FOUND: unknown model name.
-        ALREADY_EXISTS: the name is taken by another spec. RESOURCE_EXHAUSTED: limit of replicas or groups.
+        """Creates a replica with its block pool. A repeated call with an equal spec gets the same response.
+        INVALID_ARGUMENT: a field is out of range, or the plan does not fit the memory. NOT_FOUND: unknown model name.
+        ALREADY_EXISTS: the name is used with another spec. RESOURCE_EXHAUSTED: limit of replicas or groups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterReplica(self, request, context):
-        """Removes a replica; its session is ended. NOT_FOUND: no such replica. STALE_EPOCH: epoch is given and not current.
+        """Removes a replica and ends its session. NOT_FOUND: unknown replica. STALE_EPOCH: epoch is set and not current.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeReplica(self, request, context):
-        """Tells state and counters of a replica. NOT_FOUND: no such replica.
+        """Returns state and counters of a replica. NOT_FOUND: unknown replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListReplicas(self, request, context):
-        """Lists replicas by name, paged. INVALID_ARGUMENT: page_size above 1000 or a bad page_token.
+        """Lists replicas by name, in pages. INVALID_ARGUMENT: page_size above 1000, or an invalid page_token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FindCacheHit(self, request, context):
-        """Tells how long a prefix is cached. Advice: nothing is touched or reserved. NOT_FOUND: no such replica or request.
-        INVALID_ARGUMENT: bad content. FAILED_PRECONDITION reason REPLICA_LAPSED: the engine is gone, nothing can be promised.
+        """Returns how much of a prefix is cached. The result is advice: no block is referenced or reserved. NOT_FOUND:
+        unknown replica or request. INVALID_ARGUMENT: invalid content. FAILED_PRECONDITION reason REPLICA_LAPSED: the
+        engine is not connected, so the cache may be invalid.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AllocateSlots(self, request, context):
-        """Gives a request blocks for its next tokens; on the first call, adopts its prefix hit.
-        INVALID_ARGUMENT: bad content or counts. NOT_FOUND: no such replica, or the request is unknown and has no content.
+        """Allocates blocks for the next tokens of a request; the first call also adopts its prefix hit.
+        INVALID_ARGUMENT: invalid content or counts. NOT_FOUND: unknown replica, or an unknown request without content.
         FAILED_PRECONDITION: STALE_EPOCH, OTHER_WRITER (a session is open), OP_ID_REUSED (same op_id, other bytes).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -154,39 +157,39 @@ class AllocationServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitBlocks(self, request, context):
-        """Appends tokens to a request and registers full blocks in the prefix cache. Errors as AllocateSlots.
+        """Appends tokens to a request and registers full blocks in the prefix cache. Errors as in AllocateSlots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Free(self, request, context):
-        """Ends or preempts a request, or releases the blocks of one that was held. Errors as AllocateSlots.
+        """Ends or preempts a request, or releases the blocks of a held request. Errors as in AllocateSlots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EvictBlocks(self, request, context):
-        """Drops the keys of blocks; the blocks stay with their requests. INVALID_ARGUMENT: a block outside the pool; else as
-        AllocateSlots.
+        """Removes all keys of blocks; requests keep the blocks. INVALID_ARGUMENT: a block outside the pool; other errors as
+        in AllocateSlots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Drops every key when no block is in use; answers done = false otherwise. Errors as AllocateSlots.
+        """Removes all keys if no block is in use; otherwise done is false. Errors as in AllocateSlots.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """The engine's stream: steps in, answers out, in order. The first message opens it.
-        A step that is refused is answered by a StepError and changes nothing. The stream ends with NOT_FOUND (no such
-        replica), INVALID_ARGUMENT (a message that cannot be read), or FAILED_PRECONDITION: STALE_EPOCH, OTHER_WRITER (a
-        newer session took over).
+        """The engine's stream: steps in, results out, in order. The first message opens the session.
+        A refused step is answered with a StepError and changes nothing. The stream ends with NOT_FOUND (unknown replica),
+        INVALID_ARGUMENT (a message that cannot be decoded), or FAILED_PRECONDITION: STALE_EPOCH, OTHER_WRITER (a newer
+        session has replaced this one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -261,10 +264,11 @@ def add_AllocationServicer_to_server(servicer, server):
 class Allocation(object):
     """Allocates KV cache blocks of engine replicas.
 
-    One writer per replica: an open session, or unary calls, not both. Errors change nothing and carry google.rpc.ErrorInfo
-    (reason, domain "kvplane"), with google.rpc.BadRequest naming the field where one is at fault. Running out of blocks is
-    an answer, not an error. Every RPC may fail with UNAVAILABLE while the service drains, safe to retry elsewhere, and with
-    FAILED_PRECONDITION reason MOVED and metadata "address" when another service process owns the replica.
+    A replica has one writer: an open session, or unary calls, not both. An error changes nothing. It carries
+    google.rpc.ErrorInfo (reason, domain "kvplane") and, if a field is at fault, google.rpc.BadRequest with its path.
+    Running out of blocks is reported in the response, not as an error. Every RPC may fail with UNAVAILABLE while the
+    service drains (safe to retry on another service), and with FAILED_PRECONDITION reason MOVED and metadata "address"
+    if another service process owns the replica.
     """
 
     @staticmethod

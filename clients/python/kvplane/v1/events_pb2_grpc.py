@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class EventsStub(object):
-    """Streams changes of the prefix caches. Only executed content is shown.
+    """Streams changes of prefix caches. Only published keys appear: those of executed steps.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,14 @@ class EventsStub(object):
 
 
 class EventsServicer(object):
-    """Streams changes of the prefix caches. Only executed content is shown.
+    """Streams changes of prefix caches. Only published keys appear: those of executed steps.
     """
 
     def Subscribe(self, request, context):
-        """Streams batches of one replica from a sequence number on. The stream opens with a gap batch when the number is older
-        than what is kept. NOT_FOUND: no such replica. INVALID_ARGUMENT: after_seq from the future. RESOURCE_EXHAUSTED: the
-        subscriber is too slow (subscribe again from the last number), or too many subscribers.
+        """Streams the batches of one replica after a sequence number. The stream starts with a gap batch if the service no
+        longer keeps that number. NOT_FOUND: unknown replica. INVALID_ARGUMENT: after_seq is above the newest batch.
+        RESOURCE_EXHAUSTED: the subscriber is too slow (subscribe again after the last batch received), or there are too
+        many subscribers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +73,7 @@ def add_EventsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Events(object):
-    """Streams changes of the prefix caches. Only executed content is shown.
+    """Streams changes of prefix caches. Only published keys appear: those of executed steps.
     """
 
     @staticmethod

@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class WorkersStub(object):
-    """Gives workers their plans and keeps them registered.
+    """Assigns memory plans to workers and tracks which worker holds the pages of which rank.
 
-    A worker holds the pages of one rank of a replica. It takes the plan with RegisterWorker, and from then on calls
-    RenewWorker more often than the lease; who is silent for longer is forgotten, which says nothing about its pages.
-    Errors are as those of Allocation.
+    A worker holds the pages of one rank of a replica. It gets the plan from RegisterWorker and then calls RenewWorker
+    before each lease expires. A worker whose lease has expired is no longer registered; its pages are not affected.
+    Errors are as in Allocation.
     """
 
     def __init__(self, channel):
@@ -57,34 +57,33 @@ class WorkersStub(object):
 
 
 class WorkersServicer(object):
-    """Gives workers their plans and keeps them registered.
+    """Assigns memory plans to workers and tracks which worker holds the pages of which rank.
 
-    A worker holds the pages of one rank of a replica. It takes the plan with RegisterWorker, and from then on calls
-    RenewWorker more often than the lease; who is silent for longer is forgotten, which says nothing about its pages.
-    Errors are as those of Allocation.
+    A worker holds the pages of one rank of a replica. It gets the plan from RegisterWorker and then calls RenewWorker
+    before each lease expires. A worker whose lease has expired is no longer registered; its pages are not affected.
+    Errors are as in Allocation.
     """
 
     def RegisterWorker(self, request, context):
-        """Makes this worker the one of a rank, and answers with the rank's plan. Repeating it changes nothing but what the
-        worker says of itself.
-        NOT_FOUND: no such replica. INVALID_ARGUMENT: a rank that the replica has not, or a field out of range.
-        FAILED_PRECONDITION: NO_PLAN (the replica was registered by explicit groups), WORKER_EXISTS (another worker holds the
-        rank; metadata "address" and "pid").
+        """Registers the worker of a rank and returns the rank's plan. Repeating the call updates the worker's information.
+        NOT_FOUND: unknown replica. INVALID_ARGUMENT: the replica does not have that rank, or a field is out of range.
+        FAILED_PRECONDITION: NO_PLAN (the replica was registered with explicit groups), WORKER_EXISTS (another worker holds
+        the rank; metadata "address" and "pid").
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewWorker(self, request, context):
-        """Keeps the lease, and says what has changed. NOT_FOUND: no such replica, or the worker was forgotten: register again.
-        FAILED_PRECONDITION WORKER_EXISTS: another worker took the rank meanwhile.
+        """Renews the lease and updates the worker's information. NOT_FOUND: unknown replica, or the worker is not registered
+        (register again). FAILED_PRECONDITION WORKER_EXISTS: another worker has registered for the rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DeregisterWorker(self, request, context):
-        """The worker goes. Nothing happens when it is not known. NOT_FOUND: no such replica.
+        """Removes the worker. Does nothing if it is not registered. NOT_FOUND: unknown replica.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -117,11 +116,11 @@ def add_WorkersServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Workers(object):
-    """Gives workers their plans and keeps them registered.
+    """Assigns memory plans to workers and tracks which worker holds the pages of which rank.
 
-    A worker holds the pages of one rank of a replica. It takes the plan with RegisterWorker, and from then on calls
-    RenewWorker more often than the lease; who is silent for longer is forgotten, which says nothing about its pages.
-    Errors are as those of Allocation.
+    A worker holds the pages of one rank of a replica. It gets the plan from RegisterWorker and then calls RenewWorker
+    before each lease expires. A worker whose lease has expired is no longer registered; its pages are not affected.
+    Errors are as in Allocation.
     """
 
     @staticmethod

@@ -200,34 +200,34 @@ class Budget(_message.Message):
     def __init__(self, tokens: _Optional[int] = ..., input: _Optional[int] = ..., overhead: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("slot", "computed", "launch_end", "num_prompt", "junction", "loading", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks", "num_settled", "held_loading")
+    __slots__ = ("slot", "computed", "launch_end", "num_prompt", "single_group_hit", "loading", "num_blocks", "blocks", "held_slot", "held_count", "held_blocks", "num_cached_blocks", "held_loading")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     LAUNCH_END_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_FIELD_NUMBER: _ClassVar[int]
-    JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_SLOT_FIELD_NUMBER: _ClassVar[int]
     HELD_COUNT_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    NUM_SETTLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_LOADING_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     computed: bytes
     launch_end: bytes
     num_prompt: bytes
-    junction: bytes
+    single_group_hit: bytes
     loading: bytes
     num_blocks: bytes
     blocks: bytes
     held_slot: bytes
     held_count: bytes
     held_blocks: bytes
-    num_settled: bytes
+    num_cached_blocks: bytes
     held_loading: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., junction: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_settled: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., launch_end: _Optional[bytes] = ..., num_prompt: _Optional[bytes] = ..., single_group_hit: _Optional[bytes] = ..., loading: _Optional[bytes] = ..., num_blocks: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., held_slot: _Optional[bytes] = ..., held_count: _Optional[bytes] = ..., held_blocks: _Optional[bytes] = ..., num_cached_blocks: _Optional[bytes] = ..., held_loading: _Optional[bytes] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("facts", "cache", "news", "run", "admit", "peek", "budget", "with_tables", "with_hashes", "resume")
@@ -330,17 +330,17 @@ class CacheEvent(_message.Message):
     def __init__(self, kind: _Optional[_Union[CacheEventKind, str]] = ..., group: _Optional[int] = ..., hashes: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[bytes] = ..., domain: _Optional[str] = ..., parent: _Optional[bytes] = ..., block_size: _Optional[int] = ..., slot: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., block_starts: _Optional[bytes] = ..., reason: _Optional[_Union[RemoveReason, str]] = ...) -> None: ...
 
 class PartResult(_message.Message):
-    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_junction", "new_blocks", "tables", "peek_hit", "peek_junction", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after")
+    __slots__ = ("granted", "preempted", "admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "new_blocks", "tables", "peek_hit", "peek_single_group_hit", "peek_blocks", "num_hashes", "last_hash", "reset_done", "orders", "free_blocks", "events", "admit_load_after")
     GRANTED_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ADMIT_STATUS_FIELD_NUMBER: _ClassVar[int]
     ADMIT_HIT_FIELD_NUMBER: _ClassVar[int]
     ADMIT_GRANTED_FIELD_NUMBER: _ClassVar[int]
-    ADMIT_JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
     NEW_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     PEEK_HIT_FIELD_NUMBER: _ClassVar[int]
-    PEEK_JUNCTION_FIELD_NUMBER: _ClassVar[int]
+    PEEK_SINGLE_GROUP_HIT_FIELD_NUMBER: _ClassVar[int]
     PEEK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_HASHES_FIELD_NUMBER: _ClassVar[int]
     LAST_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -354,11 +354,11 @@ class PartResult(_message.Message):
     admit_status: bytes
     admit_hit: bytes
     admit_granted: bytes
-    admit_junction: bytes
+    admit_single_group_hit: bytes
     new_blocks: Blocks
     tables: Blocks
     peek_hit: bytes
-    peek_junction: bytes
+    peek_single_group_hit: bytes
     peek_blocks: Blocks
     num_hashes: bytes
     last_hash: _containers.RepeatedScalarFieldContainer[bytes]
@@ -367,7 +367,7 @@ class PartResult(_message.Message):
     free_blocks: int
     events: _containers.RepeatedCompositeFieldContainer[CacheEvent]
     admit_load_after: bytes
-    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_junction: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_junction: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, granted: _Optional[bytes] = ..., preempted: _Optional[bytes] = ..., admit_status: _Optional[bytes] = ..., admit_hit: _Optional[bytes] = ..., admit_granted: _Optional[bytes] = ..., admit_single_group_hit: _Optional[bytes] = ..., new_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., tables: _Optional[_Union[Blocks, _Mapping]] = ..., peek_hit: _Optional[bytes] = ..., peek_single_group_hit: _Optional[bytes] = ..., peek_blocks: _Optional[_Union[Blocks, _Mapping]] = ..., num_hashes: _Optional[bytes] = ..., last_hash: _Optional[_Iterable[bytes]] = ..., reset_done: bool = ..., orders: _Optional[_Union[Orders, _Mapping]] = ..., free_blocks: _Optional[int] = ..., events: _Optional[_Iterable[_Union[CacheEvent, _Mapping]]] = ..., admit_load_after: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("seq", "part", "parts", "published_through")

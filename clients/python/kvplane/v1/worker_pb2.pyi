@@ -41,11 +41,11 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("replica", "worker", "carried_seq", "carried_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy")
+    __slots__ = ("replica", "worker", "orders_seq", "orders_part", "executed_seq", "size_bytes", "free_bytes", "backend", "backend_reasons", "attached_pid", "staging_rows", "busy")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    CARRIED_SEQ_FIELD_NUMBER: _ClassVar[int]
-    CARRIED_PART_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_SEQ_FIELD_NUMBER: _ClassVar[int]
+    ORDERS_PART_FIELD_NUMBER: _ClassVar[int]
     EXECUTED_SEQ_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -56,8 +56,8 @@ class DescribeResponse(_message.Message):
     BUSY_FIELD_NUMBER: _ClassVar[int]
     replica: str
     worker: _plan_pb2.WorkerInfo
-    carried_seq: int
-    carried_part: int
+    orders_seq: int
+    orders_part: int
     executed_seq: int
     size_bytes: int
     free_bytes: int
@@ -66,7 +66,7 @@ class DescribeResponse(_message.Message):
     attached_pid: int
     staging_rows: _containers.RepeatedScalarFieldContainer[int]
     busy: bytes
-    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., carried_seq: _Optional[int] = ..., carried_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, replica: _Optional[str] = ..., worker: _Optional[_Union[_plan_pb2.WorkerInfo, _Mapping]] = ..., orders_seq: _Optional[int] = ..., orders_part: _Optional[int] = ..., executed_seq: _Optional[int] = ..., size_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., backend: _Optional[str] = ..., backend_reasons: _Optional[_Iterable[str]] = ..., attached_pid: _Optional[int] = ..., staging_rows: _Optional[_Iterable[int]] = ..., busy: _Optional[bytes] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ("token", "pid", "start_ticks", "plan_digest", "stamps_only")

@@ -27,10 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerStub:
-    """Shows, lends and moves the pages of one rank.
+    """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write need the token of that
-    directory: PERMISSION_DENIED without it. Errors are as those of Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
+    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
     """
 
     @_typing.overload
@@ -38,73 +38,73 @@ class WorkerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]
-    """Tells what the worker holds, and how."""
+    """Describes the worker, its pages and their progress."""
     Attach: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]
-    """Lends the pages to the engine's process, which maps them. The worker watches that process; the pages change hands
-    only when it has exited.
-    PERMISSION_DENIED: no token, or a process of another user. FAILED_PRECONDITION OTHER_WRITER: another process has them
-    (metadata "pid"). INVALID_ARGUMENT: there is no such process. FAILED_PRECONDITION WRONG_PLAN: the pages have another
-    plan than the one that is expected.
+    """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
+    another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
+    FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
+    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest.
     """
     Transfer: _grpc.UnaryUnaryMultiCallable[_worker_pb2.TransferRequest, _worker_pb2.TransferResponse]
-    """Moves whole pages within the pool, or between the pool and the host's staging buffer. Each page's stamp is read
-    before and after; a page whose stamp changed meanwhile, or is not the one expected, is discarded: what was read from
-    it is worth nothing.
-    A call without an answer (it was cancelled, or its deadline passed) may still be moving pages: until Describe shows
-    that it is not, a load that it belongs to is not over.
-    INVALID_ARGUMENT: a page outside the pool or the staging buffer, nothing was moved. STALE_EPOCH: the caller's engine
-    life does not own the pages. FAILED_PRECONDITION: pages would be written before their load may start on this rank; try
-    again when what the remedy names is done. RESOURCE_EXHAUSTED: too many calls wait.
+    """Moves whole pages within the pool, or between the pool and the host's staging buffer. The worker reads the stamp of
+    each page before and after the move. If the stamp changed, or differs from the expected one, the page is discarded:
+    its bytes must not be used. A call that ends without a response (cancelled, or after its deadline) may still move
+    pages. The load that it belongs to has not finished until Describe no longer lists its blocks as busy.
+    INVALID_ARGUMENT: a page outside the pool or the staging buffer; nothing was moved. STALE_EPOCH: the caller's
+    engine life does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
+    condition in the remedy holds. RESOURCE_EXHAUSTED: too many calls are waiting.
     """
     Checksum: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ChecksumRequest, _worker_pb2.ChecksumResponse]
-    """Checksums of pages, bracketed as in Transfer. INVALID_ARGUMENT: a page outside the pool."""
+    """Returns checksums of pages; stamps are read before and after, as in Transfer. INVALID_ARGUMENT: a page outside the
+    pool.
+    """
     Claim: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ClaimRequest, _worker_pb2.ClaimResponse]
-    """Raises the owner epoch of the pages for an engine life that begins; from then on only that life writes.
-    It does not wait for transfers: those of earlier engine lives that write now are listed, and none of them starts later.
-    STALE_EPOCH: an engine life of this epoch, or a newer one, owns the pages; metadata "epoch" says which.
+    """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
+    not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
+    one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
     """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """Shows, lends and moves the pages of one rank.
+    """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write need the token of that
-    directory: PERMISSION_DENIED without it. Errors are as those of Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
+    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]  # type: ignore[assignment]
-    """Tells what the worker holds, and how."""
+    """Describes the worker, its pages and their progress."""
     Attach: _aio.UnaryUnaryMultiCallable[_worker_pb2.AttachRequest, _worker_pb2.AttachResponse]  # type: ignore[assignment]
-    """Lends the pages to the engine's process, which maps them. The worker watches that process; the pages change hands
-    only when it has exited.
-    PERMISSION_DENIED: no token, or a process of another user. FAILED_PRECONDITION OTHER_WRITER: another process has them
-    (metadata "pid"). INVALID_ARGUMENT: there is no such process. FAILED_PRECONDITION WRONG_PLAN: the pages have another
-    plan than the one that is expected.
+    """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
+    another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
+    FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
+    process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest.
     """
     Transfer: _aio.UnaryUnaryMultiCallable[_worker_pb2.TransferRequest, _worker_pb2.TransferResponse]  # type: ignore[assignment]
-    """Moves whole pages within the pool, or between the pool and the host's staging buffer. Each page's stamp is read
-    before and after; a page whose stamp changed meanwhile, or is not the one expected, is discarded: what was read from
-    it is worth nothing.
-    A call without an answer (it was cancelled, or its deadline passed) may still be moving pages: until Describe shows
-    that it is not, a load that it belongs to is not over.
-    INVALID_ARGUMENT: a page outside the pool or the staging buffer, nothing was moved. STALE_EPOCH: the caller's engine
-    life does not own the pages. FAILED_PRECONDITION: pages would be written before their load may start on this rank; try
-    again when what the remedy names is done. RESOURCE_EXHAUSTED: too many calls wait.
+    """Moves whole pages within the pool, or between the pool and the host's staging buffer. The worker reads the stamp of
+    each page before and after the move. If the stamp changed, or differs from the expected one, the page is discarded:
+    its bytes must not be used. A call that ends without a response (cancelled, or after its deadline) may still move
+    pages. The load that it belongs to has not finished until Describe no longer lists its blocks as busy.
+    INVALID_ARGUMENT: a page outside the pool or the staging buffer; nothing was moved. STALE_EPOCH: the caller's
+    engine life does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
+    condition in the remedy holds. RESOURCE_EXHAUSTED: too many calls are waiting.
     """
     Checksum: _aio.UnaryUnaryMultiCallable[_worker_pb2.ChecksumRequest, _worker_pb2.ChecksumResponse]  # type: ignore[assignment]
-    """Checksums of pages, bracketed as in Transfer. INVALID_ARGUMENT: a page outside the pool."""
+    """Returns checksums of pages; stamps are read before and after, as in Transfer. INVALID_ARGUMENT: a page outside the
+    pool.
+    """
     Claim: _aio.UnaryUnaryMultiCallable[_worker_pb2.ClaimRequest, _worker_pb2.ClaimResponse]  # type: ignore[assignment]
-    """Raises the owner epoch of the pages for an engine life that begins; from then on only that life writes.
-    It does not wait for transfers: those of earlier engine lives that write now are listed, and none of them starts later.
-    STALE_EPOCH: an engine life of this epoch, or a newer one, owns the pages; metadata "epoch" says which.
+    """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
+    not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
+    one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """Shows, lends and moves the pages of one rank.
+    """Describes, shares and transfers the pages of one rank.
 
-    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write need the token of that
-    directory: PERMISSION_DENIED without it. Errors are as those of Allocation and change nothing.
+    Served on a Unix socket in a directory that only the worker's user can enter. Calls that write require the token in
+    that directory: PERMISSION_DENIED without it. Errors are as in Allocation and change nothing.
     """
 
     @_abc_1.abstractmethod
@@ -113,7 +113,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DescribeResponse, _abc.Awaitable[_worker_pb2.DescribeResponse]]:
-        """Tells what the worker holds, and how."""
+        """Describes the worker, its pages and their progress."""
 
     @_abc_1.abstractmethod
     def Attach(
@@ -121,11 +121,10 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.AttachResponse, _abc.Awaitable[_worker_pb2.AttachResponse]]:
-        """Lends the pages to the engine's process, which maps them. The worker watches that process; the pages change hands
-        only when it has exited.
-        PERMISSION_DENIED: no token, or a process of another user. FAILED_PRECONDITION OTHER_WRITER: another process has them
-        (metadata "pid"). INVALID_ARGUMENT: there is no such process. FAILED_PRECONDITION WRONG_PLAN: the pages have another
-        plan than the one that is expected.
+        """Gives the pages to an engine process, which maps them. The worker watches that process; the pages are available to
+        another process only after it has exited. PERMISSION_DENIED: no token, or a process of another user.
+        FAILED_PRECONDITION OTHER_WRITER: another process is attached (metadata "pid"). INVALID_ARGUMENT: there is no such
+        process. FAILED_PRECONDITION WRONG_PLAN: the plan of the pages is not plan_digest.
         """
 
     @_abc_1.abstractmethod
@@ -134,14 +133,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.TransferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.TransferResponse, _abc.Awaitable[_worker_pb2.TransferResponse]]:
-        """Moves whole pages within the pool, or between the pool and the host's staging buffer. Each page's stamp is read
-        before and after; a page whose stamp changed meanwhile, or is not the one expected, is discarded: what was read from
-        it is worth nothing.
-        A call without an answer (it was cancelled, or its deadline passed) may still be moving pages: until Describe shows
-        that it is not, a load that it belongs to is not over.
-        INVALID_ARGUMENT: a page outside the pool or the staging buffer, nothing was moved. STALE_EPOCH: the caller's engine
-        life does not own the pages. FAILED_PRECONDITION: pages would be written before their load may start on this rank; try
-        again when what the remedy names is done. RESOURCE_EXHAUSTED: too many calls wait.
+        """Moves whole pages within the pool, or between the pool and the host's staging buffer. The worker reads the stamp of
+        each page before and after the move. If the stamp changed, or differs from the expected one, the page is discarded:
+        its bytes must not be used. A call that ends without a response (cancelled, or after its deadline) may still move
+        pages. The load that it belongs to has not finished until Describe no longer lists its blocks as busy.
+        INVALID_ARGUMENT: a page outside the pool or the staging buffer; nothing was moved. STALE_EPOCH: the caller's
+        engine life does not own the pages. FAILED_PRECONDITION: the load may not start on this rank yet; retry when the
+        condition in the remedy holds. RESOURCE_EXHAUSTED: too many calls are waiting.
         """
 
     @_abc_1.abstractmethod
@@ -150,7 +148,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ChecksumRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ChecksumResponse, _abc.Awaitable[_worker_pb2.ChecksumResponse]]:
-        """Checksums of pages, bracketed as in Transfer. INVALID_ARGUMENT: a page outside the pool."""
+        """Returns checksums of pages; stamps are read before and after, as in Transfer. INVALID_ARGUMENT: a page outside the
+        pool.
+        """
 
     @_abc_1.abstractmethod
     def Claim(
@@ -158,9 +158,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ClaimRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.ClaimResponse, _abc.Awaitable[_worker_pb2.ClaimResponse]]:
-        """Raises the owner epoch of the pages for an engine life that begins; from then on only that life writes.
-        It does not wait for transfers: those of earlier engine lives that write now are listed, and none of them starts later.
-        STALE_EPOCH: an engine life of this epoch, or a newer one, owns the pages; metadata "epoch" says which.
+        """Raises the owner epoch of the pages for a new engine life; from then on only that engine life can write them. Does
+        not wait for transfers: those of earlier engine lives that are writing are listed in the response, and no further
+        one can start. STALE_EPOCH: an engine life of this or a higher epoch owns the pages (metadata "epoch").
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

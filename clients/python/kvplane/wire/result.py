@@ -25,10 +25,10 @@ _RESULT = (
     Column("admit_status", highest=7),
     Column("admit_hit"),
     Column("admit_granted"),
-    Column("admit_junction"),
+    Column("admit_single_group_hit"),
     Column("admit_load_after", U64),
     Column("peek_hit", by_row=False),
-    Column("peek_junction", by_row=False),
+    Column("peek_single_group_hit", by_row=False),
     Column("num_hashes", by_row=False),
 )
 _BLOCKS = (Column("row"), Column("group"), Column("count"), Column("ids", by_row=False))

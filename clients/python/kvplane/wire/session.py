@@ -39,7 +39,7 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
         "busy_blocks": pack(request.busy_blocks, U32, "open", "busy_blocks"),
         "step_version": request.step_version,
         "owner_epoch": request.owner_epoch,
-        "begun_by": request.begun_by,
+        "life_nonce": request.life_nonce,
     }
     try:
         return build(allocation_pb2.SessionOpen, "open", fields)
@@ -66,7 +66,7 @@ def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview 
         busy_blocks=tuple(unpack(message.busy_blocks, U32, "open", "busy_blocks")),
         step_version=message.step_version or STEP_VERSION,
         owner_epoch=message.owner_epoch,
-        begun_by=message.begun_by,
+        life_nonce=message.life_nonce,
     )
 
 

@@ -285,13 +285,13 @@ class GroupManager(ABC):
         digests = self.requests.content[slot].digests
         return self._digest(digests, index) if end <= len(digests) * self.hash_size else b""
 
-    def resume(self, slot: int, table: list[int], at: Standing, num_settled: int) -> None:
+    def resume(self, slot: int, table: list[int], at: Standing, num_cached_blocks: int) -> None:
         """Go on with a settled table, whose references the slot has; keys that name something else are dropped.
 
-        `num_settled`: leading blocks whose caching is settled, as far as that is known.
+        `num_cached_blocks`: leading blocks whose caching is settled, as far as that is known.
         """
         self.table[slot] = table
-        self.num_cached[slot] = min(num_settled, len(table))
+        self.num_cached[slot] = min(num_cached_blocks, len(table))
         pool, size = self.pool, self.block_size
         for index, block in enumerate(table):
             if block == NULL_BLOCK:
@@ -354,12 +354,12 @@ class GroupManager(ABC):
         end = min(min(num_tokens, hashed) // self.block_size, len(self.table[slot]))
         if start >= end:
             return
-        junction = self.requests.junction[slot]
+        single_group_hit = self.requests.single_group_hit[slot]
         reachable = list(boundaries)
-        if junction:
-            reachable.append(junction)
+        if single_group_hit:
+            reachable.append(single_group_hit)
             if self.drops:
-                reachable.append(junction - self.block_size)
+                reachable.append(single_group_hit - self.block_size)
         keep = self.reachable_blocks(start, end, reachable)
         self._register_range(slot, start, end, keep)
         self.num_cached[slot] = end

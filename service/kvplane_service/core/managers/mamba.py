@@ -238,9 +238,9 @@ class AlignedStateManager(GroupManager):
         stays = index < self._running_index(at) or at.launch_end == at.computed
         return super().sealed_prefix(slot, index, at) if stays else b""
 
-    def resume(self, slot: int, table: list[int], at: Standing, num_settled: int) -> None:
+    def resume(self, slot: int, table: list[int], at: Standing, num_cached_blocks: int) -> None:
         """See GroupManager.resume."""
-        super().resume(slot, table, at, num_settled)
+        super().resume(slot, table, at, num_cached_blocks)
         first, running = (at.computed - 1) // self.block_size, self._running_index(at)
         self.has_allocated[slot] = True
         self.num_retired[slot] = first
