@@ -30,6 +30,13 @@ def function(name: str, body_lines: int) -> str:
     return f"def {name}() -> None:\n" + "    ...\n" * body_lines
 
 
+def repetition(lines: int) -> str:
+    """A module in which two functions have this number of lines in common, and everything else differs."""
+    body = "".join(f"    x{number} = f({number})\n\n" for number in range(lines))
+    again = body.replace("    ", "        ")
+    return f"def f(a: int) -> None:\n{body}\n\nif True:\n\n    def g(b: int) -> None:\n{again}"
+
+
 LIBRARY = "clients/python/kvplane/planted.py"
 CORE = "service/kvplane_service/core/planted.py"
 
@@ -53,6 +60,7 @@ PLANTED = {
     "unfinished": ("README.md", "TO" + "DO: more\n", "todos are a kind of list\n"),
     "private_places": ("README.md", "see /tm" + "p/x\n", "see https://example.org/work/x and a/tmp/b\n"),
     "file_length": (LIBRARY, "x = 1\n" * 501, "x = 1\n" * 500),
+    "repeated_lines": (LIBRARY, repetition(13), repetition(12)),
     "core_purity": (CORE, "def f() -> None:\n    import time\n", "import math\n"),
     "plain_words": ("docs/glossary.md", "It is to" + "ld so.\n", "The report is sent.\n"),
 }
@@ -83,6 +91,7 @@ def test_a_planted_fault_is_found_and_its_neighbour_is_not(rule):
         (tidy.broad_except, LIBRARY, "try:\n    x = 1\nexcept:\n    raise\n"),
         (tidy.private_places, "tests/test_x.py", "home = '/wor" + "k/x'\n"),
         (tidy.private_places, "notes.md", "https://py" + "pi.org/simple\n"),
+        (tidy.repeated_lines, "tests/test_x.py", repetition(30)),
         (tidy.core_purity, CORE, "from google.protobuf import message\n"),
         (tidy.plain_words, "docs/glossary.md", "class To" + "ldTwice:\n"),
         (tidy.plain_words, "docs/glossary.md", "in pl" + "ace\n# of\n"),
@@ -101,6 +110,22 @@ def test_an_entry_of_the_allow_list_that_is_not_needed_is_a_complaint(monkeypatc
 def test_the_shape_rules_leave_generated_code_and_tests_alone():
     for path in ("clients/python/kvplane/v1/step_pb2.py", "tests/test_x.py"):
         assert list(tidy.function_length(planted(path, function("long", 90)))) == []
+
+
+def test_lines_repeated_in_two_files_are_reported_once_in_the_second():
+    lines = "".join(f"x{number} = {number}\n" for number in range(40))
+    files = [tidy.SourceFile(f"tests/test_{name}.py", f"{name} = 0\n{lines}{name} = 1\n") for name in "ab"]
+    (complaint,) = tidy.repeated_lines(tidy.Tree(tuple(files)))
+    assert complaint.startswith("tests/test_b.py:2:")
+    assert "tests/test_a.py:2:" in complaint
+
+
+def test_imports_and_generated_code_do_not_count_as_repeated_lines():
+    names = "".join(f"    name_{number},\n" for number in range(20))
+    imports = f"from x import (\n{names})\n"
+    generated = tidy.SourceFile("clients/python/kvplane/v1/step_pb2.py", repetition(20))
+    twice = [tidy.SourceFile(f"tests/test_{name}.py", imports) for name in "ab"]
+    assert list(tidy.repeated_lines(tidy.Tree((generated, *twice)))) == []
 
 
 def test_the_flags_of_a_command_are_not_counted_as_parameters():

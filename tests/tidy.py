@@ -24,6 +24,7 @@ MAX_MEDIAN_LINES = 9
 MAX_P95_LINES = 45
 MAX_PARAMETERS = 6
 MAX_FILE_LINES = 500
+MAX_REPEATED_LINES = 12
 
 # Files that may catch everything: the outermost shell, where an exception would otherwise vanish or kill the
 # process. Path → why. An entry that is no longer needed is a complaint.
@@ -262,6 +263,36 @@ def file_length(tree: Tree) -> Iterator[str]:
             yield complaint(f, 1, f"{count} lines, at most {MAX_FILE_LINES}: {remedy}")
 
 
+def repeated_lines(tree: Tree) -> Iterator[str]:
+    """Runs of equal lines in two places of product or tests; empty lines, indentation and imports do not count."""
+    first: dict[tuple[str, ...], tuple[SourceFile, int]] = {}
+    length = MAX_REPEATED_LINES + 1
+    for f in tree.files:
+        if not f.path.endswith(".py") or f.is_generated:
+            continue
+        code = list(code_lines(f))
+        last = -length  # start of the previous window, or of the run that was reported
+        for at in range(len(code) - length + 1):
+            run = tuple(line for _, line in code[at : at + length])
+            other, number = first.setdefault(run, (f, code[at][0]))
+            overlaps = other is f and number >= code[max(at - length + 1, 0)][0]
+            if overlaps:
+                continue
+            if at > last + 1:
+                remedy = "give the lines one home and use it in both places"
+                yield complaint(f, code[at][0], f"{length} lines or more are equal to {other.path}:{number}: {remedy}")
+            last = at
+
+
+def code_lines(f: SourceFile) -> Iterator[tuple[int, str]]:
+    """Number and stripped text of the lines of a module that are neither empty nor part of an import."""
+    nodes = (node for node in ast.walk(ast.parse(f.text, f.path)) if isinstance(node, ast.Import | ast.ImportFrom))
+    skipped = {line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    for number, line in enumerate(f.text.splitlines(), 1):
+        if line.strip() and number not in skipped:
+            yield number, line.strip()
+
+
 def core_purity(tree: Tree) -> Iterator[str]:
     for f, module in tree.modules:
         if not f.path.startswith(CORE):
@@ -298,6 +329,7 @@ RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     unfinished,
     private_places,
     file_length,
+    repeated_lines,
     core_purity,
     plain_words,
 )
