@@ -52,8 +52,10 @@ REPLACEMENTS: dict[str, str] = {
 
 # Folders and files that are checked. The list grows until it is the whole tree.
 PLAIN: tuple[str, ...] = (
+    "ARCHITECTURE.md",
     "docs/glossary.md",
     "gpu_worker",
+    "proto",
     "tests/engine",
     "tests/faults",
     "tests/ops",
