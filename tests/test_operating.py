@@ -17,18 +17,18 @@ from tests.service.rig import running
 
 TEXT = (Path(__file__).parents[1] / "docs" / "operating.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`(kvplane [a-z][^`]*)`", TEXT)))
-# Full-screen; needs a store; runs until it is stopped: their own tests run them.
+# Full-screen; needs a store; runs until stopped: other tests run them.
 LEFT_OUT = {"kvplane top", "kvplane store inspect", "kvplane worker --service a:7070,b:7070"}
 OFFLINE = ("kvplane plan", "kvplane replay", "kvplane token")
 
 
-def test_the_document_shows_commands():
+def test_operating_notes_show_the_commands():
     assert {command.split()[1] for command in COMMANDS} >= {
         "serve", "status", "replicas", "describe", "top", "doctor", "explain", "drain", "plan", "record", "replay",
     }  # fmt: skip
 
 
-def test_serve_with_metrics():
+def test_serve_with_metrics_command_runs():
     (command,) = [command for command in COMMANDS if command.startswith("kvplane serve --metrics")]
     words = shlex.split(command.replace(":9464", ":0"))[2:]
     with serving(*words) as (process, _):
@@ -39,7 +39,7 @@ def test_serve_with_metrics():
 
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if "serve" not in one and one not in LEFT_OUT])
-def test_a_command_runs(command, tmp_path):
+def test_command_of_the_notes_runs(command, tmp_path):
     log, new = tmp_path / "log", tmp_path / "new"
     if command.split()[1] == "drain":
         with serving() as (process, address):
@@ -50,7 +50,7 @@ def test_a_command_runs(command, tmp_path):
         service.register()
         with client.session("r") as session:
             session.apply(part_of(NewsRow(0, tokens=[1] * 40, request_id="named"), AdmitRow(0)))
-            session.apply(part_of())  # so that the first one's keys are shown
+            session.apply(part_of())  # so that the keys of the first one are published
             record(service.address, "r", log, 1)
             values = {"REPLICA": "r", "NAME": "named", "MODEL": "llama-3.1-8b", "FILE": str(log), "N": "60"}
             values["OWNER"] = "team-a"

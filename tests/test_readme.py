@@ -1,4 +1,4 @@
-"""What the README shows is true: its commands are those that CI runs, its code runs as printed."""
+"""The README is true: its commands are those that CI runs, its code runs as printed."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def fenced_blocks(text: str, language: str) -> list[str]:
 
 
 def run_block(code: str) -> subprocess.CompletedProcess[str]:
-    """Run a block as a reader would: in a process of its own, in the root of the repository."""
+    """Run a block as a reader would: in a separate process, in the root of the repository."""
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_blocks_of_one_language_are_found_in_order():
+def test_fenced_blocks_of_one_language_are_found_in_order():
     text = "```sh\nls\n```\ntext\n```python\na = 1\n\nb = 2\n```\n```python\nc\n```\n"
     assert fenced_blocks(text, "python") == ["a = 1\n\nb = 2\n", "c\n"]
     assert fenced_blocks(text, "sh") == ["ls\n"]
     assert fenced_blocks("```python\nnever closed\n", "python") == []
 
 
-def test_a_block_runs_in_a_process_of_its_own():
+def test_block_runs_in_a_separate_process():
     assert run_block("import kvplane.base.step\nprint('ran')").stdout == "ran\n"
     failed = run_block("import no_such_module")
     assert failed.returncode != 0
     assert "no_such_module" in failed.stderr
 
 
-def test_the_two_commands_are_targets_and_ci_runs_the_second():
+def test_readme_commands_are_make_targets_and_ci_runs_the_second():
     demo, test = (block.strip() for block in fenced_blocks(README, "sh")[:2])
     assert (demo, test) == ("make demo", "make test")
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
@@ -58,12 +58,12 @@ def test_the_two_commands_are_targets_and_ci_runs_the_second():
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A service to read the README against, in place of the one on the default port."""
+    """A service for the README's code, instead of the one on the default port."""
     with ServiceChild() as service:
         yield service.address
 
 
-def test_the_engine_loop_runs_as_printed(address):
+def test_readme_engine_loop_runs_as_printed(address):
     (loop,) = fenced_blocks(README, "python")
     assert DEFAULT_ADDRESS in loop
     done = run_block(loop.replace(DEFAULT_ADDRESS, address))
@@ -74,8 +74,8 @@ def test_the_engine_loop_runs_as_printed(address):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_engine_loop_hits_on_every_model_of_the_catalogue(address, model):
-    """With a prompt that is longer than a block of any of them."""
+def test_readme_engine_loop_hits_on_every_model(address, model):
+    """The prompt is longer than a block of any model."""
     (loop,) = fenced_blocks(README, "python")
     for said, other in {
         DEFAULT_ADDRESS: address,
@@ -94,8 +94,8 @@ def test_the_engine_loop_hits_on_every_model_of_the_catalogue(address, model):
     assert hits[1] >= 1500
 
 
-def test_the_loop_without_alignment_would_hit_nothing_of_recurrent_states(address):
-    """The fault that the loop is tested for: rows that opt out leave no state where it can be cached."""
+def test_unaligned_rows_of_a_recurrent_model_hit_nothing(address):
+    """The loop relies on alignment: unaligned rows leave no state where it can be cached."""
     tokens = range(2000)
     with kvplane.connect(address) as client:
         client.register_replica("opts-out", kvplane.ModelSource(model="jamba-v0.1", num_blocks=8000))
@@ -107,7 +107,7 @@ def test_the_loop_without_alignment_would_hit_nothing_of_recurrent_states(addres
 
 
 def curl(line: str, address: str) -> dict[str, object]:
-    """Do what a grpcurl line says; buf stands in for grpcurl, which has no package."""
+    """Execute a grpcurl command with buf, because grpcurl has no package."""
     words = shlex.split(line)
     assert words[:3] == ["grpcurl", "-plaintext", "-d"], line
     body, method = words[3], words[5]
@@ -120,7 +120,7 @@ def curl(line: str, address: str) -> dict[str, object]:
     return answer
 
 
-def test_the_calls_by_hand_allocate_hit_and_are_refused(address):
+def test_readme_grpcurl_calls_allocate_hit_and_are_refused(address):
     (block,) = (block for block in fenced_blocks(README, "sh") if "grpcurl" in block)
     registered, allocated, _, found, refused = (curl(line, address) for line in block.splitlines())
     assert registered["spec"]

@@ -1,4 +1,4 @@
-"""The house rules hold for the tree, and each of them can fail."""
+"""The tree keeps the house rules, and each rule can fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tree() -> tidy.Tree:
 
 
 @pytest.mark.parametrize("rule", tidy.RULES, ids=lambda rule: rule.__name__)
-def test_the_tree_keeps_the_rule(rule, tree):
+def test_tree_has_no_complaints(rule, tree):
     assert tree.files
     complaints = list(rule(tree))
     assert not complaints, "\n".join(["", *complaints])
@@ -40,7 +40,7 @@ def repetition(lines: int) -> str:
 LIBRARY = "clients/python/kvplane/planted.py"
 CORE = "service/kvplane_service/core/planted.py"
 
-# rule → (path, content that breaks the rule, content as near as can be that keeps it)
+# rule → (path, content that breaks the rule, nearly equal content that keeps it)
 PLANTED = {
     "function_length": (LIBRARY, function("long", 70), function("long", 69)),
     "shape": (LIBRARY, function("f", 9), function("f", 8)),
@@ -71,7 +71,7 @@ def planted(path: str, content: str) -> tidy.Tree:
 
 
 @pytest.mark.parametrize("rule", tidy.RULES, ids=lambda rule: rule.__name__)
-def test_a_planted_fault_is_found_and_its_neighbour_is_not(rule):
+def test_rule_finds_a_planted_fault_and_accepts_its_neighbour(rule):
     path, bad, good = PLANTED[rule.__name__]
     complaints = list(rule(planted(path, bad)))
     assert len(complaints) == 1
@@ -97,22 +97,22 @@ def test_a_planted_fault_is_found_and_its_neighbour_is_not(rule):
         (tidy.plain_words, "docs/glossary.md", "in pl" + "ace\n# of\n"),
     ],
 )
-def test_further_ways_to_break_a_rule(rule, path, bad):
+def test_rule_finds_further_faults(rule, path, bad):
     assert len(list(rule(planted(path, bad)))) == 1
 
 
-def test_an_entry_of_the_allow_list_that_is_not_needed_is_a_complaint(monkeypatch):
+def test_unused_broad_except_entry_is_a_complaint(monkeypatch):
     monkeypatch.setitem(tidy.BROAD_EXCEPT_ALLOWED, LIBRARY, "planted")
     assert list(tidy.broad_except(planted(LIBRARY, "try:\n    x = 1\nexcept Exception:\n    raise\n"))) == []
     assert len(list(tidy.broad_except(planted(LIBRARY, "x = 1\n")))) == 1
 
 
-def test_the_shape_rules_leave_generated_code_and_tests_alone():
+def test_shape_rules_ignore_generated_code_and_tests():
     for path in ("clients/python/kvplane/v1/step_pb2.py", "tests/test_x.py"):
         assert list(tidy.function_length(planted(path, function("long", 90)))) == []
 
 
-def test_lines_repeated_in_two_files_are_reported_once_in_the_second():
+def test_repeated_lines_of_two_files_are_reported_once():
     lines = "".join(f"x{number} = {number}\n" for number in range(40))
     files = [tidy.SourceFile(f"tests/test_{name}.py", f"{name} = 0\n{lines}{name} = 1\n") for name in "ab"]
     (complaint,) = tidy.repeated_lines(tidy.Tree(tuple(files)))
@@ -120,7 +120,7 @@ def test_lines_repeated_in_two_files_are_reported_once_in_the_second():
     assert "tests/test_a.py:2:" in complaint
 
 
-def test_imports_and_generated_code_do_not_count_as_repeated_lines():
+def test_repeated_lines_ignore_imports_and_generated_code():
     names = "".join(f"    name_{number},\n" for number in range(20))
     imports = f"from x import (\n{names})\n"
     generated = tidy.SourceFile("clients/python/kvplane/v1/step_pb2.py", repetition(20))
@@ -128,7 +128,7 @@ def test_imports_and_generated_code_do_not_count_as_repeated_lines():
     assert list(tidy.repeated_lines(tidy.Tree((generated, *twice)))) == []
 
 
-def test_the_flags_of_a_command_are_not_counted_as_parameters():
+def test_parameters_ignore_flags_of_a_command():
     flags = ", ".join(f"flag{i}: int" for i in range(9))
     command = f"def planted_command({flags}) -> None: ...\n"
     assert list(tidy.parameters(planted("service/kvplane_service/cli/planted.py", command))) == []

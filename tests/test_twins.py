@@ -1,4 +1,4 @@
-"""Every twin weakens something that is there, and only while it is asked to."""
+"""Every twin patches existing names of the product, and restores them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ISSUED = """
     shared executor, releases before notices, lapse by own delay,
     state of rejected drafts, load before launches, load behind writers only, load into a block of the hit,
     load before stamps, zero after load,
-    a load outlives its row, orders end when they are given, load beside launches of the life before,
-    owner not asked, failed orders forgotten, two owners write, a drain loses what waits,
+    a load outlives its row, orders end when they are given, load concurrent with launches of the previous life,
+    owner epoch ignored, failed orders forgotten, two owners write, a drain loses what waits,
     a process that continues trims the log, a cancel that leaks, no deadline of a step, no deadline of the store
 """
 
 
-def test_the_twins_are_those_that_campaigns_must_catch():
+def test_twins_are_the_required_ones():
     assert sorted(TWINS) == sorted(" ".join(name.split()) for name in ISSUED.split(","))
 
 
-# Of what hangs, the cheapest test that catches it.
+# The cheapest test that catches each twin that hangs.
 CAUGHT_BY = {
     "shared executor": "cli/test_hung.py",
     "releases before notices": "cli/test_hung.py",
@@ -43,13 +43,13 @@ CAUGHT_BY = {
 
 
 @pytest.mark.parametrize("name", CAUGHT_BY)
-def test_a_twin_that_hangs_has_its_test(name):
+def test_twin_that_hangs_has_a_test(name):
     assert name in TWINS
     assert f'"{name}"' in (Path(__file__).parent / CAUGHT_BY[name]).read_text()
 
 
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_patches_the_product_and_gives_it_back(name):
+def test_twin_patches_and_restores_the_product(name):
     found = [patch.find() for patch in TWINS[name].patches]
     with weakened(name) as twin:
         assert twin.rule
@@ -57,13 +57,13 @@ def test_a_twin_patches_the_product_and_gives_it_back(name):
     assert all(vars(owner)[attribute] is real for owner, attribute, real in found)
 
 
-def test_a_name_that_has_gone_is_an_error():
+def test_patch_of_a_missing_name_is_an_error():
     for path in ("kvplane.rank:Rank.no_such_name", "kvplane.rank:NoSuchClass.carry_out"):
         with pytest.raises(LookupError, match="has gone"):
             Patch(path, lambda real: real).find()
 
 
-def test_without_fencing_the_table_has_no_owner():
+def test_stamp_table_without_fencing_accepts_any_epoch():
     table = StampTable.create(bytearray(table_bytes(4)), 4, incarnation=1)
     table.claim(7)
     with pytest.raises(StaleEpoch):
@@ -72,7 +72,7 @@ def test_without_fencing_the_table_has_no_owner():
         table.check_owner(6)
 
 
-def test_a_program_runs_weakened():
+def test_program_runs_with_a_twin():
     wrong = subprocess.run([sys.executable, "-m", "tests.twins", "no such twin", "kvplane"], capture_output=True)
     assert wrong.returncode == 1
     assert b"orders run twice" in wrong.stderr

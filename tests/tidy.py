@@ -1,7 +1,7 @@
-"""The house rules that no linter knows, as functions from a tree of files to complaints.
+"""House rules that no linter checks, as functions from a tree of files to complaints.
 
-Each complaint is a line "path:line: what is wrong: what to do instead". A rule reads only the files it is
-given, so that a test can plant a fault in a small tree and see the rule find it.
+Each complaint is a line "path:line: problem: remedy". A rule reads only its argument, so that a test can plant a fault
+in a small tree.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ MAX_PARAMETERS = 6
 MAX_FILE_LINES = 500
 MAX_REPEATED_LINES = 12
 
-# Files that may catch everything: the outermost shell, where an exception would otherwise vanish or kill the
-# process. Path → why. An entry that is no longer needed is a complaint.
+# Files that may catch all exceptions: the outermost shell, where an exception would otherwise be lost or end the
+# process. Path → reason. An unused entry is a complaint.
 BROAD_EXCEPT_ALLOWED: dict[str, str] = {
-    "service/kvplane_service/runtime/executors.py": "whatever a call raises is its caller's, on the event loop",
-    "clients/python/kvplane/sansio/driver.py": "what an action raises is raised again where the action was yielded",
+    "service/kvplane_service/runtime/executors.py": "the caller on the event loop gets every exception of a call",
+    "clients/python/kvplane/sansio/driver.py": "every exception of an action is raised where the action was yielded",
     "service/kvplane_service/rpc/methods.py": "a bug in a handler is logged and ends its call with INTERNAL",
-    "gpu_worker/kvplane_worker/ops/proof.py": "whatever a backend raises when it is tried is why it is not used",
+    "gpu_worker/kvplane_worker/ops/proof.py": "every exception of a trial is the reason for not using the backend",
     "gpu_worker/kvplane_worker/rpc/handlers.py": "a bug in a handler is logged and ends its call with INTERNAL",
 }
 
 WORKER_COMMAND = "gpu_worker/kvplane_worker/cli.py"
 
-# Where printing is the work.
+# Files whose purpose is to print.
 PRINTING_ALLOWED = ("service/kvplane_service/cli/", "service/kvplane_service/cli.py", "scripts/")
 
 CORE = "service/kvplane_service/core/"
@@ -49,7 +49,7 @@ IMPURE_MODULES = frozenset(
     """.split()
 )
 
-# What makes objects, or code, of bytes: from the wire, a store or a file it would run what is in them.
+# Functions that create objects or code from bytes: on data from the wire, a store or a file they would execute it.
 UNSAFE_MODULES = frozenset("marshal shelve dill cloudpickle jsonpickle joblib".split())
 UNSAFE_CALLS = frozenset(
     """
@@ -58,13 +58,13 @@ UNSAFE_CALLS = frozenset(
     """.split()
 )
 
-# Spelt so that this file does not accuse itself.
+# Split, so that this file does not match itself.
 UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 PRIVATE_PLACES = {
     re.compile(r"(?<![\w.])/(work|root|home)\b"): "a path of one machine: take it from the environment",
     re.compile(r"(?<![\w.])/tm" + r"p\b"): "a fixed temporary path: use tempfile, in tests tmp_path",
     re.compile(r"py" + r"pi\.org|pythonhosted\.org|registry\.npm" + r"js|crates\.io"): (
-        "a package registry's address: name the package, the reader's tools know where it is"
+        "the address of a package registry: name the package instead"
     ),
 }
 
@@ -110,7 +110,7 @@ class Tree:
 
     @cached_property
     def modules(self) -> list[tuple[SourceFile, ast.Module]]:
-        """Our own Python files (generated ones and tests left out), parsed."""
+        """Parsed Python files of the product, without generated ones."""
         ours = [f for f in self.files if f.path.endswith(".py") and f.is_in(*OUR_CODE) and not f.is_generated]
         return [(f, ast.parse(f.text, f.path)) for f in ours]
 
@@ -141,7 +141,7 @@ def function_length(tree: Tree) -> Iterator[str]:
     for f, node in tree.functions:
         if length(node) > MAX_FUNCTION_LINES:
             what = f"{node.name} has {length(node)} lines, at most {MAX_FUNCTION_LINES}"
-            yield complaint(f, node.lineno, f"{what}: give each paragraph of it a name and a function")
+            yield complaint(f, node.lineno, f"{what}: move each paragraph into a function with a name")
 
 
 def shape(tree: Tree) -> Iterator[str]:
@@ -161,11 +161,11 @@ def shape(tree: Tree) -> Iterator[str]:
 def parameters(tree: Tree) -> Iterator[str]:
     for f, node in tree.functions:
         if is_command(f, node) or is_kernel(node):
-            continue  # a command's are the flags that its user sees; a kernel's are what a launch can pass
+            continue  # a command's parameters are its flags; a kernel's are what a launch can pass
         count = len(arguments(node))
         if count > MAX_PARAMETERS:
             what = f"{node.name} takes {count} parameters, at most {MAX_PARAMETERS}"
-            yield complaint(f, node.lineno, f"{what}: some of them belong together in a frozen dataclass")
+            yield complaint(f, node.lineno, f"{what}: group some of them in a frozen dataclass")
 
 
 def is_command(f: SourceFile, node: Function) -> bool:
@@ -174,7 +174,7 @@ def is_command(f: SourceFile, node: Function) -> bool:
 
 
 def is_kernel(node: Function) -> bool:
-    """True for a function that Triton compiles: it is written in Triton's language, whose types are the launch's."""
+    """True for a function that Triton compiles: its types are those of the launch."""
     return any(isinstance(d, ast.Attribute) and d.attr == "jit" for d in node.decorator_list)
 
 
@@ -185,7 +185,7 @@ def annotated(tree: Tree) -> Iterator[str]:
         bare = [arg.arg for arg in arguments(node) if arg.annotation is None]
         if bare or node.returns is None:
             what = ", ".join(bare) or "the result"
-            yield complaint(f, node.lineno, f"{node.name} does not say the type of {what}: annotate it")
+            yield complaint(f, node.lineno, f"{node.name} has no type for {what}: annotate it")
 
 
 def broad_except(tree: Tree) -> Iterator[str]:
@@ -216,11 +216,11 @@ def printing(tree: Tree) -> Iterator[str]:
             continue
         for node in ast.walk(module):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
-                yield complaint(f, node.lineno, "print in library code: return the text, or log in the shell")
+                yield complaint(f, node.lineno, "print in library code: return the text, or log it in the shell")
 
 
 def unsafe_decoding(tree: Tree) -> Iterator[str]:
-    remedy = "parse it with a format that holds data alone"
+    remedy = "use a format that contains only data"
     for f, module in tree.modules:
         for line, name in imports(module):
             if name.partition(".")[0] in UNSAFE_MODULES:
@@ -239,7 +239,7 @@ def unsafe_decoding(tree: Tree) -> Iterator[str]:
 def unfinished(tree: Tree) -> Iterator[str]:
     for f, number, line in lines(tree):
         if UNFINISHED.search(line):
-            yield complaint(f, number, "unfinished work: do it now, or open an issue and say nothing here")
+            yield complaint(f, number, "unfinished work: do it now, or open an issue and remove this note")
 
 
 def private_places(tree: Tree) -> Iterator[str]:
@@ -249,7 +249,7 @@ def private_places(tree: Tree) -> Iterator[str]:
 
 
 def lines(tree: Tree) -> Iterator[tuple[SourceFile, int, str]]:
-    """Every line of every file that people write."""
+    """Every line of every file that is not generated."""
     for f in tree.files:
         if not f.is_generated:
             yield from ((f, number, line) for number, line in enumerate(f.text.splitlines(), 1))
@@ -259,7 +259,7 @@ def file_length(tree: Tree) -> Iterator[str]:
     for f, _ in tree.modules:
         count = len(f.text.splitlines())
         if count > MAX_FILE_LINES:
-            remedy = "a file is one idea and fits a sitting; name the second idea and move it out"
+            remedy = "a file has one subject; name the second subject and move it out"
             yield complaint(f, 1, f"{count} lines, at most {MAX_FILE_LINES}: {remedy}")
 
 
@@ -299,7 +299,7 @@ def core_purity(tree: Tree) -> Iterator[str]:
             continue
         for line, name in imports(module):
             if name.partition(".")[0] in IMPURE_MODULES:
-                remedy = "the core is a function of its arguments; take it as one, or do it in the shell"
+                remedy = "the core is a function of its arguments; pass the value in, or do it in the shell"
                 yield complaint(f, line, f"the core imports {name}: {remedy}")
 
 

@@ -1,9 +1,9 @@
-"""Weakened twins: the real product with one of its rules taken out, to prove that a campaign would see it broken.
+"""Twins: the real product with one of its rules removed, to prove that a campaign catches the violation.
 
     with weakened("no stamp check"): ...                        the product of this process
-    python -m tests.twins "no stamp check" kvplane serve        a program of the product, or any module, weakened
+    python -m tests.twins "no stamp check" kvplane serve        a program of the product, or any module, with the twin
 
-A twin is a small patch of the product by name. A name that has gone is an error, not a twin that weakens nothing.
+A twin is a small patch of the product by name. A missing name is an error, so that no twin is without effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAR = 1 << 62  # a step that no engine reaches
 
 @dataclass(frozen=True)
 class Patch:
-    """One name of the product and what stands in its place.
+    """One name of the product and its replacement.
 
     Attributes:
         path: module, colon, class, dot, attribute; or module, colon, function.
@@ -47,7 +47,7 @@ class Patch:
         if owner_name:
             owner = getattr(owner, owner_name, None)
         if owner is None or name not in vars(owner):
-            raise LookupError(f"{self.path} has gone: say anew what this twin weakens")
+            raise LookupError(f"{self.path} has gone: update what this twin patches")
         return owner, name, vars(owner)[name]
 
 
@@ -56,7 +56,7 @@ class Twin:
     """The product without one rule.
 
     Attributes:
-        rule: what it no longer does.
+        rule: the removed rule.
     """
 
     rule: str
@@ -65,7 +65,7 @@ class Twin:
 
 @contextmanager
 def weakened(name: str) -> Iterator[Twin]:
-    """The product of this process is the twin inside the block."""
+    """Patch the product of this process inside the block."""
     twin = TWINS[name]
     found = [patch.find() for patch in twin.patches]
     for patch, (owner, attribute, real) in zip(twin.patches, found, strict=True):
@@ -88,21 +88,21 @@ def _changed(real: Any, change: Callable[[Real], Real]) -> Any:
 
 
 def recover_whatever_is_stored(real: Real) -> Real:
-    """The memory is taken to show what the entries say of it; the newest come first."""
+    """Take stored stamps as the stamps of the memory; the newest entries come first."""
 
     def regain(self: Any, tables: Any, stored: Any) -> Any:
-        entries, told = list(stored), dict[int, int]()
+        entries, stamps = list(stored), dict[int, int]()
         for one in entries:
             for block, stamp in zip(one.block, one.stamp, strict=True):
-                told.setdefault(block, stamp)
+                stamps.setdefault(block, stamp)
         blocks = range(self.spec.num_blocks)
-        return real(self, [[told.get(block, 0) for block in blocks] for _ in tables], entries)
+        return real(self, [[stamps.get(block, 0) for block in blocks] for _ in tables], entries)
 
     return regain
 
 
 def keep_what_is_executed(real: Real) -> Real:
-    """A new life believes the pool in place of the memory, wherever it is shown any."""
+    """A new life uses the stamps of the pool instead of those of the memory."""
 
     def end_epoch(self: Any, stamp_table: Sequence[int] = ()) -> Any:
         pool = self.coordinator.pool
@@ -112,7 +112,7 @@ def keep_what_is_executed(real: Real) -> Real:
 
 
 def without_restamps(real: Real) -> Real:
-    """What `real` does to keys, with every page's stamp left as it was."""
+    """Call `real` without changing stamps."""
 
     def act(self: Any, *given: Any) -> Any:
         self.restamp = lambda block: None
@@ -125,28 +125,28 @@ def without_restamps(real: Real) -> Real:
 
 
 def show_rank_zero(real: Real) -> Real:
-    """What one table says is said of all of them."""
+    """Use the table of rank 0 for all ranks."""
 
-    def tell(self: Any) -> Any:
+    def ask_rank_zero(self: Any) -> Any:
         return real(type(self)(self._tables[:1]))
 
-    return tell
+    return ask_rank_zero
 
 
-def believe_the_engine(_: Real) -> Real:
-    """What workers say at a claim is not compared with what the engine showed."""
+def trust_the_engine(_: Real) -> Real:
+    """Do not compare the workers' stamps at a claim with the engine's."""
 
-    async def believe(shown: Any, _: Any) -> Any:
+    async def trust(shown: Any, _: Any) -> Any:
         return shown
 
-    return believe
+    return trust
 
 
 # -- who may write -----------------------------------------------------------------------------------------------------
 
 
 def carry_out_for_anyone(real: Real) -> Real:
-    """Orders of an engine life that owns the pages no more, or not yet, are obeyed too."""
+    """Carry out orders of engine lives that do not own the pages, too."""
 
     def carry_out(self: Any, epoch: int, seq: int, part: int, orders: Any) -> None:
         if epoch == self._stamps.owner_epoch:
@@ -158,12 +158,12 @@ def carry_out_for_anyone(real: Real) -> Real:
 
 
 def accept_anyone(_: Real) -> Real:
-    """Every epoch is the owner's."""
+    """Accept every epoch."""
     return lambda self, epoch: None
 
 
 def lend_while_lent(real: Real) -> Real:
-    """The pages change hands though their writer lives."""
+    """Lend the pages to another process although the attached one is alive."""
 
     def lend(self: Any, name: Any) -> None:
         self.close()
@@ -173,17 +173,17 @@ def lend_while_lent(real: Real) -> Real:
 
 
 def answer(value: Any) -> Callable[[Real], Real]:
-    """A question has one answer."""
+    """Always return the same value."""
     return lambda _: lambda *arguments: value
 
 
 def ask_no_memory(real: Real) -> Real:
-    """What the engine says of the owner of its memory is not heard."""
+    """Ignore the owner epoch that the engine sends."""
     return lambda self, begun, request: real(self, begun, replace(request, owner_epoch=0))
 
 
 def free_when_silent(real: Real) -> Real:
-    """A replica whose session lapsed gives its blocks back."""
+    """Release all blocks of a replica when its session lapses."""
 
     def expire(self: Any) -> None:
         if self.state.value == "lapsed":
@@ -194,10 +194,10 @@ def free_when_silent(real: Real) -> Real:
 
 
 def release_held_at_resume(real: Real) -> Real:
-    """A session that resumes finds what it held released."""
+    """Release held blocks when a session resumes."""
 
-    async def open_session(self: Any, request: Any, *told: Any) -> Any:
-        opened = await real(self, request, *told)
+    async def open_session(self: Any, request: Any, *given: Any) -> Any:
+        opened = await real(self, request, *given)
         for slot in list(self.replica.ledger.held):
             self.replica.ledger.release_held(slot, 0)
         return opened
@@ -206,7 +206,7 @@ def release_held_at_resume(real: Real) -> Real:
 
 
 def confirm_whatever_the_record_says(_: Real) -> Real:
-    """A service goes on with a replica that another one has, and says so in the store."""
+    """Keep a replica that another service has, and confirm it in the store."""
     return lambda self, name, record: self._keeper.confirm(name)
 
 
@@ -223,21 +223,21 @@ def release_without_flushing(_: Real) -> Real:
     return write_released
 
 
-# -- when a page is what its key says ----------------------------------------------------------------------------------
+# -- content of pages -------------------------------------------------------------------------------------------------
 
 
 def end_wherever_a_block_ends(_: Real) -> Real:
-    """A launch is taken to have left a state at every boundary that it ran past."""
+    """Assume that a launch leaves a state at every boundary that it passes."""
     return lambda self, slot, index: (index + 1) * self.block_size
 
 
 def keep_keys_of_overwritten_states(_: Real) -> Real:
-    """States behind rejected drafts keep their names."""
+    """States after rejected drafts keep their keys."""
     return lambda self, slot, num_computed: None
 
 
 def with_all_executed(real: Real) -> Real:
-    """What `real` sees: every step has been executed as soon as it was answered."""
+    """Call `real` as if every answered step had been executed."""
 
     def act(self: Any, *given: Any) -> Any:
         pool = self.coordinator.pool
@@ -252,7 +252,7 @@ def with_all_executed(real: Real) -> Real:
 
 
 def with_all_executed_meanwhile(real: Real) -> Real:
-    """As `with_all_executed`, for what is done in slices."""
+    """As `with_all_executed`, for generators."""
 
     def act(self: Any, *given: Any) -> Any:
         pool = self.coordinator.pool
@@ -266,15 +266,15 @@ def with_all_executed_meanwhile(real: Real) -> Real:
 
 
 def release_all(real: Real) -> Real:
-    """Events of steps that may never run are shown."""
+    """Publish events of steps that may never run."""
     return lambda self, executed_through: real(self, FAR)
 
 
 def swallow_removals_of_held_content(real: Real) -> Real:
-    """A removed key is taken for held wherever its content is, under whatever block."""
+    """Treat a removed key as held if its content is held under any block."""
 
     def add(self: Any, seq: int, events: Any) -> Any:
-        told = list[Any]()
+        kept = list[Any]()
         for event in events:
             held = {
                 (one.event.group, one.event.domain, digest)
@@ -284,19 +284,19 @@ def swallow_removals_of_held_content(real: Real) -> Real:
             }
             shown = real(self, seq, [event])
             named = {(event.group, event.domain, digest) for digest in event.hashes}
-            told += [] if event.kind.name == "REMOVED" and named & held else shown
-        return told
+            kept += [] if event.kind.name == "REMOVED" and named & held else shown
+        return kept
 
     return add
 
 
 def ignore_withdrawals(real: Real) -> Real:
-    """Others are not told that a key went because its step will not run."""
+    """Do not publish removals of keys whose step will not run."""
     return lambda self, seq, events: real(self, seq, [event for event in events if event.reason.name != "WITHDRAWN"])
 
 
 def mark_at_once(real: Real) -> Real:
-    """The store is told of keys whose steps may never run."""
+    """Store keys whose steps may never run."""
 
     def note(self: Any, decision: Any) -> None:
         real(self, decision)
@@ -307,12 +307,12 @@ def mark_at_once(real: Real) -> Real:
 
 
 def take_every_turn(_: Real) -> Real:
-    """No part is refused because it was carried out."""
+    """Accept a part that has been carried out already."""
     return lambda self, seq, part: None
 
 
 def obey_again(real: Real) -> Real:
-    """Before the orders of a part those of the one before are obeyed once more: after its launch."""
+    """Carry out the orders of the previous part again, after its launch."""
 
     def obey(self: Any, orders: Any) -> None:
         before = vars(self).get("obeyed")
@@ -325,7 +325,7 @@ def obey_again(real: Real) -> Real:
 
 
 def leave_the_stream_as_it_is(_: Real) -> Real:
-    """A cancelled call ends nothing but itself."""
+    """A cancelled call does not break its stream."""
 
     @asynccontextmanager
     async def within(self: Any, timeout_s: float) -> AsyncIterator[None]:
@@ -337,7 +337,7 @@ def leave_the_stream_as_it_is(_: Real) -> Real:
 
 
 def take_for_a_cancelled_task(_: Real) -> Real:
-    """A stream that was cancelled looks like a task that was."""
+    """Raise the cancellation of a stream as a cancellation of the task."""
 
     async def on_stream(self: Any, reading: Any) -> Any:
         del self
@@ -347,7 +347,7 @@ def take_for_a_cancelled_task(_: Real) -> Real:
 
 
 def use_and_believe(_: Real) -> Real:
-    """An action that was interrupted leaves the stream as it was."""
+    """Assume that an interrupted action leaves the stream intact."""
 
     def use(self: Any, action: Any) -> Any:
         try:
@@ -360,7 +360,7 @@ def use_and_believe(_: Real) -> Real:
 
 
 def do_nothing(_: Real) -> Real:
-    """It is not done."""
+    """Do nothing."""
     return lambda self, *given: None
 
 
@@ -370,7 +370,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def run_on_shared_threads(_: Real) -> Real:
-    """Whatever blocks or takes long shares a few threads."""
+    """Run all blocking calls on a few shared threads."""
 
     async def run(self: Any, call: Callable[[], Any]) -> Any:
         return await asyncio.to_thread(call)
@@ -379,7 +379,7 @@ def run_on_shared_threads(_: Real) -> Real:
 
 
 def ask_on_shared_threads(real: Real) -> Real:
-    """One of those is taken while the store is asked, one question at a time."""
+    """Occupy a shared thread during each store call, one call at a time."""
 
     async def ask(self: Any, *given: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -394,7 +394,7 @@ def ask_on_shared_threads(real: Real) -> Real:
 
 
 def forget_that_it_is_away(real: Real) -> Real:
-    """Who needs a store that does not answer waits for it."""
+    """Forget that the store is unavailable, so that every caller waits for it."""
 
     def note_failure(self: Any, error: Any) -> None:
         real(self, error)
@@ -404,7 +404,7 @@ def forget_that_it_is_away(real: Real) -> Real:
 
 
 def wait_for_the_store(_: Real) -> Real:
-    """A call of the store is waited for."""
+    """Call the store without a deadline."""
 
     async def do(self: Any, call: Callable[[], Any]) -> Any:
         return await self._offload(call)
@@ -413,7 +413,7 @@ def wait_for_the_store(_: Real) -> Real:
 
 
 def settle_at_any_time(_: Real) -> Real:
-    """A registration is answered when it is written."""
+    """Answer a registration only when it is stored."""
 
     async def settle(self: Any, name: str) -> None:
         if self._writer is not None and self.is_read:
@@ -423,7 +423,7 @@ def settle_at_any_time(_: Real) -> Real:
 
 
 def release_first(real: Real) -> Real:
-    """Engines are told of a drain when every other replica was let go of, one after the other."""
+    """Notify engines of a drain after releasing every idle replica, one by one."""
 
     async def drain(self: Any, grace_ms: int) -> None:
         self._streams.refuse_new()
@@ -437,7 +437,7 @@ def release_first(real: Real) -> Real:
 
 
 def forgive_nothing(_: Real) -> Real:
-    """Who was silent while the service stood still was silent."""
+    """Count the time during which the service was paused as silence of its engines."""
     return lambda self, late_ns: None
 
 
@@ -445,7 +445,7 @@ def forgive_nothing(_: Real) -> Real:
 
 
 def keep_ends_behind_drafts(real: Real) -> Real:
-    """Where a step ahead was planned to end is taken for where it ended."""
+    """Use the planned end of a step as the end of its state."""
 
     def rewind(self: Any, slot: int, num_computed: int) -> None:
         ends = dict(self._stopped_at.get(slot, {}))
@@ -457,17 +457,17 @@ def keep_ends_behind_drafts(real: Real) -> Real:
 
 
 def start_at_once(_: Real) -> Real:
-    """A load waits for no launch."""
+    """A load does not wait for launches."""
     return lambda self, blocks: 0
 
 
 def release_unread(_: Real) -> Real:
-    """A launch that reads a block is forgotten when a window gives it back."""
+    """Ignore launches that read a block which leaves a window."""
     return lambda self, slot, blocks: self.pool.release(blocks)
 
 
 def trims_always(_: Real) -> Real:
-    """A chunk that comes late is not added, and trims nevertheless."""
+    """A late chunk is not added, but still trims the log."""
 
     def append(self: Any, log: Any, chunk: Any, trim_below: int) -> int:
         chunks = self.logs.setdefault(log, {})
@@ -481,7 +481,7 @@ def trims_always(_: Real) -> Real:
 
 
 def without_hit(_: Real) -> Real:
-    """A block that the hit names is not written by the load, wherever it is in the tables."""
+    """Assume that a load never writes a block of the hit, at any position."""
 
     def loaded_blocks(self: Any, slot: int, hit: Sequence[Sequence[int]]) -> set[int]:
         held = {block for table in self._blocks.tables(slot) for block in table}
@@ -491,7 +491,7 @@ def without_hit(_: Real) -> Real:
 
 
 def note_writers(_: Real) -> Real:
-    """Of a request that gives up its blocks, only those count that its launches in flight write."""
+    """Note only launches in flight that write the blocks which a request releases."""
 
     def note_use(self: Any, slot: int) -> None:
         requests, pool = self._requests, self._blocks.pool
@@ -504,22 +504,22 @@ def note_writers(_: Real) -> Real:
 
 
 def obeyed_before_all(_: Real) -> Real:
-    """A mover asks for no orders of the step that admitted its request."""
+    """A mover does not wait for the orders of the admitting step."""
     return lambda self, seq: True
 
 
 def obeyed_when_stamped(_: Real) -> Real:
-    """A mover looks at stamps alone."""
+    """A mover waits for stamps only."""
     return lambda self, seq: seq <= self.stamped
 
 
 def zero_what_is_loaded(_: Real) -> Real:
-    """Pages that a transfer fills are zeroed like any others."""
+    """Zero pages that a transfer fills."""
     return lambda self, *given: None
 
 
 def end_loads_with_the_part(real: Real) -> Real:
-    """A row whose request is preempted later in its part ends no load, though it had tokens."""
+    """A row with tokens does not end a load if its request is preempted later in the part."""
 
     def preempt(self: Any, slot: int) -> None:
         self._ledger.end_loads = lambda slots: None
@@ -532,7 +532,7 @@ def end_loads_with_the_part(real: Real) -> Real:
 
 
 def skip_failed_steps(real: Real) -> Real:
-    """A rank forgets a failed step, its orders included."""
+    """A rank skips the orders of a failed step."""
     return lambda self, launch: real(self, launch) if launch in self.pending else []
 
 
@@ -541,7 +541,7 @@ ENGINE = "tests.core.page_engine:RandomEngine"
 
 TWINS: dict[str, Twin] = {
     "a cancel that leaks": Twin(
-        "a call that is cancelled breaks its stream, and no other call notices",
+        "a cancelled call breaks its stream and affects no other call",
         (
             Patch("kvplane.aio.transport:GrpcTransport._within", leave_the_stream_as_it_is),
             Patch("kvplane.aio.transport:GrpcTransport._on_stream", take_for_a_cancelled_task),
@@ -550,11 +550,11 @@ TWINS: dict[str, Twin] = {
         ),
     ),
     "no deadline of a step": Twin(
-        "a call that is not answered ends in time",
+        "an unanswered call ends by its deadline",
         (Patch("kvplane.blocking.transport:_Stream._wait", do_nothing),),
     ),
     "no stamp check": Twin(
-        "a key is hit after a restart only where the page memory still shows its stamp",
+        "a key is hit after a restart only if the page memory still has its stamp",
         (
             Patch(f"{CORE}.replica:Replica.regain", recover_whatever_is_stored),
             Patch(f"{CORE}.replica:Replica.end_epoch", keep_what_is_executed),
@@ -568,14 +568,14 @@ TWINS: dict[str, Twin] = {
         ),
     ),
     "sealed check removed": Twin(
-        "a state is published only where it stays as its key says",
+        "a state is published only if its page keeps the content of its key",
         (
             Patch(f"{CORE}.managers.mamba:AlignedStateManager._ends_in", end_wherever_a_block_ends),
             Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_keys_of_overwritten_states),
         ),
     ),
     "fencing removed": Twin(
-        "only the engine life that owns the pages writes them, and only proof that it is gone gives them to another",
+        "only the engine life that owns the pages writes them, and only proof of its end gives them to another",
         (
             Patch("kvplane.rank:Rank.carry_out", carry_out_for_anyone),
             Patch("kvplane.base.stamp_table:StampTable.check_owner", accept_anyone),
@@ -583,7 +583,7 @@ TWINS: dict[str, Twin] = {
         ),
     ),
     "incarnation ignored": Twin(
-        "entries are of one life of the page memory",
+        "stored keys belong to one incarnation of the page memory",
         (
             Patch(f"{SERVICE}.replicas.recovery:Recovering.belongs_to", answer(True)),
             Patch(f"{SERVICE}.replicas.engine_lives:EngineLives._is_other", answer(False)),
@@ -594,11 +594,11 @@ TWINS: dict[str, Twin] = {
         (
             Patch("kvplane.rank:RankGroup.agreed_stamps", show_rank_zero),
             Patch("kvplane.rank:RankGroup.incarnation", show_rank_zero),
-            Patch(f"{SERVICE}.rpc.claims:_proven", believe_the_engine),
+            Patch(f"{SERVICE}.rpc.claims:_proven", trust_the_engine),
         ),
     ),
     "publication before execution": Twin(
-        "others see a key when its step has been executed on all ranks",
+        "a key is published when its step has been executed on all ranks",
         (
             Patch(f"{CORE}.replica:Replica.end_epoch", with_all_executed_meanwhile),
             Patch(f"{CORE}.replica:Replica.entries", with_all_executed),
@@ -608,19 +608,19 @@ TWINS: dict[str, Twin] = {
         ),
     ),
     "a removal of a held key is swallowed": Twin(
-        "whenever nothing is in flight others see what is published, by block",
+        "when nothing is in flight, a subscriber has exactly the published keys, by block",
         (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", swallow_removals_of_held_content),),
     ),
     "withdrawn keys stay shown": Twin(
-        "others never see a key whose step did not run",
+        "a key whose step did not run is never published",
         (Patch(f"{SERVICE}.replicas.events:PublicationHold.add", ignore_withdrawals),),
     ),
     "state of rejected drafts": Twin(
-        "a state is named only for a verified length",
+        "a state gets a key only for a verified length",
         (Patch(f"{CORE}.managers.mamba:AlignedStateManager.rewind", keep_ends_behind_drafts),),
     ),
     "load before launches": Twin(
-        "a load starts behind every launch that may read or write its blocks",
+        "a load starts after every launch that may read or write its blocks",
         (Patch(f"{CORE}.pool:BlockPool.last_use", start_at_once),),
     ),
     "load behind writers only": Twin(
@@ -642,16 +642,16 @@ TWINS: dict[str, Twin] = {
         "a load starts when the stamps, zeroes and copies of its step are done",
         (Patch(f"{ENGINE}._has_obeyed", obeyed_before_all),),
     ),
-    "load beside launches of the life before": Twin(
-        "a load of a new engine life starts behind the launches of the life before",
+    "load concurrent with launches of the previous life": Twin(
+        "a load of a new engine life starts after the launches of the previous life",
         (Patch("kvplane.base.stamp_table:StampTable._may_run", answer(False)),),
     ),
-    "owner not asked": Twin(
-        "an engine life is numbered above the owner epoch that the memory shows",
+    "owner epoch ignored": Twin(
+        "the epoch of an engine life is above the owner epoch of the memory",
         (Patch(f"{SERVICE}.replicas.engine_lives:EngineLives.next_epoch", ask_no_memory),),
     ),
     "zero after load": Twin(
-        "a page that a transfer fills is in no zero order",
+        "a page that a transfer fills is not zeroed",
         (
             Patch(f"{CORE}.coordinator:Coordinator._leave_to_load", zero_what_is_loaded),
             Patch(f"{ENGINE}._has_obeyed", obeyed_when_stamped),
@@ -686,15 +686,15 @@ TWINS: dict[str, Twin] = {
         (Patch(f"{SERVICE}.store.ownership:Ownership._compare", confirm_whatever_the_record_says),),
     ),
     "a drain loses what waits": Twin(
-        "what was published is in the store before a replica is let go",
+        "published keys are stored before a replica is released",
         (Patch(f"{SERVICE}.store.keeper:Keeper._write_released", release_without_flushing),),
     ),
     "lease expiry frees pages": Twin(
-        "a lease that lapses withdraws entries from what others see, and nothing else",
+        "an expired lease hides keys, and changes nothing else",
         (Patch(f"{SERVICE}.replicas.host:ReplicaHost.expire", free_when_silent),),
     ),
     "shared executor": Twin(
-        "each resource has its own threads, and a store that does not answer is asked by its writer alone",
+        "each resource has its own threads, and only its writer calls an unavailable store",
         (
             Patch(f"{SERVICE}.runtime.executors:Executor.__call__", run_on_shared_threads),
             Patch(f"{SERVICE}.store.redis_store:RedisStore.get_record", ask_on_shared_threads),
@@ -703,32 +703,32 @@ TWINS: dict[str, Twin] = {
         ),
     ),
     "no deadline of the store": Twin(
-        "a call of the store ends in time",
+        "a store call ends by its deadline",
         (
             Patch(f"{SERVICE}.store.offloaded:Offloaded._do", wait_for_the_store),
             Patch(f"{SERVICE}.store.keeper:Keeper.settle", settle_at_any_time),
         ),
     ),
     "releases before notices": Twin(
-        "engines are told of a drain before anything that may hang",
+        "engines are notified of a drain before any call that may hang",
         (
             Patch(f"{SERVICE}.rpc.server:RpcServer.drain", release_first),
             Patch(f"{SERVICE}.store.writer:StoreWriter.note_failure", forget_that_it_is_away),
         ),
     ),
     "lapse by own delay": Twin(
-        "a service that stood still does not take its engines for silent",
+        "a service that was paused does not count the pause as silence of its engines",
         (Patch(f"{SERVICE}.registry:Entry.extend_leases", forgive_nothing),),
     ),
     "resume forgets held pages": Twin(
-        "a session that resumes finds its held pages held",
+        "held pages stay held when a session resumes",
         (Patch(f"{SERVICE}.replicas.host:ReplicaHost.open_in_slices", release_held_at_resume),),
     ),
 }
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a program weakened: `kvplane` with its arguments, or a module."""
+    """Run a program with a twin: `kvplane` with its arguments, or a module."""
     if len(arguments) < 2 or arguments[0] not in TWINS:
         sys.exit(f"python -m tests.twins TWIN PROGRAM ARGS...\ntwins: {', '.join(TWINS)}")
     name, program, *_ = arguments

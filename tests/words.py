@@ -43,7 +43,7 @@ REPLACEMENTS: dict[str, str] = {
     "again and again": "repeatedly",
     "all the same": "anyway, still",
     "says so|say so|said so|say nothing|says nothing": "states it, is silent",
-    "not ours|not theirs|one's": "name the owner",
+    "not ours|not theirs": "name the owner",
     "for good": "permanently",
     "a moment ago|in a moment": "just before, soon, after a retry",
     "as if nothing": "unchanged",

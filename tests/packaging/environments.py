@@ -1,4 +1,4 @@
-"""Folders of installed packages for tests that need other versions than the ones they run with."""
+"""Folders of installed packages, for tests that need other versions than the test environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET_PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quie
 
 
 def base_requirements() -> list[str]:
-    """What the base install, the client, depends on."""
+    """Requirements of the base install, the client."""
     return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
 
 
@@ -40,7 +40,7 @@ def installed(*requirements: str) -> Path:
 
 
 def run_isolated(arguments: list[str], *paths: Path) -> str:
-    """Run Python with the standard library and `paths` alone; return what it printed.
+    """Run Python with the standard library and `paths` only; return its output.
 
     Args:
         arguments: those of the interpreter, such as ["-c", code] or the path of a script.

@@ -1,7 +1,7 @@
-"""Images without a builder: a Dockerfile's own steps, carried out below a folder that stands for their root.
+"""Images without a builder: the steps of a Dockerfile, executed below a folder that represents the root.
 
-What it leaves out: the base image's file system. Its Python is one of this machine's that any user may run, its
-programs are this machine's. Absolute paths that the Dockerfile names are below the folder.
+The base image's file system is missing: Python is one of this machine that any user may run, and so are other
+programs. Absolute paths in the Dockerfile are below the folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_S = 240
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
-    """Of docker/NAME.Dockerfile: words such as RUN with what follows them, in order."""
+    """Instructions of docker/NAME.Dockerfile, such as RUN, with their arguments, in order."""
     text = (ROOT / "docker" / f"{name}.Dockerfile").read_text()
     lines = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
     parts = (line.partition(" ") for line in lines if line.strip())
@@ -36,12 +36,12 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 def unprivileged() -> dict[str, Any]:
-    """What makes a process somebody without rights, for subprocess; nothing to do where we are nobody special."""
+    """Arguments of subprocess for an unprivileged user; empty if this process is not privileged."""
     return {} if os.getuid() else {"user": 10001, "group": 10001, "extra_groups": []}
 
 
 def open_python() -> str:
-    """An interpreter that any user may run; skips, with a word, where there is none."""
+    """An interpreter that any user may run; skips the test with a reason if there is none."""
     code = "import sys, ensurepip; sys.exit(sys.version_info < (3, 11))"
     for python in (os.path.realpath(sys.executable), "/usr/bin/python3"):
         try:
@@ -53,7 +53,7 @@ def open_python() -> str:
 
 
 class Image:
-    """What a Dockerfile makes. `build` first."""
+    """The image of a Dockerfile. Call `build` first."""
 
     def __init__(self, name: str, folder: Path, **arguments: str) -> None:
         self.name = name
@@ -63,11 +63,11 @@ class Image:
         self._paths = ["/src", "/opt/kvplane", WRITTEN]
 
     def build(self, known: Sequence[str] = ()) -> None:
-        """Carry out COPY and RUN.
+        """Execute COPY and RUN.
 
         Args:
-            known: packages of the test's environment that are put into the image's before it installs, since they are
-                large; pip finds them there.
+            known: large packages of the test environment, which the image gets before it installs, so that pip finds
+                them.
         """
         self._make_base()
         for word, rest in self.instructions:
@@ -80,10 +80,10 @@ class Image:
                 self._run(self._filled(rest))
                 if "-m venv" in rest:
                     self._put_in(known)
-        shutil.rmtree(self.place("/src"))  # stays in the stage that builds
+        shutil.rmtree(self.place("/src"))  # only in the build stage
 
     def place(self, path: str) -> Path:
-        """Where a path of the image is."""
+        """Path of a file of the image on this machine."""
         return self.folder / path.lstrip("/")
 
     def placed(self, text: str) -> str:
@@ -92,11 +92,11 @@ class Image:
         return re.sub(rf"(?<![\w.-])(?:{pattern})(?![\w-])", lambda match: str(self.place(match[0])), text)
 
     def said(self, word: str) -> str:
-        """What the last instruction of this word says."""
+        """Arguments of the last instruction with this name."""
         return [rest for name, rest in self.instructions if name == word][-1]
 
     def environment(self) -> dict[str, str]:
-        """Variables of the image, and none besides."""
+        """Environment variables of the image, and no others."""
         variables = {"PATH": BASE_PATH}
         for setting in self.said("ENV").split():
             key, _, value = setting.partition("=")
@@ -123,7 +123,7 @@ class Image:
         )
 
     def run(self, *command: str) -> str:
-        """A process in the image to its good end; what it printed."""
+        """Run a process in the image; return its output. Raises if it fails."""
         process = self.start(command)
         said, _ = process.communicate(timeout=LIMIT_S)
         assert process.returncode == 0, said
@@ -164,7 +164,7 @@ class Image:
         for name in known:
             (metadata,) = (path for place in sys.path for path in Path(place).glob(f"{name}-*.dist-info"))
             if target.parent.name != metadata.parent.parent.name:
-                continue  # made for another Python: pip installs its own
+                continue  # for another Python version: pip installs its own
             tops = {line.partition("/")[0] for line in (metadata / "RECORD").read_text().splitlines()} - {".."}
             for top in tops:
                 if (metadata.parent / top).is_dir():
@@ -172,7 +172,7 @@ class Image:
 
 
 def _show(source: Path, target: Path) -> None:
-    """Put a package where the image finds it: by a link, or by a copy where others may not read it."""
+    """Make a package available to the image: by a link, or by a copy if other users may not read it."""
     if subprocess.run(["test", "-r", source], check=False, **unprivileged()).returncode == 0:
         target.symlink_to(source)
     else:
@@ -181,7 +181,7 @@ def _show(source: Path, target: Path) -> None:
 
 @contextmanager
 def built(name: str, known: Sequence[str] = (), **arguments: str) -> Iterator[Image]:
-    """An image that any user can enter."""
+    """A built image that any user can enter."""
     with tempfile.TemporaryDirectory(prefix="kv", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o755)
         image = Image(name, Path(folder), **arguments)

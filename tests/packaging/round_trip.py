@@ -1,4 +1,4 @@
-"""Run by an interpreter with other versions: every message of the contract, filled, goes through its bytes.
+"""Run by an interpreter with other versions: serializes and parses every message of the contract, with all fields set.
 
 Prints the versions of protobuf and grpc, the number of messages, the number of client stubs.
 """

@@ -1,4 +1,4 @@
-"""The generated code is what proto/ says, and works on every protobuf that the client allows."""
+"""The generated code matches proto/, and works on every protobuf version that the client allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCRIPT = ROOT / "tests" / "packaging" / "round_trip.py"
 GENERATED = Path("clients/python/kvplane/v1")
 
 
-# The oldest and the newest that the client may meet, and the 6.x that other engines pin.
+# The oldest and the newest version that the client supports, and the 6.x that other engines pin.
 @pytest.mark.parametrize(
     ("pins", "protobuf"),
     [
@@ -28,7 +28,7 @@ GENERATED = Path("clients/python/kvplane/v1")
     ],
     ids=["oldest", "6.33", "7"],
 )
-def test_the_generated_code_works_on_protobuf(pins, protobuf):
+def test_generated_code_works_on_protobuf(pins, protobuf):
     packages = installed(*base_requirements(), *pins)
     version, _, messages, stubs = run_isolated([str(SCRIPT)], packages, CLIENT).split()
     assert version.startswith(protobuf)
@@ -43,19 +43,19 @@ def drift(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def contract(tmp_path):
-    """A copy of the contract and its generated code, to be spoilt."""
+    """A copy of the contract and its generated code, for planted faults."""
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
     shutil.copytree(ROOT / GENERATED, tmp_path / GENERATED)
     shutil.copy(ROOT / "buf.yaml", tmp_path)
     return tmp_path
 
 
-def test_the_committed_code_is_what_proto_says():
+def test_committed_code_matches_the_proto_files():
     done = drift(ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_drift_is_found_and_named(contract):
+def test_drift_of_generated_code_is_named(contract):
     (contract / GENERATED / "step_pb2.py").write_text("")
     (contract / GENERATED / "admin_pb2.pyi").unlink()
     (contract / GENERATED / "old_pb2.py").write_text("")
@@ -71,7 +71,7 @@ def buf(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, capture_output=True, text=True)
 
 
-def test_buf_refuses_an_undocumented_field_and_a_broken_promise(contract):
+def test_buf_refuses_an_undocumented_field_and_an_incompatible_change(contract):
     admin = contract / "proto" / "kvplane" / "v1" / "admin.proto"
     against = ["breaking", "--against", str(ROOT / "proto" / "baseline.binpb")]
     assert buf(contract, "lint").returncode == 0

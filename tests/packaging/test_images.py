@@ -1,4 +1,4 @@
-"""The Dockerfiles: their install steps in an empty environment, their entry points as a user without rights.
+"""The Dockerfiles: their install steps in an empty environment, their entry points as an unprivileged user.
 
 No image is built: the base image is not here.
 """
@@ -23,7 +23,7 @@ from tests.packaging.images import WRITTEN, Image, built, instructions, unprivil
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(400)]
 
 NAMES = ("service", "worker")
-HERE = "127.0.83.1"  # CMD listens everywhere; here, on an address that nobody else uses
+HERE = "127.0.83.1"  # CMD listens on all addresses; here, on a free one
 LAYERS = LayerSource(layers=named(f=(2, full())), num_blocks=64, max_model_len=256, max_batched_tokens=256)
 
 
@@ -46,10 +46,10 @@ def served(service):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_image_is_pinned_small_and_nobody_s(name):
+def test_image_is_pinned_and_runs_without_root(name):
     lines = instructions(name)
     arguments = dict(rest.partition("=")[::2] for word, rest in lines if word == "ARG")
-    assert arguments["PYTHON_DIGEST"] == ""  # to be filled in by who builds
+    assert arguments["PYTHON_DIGEST"] == ""  # set at build time
     assert re.fullmatch(r"3\.\d+-slim-\w+", arguments["PYTHON_TAG"])
     stages = [rest for word, rest in lines if word == "FROM"]
     assert len(stages) == 2
@@ -62,13 +62,13 @@ def test_an_image_is_pinned_small_and_nobody_s(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_copied_is_not_ignored(name):
+def test_copied_paths_are_not_ignored(name):
     allowed = {line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"}
     copied = [rest.split()[:-1] for word, rest in instructions(name) if word == "COPY" and "--from" not in rest]
     assert {source for sources in copied for source in sources} <= allowed
 
 
-def test_the_service_runs_as_nobody_and_drains(service, served):
+def test_service_image_runs_unprivileged_and_drains(service, served):
     assert service.run("kvplane", "health", f"{HERE}:7071", "--name", "readiness") == "serving\n"
     status = Path(f"/proc/{served.pid}/status").read_text()
     user = unprivileged().get("user", os.getuid())
@@ -79,7 +79,7 @@ def test_the_service_runs_as_nobody_and_drains(service, served):
     assert touched.returncode != 0 or not unprivileged()
 
 
-def test_the_service_s_image_holds_what_the_chart_runs_in_it(service, served):
+def test_service_image_has_the_programs_of_the_chart(service, served):
     script = (ROOT / "helm" / "kvplane" / "files" / "try.py").read_text()
     variables = "import os; os.environ.update(REFLECTION='on', REPLICA_PREFIX='')\n"
     said = service.run("python", "-c", variables + script, f"{HERE}:7070", f"{HERE}:7071")
@@ -88,7 +88,7 @@ def test_the_service_s_image_holds_what_the_chart_runs_in_it(service, served):
     assert "lease_ms" in service.run("kvplane", "config")
 
 
-def test_the_worker_holds_pages_as_nobody(served):
+def test_worker_image_serves_pages_unprivileged(served):
     known = ("torch",)
     with built("worker", known, EXTRA="worker") as image, kvplane.connect(f"{HERE}:7070") as client:
         client.register_replica("r", LAYERS)
@@ -108,7 +108,7 @@ def test_the_worker_holds_pages_as_nobody(served):
             process.communicate()
 
 
-def test_at_last_the_service_ends_well(served):
+def test_service_image_exits_cleanly(served):
     served.send_signal(signal.SIGTERM)
     said, _ = served.communicate(timeout=60)
     assert served.returncode == 0

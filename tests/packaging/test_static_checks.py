@@ -36,7 +36,7 @@ def import_contracts(copy: Path) -> subprocess.CompletedProcess[str]:
     return run_check(copy, str(Path(sys.executable).parent / "lint-imports"), "--no-logo", "--no-cache")
 
 
-def test_the_import_contracts_hold_for_the_copy(clean_copy):
+def test_import_contracts_hold_for_the_copy(clean_copy):
     done = import_contracts(clean_copy)
     assert done.returncode == 0, done.stdout
     assert "Contracts: 9 kept, 0 broken." in done.stdout
@@ -75,7 +75,7 @@ WORKER = "gpu_worker/kvplane_worker"
         (CORE, "import grpc", "grpc"),
     ],
 )
-def test_an_import_against_the_arrows_is_refused(folder, statement, refused, clean_copy):
+def test_import_against_the_contracts_is_refused(folder, statement, refused, clean_copy):
     shell_part, planted = clean_copy / SHELL / "shell_part.py", clean_copy / folder / "planted.py"
     try:
         shell_part.write_text("")
@@ -120,7 +120,7 @@ def test_ruff_refuses(code, content, clean_copy):
     assert code in done.stdout
 
 
-def test_mypy_refuses_what_has_no_type(clean_copy):
+def test_mypy_refuses_missing_types(clean_copy):
     planted = clean_copy / "clients/python/kvplane/planted.py"
     try:
         planted.write_text("def f(a):\n    return a\n\n\nx: int = f('')\n")

@@ -1,4 +1,4 @@
-"""The wheel: what is in it, what it asks for, and that the base install is a client and nothing more."""
+"""The wheel: its content, its requirements, and that the base install is the client only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
 
 PACKAGES = {"kvplane", "kvplane_replay", "kvplane_service", "kvplane_worker"}
 
-# Imports every module of the client, and names what they loaded that an engine must not load.
+# Imports every module of the client, and prints loaded modules that an engine must not load.
 LOADED_BY_THE_CLIENT = """
 import importlib, pkgutil, sys
 import kvplane
@@ -47,7 +47,7 @@ def empty_environment(wheel, tmp_path_factory) -> Path:
     return python
 
 
-def test_the_wheel_holds_the_typed_packages_and_the_licence(wheel):
+def test_wheel_has_the_typed_packages_and_the_licence(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
@@ -57,7 +57,7 @@ def test_the_wheel_holds_the_typed_packages_and_the_licence(wheel):
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_the_wheel_asks_for_the_client_alone(wheel):
+def test_wheel_requires_the_client_dependencies_only(wheel):
     with zipfile.ZipFile(wheel) as archive:
         [path] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(path).decode())
@@ -72,13 +72,13 @@ def requirement_name(line: str) -> str:
     return line.partition(">")[0].partition("<")[0].partition("!")[0].strip()
 
 
-def test_the_base_install_is_consistent(empty_environment):
+def test_base_install_is_consistent(empty_environment):
     done = subprocess.run([*QUIET_PIP, "--python", str(empty_environment), "check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("everything_is_installed", [False, True], ids=["base", "all-extras"])
-def test_the_client_loads_nothing_heavy(everything_is_installed, empty_environment):
+def test_client_imports_nothing_heavy(everything_is_installed, empty_environment):
     python = sys.executable if everything_is_installed else str(empty_environment)
     done = subprocess.run([python, "-c", LOADED_BY_THE_CLIENT], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

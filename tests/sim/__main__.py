@@ -1,6 +1,6 @@
-"""`python -m tests.sim --seeds N --base M`: run N seeds from M on, on `--jobs` cores; exit 1 when one breaks a rule.
+"""`python -m tests.sim --seeds N --base M`: run N seeds from M in `--jobs` processes; exit 1 if one fails.
 
-`--record` appends what came out to the table of campaigns beside this file, `--twins` writes the table of the twins.
+`--record` appends the result to the table of campaigns in this folder, `--twins` writes the table of the twins.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- twins: written by `python -m tests.sim --twins` -->\n", "<!--
 
 
 def show(outcome: Outcome, hangs: bool) -> None:
-    """A run that found something, and how to see it again."""
+    """Print a run with findings, and the command that repeats it."""
     if outcome.findings:
         faults = ", ".join(outcome.faults.elements())
         print(f"seed {outcome.seed} after {outcome.steps} steps ({faults})")
@@ -30,7 +30,7 @@ def show(outcome: Outcome, hangs: bool) -> None:
 
 
 def table(most: int) -> str:
-    """The twins and how many seeds each survives."""
+    """Table of the twins, with the number of seeds that each survives."""
     lines = ["| twin | seeds until caught | by the rule |\n", "|---|---|---|\n"]
     for name in FIRST_SEED:
         number, rule = seeds_until_caught(name, range(1, most + 1))
@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=default_jobs())
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--twins", action="store_true")
-    parser.add_argument("--hangs", action="store_true", help="parts hang, in place of half of the other faults")
+    parser.add_argument("--hangs", action="store_true", help="parts hang instead of half of the other faults")
     given = parser.parse_args()
     if given.twins:
         text = README.read_text()

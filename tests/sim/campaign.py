@@ -1,4 +1,4 @@
-"""Many runs, side by side on the cores of this machine, and what they come to."""
+"""Many runs in parallel processes, and their totals."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from functools import partial
 from tests.sim.world import Outcome, run
 from tests.twins import TWINS, weakened
 
-MOST_VOID = 0.05  # share of the runs that may show nothing
-_SEEDS_AT_ONCE = 4  # that a process takes
-# Seeds that once led to a fault of the product, with what it was.
+MOST_VOID = 0.05  # highest fraction of runs without a hit across services
+_SEEDS_AT_ONCE = 4  # per task of a process
+# Seeds that found a fault of the product, with the fault.
 KEPT = {
     8: "an engine that had counted less than a new service named steps by mistake",
 }
 
-# Twins that the simulation is to see, with the first seed that catches each, so that a test need not look for it.
+# Twins that the simulation must catch, with the first seed that catches each, so that a test need not search for it.
 FIRST_SEED = {
     "no stamp check": 1,
     "no restamp on key moves": 3,
@@ -39,14 +39,14 @@ FIRST_SEED = {
     "a drain loses what waits": 1,
     "lease expiry frees pages": 1,
     "resume forgets held pages": 9,
-    "load beside launches of the life before": 5,
-    "owner not asked": 31,
+    "load concurrent with launches of the previous life": 5,
+    "owner epoch ignored": 31,
 }
 
 
 @dataclass
 class Totals:
-    """Of a campaign. `failed` are the runs with findings; equal campaigns have equal digests."""
+    """Totals of a campaign. `failed` are the runs with findings; equal campaigns have equal digests."""
 
     seeds: int = 0
     steps: int = 0
@@ -73,7 +73,7 @@ class Totals:
             self.failed.append(outcome)
 
     def count(self, rule: str) -> int:
-        """Runs in which a rule was broken."""
+        """Number of runs in which a rule was broken."""
         return sum(any(found.startswith(rule) for found in outcome.findings) for outcome in self.failed)
 
     @property
@@ -93,7 +93,7 @@ class Totals:
 def campaign(
     seeds: Sequence[int], each: Callable[[Outcome], None] = lambda _: None, jobs: int = 1, hangs: bool = False
 ) -> Totals:
-    """Run the seeds in so many processes; `each` is called with every outcome, in the order of the seeds."""
+    """Run the seeds in `jobs` processes; calls `each` with every outcome, in the order of the seeds."""
     totals = Totals()
     for outcome in _outcomes(seeds, jobs, hangs):
         totals.add(outcome)
@@ -107,7 +107,7 @@ def default_jobs() -> int:
 
 
 def _outcomes(seeds: Sequence[int], jobs: int, hangs: bool) -> Iterator[Outcome]:
-    """By seed. A run depends on nothing but its seed, so who runs it does not matter."""
+    """Outcomes by seed. A run depends only on its seed, not on the process that runs it."""
     run_one = partial(_run_quietly, hangs=hangs)
     if jobs == 1:
         yield from map(run_one, seeds)
@@ -122,7 +122,7 @@ def _run_quietly(seed: int, hangs: bool) -> Outcome:
 
 
 def seeds_until_caught(twin: str, seeds: Iterable[int], hangs: bool = False) -> tuple[int, str]:
-    """How many seeds a twin survives, the last included, and the rule that caught it; (0, "") when none did."""
+    """Number of seeds until a twin is caught, and the rule that caught it; (0, "") if none did."""
     assert twin in TWINS
     with quiet(), weakened(twin):
         for number, seed in enumerate(seeds, 1):
@@ -134,7 +134,7 @@ def seeds_until_caught(twin: str, seeds: Iterable[int], hangs: bool = False) -> 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What the product logs of faults is not news here."""
+    """Silence the product's log: faults are injected on purpose."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

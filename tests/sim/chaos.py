@@ -1,4 +1,4 @@
-"""Chaos: what goes wrong in a run, and when, by the count of steps."""
+"""Injected faults of a run, and when they happen, counted in steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.sim.service import ADDRESSES, OWNER_LEASE_MS, Service
 if TYPE_CHECKING:
     from tests.sim.world import Site, World
 
-NUM_FAULTS = 9  # beside two deaths of a service and a drain
+NUM_FAULTS = 9  # in addition to two deaths of a service and a drain
 FIRST_STEP, LAST_STEP = 30, 280
 MOST_AWAITS = 40
 
 
 class Chaos:
-    """A plan of faults, drawn from the seed; each ends by itself or by `heal`."""
+    """A plan of faults, drawn from the seed; each fault ends by itself or by `heal`."""
 
     def __init__(self, world: World) -> None:
         self._world, self._rng = world, world.rng
@@ -40,24 +40,24 @@ class Chaos:
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left, and nothing is going on."""
+        """No fault is planned or active."""
         return not self._plan and not self._running
 
     def at_step(self, step: int) -> None:
-        """Let happen what is due."""
+        """Inject the faults that are due."""
         while self._plan and self._plan[-1][0] <= step:
             _, kind = self._plan.pop()
-            self._world.tell(history.Fault(kind))
+            self._world.record(history.Fault(kind))
             task = asyncio.get_running_loop().create_task(self._happen(kind), context=Context())  # in no process
             self._running.add(task)
             task.add_done_callback(self._ended)
 
     def go_on(self, step: int) -> None:
-        """One more death of a service, a little later."""
+        """Plan one more death of a service, a few steps later."""
         self._plan.append((step + 40, "service dies"))
 
     def heal(self) -> None:
-        """Nothing goes wrong from now on."""
+        """End all active faults and plan no further ones."""
         self._world.network.weather = Weather()
         store = self._world.store
         store.cut_off.clear()
@@ -67,7 +67,7 @@ class Chaos:
             process.crash_in = -1
 
     def stop(self) -> None:
-        """The run is over."""
+        """End the run."""
         for task in self._running:
             task.cancel()
 
@@ -84,14 +84,14 @@ class Chaos:
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def _crash(self, process: Process) -> None:
-        """At one of its next awaits."""
+        """Kill the process at one of its next awaits."""
         process.crash_in = self._rng.randrange(MOST_AWAITS)
 
     def _site(self) -> Site:
         return self._rng.choice(list(self._world.sites.values()))
 
     def _service(self) -> Service:
-        """That has the session of some engine, if any does."""
+        """The service that has the session of some engine, if any does."""
         behind = self._world.service_behind(self._site().life.server)
         return behind or self._rng.choice(list(self._world.services.values()))
 
@@ -100,12 +100,12 @@ class Chaos:
         yield 0.1
 
     def service_drains(self) -> Iterator[float]:
-        """SIGTERM; what comes in its place is started when it has gone."""
+        """SIGTERM; its successor starts when it has exited."""
         self._service().drain()
         yield self._rng.uniform(0.5, 3.0)
 
     def service_stands_still(self) -> Iterator[float]:
-        """Long enough to lose its lease of everything; sometimes another one takes its place meanwhile."""
+        """Pause a service until it has lost all leases; sometimes a successor starts meanwhile."""
         service = self._service()
         process = service.process
         process.pause()
@@ -125,7 +125,7 @@ class Chaos:
         yield 0.1
 
     def engine_stands_still(self) -> Iterator[float]:
-        """Beyond its lease; sometimes the next life begins meanwhile."""
+        """Pause an engine beyond its lease; sometimes the next life starts meanwhile."""
         site = self._site()
         before = site.life
         before.process.pause()
@@ -157,12 +157,12 @@ class Chaos:
         process.resume()
 
     def worker_dies(self) -> Iterator[float]:
-        """And its memory with it."""
+        """Kill a worker; its memory is lost."""
         self._lose_memory(self._site())
         yield 0.1
 
     def _lose_memory(self, site: Site) -> None:
-        """Of one rank: no stamp is agreed on from then on, while the other rank's table still names its owner."""
+        """Lose the memory of one rank: stamps no longer agree; the other rank's table still has its owner epoch."""
         rank = self._rng.randrange(history.RANKS)
         site.life.ranks[rank].process.kill()
         site.workers[rank].process.kill()
@@ -196,25 +196,25 @@ class Chaos:
     # -- ownership ---------------------------------------------------------------------------------------------------
 
     def service_is_cut_off_from_the_store(self) -> Iterator[float]:
-        """Often longer than its lease: then others may think that it is gone."""
+        """Partition a service from the store, often beyond its lease, so that others may adopt its replicas."""
         address = self._service().address
         self._world.store.cut_off.add(address)
         yield self._rng.uniform(0.5, 6 * OWNER_LEASE_MS / 1000)
         self._world.store.cut_off.discard(address)
 
     def leases_are_forgotten(self) -> Iterator[float]:
-        """And engines look elsewhere at that moment."""
+        """Drop all leases in the store, while engines try another service."""
         self._world.store.forget_leases()
         yield from self._look_elsewhere()
 
     def record_names_another_owner(self) -> Iterator[float]:
-        """As an old write does that arrives late."""
+        """Change the owner in a record, as a delayed old write does."""
         for site in self._world.sites.values():
-            self._world.store.lie_about_owner(site.name, self._rng.choice(ADDRESSES))
+            self._world.store.change_owner(site.name, self._rng.choice(ADDRESSES))
         yield from self._look_elsewhere()
 
     def _look_elsewhere(self) -> Iterator[float]:
-        """Streams break, and for a while nobody reaches the service where they ended."""
+        """Break all streams to a service, and make it unreachable for a while."""
         address = self._service().address
         cuts = [frozenset((address, place)) for place in ("a", "b", "host")]
         self._world.network.weather.cut_off.update(cuts)
@@ -251,14 +251,14 @@ class Chaos:
         return self._damage(self._world.store.reorder)
 
     def store_comes_back_old(self) -> Iterator[float]:
-        """From a backup that was made a while ago, perhaps before anything was stored."""
+        """Restore the store from an older backup, which may be empty."""
         if self._rng.random() < 0.8:
             self._world.store.back_up()
             yield self._rng.uniform(0.2, 2.0)
         yield from self._damage(self._world.store.restore)
 
     def store_is_emptied_for_a_while(self) -> Iterator[float]:
-        """Another server answers in its place, with nothing; then the first one is back. Memory may be lost with it."""
+        """An empty server answers instead of the store, then the first one is back. Memory may be lost too."""
         for site in self._world.sites.values():
             if self._rng.random() < 0.4:
                 self._lose_memory(site)
@@ -267,7 +267,7 @@ class Chaos:
         yield from self._damage(self._world.store.restore)
 
     def everything_is_new_for_a_while(self) -> Iterator[float]:
-        """The host of a replica's workers is another one too. The first store is back when that has just begun."""
+        """Service, engine, store and worker host of a replica are new. The first store is back soon after."""
         site = self._site()
         before, steps = site.life, self._rng.randint(1, 10)
         for process in (*(worker.process for worker in site.workers), *(rank.process for rank in before.ranks)):
@@ -291,7 +291,7 @@ class Chaos:
         self._crash_services()
 
     def _damage(self, act: Callable[[], None]) -> Iterator[float]:
-        """Which shows only to a service that starts."""
+        """Damage the store, which only a starting service notices."""
         act()
         if self._rng.random() < 0.7:
             self._crash(self._service().process)

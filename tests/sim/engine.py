@@ -1,4 +1,4 @@
-"""One life of an engine: a scheduler that does everything at random, and its ranks, each in a process of its own.
+"""One engine life: a scheduler that makes random choices, and its ranks, each in a process of its own.
 
 attach → read stamps → open the session → claim every rank → steps, several launches in flight → close, or die
 """
@@ -37,13 +37,13 @@ _THINK_S = 0.04
 _LOOK_S = 0.004
 _PIECE_S = 0.05  # between the pieces of a transfer
 _ATTEMPTS = 40
-_PATIENCE_S = (None, None, 0.2, 1.0)  # with a step that is not answered
-# Ways for a life to end that faults explain: the service or a rank is gone, a newer life has the replica.
+_PATIENCE_S = (None, None, 0.2, 1.0)  # for an unanswered step
+# Ends of a life that faults explain: the service or a rank has died, a newer life has the replica.
 EXPLAINED = (Unavailable, StaleEpoch, OtherWriter, NotFound, FailedPrecondition)
 
 
 class SentTransport(SimTransport):
-    """Remembers the service's number of the last step that was sent."""
+    """Records the service's number of the last step that was sent."""
 
     sent_seq = 0
 
@@ -53,7 +53,7 @@ class SentTransport(SimTransport):
 
 
 class EngineLife(RandomScheduler):
-    """From its start to its end, whoever ends it. `steps` are those that were answered."""
+    """One engine life, from start to end. `steps` are the answered ones."""
 
     loads = 40  # so that some run when an engine dies
 
@@ -65,30 +65,30 @@ class EngineLife(RandomScheduler):
         self.process.on_death.append(self._leave_movers)
         self.epoch = self.steps = 0
         self.queue: list[Launch] = []  # answered steps whose ranks have not finished, in order
-        self._busy = 0  # so many of them are with the ranks
-        self._lane, self._work = asyncio.Event(), asyncio.Event()  # some of the queue is done; there may be more to do
-        self._claimed_for: Server | None = None  # the service whose life ranks were claimed for
+        self._busy = 0  # number of these that were sent to the ranks
+        self._lane, self._work = asyncio.Event(), asyncio.Event()  # part of the queue is processed; more may follow
+        self._claimed_for: Server | None = None  # service that began the life that claimed the ranks
         self._left: list[Launch] = []  # launches that ran when the next engine life began
-        self._owner_shown = 0  # by the ranks' tables, before the session was opened
+        self._owner_shown = 0  # from the ranks' tables, before the session was opened
         self._brackets: dict[int, dict[int, int]] = {}
         self._has_lost = False
-        self._last_part: dict[int, int] = {}  # of the answers to steps
-        self._corrected = set[int]()  # slots that went back in the last step: windows may have left those pages
-        self._unloaded = set[tuple[int, int]]()  # stays whose load was given up
-        self._emptied: dict[int, tuple[set[int], int]] = {}  # blocks that were evicted or reset, by step; see _spoil
-        self._newest_stamp = 0  # of those in answers, and of the memory before
+        self._last_part: dict[int, int] = {}  # of step results
+        self._corrected = set[int]()  # slots moved back in the last step: windows may have freed those pages
+        self._unloaded = set[tuple[int, int]]()  # stays whose load was abandoned
+        self._emptied: dict[int, tuple[set[int], int]] = {}  # blocks evicted or reset, by step; see _spoil
+        self._newest_stamp = 0  # of the results, and of the memory before
         super().__init__(site.texts, [rank.memory.pages for rank in self.ranks], world.rng, site.most_drafts)
         self._group = RankGroup([rank.memory.table for rank in self.ranks])
         self.incarnation = self._group.incarnation
         self._patience_s = world.rng.choice(_PATIENCE_S)
-        self._stamps_ahead = world.rng.random() < 0.5  # ranks obey a step while the launch before it runs
+        self._stamps_ahead = world.rng.random() < 0.5  # ranks carry out a step while the launch before it runs
         self._transport = SentTransport(world.network, world.draw_owners(), site.name)
         self._transport.heeds_notices = world.rng.random() < 0.75
         self.process.spawn(self._main())
 
     @property
     def server(self) -> Server | None:
-        """At the other end of its session, or of the last one."""
+        """The service process of the current or last session."""
         return self._transport.server
 
     # -- from start to end -------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class EngineLife(RandomScheduler):
         else:
             seq = self._transport.sent_seq
             fingerprint = history.fingerprint(answer.parts)
-            self.world.tell(history.Answered(self.site.name, self.epoch, seq, answer.part, fingerprint))
+            self.world.record(history.Answered(self.site.name, self.epoch, seq, answer.part, fingerprint))
         self._last_part[answer.seq] = answer.part + len(answer.parts) - 1
         used = self._used()
         self.settle(parts, answer.parts)
@@ -157,7 +157,7 @@ class EngineLife(RandomScheduler):
         return answer
 
     async def _end_all(self) -> None:
-        """End every request, and let everything run: then all blocks must be free."""
+        """End every request and wait for all launches: then all blocks must be free."""
         while self.site.busy_blocks():  # noqa: ASYNC110 - all time is virtual
             await asyncio.sleep(_THINK_S)
         answer = await self._step(self.plan_end())
@@ -166,37 +166,37 @@ class EngineLife(RandomScheduler):
                 self._lane.clear()
                 await self._lane.wait()
             answer = await self._step(self.plan_end())
-        self.world.tell(history.Emptied(self.site.name, answer.parts[-1].free_blocks, self.site.usable))
+        self.world.record(history.Emptied(self.site.name, answer.parts[-1].free_blocks, self.site.usable))
         await self.session.close()
         self.site.is_finished = True
 
     async def _claim(self, next_seq: int, ahead: int) -> None:
         self.epoch, self._claimed_for = self.session.epoch, self.server
-        self.world.tell(history.Opened(self.site.name, self.epoch, self._owner_shown))
+        self.world.record(history.Opened(self.site.name, self.epoch, self._owner_shown))
         self._newest_stamp = max(stamp for rank in self.ranks for stamp in rank.memory.table.read_all())
         for rank in self.ranks:
             await rank.ask(Claim(self.epoch, next_seq, ahead, self._service))
 
     def _owner_epoch(self) -> int:
-        """Read behind the stamps."""
+        """Owner epoch of the tables, read after the stamps."""
         self._owner_shown = self._group.owner_epoch
         return self._owner_shown
 
     @property
     def _service(self) -> int:
-        """Number of the process that began this engine life."""
+        """Number of the service process that began this engine life."""
         assert self._claimed_for is not None
         return self._claimed_for.process.pid
 
     def _end_ranks(self) -> None:
-        """Ranks notice the death of their scheduler, each in its own time."""
+        """Ranks notice the death of their scheduler, each after a random delay."""
         for rank in self.ranks:
             asyncio.get_running_loop().call_later(self.world.draw_linger_s(), rank.process.kill)
 
     # -- launches ----------------------------------------------------------------------------------------------------
 
     async def _launch_all(self) -> None:
-        """Give the ranks one step after the other. What follows a failed step waits until the failure is told."""
+        """Send steps to the ranks in order. Steps after a failed one wait until the failure is reported."""
         self._running = self.process.spawn(asyncio.sleep(0))
         while True:
             while len(self.queue) <= self._busy or self.failed:
@@ -225,18 +225,18 @@ class EngineLife(RandomScheduler):
     def _evicted_by(self, parts: list[Part], answers: list[PartResult]) -> set[int]:
         given = zip(parts, answers, strict=True)
         gone = {b for part, of in given for b in (range(self.spec.num_blocks) if of.reset_done else part.cache.evicted)}
-        return gone - self._used() if gone else gone  # a request registers what it has again
+        return gone - self._used() if gone else gone  # a request registers its blocks again
 
     def _note_stamps(self, answers: list[PartResult]) -> int:
-        """The newest stamp up to these answers."""
+        """Record the newest stamps of these results."""
         self._newest_stamp = max([self._newest_stamp, *(stamp for of in answers for stamp in of.orders.stamp)])
         return self._newest_stamp
 
     def _spoil(self, blocks: set[int], newest_stamp: int) -> None:
-        """Pages that were evicted or reset hold nothing that may be found, now that every rank has their stamps.
+        """Overwrite pages that were evicted or reset: once every rank has their stamps, no look-up may find them.
 
-        Not those that a request, a launch or a transfer has, or had when they were evicted, and may have named again;
-        nor those that were handed out since: a later stamp says so.
+        Excludes pages that a request, a launch or a transfer has, or had when they were evicted, because they may be
+        registered again; and pages that were allocated since, which have a later stamp.
         """
         if blocks:
             tables = [rank.memory.table for rank in self.ranks]
@@ -261,12 +261,12 @@ class EngineLife(RandomScheduler):
         return Work(self.epoch, launch.seq, orders, rows, frozenset(self.lost), is_ready, self._service)
 
     def _is_ready(self, launch: Launch) -> bool:
-        """A launch that computes behind a load waits for it, and the load for the orders of every rank."""
+        """Whether a launch may start: one after a load waits for it, and the load for the orders of all ranks."""
         rows = [row for row in launch.rows if isinstance(row, PlannedRow) and row.count and not row.is_resolved]
         return all(row.load is None or row.load.given_up or self._may_start(row.load) for row in rows)
 
     async def _run_alone(self) -> None:
-        """Launch without an answer, when everything before has run; this life ends with it."""
+        """Launch without an answer once all earlier launches have run; this ends the engine life."""
         while self.queue and not (self.failed or self.lost):
             self._lane.clear()
             await self._lane.wait()
@@ -274,7 +274,7 @@ class EngineLife(RandomScheduler):
         rows = rows_of(self.spec.groups, list(can.values()), [self._tables(slot) for slot in can], self.rng)
         if self.queue or not rows:
             return
-        self.world.tell(history.Fault("launch without an answer"))
+        self.world.record(history.Fault("launch without an answer"))
         blocks = tuple(blocks_of(self.spec.groups, rows))
         work = Unanswered(self.epoch, blocks, Launch(self.seq, [], rows))
         await asyncio.gather(*(rank.ask(work) for rank in self.ranks))
@@ -304,18 +304,18 @@ class EngineLife(RandomScheduler):
     # -- after a restart of the service ------------------------------------------------------------------------------
 
     def _revive(self) -> Revival:
-        """Say what there is, with nothing that waits to be launched; a launch that runs may go on."""
+        """State to reopen the session with, with nothing waiting to be launched; a running launch may continue."""
         if self._busy == 1 and self._may_leave_launch():
             self._left.append(self.queue[0])
             self._launching.cancel()
-            self._running.cancel()  # nobody waits for the launch any more, and it runs to its end
+            self._running.cancel()  # nothing waits for the launch any more; it runs to its end
             self._launching, self._busy = self.process.spawn(self._launch_all()), 0
         dropped = {row.life for launch in self.queue[self._busy :] for row in launch.rows}
         if dropped or self.failed or self.lost:
-            self._has_lost = True  # until the service has preempted everybody
+            self._has_lost = True  # until the service has preempted all requests
         del self.queue[self._busy :]
         for request in self.requests.values():
-            request.checked *= request.life not in dropped  # what a transfer may find of it
+            request.checked *= request.life not in dropped  # what a transfer may read of it
         self.pending = [launch for launch in self.pending if launch in self.queue]
         if self._busy:
             raise Unavailable("a launch is running, or waits")
@@ -324,14 +324,14 @@ class EngineLife(RandomScheduler):
             self._give_up(request, keeps_tables=request.is_held)
             if request.is_held:
                 self._bracket(slot, request)
-        told = {slot: one for slot, one in self.requests.items() if not one.is_held}
+        live = {slot: one for slot, one in self.requests.items() if not one.is_held}
         news = News(
-            slot=list(told),
-            num_tokens=[one.known for one in told.values()],
-            tokens=[token for one in told.values() for token in tokens(one.script[: one.known].lower())],
-            domain=[one.domain for one in told.values()],
+            slot=list(live),
+            num_tokens=[one.known for one in live.values()],
+            tokens=[token for one in live.values() for token in tokens(one.script[: one.known].lower())],
+            domain=[one.domain for one in live.values()],
         )
-        running = tuple(slot for slot, one in told.items() if one.running)
+        running = tuple(slot for slot, one in live.items() if one.running)
         held = tuple(slot for slot, one in self.requests.items() if one.is_held)
         resume = None if self._has_lost or self._chance(20) else self._resume(running)
         self._offered = resume is not None
@@ -339,12 +339,12 @@ class EngineLife(RandomScheduler):
         return Revival(stamps, self._group.incarnation, news, running, held, resume, busy, self._owner_epoch())
 
     def _may_leave_launch(self) -> bool:
-        """Whether the launch in front runs on every rank: who waits for it could go on with its requests."""
+        """Whether the first launch runs on every rank: after it the requests could continue."""
         step = self.epoch, self.queue[0].seq
         return all(rank.launched == step for rank in self.ranks) and self._chance(80)
 
     def _resume(self, running: tuple[int, ...]) -> Resume:
-        """Who runs on with its blocks: all whose pages hold what they have computed, and nothing that is a guess."""
+        """The image: requests whose pages hold their computed tokens and no unverified drafts."""
         kept = [(slot, self.requests[slot]) for slot in running if self._is_sound(self.requests[slot])]
         return resume_of([self._resume_row(slot, one) for slot, one in kept])
 
@@ -354,7 +354,7 @@ class EngineLife(RandomScheduler):
         return ResumeRow(slot, request.computed, self._tables(slot), request.known, end)
 
     def _is_sound(self, request: Request) -> bool:
-        """Whether the pages hold what the request counts, and nothing of it is a guess, when all launches have run."""
+        """Whether, after all launches, the pages hold the request's computed tokens and no unverified drafts."""
         there = request.load is None and not request.is_held and not request.rows and request.life not in self.lost
         there = there and request.life[0] not in self._corrected and request.life not in self._unloaded
         return there and request.truth is not None and request.truth.end == request.computed > 0
@@ -362,7 +362,7 @@ class EngineLife(RandomScheduler):
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     async def _load_all(self) -> None:
-        """Transfers write piece by piece, as early as they may."""
+        """Transfers write in pieces, as early as permitted."""
         while True:
             await asyncio.sleep(self.rng.random() * _PIECE_S)
             for request in list(self.requests.values()):
@@ -371,7 +371,7 @@ class EngineLife(RandomScheduler):
                     load.write(self.rng.randint(1, 6))
 
     def _may_start(self, load: Transfer) -> bool:
-        """Workers look, and the engine asks its ranks."""
+        """Whether the workers and all ranks permit the transfer."""
         try:
             part = self._last_part.get(load.seq, 0)
             return load.seq in self._last_part and self._group.may_load(self.epoch, load.seq, part, load.after)
@@ -385,13 +385,13 @@ class EngineLife(RandomScheduler):
     def _give_up(self, request: Request, keeps_tables: bool = False) -> None:
         tables = request.tables
         if request.load is not None:
-            self._unloaded.add(request.life)  # its pages hold less than it counts
+            self._unloaded.add(request.life)  # its pages hold fewer tokens than it counts
         super()._give_up(request)
         if keeps_tables:
             request.tables = tables
 
     def _leave_movers(self) -> None:
-        """What has begun to write goes on without its engine."""
+        """Transfers that have started continue without their engine."""
         loads = [request.load for request in self.requests.values() if request.load is not None]
         for load in loads:
             if load.at > load.first and not load.is_done:
@@ -402,16 +402,16 @@ class EngineLife(RandomScheduler):
         return [block for block in self.session.busy_blocks if block not in busy and self._chance(70)]
 
     def _check_owner(self) -> None:
-        """Transfers go through the workers, which look."""
+        """Check the owner epoch, as the workers do for transfers."""
         for rank in self.ranks:
             rank.memory.table.check_owner(self.epoch)
 
     def _bracket(self, slot: int, request: Request) -> None:
-        """The service that held these pages has gone: what a transfer still reads is of these stamps, or is nothing."""
+        """The service that held these pages has died: a transfer may use only bytes read under these stamps."""
         assert request.tables is not None
         stamps = self._group.agreed_stamps()
         now = {block: stamps[block] for table in request.tables for block in table}
-        self._brackets.setdefault(slot, now)  # of the first service that has gone: the pages are others' since
+        self._brackets.setdefault(slot, now)  # of the first service that died: the pages may be reallocated since
 
     def _read_held(self, request: Request) -> None:
         self._check_owner()
@@ -425,9 +425,9 @@ class EngineLife(RandomScheduler):
             assert request.tables is not None
             same = [[block * (bracket[block] == stamps[block] != 0) for block in table] for table in request.tables]
             super()._read_held(replace(request, tables=same))
-            self.world.tell(history.Moved(self.site.name, True))
+            self.world.record(history.Moved(self.site.name, True))
         except WrongPage:
-            self.world.tell(
+            self.world.record(
                 history.Lost(self.site.name, slot) if bracket is None else history.Moved(self.site.name, False)
             )
 
@@ -436,11 +436,11 @@ class EngineLife(RandomScheduler):
     def _admitted(self, slot: int, hit: int, granted: int) -> Row:
         row = super()._admitted(slot, hit, granted)
         if hit:
-            self.world.tell(history.Hit(self.site.name, hit, self._is_across(slot, hit)))
+            self.world.record(history.Hit(self.site.name, hit, self._is_across(slot, hit)))
         return row
 
     def _is_across(self, slot: int, hit: int) -> bool:
-        """Whether pages of the hit were written under an earlier service."""
+        """Whether pages of the hit were written during an earlier service life."""
         table, begun_by = self.ranks[0].memory.table, self.site.begun_by
         ends = [-(-hit // group.block_size) for group in self.spec.groups]
         adopted = {block for group, end in enumerate(ends) for block in self.tables[slot][group][:end]} - {0}
@@ -448,13 +448,13 @@ class EngineLife(RandomScheduler):
         return any(begun_by.get(epoch) != begun_by[self.epoch] for epoch in epochs if epoch)
 
     def _host(self) -> ReplicaHost | None:
-        """In the service that has the session, if that lives."""
+        """The host in the service that has the session, if it is alive."""
         service = self.world.service_behind(self._transport.server)
         known = service is not None and self.site.name in service.registry
         return service.registry.get(self.site.name).host if service is not None and known else None
 
     def _check_tables(self) -> None:
-        """The engine's tables are the service's, but for what left a window."""
+        """Compare the engine's tables with the service's, except for blocks that left a window."""
         host = self._host()
         if host is None or host.epoch != self.epoch or host.seq != self._transport.sent_seq:
             return
@@ -464,4 +464,4 @@ class EngineLife(RandomScheduler):
             for mine, theirs in zip(self.tables[slot], host.replica.coordinator.tables(slot), strict=True):
                 pairs = zip(mine, theirs, strict=False)
                 if len(mine) != len(theirs) or any(block not in (0, own) for own, block in pairs):
-                    self.world.tell(history.Broken(f"{self.site.name}, slot {slot}: {mine} here, {theirs} there"))
+                    self.world.record(history.Broken(f"{self.site.name}, slot {slot}: {mine} here, {theirs} there"))

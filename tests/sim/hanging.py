@@ -1,4 +1,4 @@
-"""What hangs in a run, in place of dying: a store, a session's stream, a worker; and who must be answered meanwhile."""
+"""Parts that hang instead of dying: a store, a stream, a worker; and clients that must be answered meanwhile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ONCE = RetryPolicy(attempts=0)
 
 
 class Bystander:
-    """Uses replicas of one service that nothing else uses: registers, asks and steps, whatever hangs."""
+    """A client with replicas of its own on one service: registers, calls and sends steps, whatever hangs."""
 
     def __init__(self, world: World, address: str) -> None:
         self._world, self._address = world, address
@@ -46,7 +46,7 @@ class Bystander:
         self.process = world.processes.start(f"bystander of {address}")
 
     async def run(self) -> None:
-        """Ask again and again."""
+        """Repeat all calls."""
         while True:
             pause_s = 0.1 + self._rng.random() * 0.4
             await asyncio.sleep(pause_s)
@@ -68,13 +68,13 @@ class Bystander:
         await self._ask(service, "step", self._step)
 
     def _note_start(self, service: Service, seconds: float) -> None:
-        """For so much longer the service has not begun to serve, though it runs."""
+        """Record how long a running service has not started to serve."""
         if service is not self._starting:
             self._starting, self._start_s = service, 0.0
         process = service.process
         if process.alive and not process.paused and not service.has_served:
             self._start_s += seconds
-            self._world.tell(history.Asked(service.number, "start", self._start_s, True))
+            self._world.record(history.Asked(service.number, "start", self._start_s, True))
 
     async def _begin(self, service: Service) -> None:
         await self._ask(service, "registration", lambda: self._register(self._name))
@@ -85,7 +85,7 @@ class Bystander:
         await self._ask(service, "new session", self._open)
 
     async def _ask(self, service: Service, what: str, act: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """How long it takes a service that lives and runs; what it refuses is answered too."""
+        """Record the duration of a call to a running service; a refusal is an answer."""
         asked, waited_s = asyncio.get_running_loop().create_task(act()), 0.0
         while not asked.done() and waited_s < 2 * DEADLINES_S[what]:
             await asyncio.wait([asked], timeout=_LOOK_S)
@@ -93,7 +93,7 @@ class Bystander:
                 asked.cancel()
                 return
             waited_s += 0.0 if service.process.paused or asked.done() else _LOOK_S
-        self._world.tell(history.Asked(service.number, what, waited_s, asked.done()))
+        self._world.record(history.Asked(service.number, what, waited_s, asked.done()))
         if not asked.done():
             asked.cancel()
             return
@@ -128,7 +128,7 @@ class Bystander:
 
 
 def begin_bystanders(world: World) -> None:
-    """One of each service."""
+    """Start one bystander per service."""
     for address in ADDRESSES:
         bystander = Bystander(world, address)
         bystander.process.spawn(bystander.run())
@@ -138,7 +138,7 @@ def begin_bystanders(world: World) -> None:
 
 
 class HangingChaos(Chaos):
-    """Of the faults of a run about half are parts that hang, and go on later with what they were asked."""
+    """About half of the faults of a run are parts that hang, and later process what they received."""
 
     def _kinds(self) -> dict[str, Callable[[Any], Iterator[float]]]:
         return {**super()._kinds(), **HANGING}
@@ -155,7 +155,7 @@ class HangingChaos(Chaos):
             stream.held.clear()
 
     def store_hangs(self) -> Iterator[float]:
-        """It answers nothing, to one service or to all; then it does everything that it was asked."""
+        """The store does not answer one service, or all; then it processes every call that it received."""
         addresses = set(ADDRESSES) if self._rng.random() < 0.5 else {self._service().address}
         yield from self._hang_store(addresses, self._rng.uniform(0.5, 16.0))
 
@@ -176,11 +176,11 @@ class HangingChaos(Chaos):
         self._world.store.hanging.subtract(addresses)
 
     def service_reads_no_messages(self) -> Iterator[float]:
-        """Of a session: its stream stays, and other calls are answered."""
+        """The service reads no messages of a session; the stream stays open, and other calls are answered."""
         return self._hold("reads")
 
     def answers_of_a_service_are_stuck(self) -> Iterator[float]:
-        """As of an engine that reads nothing: steps are applied, and their answers wait."""
+        """The engine's answers are stuck: steps are applied, and their results wait."""
         return self._hold("writes")
 
     def _hold(self, what: str) -> Iterator[float]:
@@ -193,7 +193,7 @@ class HangingChaos(Chaos):
             stream.held.discard(what)
 
     def worker_stands_still(self) -> Iterator[float]:
-        """Often while an engine life begins, which claims it."""
+        """Pause a worker, often while an engine life begins, which claims it."""
         site = self._site()
         process = self._rng.choice(site.workers).process
         process.pause()

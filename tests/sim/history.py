@@ -1,4 +1,4 @@
-"""What happens in one run: the world appends what it sees (`Record`), the rules (`rules.py`) read nothing else."""
+"""History of one run: the world appends records of what happens; the rules (`rules.py`) read only these."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Fault:
-    """Chaos did something."""
+    """A fault was injected."""
 
     kind: str
 
 
 @dataclass(frozen=True)
 class Began:
-    """A service began an engine life. `kept` are the keyed blocks with their stamps, `due` those that it must keep by
-    what it knew, `flushed` by what another service had written when it let go; `shown` what the ranks' tables said at
+    """A service began an engine life. `kept`: keyed blocks with their stamps; `due`: those that it must keep by its own
+    state; `flushed`: those that another service had stored when it released the replica; `shown`: the ranks' stamps at
     that moment.
     """
 
@@ -42,7 +42,7 @@ class Began:
 
 @dataclass(frozen=True)
 class Applied:
-    """A service applied (parts of) a step."""
+    """A service applied a step, or parts of one."""
 
     service: int
     replica: str
@@ -54,7 +54,7 @@ class Applied:
 
 @dataclass(frozen=True)
 class Answered:
-    """An engine got an answer; `seq` is the service's number."""
+    """An engine received a result; `seq` is the service's number."""
 
     replica: str
     epoch: int
@@ -78,7 +78,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Published:
-    """Others were shown a key."""
+    """A key was published."""
 
     service: int
     replica: str
@@ -90,7 +90,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Opened:
-    """A session was opened as a new engine life; `owner` is the epoch that the ranks' tables had shown."""
+    """A session was opened as a new engine life; `owner`: the owner epoch in the ranks' tables before."""
 
     replica: str
     epoch: int
@@ -99,8 +99,8 @@ class Opened:
 
 @dataclass(frozen=True)
 class Claimed:
-    """An engine life that this service (a process number) began owns a rank's memory. `ahead`: its number of a step,
-    less the service's.
+    """An engine life that this service (a process number) began owns a rank's memory. `ahead`: the engine's number of a
+    step minus the service's.
     """
 
     place: Place
@@ -111,7 +111,7 @@ class Claimed:
 
 @dataclass(frozen=True)
 class CarriedOut:
-    """A rank obeyed the orders of a part, which this service gave; `owner` is the epoch that owned the memory then."""
+    """A rank carried out the orders of a part, sent by this service; `owner`: the owner epoch at that time."""
 
     place: Place
     epoch: int
@@ -133,7 +133,7 @@ class Executed:
 
 @dataclass(frozen=True)
 class Invalidated:
-    """A rank forgot what pages held, before a launch without an answer."""
+    """A rank invalidated pages, before a launch without an answer."""
 
     place: Place
     epoch: int
@@ -142,7 +142,7 @@ class Invalidated:
 
 @dataclass(frozen=True)
 class Lapsed:
-    """A lease was looked at; what requests held before and after."""
+    """A lease was checked; the blocks held by requests before and after."""
 
     replica: str
     before: str
@@ -151,7 +151,7 @@ class Lapsed:
 
 @dataclass(frozen=True)
 class Hit:
-    """A request was admitted with a prefix; `across`: pages of an earlier service life."""
+    """A request was admitted with a hit; `across`: on pages of an earlier service life."""
 
     replica: str
     num_tokens: int
@@ -160,7 +160,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Wrote:
-    """A service wrote of a replica into the store; `is_owned`: it decided for it when it began to."""
+    """A service wrote to the store for a replica; `is_owned`: it owned the replica when the write began."""
 
     service: int
     replica: str
@@ -177,8 +177,8 @@ class Owned:
 
 @dataclass(frozen=True)
 class Moved:
-    """An engine read the pages of a request that ended as held; `right`: what it read is what was held, or the stamps
-    said that it is not.
+    """An engine read the pages of a request that ended as held; `right`: the bytes are those that were held, or the
+    stamps differ.
     """
 
     replica: str
@@ -187,7 +187,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Lost:
-    """The pages of a held request changed though neither its engine nor the service had gone."""
+    """The pages of a held request changed although its engine and the service were alive."""
 
     replica: str
     slot: int
@@ -195,14 +195,14 @@ class Lost:
 
 @dataclass(frozen=True)
 class Waited:
-    """Between a service's read of a message and its answer."""
+    """Time between a service's read of a message and its answer."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A bystander asked a service that ran, and waited so long while it did."""
+    """A bystander called a running service, and waited this long."""
 
     service: int
     what: str
@@ -212,21 +212,21 @@ class Asked:
 
 @dataclass(frozen=True)
 class Wrong:
-    """A page that holds something else: `what` says which, and who looked."""
+    """A page has other content than its key; `what` names the page and the reader."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Misled:
-    """A follower of every batch of events believes something else than what is published."""
+    """A subscriber's view of the keys differs from the published keys."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Broken:
-    """A state, or an end of a process, that cannot be."""
+    """An impossible state, or an unexpected end of a process."""
 
     what: str
 
@@ -283,7 +283,7 @@ class History:
         return (record for _, record in self.records if isinstance(record, kind))
 
     def digest(self) -> str:
-        """Equal runs have equal digests. No name of code is in it, so that a renaming can be seen to change nothing."""
+        """Equal runs have equal digests. It contains no names of code, so that a rename does not change it."""
         digest, kinds = hashlib.sha256(), get_args(Record)
         for at_ns, record in self.records:
             digest.update(f"{at_ns} {kinds.index(type(record))} {astuple(record)}\n".encode())
@@ -291,8 +291,8 @@ class History:
 
 
 def fingerprint(parts: Sequence[PartResult]) -> str:
-    """Stands for an answer, on either side of the network."""
-    told = hashlib.blake2b(digest_size=8)
+    """Digest of a result, on either side of the network."""
+    digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         orders, columns = part.orders, (part.new_blocks, part.tables, part.peek_blocks)
         rows = (
@@ -301,6 +301,6 @@ def fingerprint(parts: Sequence[PartResult]) -> str:
             orders.copy_dst, orders.zero_block,
             *(column for blocks in columns for column in (blocks.row, blocks.group, blocks.count, blocks.ids)),
         )  # fmt: skip
-        told.update(repr([[int(value) for value in row] for row in rows]).encode())
-        told.update(f"{part.free_blocks} {part.reset_done}".encode())
-    return told.hexdigest()
+        digest.update(repr([[int(value) for value in row] for row in rows]).encode())
+        digest.update(f"{part.free_blocks} {part.reset_done}".encode())
+    return digest.hexdigest()

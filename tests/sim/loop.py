@@ -1,7 +1,7 @@
-"""An event loop whose time is virtual, and processes that can die or stand still at any await.
+"""An event loop with virtual time, and processes that can die or pause at any await.
 
-Nothing waits: when every task waits for a timer, the clock jumps to it. So a run is a function of its seed. A process
-is the tasks that were started in it; its death is theirs, without a last word: no `finally`, no `except`.
+When every task waits for a timer, the clock jumps to it. So a run is a function of its seed. A process is the set of
+tasks that were started in it; when it dies, they stop without running `finally` or `except`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from random import Random
 from typing import Any
 
 NS_PER_S = 1_000_000_000
-_THREAD_S = 0.002  # what runs beside the loop takes up to so long
+_THREAD_S = 0.002  # maximum duration of work on a thread
 
 
 class Killed(BaseException):
-    """The process under way dies here, in the middle of what it does."""
+    """The running process dies here."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Jumps to the next timer. Threads are run here, a little later."""
+    """Jumps to the next timer. Work for threads runs on this loop, a little later."""
 
     def __init__(self, rng: Random) -> None:
         super().__init__()
@@ -39,20 +39,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return int(self._now_s * NS_PER_S)
 
     def select(self, timeout_s: float | None) -> list[Any]:
-        """In place of waiting for sockets."""
+        """Replaces waiting for sockets."""
         if timeout_s is None:
             raise RuntimeError("everything waits, and no timer will wake it")
         self._now_s += timeout_s
         return []
 
     def _check_closed(self) -> None:
-        """What the dead say when they are swept up does no harm."""
+        """Ignores calls of garbage-collected tasks of dead processes."""
 
     def _process_events(self, event_list: list[Any]) -> None:
         assert not event_list
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """What `asyncio.to_thread` comes to."""
+        """Implements `asyncio.to_thread`."""
         del executor
         outcome = self.create_future()
 
@@ -69,11 +69,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class Process:
-    """Some tasks that live, stand still and die together.
+    """Tasks that run, pause and die together.
 
     Attributes:
-        crash_in: awaits until it dies by itself, -1 = it does not.
-        bugs: what ended a task that should not have ended so.
+        crash_in: awaits until it dies; -1 = never.
+        bugs: unexpected exceptions of its tasks.
     """
 
     def __init__(self, name: str, pid: int) -> None:
@@ -84,7 +84,7 @@ class Process:
         self.on_death: list[Callable[[], None]] = []
         self._paused: list[asyncio.Future[None]] | None = None  # tasks that wait for its end
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self._graves: list[Any] = []  # coroutines that never go on: closing them would run their last words
+        self._graves: list[Any] = []  # coroutines that never continue: closing them would run their `finally` blocks
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task in this process."""
@@ -139,13 +139,13 @@ class Process:
         task.add_done_callback(self._tasks.pop)
 
     def bury(self, work: Any) -> None:
-        """It never goes on; what has not begun has no last words."""
+        """Keep a coroutine that never continues; one that has not started is closed."""
         if getcoroutinestate(work) == CORO_CREATED:
             work.close()
         self._graves.append(work)
 
     def waits_for(self) -> asyncio.Future[None] | None:
-        """What a task must wait for before it goes on; may kill the process."""
+        """What a task must wait for before it continues; may kill the process."""
         if self.crash_in >= 0:
             self.crash_in -= 1
             if self.crash_in < 0:
@@ -172,11 +172,11 @@ def this_process() -> Process:
 
 
 class _Mortal(Coroutine[Any, Any, Any]):
-    """A coroutine that goes on only while its process does."""
+    """A coroutine that continues only while its process runs."""
 
     def __init__(self, work: Any, process: Process) -> None:
         self._work, self._process = work, process
-        self._late: tuple[Any, ...] = ()  # thrown while the process stood still
+        self._late: tuple[Any, ...] = ()  # thrown while the process was paused
 
     def send(self, value: Any) -> Any:
         late, self._late = self._late, ()

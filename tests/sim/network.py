@@ -1,11 +1,11 @@
-"""A network of streams and messages that delays, loses, repeats, reorders, and falls apart.
+"""A network of streams and messages that delays, loses, repeats, reorders, and partitions.
 
     Server.streams   what a service answers, by method: the product's own handlers, bytes in and out
     Stream           one gRPC call: both directions keep their order, as TCP does, until the stream breaks
     Mailbox          messages between the processes of an engine: lost, repeated and reordered one by one
 
-A stream that breaks loses what was on its way. Each end notices on its own; what had arrived before is still read, so a
-service may apply what its client has given up.
+A broken stream loses the messages in transit. Each end notices independently; messages that had arrived are still read,
+so a service may apply a step that its client has given up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOK_S = 0.05
 
 @dataclass
 class Weather:
-    """How the network is now. Times in seconds, chances of 0 to 1.
+    """Current properties of the network. Times in seconds, probabilities from 0 to 1.
 
     Attributes:
         cut_off: pairs of places between which nothing passes.
@@ -44,7 +44,7 @@ class Weather:
 
 
 class Ended(Exception):
-    """The stream has ended for this end: with the service's status, or without a word."""
+    """The stream has ended for this end: with the service's status, or without one."""
 
     def __init__(self, status: Any = None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Ended(Exception):
 
 
 class Aborted(Exception):
-    """A handler gave its status."""
+    """A handler has set its status."""
 
 
 class Pipe:
@@ -74,7 +74,7 @@ class Pipe:
         loop.call_at(self._last_s, self._arrive)
 
     async def receive(self) -> Any:
-        """The next item; raises Ended when none will come."""
+        """The next item; raises Ended if the stream has ended."""
         while not self._arrived:
             if self.broken:
                 raise Ended
@@ -83,7 +83,7 @@ class Pipe:
         return self._arrived.popleft()
 
     def break_off(self) -> None:
-        """Nothing arrives from now on."""
+        """Drop all further items."""
         self.broken = True
         self._wake()
 
@@ -92,7 +92,7 @@ class Pipe:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Across a partition nothing passes; behind it everything does, in order."""
+        """Deliver in order; during a partition nothing, after it everything."""
         while self._on_the_way and not self.broken:
             if self._ends in self._network.weather.cut_off:
                 self._network.loop.call_later(_RETRANSMIT_S, self._deliver)
@@ -109,7 +109,7 @@ class Stream:
     """One call of a method. `client` and `server` are the processes at its ends.
 
     Attributes:
-        held: "reads": the handler gets no message; "writes": it can send none. Nothing breaks by that.
+        held: "reads": the handler gets no message; "writes": it can send none. The stream stays open.
     """
 
     def __init__(self, network: Network, client: Process, place: str, server: Server) -> None:
@@ -130,7 +130,7 @@ class Stream:
         return self.inward.broken and self.outward.broken
 
     def cut(self, *, client_s: float = 0.0, server_s: float = 0.0) -> None:
-        """Break the stream; each end notices so much later."""
+        """Break the stream; each end notices after its own delay."""
         loop = self.network.loop
         loop.call_later(client_s, self.inward.break_off)
         loop.call_later(server_s, self._cut_server)
@@ -143,11 +143,11 @@ class Stream:
 
 
 class Context:
-    """What a handler is given in place of grpc.aio.ServicerContext."""
+    """Replaces grpc.aio.ServicerContext for handlers."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._heard_s = 0.0
+        self._read_s = 0.0
 
     async def read(self) -> Any:
         try:
@@ -155,13 +155,13 @@ class Context:
         except Ended:
             return EOF
         await self._stream.may("reads")
-        self._heard_s = self._stream.network.loop.time()
+        self._read_s = self._stream.network.loop.time()
         return item
 
     async def write(self, raw: bytes) -> None:
         network = self._stream.network
         if SessionResponse.FromString(raw).WhichOneof("kind") in ("result", "error"):
-            network.longest_answer_s = max(network.longest_answer_s, network.loop.time() - self._heard_s)
+            network.longest_answer_s = max(network.longest_answer_s, network.loop.time() - self._read_s)
         await self._stream.may("writes")
         self._stream.inward.send(raw)
 
@@ -181,7 +181,7 @@ class Server:
         self._handlers.extend(handlers)
 
     def listen(self) -> None:
-        """Answer from now on, in place of who did before."""
+        """Answer calls at the address from now on, instead of the previous process."""
         self.network.servers[self.address] = self
 
     async def stop(self, grace_s: float) -> None:
@@ -213,14 +213,14 @@ class Server:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a generic handler is asked by."""
+    """Details of a call, for generic handlers."""
 
     method: str
     invocation_metadata: tuple[tuple[str, str], ...] = ()
 
 
 class Network:
-    """Places, and what is on its way between them."""
+    """Places, and the messages in transit between them."""
 
     def __init__(self, loop: VirtualLoop, rng: Random) -> None:
         self.loop, self.rng = loop, rng
@@ -234,31 +234,31 @@ class Network:
         return weather.delay_s + self.rng.random() ** 3 * weather.jitter_s
 
     async def probe(self, address: str, place: str) -> bool:
-        """Whether nobody listens there; a silence is no proof."""
+        """Whether no process listens there; a missing answer does not count."""
         await asyncio.sleep(self.draw_delay())
         server = self.servers.get(address)
         is_gone = server is None or not server.process.alive
         return is_gone and frozenset((place, address)) not in self.weather.cut_off
 
     async def call(self, address: str, place: str, method: str, request: bytes | None) -> Stream:
-        """Begin a call from a place; raises Unavailable when nobody answers there."""
+        """Start a call from a place; raises Unavailable if no process answers there."""
         await asyncio.sleep(self.draw_delay())
         server = self.servers.get(address)
         if server is None or not server.process.alive or frozenset((place, address)) in self.weather.cut_off:
             await asyncio.sleep(self.draw_delay())
-            raise Unavailable(f"nobody answers at {address}")
+            raise Unavailable(f"no process answers at {address}")
         stream = Stream(self, this_process(), place, server)
         self.streams[stream] = None
         server.serve(stream, method, request)
         return stream
 
     def note_death(self, process: Process) -> None:
-        """The kernel of a dead process tells the other ends."""
+        """Notify the other ends of the streams of a dead process, as its kernel does."""
         for stream in [one for one in self.streams if process in (one.client, one.server.process)]:
             stream.cut(client_s=self.draw_delay(), server_s=self.rng.choice([0.0, 0.002, 1.0]))
 
     def post(self, deliver: Callable[[], None]) -> None:
-        """One message on its way: it may get lost, arrive twice, or be overtaken."""
+        """Send one message; it may get lost, arrive twice, or be overtaken."""
         weather, rng = self.weather, self.rng
         if rng.random() < weather.lose:
             return

@@ -1,4 +1,4 @@
-"""The processes of an engine life beside its scheduler: one per rank, which alone write the pages."""
+"""The rank processes of an engine life; only they write pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Work:
-    """Obey the orders of a step, part by part, then run its launch when that is ready."""
+    """Carry out the orders of a step, part by part, then run its launch when it is ready."""
 
     epoch: int
     seq: int
@@ -60,10 +60,10 @@ Reply = Callable[[KvplaneError | None], None]
 
 
 class RankProcess:
-    """Attaches to the memory of its rank when nobody else has it, then does what it is told, one by one.
+    """Attaches to the memory of its rank when it is free, then processes messages one by one.
 
-    Launches run on its device, one by one too; meanwhile a new engine life may begin, and give orders. Zeroes and
-    copies come behind the launches, stamps need not.
+    Launches also run one by one, on its device; meanwhile a new engine life may begin and send orders. Zeroes and
+    copies run after the launches; stamps may be written earlier.
     """
 
     def __init__(self, world: World, site: Site, rank: int) -> None:
@@ -73,22 +73,22 @@ class RankProcess:
         self.place = (site.name, rank, self.memory.table.incarnation)
         self.mover = FragileMover(self.memory.pages, self.process)
         self.attached = False
-        self.obeyed = self.launched = (0, 0)  # the last (epoch, step) whose orders are done, and that the device began
+        self.obeyed = self.launched = (0, 0)  # the last (epoch, step) whose orders are done, or started on the device
         self._done = set[tuple[int, int]]()
-        self._queued: list[tuple[int, int]] = []  # launches that the device was given, up to their end
+        self._queued: list[tuple[int, int]] = []  # launches on the device that have not ended
         self._mail: deque[tuple[Message, Reply]] = deque()
         self._woken = asyncio.Event()
         self.process.spawn(self._main())
 
     async def has_attached(self) -> None:
-        """Wait for it; raises Unavailable when the rank is dead."""
+        """Wait until it has attached; raises Unavailable if the rank is dead."""
         while not self.attached:
             if not self.process.alive:
                 raise Unavailable("a rank's process died")
             await asyncio.sleep(0.02)
 
     async def ask(self, message: Message) -> None:
-        """Have it done; raises what the rank refused it for, Unavailable when the rank is dead."""
+        """Send a message and wait; raises the rank's refusal, Unavailable if the rank is dead."""
         done: asyncio.Future[KvplaneError | None] = asyncio.get_running_loop().create_future()
 
         def reply(refusal: KvplaneError | None) -> None:
@@ -115,7 +115,7 @@ class RankProcess:
                 self.memory.writer.lend(ProcessName(self.process.pid, self.process.pid))
                 self.attached = True
             except OtherWriter:
-                continue  # its process lives: nothing but its end gives the pages to another
+                continue  # its process is alive: only its exit frees the pages for another
         rank = Rank(self.memory.table, self.mover)
         while True:
             while not self._mail:
@@ -135,7 +135,7 @@ class RankProcess:
             rank.claim(message.epoch, message.next_seq)
             if not self._queued:
                 rank.launches_ended()
-            self._world.tell(history.Claimed(self.place, message.epoch, message.ahead, message.service))
+            self._world.record(history.Claimed(self.place, message.epoch, message.ahead, message.service))
         else:
             await self._run_alone(rank, message)
         reply(None)
@@ -159,7 +159,7 @@ class RankProcess:
         self.process.spawn(self._run(rank, message, reply))
 
     async def _run(self, rank: Rank, message: Work, reply: Reply) -> None:
-        """On the device, behind the launch before."""
+        """Run on the device after the previous launch."""
         step = message.epoch, message.seq
         while self._queued[0] != step or not message.is_ready():  # noqa: ASYNC110 - time is virtual
             await asyncio.sleep(_LAUNCH_S)
@@ -169,9 +169,9 @@ class RankProcess:
         if self.memory.table.owner_epoch == message.epoch:
             rank.executed(message.seq)
             self._done.add(step)
-            self._world.tell(history.Executed(self.place, message.epoch, message.seq))
+            self._world.record(history.Executed(self.place, message.epoch, message.seq))
         elif not self._queued and self._world.rng.random() < 0.5:
-            rank.launches_ended()  # or the first step of the new life says so
+            rank.launches_ended()  # or the first step of the new life reports it
         reply(None)
 
     async def _idle(self) -> None:
@@ -184,7 +184,7 @@ class RankProcess:
         await self._idle()
         rank.invalidate(message.epoch, message.blocks)
         self._done.add((message.epoch, 0))
-        self._world.tell(history.Invalidated(self.place, message.epoch, message.blocks))
+        self._world.record(history.Invalidated(self.place, message.epoch, message.blocks))
         await self._launch(message.launch, set())
 
     async def _launch(self, launch: Launch, lost: set[tuple[int, int]]) -> None:
@@ -193,10 +193,10 @@ class RankProcess:
         try:
             self.memory.pages.run(launch, lost)
         except WrongPage as error:
-            self._world.tell(history.Wrong(f"{self.place}, launch of step {launch.seq}: {error}"))
+            self._world.record(history.Wrong(f"{self.place}, launch of step {launch.seq}: {error}"))
 
     def _carry_out(self, rank: Rank, message: Work, part: int, orders: Orders) -> None:
         rank.carry_out(message.epoch, message.seq, part, orders)
         stamped = tuple(zip(orders.stamp_block, orders.stamp, strict=True))
         owner, service = self.memory.table.owner_epoch, message.service
-        self._world.tell(history.CarriedOut(self.place, message.epoch, owner, message.seq, part, stamped, service))
+        self._world.record(history.CarriedOut(self.place, message.epoch, owner, message.seq, part, stamped, service))

@@ -1,4 +1,4 @@
-"""The table of campaigns (CAMPAIGNS.md): what was run on which commit, and what became of every failure."""
+"""The table of campaigns (CAMPAIGNS.md): seeds and commit of each, and the cause of every failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NONE, UNKNOWN = "none", "to be found"
 
 
 def append(seeds: range, totals: Totals) -> None:
-    """Add a campaign on the commit that is checked out; one that is changed is marked with a plus."""
+    """Append a campaign of the current commit; a plus marks uncommitted changes."""
     sha = _git("rev-parse", "--short=9", "HEAD") + "+" * bool(_git("status", "--porcelain", "--untracked-files=no"))
     failed = " ".join(str(outcome.seed) for outcome in totals.failed)
     cells = (

@@ -1,7 +1,6 @@
-"""What must hold over everything that happened: the rules of the life of a page, each over the records of one run.
+"""The rules of the life of a page, each checked over the records of one run.
 
-A rule is named as design and ARCHITECTURE name it, says what it promises in its first line, and yields a line for
-everything that breaks it.
+The first line of a rule's docstring is its promise; it yields one line per violation.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from tests.sim.history import (
 
 
 def never_a_wrong_hit(history: History) -> Iterator[str]:
-    """A launch reads, and a key that others may see names, a page that holds just that, on every rank."""
+    """Every page that a launch reads, or that a published key names, has exactly that content on every rank."""
     yield from (record.what for record in history.of(Wrong))
 
 
 def sound(history: History) -> Iterator[str]:
-    """No block is free and held, in two tables, or without a holder; no process ends by a bug."""
+    """No block is both free and held, in two tables, or without a holder; no process ends by a bug."""
     yield from (record.what for record in history.of(Broken))
 
 
@@ -55,7 +54,7 @@ def no_block_is_leaked(history: History) -> Iterator[str]:
 
 
 def executed(history: History) -> Iterator[str]:
-    """A key is shown to others only after the step that registered it has been executed on all ranks."""
+    """A key is published only after the step that registered it has been executed on all ranks."""
     done: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # (replica, epoch) -> rank -> the service's number
     ahead: dict[tuple[str, int], int] = {}
     stored: dict[tuple[object, ...], list[int]] = defaultdict(list)
@@ -80,12 +79,12 @@ def executed(history: History) -> Iterator[str]:
 
 
 def what_is_shown_is_what_is_published(history: History) -> Iterator[str]:
-    """A follower knows every published key whenever nothing is in flight, and at no time one that has gone."""
+    """When nothing is in flight a subscriber has every published key; it never has a removed one."""
     yield from (record.what for record in history.of(Misled))
 
 
 def stamps_version_content(history: History) -> Iterator[str]:
-    """No stamp is given twice in an incarnation, to two blocks or to one block at two times."""
+    """No stamp is used twice in an incarnation."""
     given: dict[tuple[Place, int], int] = {}
     for record in history.of(CarriedOut):
         for block, stamp in record.stamped:
@@ -96,10 +95,10 @@ def stamps_version_content(history: History) -> Iterator[str]:
 
 
 def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
-    """A new engine life keeps a key only where every rank's table shows its stamp. No stamp, no hit.
+    """A new engine life keeps a key only if every rank's table has its stamp.
 
-    An opening whose engine gave it up, and then launched without an answer, has stamps of before that launch where no
-    worker could be claimed. No rank obeys the orders of such a life.
+    Exception: an opening that its engine abandoned before a launch without an answer has stamps from before that launch
+    if no worker could be claimed. No rank carries out orders of such a life.
     """
     obeyed = {(record.place[0], record.epoch) for record in history.of(CarriedOut)}
     invalid = defaultdict[str, set[int]](set)
@@ -117,7 +116,7 @@ def the_stamp_table_belongs_to_the_memory(history: History) -> Iterator[str]:
 
 
 def an_engine_restart_keeps_its_cache(history: History) -> Iterator[str]:
-    """A new life of an engine on the same service and memory keeps every published key that every rank proves."""
+    """A new engine life on the same service and memory keeps every published key that every rank's stamps verify."""
     for record in history.of(Began):
         lost = set(record.due) - set(record.kept)
         if lost:
@@ -125,7 +124,7 @@ def an_engine_restart_keeps_its_cache(history: History) -> Iterator[str]:
 
 
 def a_drain_loses_nothing(history: History) -> Iterator[str]:
-    """What a service had written when it let go of a replica is there for the service that adopts it."""
+    """Keys that a service had stored when it released a replica are available to the service that adopts it."""
     for record in history.of(Began):
         lost = set(record.flushed) - set(record.kept)
         if lost:
@@ -133,7 +132,7 @@ def a_drain_loses_nothing(history: History) -> Iterator[str]:
 
 
 def the_epoch_lives_where_the_pages_live(history: History) -> Iterator[str]:
-    """The owner of a memory never goes back to an earlier epoch, and nobody else obeys orders there."""
+    """The owner epoch of a memory never decreases, and a rank carries out orders of the owner only."""
     owner: dict[Place, int] = {}
     for _, record in history.records:
         match record:
@@ -147,7 +146,7 @@ def the_epoch_lives_where_the_pages_live(history: History) -> Iterator[str]:
 
 
 def orders_run_once(history: History) -> Iterator[str]:
-    """The orders of each part run once on each rank, in order, and before the launch of their step."""
+    """Each rank carries out the orders of each part once, in order, and before the launch of their step."""
     position: dict[tuple[Place, int], tuple[int, int]] = {}
     for _, record in history.records:
         match record:
@@ -162,7 +161,7 @@ def orders_run_once(history: History) -> Iterator[str]:
 
 
 def a_launch_without_an_answer_ends_its_engine_life(history: History) -> Iterator[str]:
-    """Behind it a rank obeys no orders of this life, and the pages that it may have overwritten show no stamp."""
+    """After it a rank carries out no orders of this life, and the pages that it may have overwritten have stamp 0."""
     ended = set[tuple[Place, int]]()
     for _, record in history.records:
         match record:
@@ -173,38 +172,38 @@ def a_launch_without_an_answer_ends_its_engine_life(history: History) -> Iterato
 
 
 def a_lease_that_lapses_takes_nothing(history: History) -> Iterator[str]:
-    """A lease that ends takes no block from anybody."""
+    """An expired lease takes no block from any request."""
     for record in history.of(Lapsed):
         if record.before != record.after:
             yield f"{record.replica}: {record.before} became {record.after}"
 
 
 def who_gave_up_writes_nothing_more(history: History) -> Iterator[str]:
-    """A service begins no write of a replica that it has let go, or given up."""
+    """A service starts no write for a replica that it has released or given up."""
     for record in history.of(Wrote):
         if not record.is_owned:
             yield f"service {record.service} writes of {record.replica}"
 
 
-def ownership_settles(history: History) -> Iterator[str]:
-    """Of services that believe the same replica their own, soon one does."""
+def ownership_converges(history: History) -> Iterator[str]:
+    """If several services claim a replica, soon only one does."""
     for record in history.of(Owned):
         if len(record.services) > 1:
             yield f"{record.replica} is owned by {' and '.join(record.services)}"
 
 
 def resume(history: History) -> Iterator[str]:
-    """A session that resumes has what it had: what it holds for a transfer stays held."""
+    """A session that resumes keeps its state: blocks held for a transfer stay held."""
     yield from (f"{record.replica}: the pages of held slot {record.slot} have changed" for record in history.of(Lost))
 
 
 def copies_out_of_a_page_are_bracketed(history: History) -> Iterator[str]:
-    """What a transfer read under equal stamps is what was there."""
+    """Bytes that a transfer reads under equal stamps are the bytes that were held."""
     yield from (f"{record.replica}: a transfer read something else" for record in history.of(Moved) if not record.right)
 
 
 def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
-    """A step is applied once by a service, and what its engine gets is that answer, however often it is sent."""
+    """A service applies a step once, and its engine gets that result, however often the step is sent."""
     applied: dict[tuple[object, ...], set[str]] = defaultdict(set)
     once = set[tuple[object, ...]]()
     for _, record in history.records:
@@ -220,7 +219,7 @@ def a_repeat_gets_the_same_answer(history: History) -> Iterator[str]:
 
 
 def epochs_never_go_back(history: History) -> Iterator[str]:
-    """Each engine life of a service, and on a memory, has a higher number than the one before."""
+    """Each engine life of a service, and of a memory, has a higher epoch than the previous one."""
     last: dict[tuple[int, str], int] = {}
     for _, record in history.records:
         match record:
@@ -233,9 +232,9 @@ def epochs_never_go_back(history: History) -> Iterator[str]:
 
 
 def one_service_per_epoch(history: History) -> Iterator[str]:
-    """A memory obeys orders of an epoch from one service.
+    """Ranks carry out orders of an epoch from one service only.
 
-    Another one may have begun a life of this number for an attempt to open that was not answered; nobody continues it.
+    Another service may have begun a life of the same epoch for an unanswered attempt to open; no session continues it.
     """
     service_of: dict[tuple[Place, int], int] = {}
     for record in history.of(CarriedOut):
@@ -245,22 +244,22 @@ def one_service_per_epoch(history: History) -> Iterator[str]:
 
 
 def allocation_never_waits_for_the_store(history: History) -> Iterator[str]:
-    """A service answers a step at once, whatever its store does."""
+    """A service answers a step immediately, whatever its store does."""
     for record in history.of(Waited):
         if record.seconds:
             yield f"an answer took {record.seconds} s"
 
 
 def nothing_hung_takes_its_neighbours_along(history: History) -> Iterator[str]:
-    """Who needs nothing of what hangs is answered within its deadline."""
+    """A client that does not depend on a hung part is answered within its deadline."""
     for record in history.of(Asked):
         if not record.is_answered or record.seconds > DEADLINES_S[record.what]:
             ending = "was answered" if record.is_answered else "had no answer"
             yield f"service {record.service}: a {record.what} {ending} after {record.seconds:.2f} s"
 
 
-# Time is virtual: nothing but a wait for something else takes any. A start and a registration may ask the store some
-# times, which has half a second for each.
+# Time is virtual: only waits take time. A start and a registration may call the store several times, with half a
+# second for each call.
 DEADLINES_S = {"start": 2.5, "registration": 2.0, "unary call": 1.0, "step": 1.0, "new session": 2.0}
 
 RULES: dict[str, Callable[[History], Iterator[str]]] = {
@@ -280,7 +279,7 @@ RULES: dict[str, Callable[[History], Iterator[str]]] = {
         a_launch_without_an_answer_ends_its_engine_life,
         a_lease_that_lapses_takes_nothing,
         who_gave_up_writes_nothing_more,
-        ownership_settles,
+        ownership_converges,
         resume,
         copies_out_of_a_page_are_bracketed,
         a_repeat_gets_the_same_answer,

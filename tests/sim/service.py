@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 ADDRESSES = ("one", "two")
 LEASE_MS = 1500
-_ANNOUNCING = 1 << 62  # a new life shows what it kept in pieces
+_ANNOUNCING = 1 << 62  # a new life publishes its keys in pieces
 OWNER_LEASE_MS = 900
 GRACE_MS = 1500
 _LAST_CALLS_S = 0.2
@@ -54,7 +54,7 @@ CONFIG = Config(
 
 
 class Service:
-    """Started by `main` in a process of its own; nothing survives it but the store."""
+    """One service process, started by `main`; only the store survives it."""
 
     def __init__(self, world: World, number: int, address: str) -> None:
         self.world, self.number, self.address = world, number, address
@@ -80,7 +80,7 @@ class Service:
             timeout_s = self.world.store_timeout_ms / 1000
             await self.keeper.start(OffloadedShared(lambda: self.world.store, self._access.offload, timeout_s))
         except KvplaneError:
-            self.process.kill()  # the store is away: whoever started it starts it again
+            self.process.kill()  # the store is unavailable: the supervisor starts the service again
             return
         await self.ownership.beat()
         self._serve()
@@ -108,7 +108,7 @@ class Service:
     def drain(self) -> None:
         """SIGTERM."""
         if not self._tasks:
-            self.process.kill()  # it has not begun to serve
+            self.process.kill()  # it has not started to serve
         elif self.is_current and self.process.alive and not self._is_draining:
             self._is_draining = True
             self.process.spawn(self._drain())
@@ -128,7 +128,7 @@ class Service:
         self.process.kill()
 
     async def _claim(self, worker: WorkerInfo, epoch: int) -> ClaimedPages:
-        """Reach a worker of this host: it may be dead, and the answer may get lost."""
+        """Claim a worker of this host; it may be dead, and the response may get lost."""
         network, site = self.world.network, self.world.sites[worker.address.split("/")[0].removeprefix("unix:")]
         await asyncio.sleep(network.draw_delay())
         here = site.workers[worker.rank]
@@ -142,7 +142,7 @@ class Service:
             await asyncio.sleep(CLAIM_TIMEOUT_S)
             raise Unavailable("the worker does not answer in time")
         if epoch > table.owner_epoch:
-            self.world.tell(history.Claimed((site.name, worker.rank, table.incarnation), epoch, 0, self.process.pid))
+            self.world.record(history.Claimed((site.name, worker.rank, table.incarnation), epoch, 0, self.process.pid))
         table.begin_life(epoch)
         pages = ClaimedPages(table.reading())
         await asyncio.sleep(network.draw_delay())
@@ -151,19 +151,19 @@ class Service:
         return pages
 
     def _claim_late(self, worker: Worker, epoch: int) -> None:
-        """What was asked of a worker that stood still may be done when it goes on, though nobody waits for it."""
+        """A paused worker may execute the claim when it continues, although no caller waits for it."""
 
         async def claim() -> None:
             table = worker.memory.table
             if self.world.rng.random() < 0.5 and epoch > table.owner_epoch:
                 place = (worker.replica, worker.rank, table.incarnation)
-                self.world.tell(history.Claimed(place, epoch, 0, self.process.pid))
+                self.world.record(history.Claimed(place, epoch, 0, self.process.pid))
                 table.begin_life(epoch)
 
         worker.process.spawn(claim())
 
     async def _register_all(self) -> None:
-        """What an operator does: every replica is registered, whatever the store knew."""
+        """Register every replica, as an operator does, whatever the store has."""
         for site in self.world.sites.values():
             try:
                 if site.name not in self.registry:
@@ -180,14 +180,14 @@ class Service:
             self.registry.add(site.name, registration, new_replica(site.spec))
 
     async def _sweep(self) -> None:
-        """Look at leases; nobody's blocks may change by it."""
+        """Check leases; no request's blocks may change."""
         while True:
             await asyncio.sleep(LEASE_MS / 4000)
             for entry in self.registry:
                 before = _held(entry.host)
                 entry.host.expire()
                 if before != _held(entry.host):
-                    self.world.tell(history.Lapsed(entry.host.name, before, _held(entry.host)))
+                    self.world.record(history.Lapsed(entry.host.name, before, _held(entry.host)))
 
     # -- what is seen of it ------------------------------------------------------------------------------------------
 
@@ -199,15 +199,15 @@ class Service:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the service that is reached at its address, not one that should have died."""
+        """Whether this is the current service at its address, not a predecessor that is still running."""
         return self.world.services[self.address] is self
 
     def _owned(self) -> set[str]:
-        """Replicas that this service writes of: its own, and those that it is about to let go."""
+        """Replicas that this service may write: its own, and those that it is releasing."""
         return set(self.keeper._journals)
 
     def _wrote(self, replica: str, is_owned: bool, record: bytes) -> None:
-        self.world.tell(history.Wrote(self.number, replica, is_owned))
+        self.world.record(history.Wrote(self.number, replica, is_owned))
         seen = self._seen.get(replica)
         if record and seen is not None and seen.host.is_retired and unpack_record(record).released:
             self.world.sites[replica].note_flushed(seen.shown(), seen.incarnation, self.world)
@@ -228,7 +228,7 @@ class Service:
         try:
             inspect.check(host.replica)
         except AssertionError as error:
-            self.world.tell(history.Broken(f"{host.name}: {error}"))
+            self.world.record(history.Broken(f"{host.name}: {error}"))
         self._look_at_pages(host)
         asyncio.get_running_loop().call_soon(self._read_events, self._seen[host.name])
         pool = host.replica.coordinator.pool
@@ -251,24 +251,24 @@ class Service:
         seen.incarnation, seen.last_stored = life.incarnation, _ANNOUNCING
         kept = tuple((block, pool.stamp[block]) for block, key in enumerate(pool.key) if key)
         tables = tuple(tuple(reading.stamps) for reading in readings)
-        self.world.tell(history.Began(self.number, host.name, life.epoch, kept, due, flushed, tables))
+        self.world.record(history.Began(self.number, host.name, life.epoch, kept, due, flushed, tables))
 
     def _applied(self, host: ReplicaHost, decision: decisions.Decision) -> None:
         step, result = decision.step, decision.result
         answer = history.fingerprint(result.parts)
-        self.world.tell(history.Applied(self.number, host.name, step.epoch, step.seq, step.part, answer))
+        self.world.record(history.Applied(self.number, host.name, step.epoch, step.seq, step.part, answer))
         stored = [event for events in decision.events for event in events if event.kind is EventKind.STORED]
         seen = self._seen[host.name]
         if stored or seen.last_stored == _ANNOUNCING:
             seen.last_stored = step.seq
         for event in stored:
             for digest, block in zip(event.hashes, event.blocks, strict=True):
-                self.world.tell(
+                self.world.record(
                     history.Stored(self.number, host.name, step.epoch, step.seq, event.group, block, digest)
                 )
 
     def _read_events(self, seen: Seen) -> None:
-        """A follower reads what was published; between two messages its view is what the replica shows."""
+        """A subscriber reads the events; between two messages its view equals the published keys."""
         host, subscription = seen.host, seen.subscription
         if host.is_retired or subscription is None or not self.process.alive:
             return
@@ -278,17 +278,17 @@ class Service:
             seen.follower.read(batches)
             seen.follower.check(host.replica, seen.last_stored)
         except WrongView as error:
-            self.world.tell(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
+            self.world.record(history.Misled(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
     def _show(self, host: ReplicaHost, batches: Iterable[Batch]) -> None:
         stored = ((batch.epoch, one) for batch in batches for one in batch.events if one.kind is EventKind.STORED)
         for epoch, event in stored:
             for digest, block in zip(event.hashes, event.blocks, strict=True):
-                self.world.tell(history.Published(self.number, host.name, epoch, event.group, block, digest))
+                self.world.record(history.Published(self.number, host.name, epoch, event.group, block, digest))
 
     def _look_at_pages(self, host: ReplicaHost) -> None:
-        """Unless the engine finds out that this service believes what is no longer so: its worker died, or another
-        service has its session; until then nobody is given what this one still believes.
+        """Check every published page, unless the service's state is outdated: its worker died, or another service has
+        the session; then no engine gets anything from this service.
         """
         site = self.world.sites[host.name]
         owner = max(memory.table.owner_epoch for memory in site.memories)
@@ -297,17 +297,17 @@ class Service:
         try:
             site.texts.check_keys(host.replica, [memory.pages for memory in site.memories], site.invalid_blocks())
         except WrongPage as error:
-            self.world.tell(history.Wrong(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
+            self.world.record(history.Wrong(f"{host.name}, step {host.replica.seq} of epoch {host.epoch}: {error}"))
 
 
 @dataclass
 class Seen:
-    """What was seen of a replica in one service.
+    """State of a replica in one service, as observed.
 
     Attributes:
         entered_ns: when it was registered there, or adopted.
         incarnation: of the memory that the newest engine life named.
-        published: blocks with keys that others may see, and their stamps.
+        published: published blocks, and their stamps.
     """
 
     host: ReplicaHost
@@ -319,12 +319,12 @@ class Seen:
     subscription: Subscription | None = None
 
     def shown(self) -> frozenset[tuple[int, int]]:
-        """Blocks with keys that others were shown, and their stamps."""
+        """Blocks with published keys, and their stamps."""
         stamps = self.host.replica.coordinator.pool.stamp
         return frozenset((one.block, stamps[one.block]) for one in self.follower.view)
 
 
 def _held(host: ReplicaHost) -> str:
-    """Which blocks requests hold."""
+    """Blocks that requests hold."""
     coordinator, slots = host.replica.coordinator, host.replica.requests.slots()
     return str([(slot, coordinator.tables(slot)) for slot in slots] + sorted(host.replica.ledger.held.items()))

@@ -1,4 +1,4 @@
-"""A store that does everything that a store may: lag, tear, forget, turn bits over, come back from an old backup."""
+"""A store with every permitted fault: delays, torn writes, lost writes, flipped bits, restores from old backups."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _LOOK_S = 0.05
 
 @dataclass
 class Access:
-    """How one service calls the store; the service behind it.
+    """One service's access to the store.
 
     Attributes:
-        owned: names of the replicas that it decides for now.
-        wrote: told of each write that was done: replica, whether it was the service's when the call was made, and the
-            record (b"": a chunk).
+        owned: names of the replicas that it owns now.
+        wrote: called for each finished write with the replica, whether the service owned it when the call was made, and
+            the record (b"": a chunk).
     """
 
     store: WildStore
@@ -34,15 +34,15 @@ class Access:
     wrote: Callable[[str, bool, bytes], None]
 
     def offload(self, call: Callable[[], Any]) -> Awaitable[Any]:
-        """Runs a call of the store beside the loop, with what the service owns now, not when a task begins."""
+        """Runs a store call as a task, with the replicas that the service owns now, not when the task starts."""
         return self._carry_out(call, self.owned())
 
     async def _carry_out(self, call: Callable[[], Any], owned: Collection[str]) -> Any:
-        """It takes a while before, and after."""
+        """Execute a call, with delays before and after."""
         store = self.store
         await asyncio.sleep(store.draw_delay())
         if store.is_away(self.address):
-            await asyncio.sleep(2.0)  # the driver's patience
+            await asyncio.sleep(2.0)  # the driver's timeout
         while store.hanging[self.address] > 0:  # noqa: ASYNC110 - all time is virtual
             await asyncio.sleep(_LOOK_S)
         outcome = store.do(call, self.address, lambda replica, raw: self.wrote(replica, replica in owned, raw))
@@ -51,16 +51,16 @@ class Access:
 
 
 class WildStore(MemoryStore):
-    """The in-memory twin under faults. Its content outlives the services.
+    """The in-memory store with faults. Its content outlives the services.
 
     Attributes:
-        away: it does not answer.
+        away: it is unavailable.
         cut_off: addresses of services that it refuses.
-        hanging: addresses of services that it answers nothing, by how many faults; what they asked is done later.
-        damages: how often its content was damaged.
-        loses_answers: chance that a call is done and fails all the same.
-        tears: chance that a chunk is stored in part.
-        delay_s: a call takes up to so long.
+        hanging: number of faults by address: it does not answer these services, and executes their calls later.
+        damages: number of times its content was damaged.
+        loses_answers: probability that a call is executed but fails.
+        tears: probability that a chunk is stored in part.
+        delay_s: maximum duration of a call.
     """
 
     def __init__(self, rng: Random, clock: Callable[[], int]) -> None:
@@ -141,26 +141,26 @@ class WildStore(MemoryStore):
     # -- what happens to it ------------------------------------------------------------------------------------------
 
     def back_up(self) -> None:
-        """Remember it as it is."""
+        """Save a copy."""
         self._backup = deepcopy((self.logs, self.records_by_name))
 
     def restore(self) -> None:
-        """It is what it was when it was backed up; empty when it never was."""
+        """Restore the copy; empty if there is none."""
         self.damages += 1
         self.logs, self.records_by_name = deepcopy(self._backup)
 
     def empty(self) -> None:
-        """Another server answers in its place, with nothing."""
+        """An empty server answers instead."""
         self.damages += 1
         self.logs, self.records_by_name = {}, {}
         self.forget_leases()
 
     def forget_leases(self) -> None:
-        """No service has said that it lives."""
+        """Drop all announcements of services."""
         self._leases.clear()
 
-    def lie_about_owner(self, replica: str, address: str) -> None:
-        """The record names another owner."""
+    def change_owner(self, replica: str, address: str) -> None:
+        """Change the owner in a record."""
         raw = self.records_by_name.get(replica)
         try:
             record = unpack_record(raw) if raw else None
@@ -170,14 +170,14 @@ class WildStore(MemoryStore):
             self.records_by_name[replica] = pack_record(replace(record, owner=address, released=False))
 
     def lose_tail(self) -> None:
-        """The last chunks of each log are gone: they were never synced."""
+        """Drop the last chunks of each log, as if they were never synced."""
         self.damages += 1
         for chunks in self.logs.values():
             for seq in sorted(chunks)[len(chunks) - self._rng.randint(0, len(chunks)) :]:
                 del chunks[seq]
 
     def flip_bits(self) -> None:
-        """Turn a bit over in some chunks and records."""
+        """Flip a bit in some chunks and records."""
         self.damages += 1
         for chunks in self.logs.values():
             for seq in self._rng.sample(sorted(chunks), min(2, len(chunks))):
@@ -186,7 +186,7 @@ class WildStore(MemoryStore):
             self.records_by_name[name] = self._flipped(self.records_by_name[name])
 
     def reorder(self) -> None:
-        """Two chunks of each log lie under each other's numbers."""
+        """Swap the numbers of two chunks of each log."""
         self.damages += 1
         for chunks in self.logs.values():
             if len(chunks) > 1:

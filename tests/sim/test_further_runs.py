@@ -1,4 +1,4 @@
-"""Further seeds, in a file of their own so that they run beside the first ones."""
+"""Further seeds, in a separate file so that they run in parallel with the first ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts hang, and who needs nothing of them is answered: some seeds of `python -m tests.sim --hangs`."""
+"""Parts hang, and clients that do not depend on them are answered: some seeds of `python -m tests.sim --hangs`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEEDS = range(1, 8)
 
 
 @pytest.mark.timeout(300)
-def test_no_rule_is_broken_whatever_hangs():
+def test_hanging_parts_break_no_rule():
     totals = campaign(SEEDS, hangs=True)
     assert not totals.failed, "\n".join(
         f"python -m tests.sim --hangs --seeds 1 --base {one.seed}: {one.findings[0]}" for one in totals.failed
@@ -23,7 +23,7 @@ def test_no_rule_is_broken_whatever_hangs():
     assert set(totals.faults) >= set(HANGING), "each kind happened"
 
 
-def test_bystanders_ask_everything():
+def test_bystanders_make_every_call():
     world = World(2, hangs=True)
     world.run()
     asked = Counter(one.what for one in world.history.of(Asked) if one.is_answered)
@@ -31,7 +31,7 @@ def test_bystanders_ask_everything():
     assert asked["step"] > 10
 
 
-def test_a_store_that_is_waited_for_is_seen():
+def test_wait_for_a_hung_store_is_found():
     number, rule = seeds_until_caught("no deadline of the store", SEEDS, hangs=True)
     assert number
     assert rule == "nothing hung takes its neighbours along"

@@ -1,4 +1,4 @@
-"""The simulation with steps that are applied beside the event loop: whatever else a service does lies between."""
+"""The simulation with steps applied on a thread, so that other work of the service runs in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.sim import world
 from tests.sim.campaign import quiet
 
 SEEDS = range(1, 5)
-TAKES_TIME = "allocation never waits for the store"  # told by an answer that takes any time at all, as here
+TAKES_TIME = "allocation never waits for the store"  # this rule reports any answer that takes time, as here
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""What the simulation is made of does what it says."""
+"""The parts of the simulation: virtual time, processes, network, store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOG = LogName("a", b"n" * 16, 7)
 
 
 def run(work, seed=1):
-    """What a coroutine returns on a virtual loop, and how long it took there."""
+    """Result of a coroutine on a virtual loop, and its virtual duration."""
     loop = VirtualLoop(Random(seed))
     asyncio.set_event_loop(loop)
     try:
@@ -28,16 +28,16 @@ def run(work, seed=1):
         asyncio.set_event_loop(None)
 
 
-def test_an_hour_takes_no_time_and_order_is_kept():
+def test_virtual_time_passes_without_waiting_and_in_order():
     async def wait(loop):
         said = list[str]()
         loop.call_later(3600, said.append, "late")
         loop.call_later(10, said.append, "early")
         await asyncio.sleep(3601)
-        return said, await asyncio.to_thread(lambda: "beside")
+        return said, await asyncio.to_thread(lambda: "threaded")
 
-    (said, beside), took_s = run(wait)
-    assert (said, beside) == (["early", "late"], "beside")
+    (said, threaded), took_s = run(wait)
+    assert (said, threaded) == (["early", "late"], "threaded")
     assert 3601 <= took_s < 3602
 
 
@@ -51,7 +51,7 @@ async def _work(said):
 
 
 @pytest.mark.parametrize("how", ["kill", "crash", "stop"])
-def test_a_process_dies_without_a_last_word(how):
+def test_killed_process_runs_no_finally(how):
     async def live(_):
         said, process = list[object](), Process("p", 1)
         process.spawn(_work(said))
@@ -70,7 +70,7 @@ def test_a_process_dies_without_a_last_word(how):
     assert exited == (how != "stop")
 
 
-def test_a_process_that_stood_still_goes_on():
+def test_paused_process_continues():
     async def live(_):
         said, process = list[object](), Process("p", 1)
         process.spawn(_work(said))
@@ -84,7 +84,7 @@ def test_a_process_that_stood_still_goes_on():
     assert run(live)[0] == [0, 1, 2, 3, 4]
 
 
-def test_a_process_can_die_inside_a_function():
+def test_process_dies_inside_a_function():
     async def live(_):
         said, process = list[object](), Process("p", 1)
 
@@ -102,7 +102,7 @@ def test_a_process_can_die_inside_a_function():
     assert run(live)[0] == (["before"], [])
 
 
-def test_a_bug_in_a_process_is_seen():
+def test_unexpected_exception_of_a_process_is_recorded():
     async def live(_):
         process = Process("p", 1)
 
@@ -116,7 +116,7 @@ def test_a_bug_in_a_process_is_seen():
     assert [str(bug) for bug in run(live)[0]] == ["a bug"]
 
 
-def test_what_waits_behind_a_partition_arrives_in_order():
+def test_messages_held_by_a_partition_arrive_in_order():
     async def send(loop):
         network = Network(loop, Random(3))
         ends = frozenset(("here", "there"))
@@ -138,7 +138,7 @@ def test_what_waits_behind_a_partition_arrives_in_order():
     assert run(send)[0] == list(range(10))
 
 
-def test_messages_are_lost_repeated_and_overtaken():
+def test_mailbox_loses_repeats_and_reorders_messages():
     async def send(loop):
         network, arrived = Network(loop, Random(3)), list[int]()
         network.weather.lose, network.weather.repeat, network.weather.jitter_s = 0.2, 0.3, 1.0
@@ -153,7 +153,7 @@ def test_messages_are_lost_repeated_and_overtaken():
     assert arrived != sorted(arrived)
 
 
-def test_nobody_answers_where_nobody_listens():
+def test_call_to_an_address_without_a_server_is_unavailable():
     async def call(loop):
         with pytest.raises(Unavailable):
             await Network(loop, Random(1)).call("nowhere", "here", "/kvplane.v1.Allocation/Session", None)
@@ -169,7 +169,7 @@ def filled() -> WildStore:
     return store
 
 
-def test_a_store_loses_its_tail_turns_bits_over_and_comes_back_old():
+def test_store_loses_its_tail_flips_bits_and_restores_a_backup():
     store = filled()
     store.back_up()
     before = dict(store.logs[LOG])
@@ -187,7 +187,7 @@ def test_a_store_loses_its_tail_turns_bits_over_and_comes_back_old():
     assert sorted(store.logs[LOG].values()) == sorted(before.values())
 
 
-def test_a_store_that_is_away_fails_and_one_that_tears_keeps_a_part():
+def test_unavailable_store_fails_and_torn_write_keeps_a_part():
     store = filled()
     store.tears = 1.0
     store.append(LOG, StoredChunk(9, b"x" * 20), 0)

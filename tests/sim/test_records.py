@@ -1,4 +1,4 @@
-"""The table of campaigns is whole: every campaign is counted once, every failure has a cause."""
+"""The table of campaigns is complete: every campaign is counted once, every failure has a cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.sim import records
 from tests.sim.campaign import Totals
 
 
-def test_every_campaign_names_its_seeds_and_every_failure_its_cause():
+def test_campaign_rows_have_seeds_and_failures_have_causes():
     for row in records.rows():
         first, last = map(int, row[2].split(".."))
         assert int(row[3]) == last - first + 1, row
@@ -15,7 +15,7 @@ def test_every_campaign_names_its_seeds_and_every_failure_its_cause():
         assert row[9] != records.UNKNOWN, f"find the cause: {row}"
 
 
-def test_a_campaign_is_appended(tmp_path, monkeypatch):
+def test_campaign_row_is_appended(tmp_path, monkeypatch):
     table = tmp_path / "CAMPAIGNS.md"
     table.write_text(records.TABLE.read_text())
     before = records.total_seeds()

@@ -1,4 +1,4 @@
-"""Every rule of the history can be broken: a few records that keep it, and one more that does not."""
+"""Every rule finds its violation: a few records that keep the rule, and one more that breaks it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BROKEN: dict[str, tuple[list[Record], Record]] = {
     ),
     "a lease that lapses takes nothing": ([h.Lapsed("a", "x", "x")], h.Lapsed("a", "x", "y")),
     "who gave up writes nothing more": ([h.Wrote(1, "a", True)], h.Wrote(1, "a", False)),
-    "ownership settles": ([h.Owned("a", ("one",)), h.Owned("b", ())], h.Owned("a", ("one", "two"))),
+    "ownership converges": ([h.Owned("a", ("one",)), h.Owned("b", ())], h.Owned("a", ("one", "two"))),
     "resume": ([], h.Lost("a", 3)),
     "copies out of a page are bracketed": ([h.Moved("a", True)], h.Moved("a", False)),
     "a repeat gets the same answer": ([APPLIED, h.Answered("a", 5, 1, 0, "answer")], h.Answered("a", 5, 1, 0, "other")),
@@ -68,18 +68,18 @@ def history(records: Sequence[Record]) -> History:
     return made
 
 
-def test_each_rule_has_its_breach():
+def test_every_rule_has_a_planted_violation():
     assert list(BROKEN) == list(RULES)
 
 
 @pytest.mark.parametrize("rule", BROKEN)
-def test_a_rule_can_be_broken(rule):
+def test_rule_finds_its_planted_violation(rule):
     kept, breach = BROKEN[rule]
     assert list(RULES[rule](history(kept))) == []
     assert len(list(RULES[rule](history([*kept, breach])))) == 1
 
 
-def test_further_ways_to_break_one():
+def test_rule_finds_further_violations():
     executed = [*STORED, h.Executed(BESIDE, 5, 3), key(h.Published)]
     assert list(RULES["executed"](history(executed))) == []
     assert list(RULES["executed"](history([*CLAIMED, h.Claimed(HERE, 5, 2, 1), *executed[2:]]))), (
@@ -96,6 +96,6 @@ def test_further_ways_to_break_one():
     assert list(RULES["a repeat gets the same answer"](history([APPLIED, APPLIED])))
 
 
-def test_what_no_rule_breaks_is_found_in_none():
+def test_history_without_violations_has_no_findings():
     assert findings(history([*CLAIMED, carried(1), h.Executed(HERE, 5, 1)])) == []
     assert findings(history([h.Wrong("a page")])) == ["never a wrong hit: a page"]

@@ -1,4 +1,4 @@
-"""The product keeps its rules whatever goes wrong: some seeds of the simulation (see README.md)."""
+"""The product keeps its rules under injected faults: some seeds of the simulation (see README.md)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_no_rule_is_broken(base):
 
 
 @pytest.mark.parametrize("seed", KEPT)
-def test_seeds_that_once_found_a_fault(seed):
+def test_seeds_that_found_a_fault_break_no_rule(seed):
     assert run(seed).findings == [], KEPT[seed]
 
 
-def test_a_run_is_as_large_as_it_promises():
+def test_run_has_its_minimum_size():
     outcome = run(2)
     assert outcome.steps >= 300
     assert outcome.services >= 2
@@ -34,9 +34,9 @@ def test_a_run_is_as_large_as_it_promises():
     assert len(outcome.faults) >= 4
 
 
-def test_the_same_seed_is_the_same_run():
+def test_equal_seeds_give_equal_runs():
     assert run(7).digest == run(7).digest != run(8).digest
 
 
-def test_a_campaign_on_two_cores_is_the_same_campaign():
+def test_campaign_in_two_processes_has_the_same_digest():
     assert campaign(range(1, 4), jobs=2).digest == campaign(range(1, 4)).digest

@@ -1,4 +1,4 @@
-"""The simulation sees each rule broken: every weakened twin is caught within the seeds that are run here."""
+"""The simulation catches every twin within the seeds that run here."""
 
 from __future__ import annotations
 

@@ -45,20 +45,20 @@ class _Outcome:
 
 
 def error_of(ended: Ended) -> KvplaneError:
-    """Why a stream ended."""
+    """The error of an ended stream."""
     if ended.status is None:
         return Unavailable("the stream broke")
     return error_of_rpc(_Outcome(ended.status))
 
 
 def owners_at(first: str, *others: str) -> Owners[str]:
-    """The services of a list, each under its address; where they send a caller on to, it goes."""
+    """The services of a list by address; redirects are followed."""
     return Owners(first, str, others)
 
 
 async def call(network: Network, owners: Owners[str], place: str, name: str, request: Message) -> Any:
-    """One unary call ("Workers/RenewWorker"), at whoever has the replica; raises as that service refused it,
-    Unavailable when it is lost.
+    """One unary call ("Workers/RenewWorker") to the service that has the replica; raises the refusal of that service,
+    Unavailable if the call is lost.
     """
     address, hops = owners.present, 0
     while True:
@@ -92,8 +92,8 @@ class SimTransport:
     """Carries one session. Implements AsyncSessionTransport.
 
     Attributes:
-        heeds_notices: it tells its session when a service is about to go.
-        server: at the other end of the stream, or of the last one.
+        heeds_notices: it reports a drain notice to its session.
+        server: service process of the current or last stream.
     """
 
     def __init__(self, network: Network, owners: Owners[str], place: str) -> None:
@@ -172,7 +172,7 @@ class SimTransport:
             self._stream.outward.send(message.SerializeToString())
 
     async def _read_further(self) -> SessionResponse:
-        """A stream whose replica another service took is broken; who opens it again is sent there."""
+        """Break a stream whose replica another service has taken; a new one is redirected there."""
         try:
             return await self._read()
         except Moved as moved:

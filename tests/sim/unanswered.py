@@ -1,4 +1,4 @@
-"""What an engine launches when its service does not answer: rows in the blocks that its requests have."""
+"""Launches without an answer: rows in the blocks that requests already have."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.core.page_requests import LONGEST, Request
 def rows_of(
     groups: Sequence[GroupSpec], requests: Sequence[Request], tables: Sequence[list[list[int]]], rng: Random
 ) -> list[Row]:
-    """Some requests run on with the text that they have; the blocks of one of them may go to another text.
+    """Some requests continue with their text; the blocks of one of them may be used for another text.
 
-    `requests` run, nothing writes to their pages, and these hold what they count; `tables` are theirs.
+    `requests` are running, nothing writes their pages, and the pages hold their computed tokens; `tables` are theirs.
     """
     rows = list[Row]()
     for request, table in zip(requests, tables, strict=True):
@@ -33,7 +33,7 @@ def rows_of(
 
 
 def blocks_of(groups: Sequence[GroupSpec], rows: Sequence[Row]) -> list[int]:
-    """Every block that these rows may write to."""
+    """Every block that these rows may write."""
     return sorted({block for row in rows for block in _written(groups, row)} - {0})
 
 
@@ -44,7 +44,7 @@ def _written(groups: Sequence[GroupSpec], row: Row) -> Iterator[int]:
 
 
 def _room(groups: Sequence[GroupSpec], tables: list[list[int]], start: int) -> int:
-    """How far a launch from `start` on may go: each of its tokens has a block in every group."""
+    """End of the longest launch from `start` in which every token has a block in every group."""
     end = start
     while all(_has_block(group, table, end) for group, table in zip(groups, tables, strict=True)):
         end += 1
@@ -57,6 +57,6 @@ def _has_block(group: GroupSpec, table: list[int], at: int) -> bool:
 
 
 def _users(table: list[list[int]], tables: Sequence[list[list[int]]]) -> int:
-    """Requests, this one included, that have a block of it."""
+    """Requests that share a block with it, itself included."""
     own = {block for blocks in table for block in blocks} - {0}
     return sum(any(not own.isdisjoint(blocks) for blocks in each) for each in tables)

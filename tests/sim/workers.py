@@ -1,6 +1,6 @@
-"""Page memory that outlives engines: the pages of one rank, the stamp table beside them, and who may write.
+"""Page memory that outlives engines: the pages of one rank, their stamp table, and which process may write.
 
-A worker's death is the end of its memory: the next one allocates anew, under another incarnation.
+When a worker dies its memory is lost: the next worker allocates new memory, with another incarnation.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ RENEW_S = 0.7
 
 
 def plan_of(spec: ReplicaSpec) -> RankPlan:
-    """A plan that says how many blocks there are, and of no layer: the simulated pages have none."""
+    """A plan with a number of blocks and no layers: the simulated pages have none."""
     return RankPlan(spec.num_blocks, spec.num_blocks, 1, tuple(GroupLayers((), ()) for _ in spec.groups), ())
 
 
 class RankMemory:
-    """What one worker holds. Where the stamps of other memory are given, these pages show the same by chance."""
+    """Memory of one worker. With `stamps` of other memory, these pages have the same stamps by chance."""
 
     def __init__(self, spec: ReplicaSpec, incarnation: int, find: Processes, stamps: Sequence[int] = ()) -> None:
         self.pages = Memory(spec)
@@ -42,7 +42,7 @@ class RankMemory:
 
 
 class Processes:
-    """The processes of the world by number, as kernels know them."""
+    """All processes by pid, as in a kernel."""
 
     def __init__(self) -> None:
         self._by_pid: dict[int, Process] = {}
@@ -61,7 +61,7 @@ class Processes:
 
 
 class FragileMover:
-    """Moves pages; its process may die before each of them."""
+    """Moves pages; its process may die before each move."""
 
     def __init__(self, pages: Memory, process: Process) -> None:
         self._pages, self._process = pages, process
@@ -103,7 +103,7 @@ class Worker:
     rng: Random
 
     async def run(self, network, owners: Owners[str]) -> None:
-        """Keep the service knowing who owns the memory."""
+        """Register with the service and report the owner epoch of the memory."""
         while True:
             info = self._info()
             request = pb.RenewWorkerRequest(replica=self.replica, worker=wire.encode_worker(info))
@@ -120,7 +120,7 @@ class Worker:
         try:
             await call(network, owners, "host", "Workers/RegisterWorker", request)
         except KvplaneError:
-            return  # it is not registered yet, or the service is away: at the next turn
+            return  # not registered yet, or the service is unavailable: retry in the next round
 
     def _info(self) -> WorkerInfo:
         table = self.memory.table

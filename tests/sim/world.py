@@ -1,4 +1,4 @@
-"""One run: a seed makes a world of replicas, workers, engines and services, lets chaos loose on it, keeps history."""
+"""One run: replicas, workers, engines and services from a seed, with injected faults and a history."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.sim.store import WildStore
 from tests.sim.transport import owners_at
 from tests.sim.workers import Processes, RankMemory, Worker, plan_of
 
-STEPS, MOST_STEPS = 300, 900  # a run without a hit across services goes on until there is one
-_SETTLED_S = 10.0  # behind the last fault
+STEPS, MOST_STEPS = 300, 900  # a run without a hit across services continues until there is one
+_SETTLED_S = 10.0  # after the last fault
 _LAST_WORDS_S = 0.01  # tasks of killed processes end
-LONGEST_S = 600.0  # of virtual time: a run that takes longer is stuck
+LONGEST_S = 600.0  # of virtual time: a longer run is stuck
 
 MIXES: tuple[tuple[tuple[GroupSpec, ...], dict[str, Any]], ...] = (
     ((window(6), full()), {"retention_interval": 0}),
@@ -50,7 +50,7 @@ class Site:
 
     Attributes:
         remote: addresses of services that cannot reach its workers.
-        is_alike: new memory shows the stamps of the last one.
+        is_alike: new memory has the stamps of the previous one.
         begun_by: which service began an epoch.
     """
 
@@ -80,18 +80,18 @@ class Site:
         return RankGroup([memory.table for memory in self.memories]).incarnation
 
     def note_flushed(self, shown: frozenset[tuple[int, int]], incarnation: int, world: World) -> None:
-        """A service has let go of the replica: these blocks of that memory, with their stamps, are in the store."""
+        """Record that a service has released the replica with these blocks and stamps of that memory in the store."""
         self._flushed = Flushed(shown, incarnation, world.loop.clock_ns())
 
     def flushed(self, incarnation: int, entered_ns: int, world: World) -> frozenset[tuple[int, int]]:
-        """What a service that adopted the replica then finds in the store, asked once, by the next engine life."""
+        """Keys in the store for a service that adopts the replica; returned once, to the next engine life."""
         flushed, self._flushed = self._flushed, None
         if flushed is None or flushed.at_ns > entered_ns or world.store.damages:
             return frozenset()
         return flushed.blocks if flushed.incarnation == incarnation else frozenset()
 
     def leave_mover(self, load: Transfer, world: World) -> None:
-        """A transfer that has begun outlives its engine, and writes on."""
+        """Keep a started transfer, which outlives its engine and continues to write."""
         if any(memory.pages in load.memories for memory in self.memories):
             self._movers.append(load)
             asyncio.get_running_loop().create_task(self._move(load, world.rng), context=Context())
@@ -103,16 +103,16 @@ class Site:
         self._movers.remove(load)
 
     def busy_blocks(self) -> tuple[int, ...]:
-        """Blocks that transfers of engines that are gone may still write."""
+        """Blocks that transfers of earlier engine lives may still write."""
         return tuple(sorted(set[int]().union(*(load.blocks(self.spec) for load in self._movers))))
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks of which some rank shows no stamp."""
+        """Blocks that have stamp 0 on some rank."""
         tables = [memory.table.read_all() for memory in self.memories]
         return {block for table in tables for block, stamp in enumerate(table) if not stamp}
 
     def readings_of(self, incarnation: int) -> list[StampReading]:
-        """What the memory says that engines call so, by rank; it may have gone since."""
+        """Tables by rank that engines know under this incarnation; the memory may be lost since."""
         lives = (life for life in reversed(self.lives) if life.incarnation == incarnation)
         named = next(lives, self.life)
         return [rank.memory.table.reading() for rank in named.ranks]
@@ -125,7 +125,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Flushed:
-    """What a service had written when it let go of a replica: blocks with their stamps."""
+    """Blocks with stamps that a service had stored when it released a replica."""
 
     blocks: frozenset[tuple[int, int]]
     incarnation: int
@@ -134,7 +134,7 @@ class Flushed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to."""
+    """Result of a run."""
 
     seed: int
     steps: int
@@ -148,15 +148,15 @@ class Outcome:
 
     @property
     def is_void(self) -> bool:
-        """No hit across a restart: it has shown nothing."""
+        """No hit across a restart, so the run proves nothing."""
         return not self.hits_across
 
 
 class World:
-    """Everything of one run."""
+    """All state of one run."""
 
     def __init__(self, seed: int, hangs: bool = False) -> None:
-        """`hangs`: parts hang, and bystanders are asked what they are answered meanwhile."""
+        """`hangs`: parts hang, and bystanders measure how long they wait meanwhile."""
         self.hangs = hangs
         self.store_timeout_ms = 500 if hangs else 2000  # runs are short
         self.seed, self.rng = seed, Random(seed)
@@ -170,12 +170,12 @@ class World:
         self.steps = self.num_services = 0
         self.is_finishing = self._has_hit_across = False
         self.ends: Counter[str] = Counter()
-        self.services: dict[str, Service] = {}  # who is reached at an address
+        self.services: dict[str, Service] = {}  # service by address
 
     # -- one run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Until every replica has ended its requests, or something is wrong."""
+        """Run until every replica has ended its requests, or a rule is broken."""
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_until_complete(self._main())
@@ -196,33 +196,33 @@ class World:
         watch = asyncio.get_running_loop().create_task(self._supervise())
         while not self._is_over():  # noqa: ASYNC110 - all time is virtual
             await asyncio.sleep(0.05)
-        await self._settle()
+        await self._await_ownership()
         watch.cancel()
         self.chaos.stop()
-        self.tell(history.Waited(self.network.longest_answer_s))
+        self.record(history.Waited(self.network.longest_answer_s))
         for process in self.processes:
             for bug in process.bugs:
-                self.tell(history.Broken(f"{process.name}: {type(bug).__name__}: {bug}"))
+                self.record(history.Broken(f"{process.name}: {type(bug).__name__}: {bug}"))
             process.kill()
         await asyncio.sleep(_LAST_WORDS_S)
 
-    async def _settle(self) -> None:
-        """Services have time to find out who owns what."""
+    async def _await_ownership(self) -> None:
+        """Wait until services agree on ownership."""
         if all(site.is_finished for site in self.sites.values()):
             await asyncio.sleep(_SETTLED_S)
             for site in self.sites.values():
                 owners = [one.address for one in self.services.values() if site.name in one.registry]
-                self.tell(history.Owned(site.name, tuple(owners)))
+                self.record(history.Owned(site.name, tuple(owners)))
 
     def _is_over(self) -> bool:
         if self.loop.time() > LONGEST_S:
-            self.tell(history.Broken(f"after {self.steps} steps nothing more happens"))
+            self.record(history.Broken(f"after {self.steps} steps nothing more happens"))
             return True
         wrong = any(isinstance(record, history.Wrong | history.Broken) for _, record in self.history.records[-50:])
         return wrong or any(one.bugs for one in self.processes) or all(one.is_finished for one in self.sites.values())
 
     async def _supervise(self) -> None:
-        """Start again what has died."""
+        """Restart processes that have died."""
         while True:
             await asyncio.sleep(0.1 + self.rng.random() * 0.4)
             enough = STEPS if self._has_hit_across else MOST_STEPS
@@ -242,24 +242,24 @@ class World:
                     self.start_life(site)
 
     def start_service(self, address: str) -> None:
-        """The next life of the service at an address, whatever became of the one before."""
+        """Start the next service process at an address."""
         self.num_services += 1
         service = self.services[address] = Service(self, self.num_services, address)
         service.process.on_death.append(lambda: self.network.note_death(service.process))
         service.process.spawn(service.main())
 
     def draw_owners(self) -> Owners[str]:
-        """The services, in some order."""
+        """The services in random order."""
         return owners_at(*self.rng.sample(ADDRESSES, len(ADDRESSES)))
 
     def start_life(self, site: Site) -> None:
-        """The next life of a replica's engine."""
+        """Start the next life of a replica's engine."""
         life = EngineLife(self, site)
         life.process.on_death.append(lambda: self.network.note_death(life.process))
         site.lives.append(life)
 
     def start_worker(self, site: Site, rank: int) -> None:
-        """The next worker of a rank: new memory, sometimes with the stamps that the last one showed."""
+        """Start the next worker of a rank: new memory, sometimes with the stamps of the previous one."""
         incarnation = self.rng.getrandbits(64) | 1
         is_alike = site.is_alike and rank < len(site.memories)
         stamps = site.memories[rank].table.read_all() if is_alike else ()
@@ -270,15 +270,15 @@ class World:
         site.workers[rank : rank + 1] = [worker]
         process.spawn(worker.run(self.network, self.draw_owners()))
 
-    # -- what others tell --------------------------------------------------------------------------------------------
+    # -- what others report ------------------------------------------------------------------------------------------
 
     def service_behind(self, server: Server | None) -> Service | None:
-        """The service that answers there, if it lives."""
+        """The service that answers at an address, if it is alive."""
         services = (one for one in self.services.values() if one.server is server and one.process.alive)
         return next(services, None)
 
-    def tell(self, record: history.Record) -> None:
-        """Into history."""
+    def record(self, record: history.Record) -> None:
+        """Append a record to the history."""
         self.history.add(self.loop.clock_ns(), record)
         if isinstance(record, history.Began):
             self.sites[record.replica].begun_by[record.epoch] = record.service
@@ -286,16 +286,16 @@ class World:
             self._has_hit_across |= record.across
 
     def note_step(self) -> None:
-        """An engine got an answer."""
+        """Count a result that an engine received."""
         self.steps += 1
         self.chaos.at_step(self.steps)
 
     def note_end(self, life: EngineLife, error: KvplaneError) -> None:
-        """A life ended by itself, in a way that faults explain."""
+        """Note the end of a life that faults explain."""
         self.ends[type(error).__name__] += 1
 
     def draw_linger_s(self) -> float:
-        """How long a process survives the death of its parent."""
+        """Draw how long a process survives the death of its parent."""
         return self.rng.choice([0.0, 0.01, 0.2, 1.0]) * self.rng.random()
 
     def start_process(self, name: str) -> Process:
