@@ -53,13 +53,24 @@ REPLACEMENTS: dict[str, str] = {
 # Folders and files that are checked. The list grows until it is the whole tree.
 PLAIN: tuple[str, ...] = (
     "ARCHITECTURE.md",
-    "docs/glossary.md",
+    "CONTRIBUTING.md",
+    "README.md",
+    "SECURITY.md",
+    "docs",
     "gpu_worker",
     "proto",
     "tests/engine",
     "tests/faults",
     "tests/ops",
+    "tests/packaging",
+    "tests/sim/CAMPAIGNS.md",
+    "tests/sim/README.md",
     "tests/soak",
+    "tests/test_operating.py",
+    "tests/test_readme.py",
+    "tests/test_tidy.py",
+    "tests/test_twins.py",
+    "tests/tidy.py",
     "tests/worker",
 )
 
