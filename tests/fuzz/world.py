@@ -39,9 +39,9 @@ from kvplane_service.registry import Registration, Registry
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor
-from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
-from kvplane_service.store.writer import Surroundings
+from kvplane_service.store.writer import Runtime
 from tests.service.guarded import Guard
 from tests.service.rig import SPEC
 from tests.service.test_fuzz import PROMPT, STATES
@@ -111,9 +111,9 @@ class Grounds:
         self.identities = Identities(config)
         self.clock = _Clock()
         self.registry = Registry(config, self.clock)
-        around = Surroundings(self.clock, asyncio.sleep, Executor("replicas that come back"), random.Random(1).random)
-        keeper = Keeper(self.registry, config, around, Chance(lambda: 0, lambda: 1))
-        durable = Durable(keeper, Ownership(self.registry, config, keeper, around, is_gone))
+        runtime = Runtime(self.clock, asyncio.sleep, Executor("replicas that come back"), random.Random(1).random)
+        keeper = Keeper(self.registry, config, runtime, Entropy(lambda: 0, lambda: 1))
+        durable = Durable(keeper, Ownership(self.registry, config, keeper, runtime, is_gone))
         filters = CallFilters(Gate(self.identities, None, self.clock))
         self.handlers = _Handlers()
         with _served_by(self.handlers):

@@ -25,11 +25,11 @@ from kvplane_service.rpc.claims import CLAIM_TIMEOUT_S, ClaimedPages
 from kvplane_service.rpc.methods import CallHooks, service_handler
 from kvplane_service.rpc.session import SessionStreams
 from kvplane_service.rpc.workers import WorkersServicer
-from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.offloaded import OffloadedShared
 from kvplane_service.store.ownership import Durable, Ownership, OwnerUnknown
 from kvplane_service.store.registration import unpack_record
-from kvplane_service.store.writer import Surroundings
+from kvplane_service.store.writer import Runtime
 from tests.core.follower import Follower, WrongView
 from tests.core.page_memory import WrongPage
 from tests.sim import history
@@ -63,11 +63,11 @@ class Service:
         self.registry = Registry(config, world.loop.clock_ns)
         rng = world.rng
         self._access = Access(world.store, address, self._owned, self._wrote)
-        around = Surroundings(world.loop.clock_ns, asyncio.sleep, asyncio.to_thread, rng.random)
-        chance = Chance(lambda: _EPOCH_MS + world.loop.clock_ns() // 1_000_000, lambda: rng.getrandbits(64) | 1)
-        self.keeper = Keeper(self.registry, config, around, chance)
+        runtime = Runtime(world.loop.clock_ns, asyncio.sleep, asyncio.to_thread, rng.random)
+        entropy = Entropy(lambda: _EPOCH_MS + world.loop.clock_ns() // 1_000_000, lambda: rng.getrandbits(64) | 1)
+        self.keeper = Keeper(self.registry, config, runtime, entropy)
         probe = partial(world.network.probe, place=address)
-        self.ownership = Ownership(self.registry, config, self.keeper, around, probe)
+        self.ownership = Ownership(self.registry, config, self.keeper, runtime, probe)
         self.server = Server(world.network, address, self.process)
         self._is_draining = self.has_served = False
         self._tasks: list[asyncio.Task[None]] = []
@@ -91,7 +91,7 @@ class Service:
             self._tasks.append(self.process.spawn(self.keeper.write()))
 
     def _serve(self) -> None:
-        visible = VisibleReplicas(self.registry, self.ownership.bring)
+        visible = VisibleReplicas(self.registry, self.ownership.ensure_local)
         self.streams = SessionStreams(visible, self.ownership, self._claim)
         durable = Durable(self.keeper, self.ownership)
         self.allocation = AllocationServicer(visible, self.streams, durable)
@@ -167,10 +167,10 @@ class Service:
         for site in self.world.sites.values():
             try:
                 if site.name not in self.registry:
-                    await self.ownership.bring(site.name)
+                    await self.ownership.ensure_local(site.name)
             except (UnknownReplica, OwnerUnknown):
                 self._register(site)
-                await self.keeper.settle(site.name)
+                await self.keeper.flush(site.name)
             except KvplaneError:
                 continue  # another service has it
 

@@ -1,4 +1,4 @@
-"""What every store must do. A module of tests imports this class and gives it a fixture `store`."""
+"""The contract of every store. A test module derives a class and has a fixture `store`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chunk(seq: int, size: int = 100) -> StoredChunk:
 
 
 T = TypeVar("T")
-_LOOP = asyncio.new_event_loop()  # connections stay on the loop that they were made on
+_LOOP = asyncio.new_event_loop()  # connections belong to the loop on which they were made
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -36,7 +36,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Blocking:
-    """Implements BlockingSharedStore over a store whose calls are awaited, on an event loop that runs meanwhile."""
+    """Implements BlockingSharedStore with an awaited store, on an event loop of its own."""
 
     def __init__(self, store: IndexStore) -> None:
         self.store = store
@@ -60,25 +60,25 @@ def opened(config: Config) -> Any:
 
 
 def load_log(store: BlockingStore, log: LogName) -> LoadedLog:
-    """Everything that is stored under this name."""
+    """The log of this name, loaded."""
     loaded = LoadedLog()
     loaded.add_all(log, store.load(log))
     return loaded
 
 
 class StoreContract:
-    def test_what_was_appended_is_loaded_in_order(self, store):
+    def test_appended_chunks_are_loaded_in_order(self, store):
         chunks = [chunk(seq) for seq in (1, 2, 5, 300)]
         assert [store.append(LOG, one, 0) for one in chunks] == [1, 2, 3, 4]
         assert list(store.load(LOG)) == chunks
 
-    def test_more_chunks_than_one_answer_holds(self, store):
+    def test_a_log_longer_than_one_page_is_loaded(self, store):
         chunks = [chunk(seq) for seq in range(1, 200)]
         for one in chunks:
             store.append(LOG, one, 0)
         assert list(store.load(LOG)) == chunks
 
-    def test_a_repeat_adds_nothing(self, store):
+    def test_a_repeated_append_adds_nothing(self, store):
         store.append(LOG, chunk(1), 0)
         store.append(LOG, chunk(2), 0)
         assert store.append(LOG, chunk(2), 0) == 2
@@ -107,12 +107,12 @@ class StoreContract:
         assert list(store.load(LOG)) == [chunk(4), chunk(5), chunk(6)]
         assert store.append(LOG, chunk(7), 7) == 1
 
-    def test_a_chunk_that_is_lost_is_seen_by_the_count(self, store):
+    def test_a_lost_chunk_changes_the_count(self, store):
         store.append(LOG, chunk(1), 0)
         store.drop(LOG)
         assert store.append(LOG, chunk(2), 0) == 1
 
-    def test_logs_are_apart_by_replica_namespace_and_incarnation(self, store):
+    def test_logs_are_separate_by_replica_namespace_and_incarnation(self, store):
         store.append(LOG, chunk(1), 0)
         for other in OTHER_LOGS:
             assert list(store.load(other)) == []
@@ -120,7 +120,7 @@ class StoreContract:
         store.drop(OTHER_LOGS[0])
         assert [list(store.load(log)) for log in (LOG, *OTHER_LOGS)] == [[chunk(1)], [], [chunk(9)], [chunk(9)]]
 
-    def test_a_log_that_is_not_there_is_empty(self, store):
+    def test_a_missing_log_is_empty(self, store):
         assert list(store.load(LOG)) == []
         assert store.size_bytes(LOG) == 0
         store.drop(LOG)
@@ -135,12 +135,12 @@ class StoreContract:
         store.append(LOG, chunk(3, 10_000), 3)
         assert store.size_bytes(LOG) < 30_000
 
-    def test_a_large_chunk_is_one_piece(self, store):
+    def test_a_large_chunk_is_stored_whole(self, store):
         large = chunk(1, 4 << 20)
         store.append(LOG, large, 0)
         assert list(store.load(LOG)) == [large]
 
-    def test_a_record_takes_the_place_of_the_one_before(self, store):
+    def test_a_record_replaces_the_previous_one(self, store):
         assert store.get_record("b") is None
         store.put_record("b", b"first")
         store.put_record("b", b"second")
@@ -148,20 +148,20 @@ class StoreContract:
         assert store.get_record("b") == b"second"
         assert list(store.records()) == [("a/1", b"\x00\xff"), ("b", b"second")]
 
-    def test_a_dropped_record_is_gone(self, store):
+    def test_a_dropped_record_is_not_listed(self, store):
         store.put_record("a", b"one")
         store.put_record("b", b"two")
         store.drop_record("a")
-        store.drop_record("nobody")
+        store.drop_record("unknown")
         assert list(store.records()) == [("b", b"two")]
 
-    def test_it_is_closed_more_than_once(self, store):
+    def test_close_is_idempotent(self, store):
         store.close()
         store.close()
 
 
 class SharedContract:
-    """Beside it, of a store that several services can have."""
+    """The further contract of a store that several services can use."""
 
     def test_a_service_is_announced_until_its_lease_ends(self, store):
         assert not store.is_announced("a:1")
@@ -172,7 +172,7 @@ class SharedContract:
         assert store.is_announced("a:1")
         assert list(store.records()) == []
 
-    def test_a_service_that_says_so_again_stays(self, store):
+    def test_a_renewed_lease_does_not_end(self, store):
         store.announce("a:1", 1)
         store.announce("a:1", 3_600_000)
         assert store.is_announced("a:1")

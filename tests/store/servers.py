@@ -1,4 +1,4 @@
-"""Real Redis servers that the tests start: each in a folder of its own, on free ports, killed at the end."""
+"""Redis servers that tests start: each in its own directory, on free ports, killed at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import redis
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 START_LIMIT_S = 30.0
 USER, PASSWORD = "kvplane", "a-long-secret"
-# What the store needs, and nothing besides.
+# Exactly the permissions that the store needs.
 ACL = (
     f"user {USER} on >{PASSWORD} ~kvplane* resetchannels -@all +xadd +xtrim +xlen +xrange +pexpire +get "
     "+set +del +zadd +zrange +zrem +zremrangebyscore +time +memory|usage +multi +exec +ping +hello"
@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def wait_until(happened, what: str, limit_s: float = START_LIMIT_S) -> None:
-    """Ask until it is so. There is no event to wait for: the other side is a process that tells nobody."""
+    """Poll until the condition holds: another process changes it, so there is no event to wait for."""
     deadline = time.monotonic() + limit_s
     while not happened():
         assert time.monotonic() < deadline, f"{what}: not within {limit_s} s"
@@ -44,7 +44,7 @@ def wait_until(happened, what: str, limit_s: float = START_LIMIT_S) -> None:
 
 
 class Server:
-    """One redis-server. `stop` and `start` keep its folder, so that it comes back as what it was."""
+    """One redis-server. `stop` and `start` keep its directory, and so its identity."""
 
     def __init__(self, folder: Path, *options: str, sentinel: bool = False, port: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ def serving(folder: Path, *options: str) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[tuple[Server, Path]]:
-    """A server with TLS alone and one ACL user; and the authority's certificate."""
+    """A server with TLS and one ACL user; yields it and the certificate of its CA."""
     authority = make_certificates(folder)
     acl = folder / "users.acl"
     acl.write_text(f"user default off\n{ACL}\n")
@@ -118,7 +118,7 @@ def guarded(folder: Path) -> Iterator[tuple[Server, Path]]:
 
 @contextlib.contextmanager
 def cluster(folder: Path) -> Iterator[list[Server]]:
-    """Three nodes that share the slots."""
+    """A cluster of three nodes."""
     options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
     nodes = []
     try:
@@ -145,7 +145,7 @@ def _is_whole(node: Server) -> bool:
 
 
 class Watched:
-    """A primary, its replica, and a Sentinel that watches them under the name `main`."""
+    """A primary, its replica, and a Sentinel that monitors them under the name `main`."""
 
     def __init__(self, folder: Path) -> None:
         self.primary = Server(folder / "primary")
@@ -164,7 +164,7 @@ class Watched:
         return any(one["flags"] == "slave" for one in self.sentinel.client().sentinel_slaves("main"))
 
     def fail_over(self) -> None:
-        """Kill the primary and wait until the replica has taken its place."""
+        """Kill the primary and wait until the replica is the primary."""
         self.primary.kill()
         wait_until(lambda: self.replica.client().role()[0] == b"master", "the replica has become the primary")
 
@@ -183,7 +183,7 @@ def watched(folder: Path) -> Iterator[Watched]:
 
 
 def make_certificates(folder: Path) -> Path:
-    """An authority and a server's certificate for 127.0.0.1, made by openssl."""
+    """A CA and a server certificate for 127.0.0.1, created by openssl."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def openssl(*arguments: str) -> None:

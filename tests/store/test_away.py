@@ -1,4 +1,4 @@
-"""Redis is gone for an hour: allocation goes on, what waits is bounded, and the store catches up by itself.
+"""Redis is unavailable for an hour: allocation continues, pending changes are bounded, and the store catches up.
 
 The server, its driver and the writer are the real ones; the clock is passed, and pauses take no time.
 """
@@ -10,21 +10,21 @@ import pytest
 from kvplane_service.config import Config
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.journal import Lag
-from kvplane_service.store.writer import Limits, StoreWriter, Surroundings, Watch
+from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
 from tests.core.builders import full
 from tests.store import servers
 from tests.store.contract import opened, run
 from tests.store.test_journal import Journaled
-from tests.store.test_writer import settled
+from tests.store.test_writer import idle
 
 HOUR_NS = 3600 * 10**9
 NS_PER_MS = 10**6
 REQUEST = "x" * 600  # 150 blocks
-BLOCKS = 140_000  # more than may wait
+BLOCKS = 140_000  # more than may be pending
 
 
 class Over(Exception):
-    """The time that a test gives the writer has passed."""
+    """The time of the test is over."""
 
 
 async def unexpected(number):
@@ -33,7 +33,7 @@ async def unexpected(number):
 
 
 class Hours:
-    """An engine that serves a request whenever the writer pauses, and what it saw of the store.
+    """An engine that serves a request at every pause of the writer, with the observed states of the store.
 
     Attributes:
         reports, lags: at each pause.
@@ -44,9 +44,9 @@ class Hours:
         self.engine = Journaled(full(), num_blocks=BLOCKS, max_model_len=1024, max_entries=config.store_lag_entries)
         self.engine.store = self.store = opened(config)
         limits = Limits(config.store_flush_ms, config.store_lag_entries, config.store_lag_ms, config.store_ttl_ms)
-        around = Surroundings(lambda: self.engine.now_ns, self.pause, self.offload, lambda: 0.0)
-        self.writer = StoreWriter(self.store.store, limits, around)
-        self.writer.watch("r", Watch(self.engine.journal, lambda: b"record", settled, unexpected))
+        runtime = Runtime(lambda: self.engine.now_ns, self.pause, self.offload, lambda: 0.0)
+        self.writer = StoreWriter(self.store.store, limits, runtime)
+        self.writer.watch("r", Watch(self.engine.journal, lambda: b"record", idle, unexpected))
         self.reports: list[StoreReport] = []
         self.lags: list[Lag] = []
         self.served = 0
@@ -64,7 +64,7 @@ class Hours:
         self.serve()
 
     def serve(self):
-        """A prompt that nobody sent before; raises when it is not granted."""
+        """A new prompt; raises if it is not granted."""
         self.engine.serve(0, f"{self.served:06d}{REQUEST}")
         self.engine.idle()
         self.served += 1
@@ -86,15 +86,15 @@ def test_an_hour_without_redis(tmp_path):
 
         hours.go_on(HOUR_NS)
         assert hours.engine.now_ns - began_ns >= HOUR_NS
-        assert hours.served - before > 700, "allocation went on, all the time"
+        assert hours.served - before > 700, "allocation continued throughout"
         assert max(lag.entries for lag in hours.lags) <= 100_000
-        assert hours.lags[-1].shed, "publication was shed at the bound"
+        assert hours.lags[-1].shed, "changes were shed at the bound"
         assert hours.engine.journal.written.shed_entries > 0
         assert {report.state for report in hours.reports[2:]} == {StoreState.DEGRADED}
         assert "Connection" in hours.reports[-1].problem
         late = [report for report, lag in zip(hours.reports, hours.lags, strict=True) if not lag.shed]
-        assert max(report.lag_ms for report in late) > 5000, "how long it has waited is told beyond the bound too"
-        assert hours.reports[-1].failures < 800, "the server was not hammered"
+        assert max(report.lag_ms for report in late) > 5000, "the lag is reported beyond the bound too"
+        assert hours.reports[-1].failures < 800, "retries are rare"
 
         server.start()
         hours.go_on(60 * 10**9)

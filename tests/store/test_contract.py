@@ -1,4 +1,4 @@
-"""Every store against the one contract: the twin, SQLite, and Redis as one guarded server and as a cluster."""
+"""All stores against one contract: in memory, SQLite, Redis with TLS and ACL, and a Redis cluster."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ class TestRedisBehindSentinel(SharedContract, StoreContract):
 
 
 def prefix_of(request) -> str:
-    """Tests of a class share a server, and none sees another's keys."""
+    """Tests of a class share a server, with separate keys."""
     return f"kvplane-{request.node.name}"[:64]

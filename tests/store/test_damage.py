@@ -1,4 +1,4 @@
-"""A file that is damaged beyond single records costs hits: it is kept beside, and a new one is begun and filled."""
+"""A file damaged beyond single records costs hits: it is renamed, and replaced by a new one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 4096
 
 
 def scramble(path, first_page):
-    """Every page from this one on, as a disk leaves them that has gone."""
+    """Overwrite every page from this one on, as a failed disk does."""
     raw = path.read_bytes()
     assert len(raw) > first_page * PAGE
     path.write_bytes(raw[: first_page * PAGE] + b"\xa5" * (len(raw) - first_page * PAGE))
@@ -30,7 +30,7 @@ def path(tmp_path):
 
 @pytest.fixture
 def filled(path):
-    """A file of many pages that nobody has open."""
+    """A file of many pages that no process has open."""
     store = SqliteStore(path)
     for seq in range(1, 30):
         store.append(LOG, chunk(seq, 2000), 0)
@@ -38,20 +38,20 @@ def filled(path):
     return path
 
 
-def test_what_is_read_from_a_damaged_file_is_refused_once_and_the_store_goes_on(filled):
+def test_a_damaged_file_fails_once_and_is_replaced(filled):
     scramble(filled, 4)
     store = SqliteStore(filled)
     with pytest.raises(StoreDamaged, match=r"malformed|not a database") as caught:
         list(store.load(LOG))
-    assert "beside" in caught.value.remedy
+    assert "renamed" in caught.value.remedy
     assert list(store.load(LOG)) == []
     assert store.append(LOG, chunk(30), 0) == 1
-    beside = filled.with_name("entries.db.damaged")
-    assert b"\xa5" * PAGE in beside.read_bytes()
+    renamed = filled.with_name("entries.db.damaged")
+    assert b"\xa5" * PAGE in renamed.read_bytes()
     store.close()
 
 
-def test_a_file_whose_tables_cannot_be_found_is_begun_anew_when_it_is_opened(filled):
+def test_a_file_without_tables_is_replaced_when_opened(filled):
     scramble(filled, 1)
     with filled.open("r+b") as file:
         file.seek(100)
@@ -63,7 +63,7 @@ def test_a_file_whose_tables_cannot_be_found_is_begun_anew_when_it_is_opened(fil
         assert again.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_a_file_that_was_cut_short(filled):
+def test_a_truncated_file_is_replaced(filled):
     with filled.open("r+b") as file:
         file.truncate(3 * PAGE)
     store = SqliteStore(filled)
@@ -74,7 +74,7 @@ def test_a_file_that_was_cut_short(filled):
 
 
 class Breaking(MemoryStore):
-    """As a file that turns out to be damaged behind its first chunk, and is begun anew."""
+    """A store that fails as a file that is damaged after its first chunk and is replaced."""
 
     def load(self, log):
         yield next(iter(super().load(log)))
@@ -83,7 +83,7 @@ class Breaking(MemoryStore):
         raise StoreDamaged("malformed")
 
 
-def test_a_restart_uses_what_was_read_before_the_damage_and_tells_the_rest_again():
+def test_a_restart_uses_entries_before_the_damage_and_rewrites_the_others():
     world, memory, session = used_world()
     serve(session, memory, 1, list(range(500, 600)))
     world.life.flush()
@@ -97,7 +97,7 @@ def test_a_restart_uses_what_was_read_before_the_damage_and_tells_the_rest_again
     assert world.life.host.recovered.refused == {"damaged": 1}
     world.life.flush()
     assert NAME in broken.records_by_name
-    assert reopen(world, memory).kept_keys == opened.kept_keys, "nothing is lost to who lives"
+    assert reopen(world, memory).kept_keys == opened.kept_keys, "a running service loses nothing"
 
 
 class Unreadable(MemoryStore):
@@ -105,11 +105,11 @@ class Unreadable(MemoryStore):
         raise StoreDamaged("malformed")
 
 
-def test_a_service_starts_without_records_that_cannot_be_read():
+def test_a_service_starts_without_unreadable_records():
     assert len(Life(Unreadable()).registry) == 0
 
 
-def test_a_store_that_lost_its_chunks_is_told_the_record_again_too():
+def test_the_record_is_rewritten_after_lost_chunks():
     store = MemoryStore()
     bench = Bench(store)
     bench.serve("aaaab")

@@ -1,4 +1,4 @@
-"""What a replica's journal tells a store: always enough to get back what others may see, and never without bound."""
+"""A replica's journal: the store always has enough to recover all published keys, and the log is bounded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "aaaabbbbccccd"
 
 
 class Journaled(Engine):
-    """An engine whose steps a journal notes, and the store that it writes to."""
+    """An engine whose steps a journal records, and the store that it writes to."""
 
     def __init__(self, *groups, max_entries=100_000, **changes):
         super().__init__(*groups, **changes)
@@ -51,7 +51,7 @@ class Journaled(Engine):
         return self.last
 
     def flush(self) -> int:
-        """Write all that waits; chunks written."""
+        """Write all pending changes; returns the number of chunks."""
         for count in itertools.count():
             batch = self.journal.take()
             if batch is None:
@@ -65,7 +65,7 @@ class Journaled(Engine):
         raise AssertionError
 
     def restart(self) -> None:
-        """A new process: the core comes back from the store, and the journal goes on."""
+        """A new process: the core is recovered from the store, and the journal continues."""
         table = list(self.pool.stamp)
         loaded = load_log(self.store, LOG)
         self.replica = Replica(self.spec)
@@ -85,7 +85,7 @@ def logs_of(engine):
     return engine.store.logs
 
 
-def test_what_is_published_is_told_and_what_is_not_executed_is_not():
+def test_published_keys_are_written_and_unexecuted_ones_are_not():
     engine = Journaled(full())
     engine.executed = 0
     engine.admit(0, PROMPT)
@@ -95,10 +95,10 @@ def test_what_is_published_is_told_and_what_is_not_executed_is_not():
     assert engine.flush() == 1
     (entries,) = load_log(engine.store, LOG).entries()
     assert sorted(entries.block) == [1, 2, 3]
-    assert engine.flush() == 0, "nothing is told twice"
+    assert engine.flush() == 0, "nothing is written twice"
 
 
-def test_a_restart_finds_every_published_prefix():
+def test_a_restart_recovers_every_published_prefix():
     engine = Journaled(full(), window(8))
     for slot, prompt in enumerate((PROMPT, "aaaabbbbeeeef", "zzzzzzzzz")):
         engine.serve(slot, prompt)
@@ -108,7 +108,7 @@ def test_a_restart_finds_every_published_prefix():
     assert [engine.outside(text) for text in (PROMPT, "aaaabbbbeeeef", "zzzzzzzzz")] == [12, 12, 8]
 
 
-def test_an_evicted_block_is_told_as_bare_once():
+def test_an_evicted_block_is_written_as_unkeyed_once():
     engine = Journaled(full(), num_blocks=6)
     engine.serve(0, PROMPT)
     engine.idle()
@@ -123,7 +123,7 @@ def test_an_evicted_block_is_told_as_bare_once():
     assert engine.flush() == 0
 
 
-def test_a_block_that_was_never_told_is_not_told_to_be_bare():
+def test_an_unwritten_block_is_not_written_as_unkeyed():
     engine = Journaled(full())
     engine.admit(0, "abc")
     engine.end(0)
@@ -131,7 +131,7 @@ def test_a_block_that_was_never_told_is_not_told_to_be_bare():
     assert not engine.journal.has_work
 
 
-def test_many_changes_of_one_block_are_told_once():
+def test_many_changes_of_one_block_are_written_once():
     engine = Journaled(full(), num_blocks=5)
     for slot in range(20):
         engine.serve(slot, chr(97 + slot) * 13)
@@ -140,7 +140,7 @@ def test_many_changes_of_one_block_are_told_once():
     assert engine.journal.written.rows <= 4
 
 
-def test_the_last_word_of_a_state_that_moved_to_another_page():
+def test_the_latest_entry_of_a_state_that_moved_to_another_page():
     aligned = AlignSpec(8, 4096, stop_at_tail=True)
     engine = Journaled(full(8), state(8), partial_hits=True, hash_block_size=4, scheduler_block_size=8, align=aligned)
     engine.admit(0, "aaaaaaaabbbbcde")
@@ -158,7 +158,7 @@ def test_the_last_word_of_a_state_that_moved_to_another_page():
     assert (engine.keyed(), engine.outside("aaaaaaaabbbbx")) == (moved, 12)
 
 
-def test_a_batch_is_given_again_until_it_is_written():
+def test_take_repeats_a_batch_until_it_is_written():
     engine = Journaled(full())
     engine.serve(0, PROMPT)
     engine.idle()
@@ -184,7 +184,7 @@ def test_lag_is_counted_and_timed():
     assert (engine.journal.lag.entries, engine.journal.lag.waiting_ns) == (0, 0)
 
 
-def test_too_many_changes_are_shed_and_a_resync_tells_them():
+def test_too_many_changes_are_shed_and_written_by_a_resync():
     engine = Journaled(full(), max_entries=4)
     engine.serve(0, PROMPT)
     engine.idle()
@@ -194,7 +194,7 @@ def test_too_many_changes_are_shed_and_a_resync_tells_them():
     assert engine.journal.lag.shed
     engine.serve(2, "wwwwvvvvu")
     engine.idle()
-    assert engine.journal.lag.entries == 0, "nothing is kept meanwhile"
+    assert engine.journal.lag.entries == 0, "nothing is recorded meanwhile"
     engine.flush()
     assert engine.journal.written.resyncs == 1
     assert not engine.journal.lag.shed
@@ -202,7 +202,7 @@ def test_too_many_changes_are_shed_and_a_resync_tells_them():
     assert [engine.outside(text) for text in (PROMPT, "zzzzyyyyx", "wwwwvvvvu")] == [12, 8, 8]
 
 
-def test_a_step_that_was_in_flight_when_changes_were_shed_is_told_when_it_is_executed():
+def test_a_step_in_flight_during_shedding_is_written_when_executed():
     engine = Journaled(full(), max_entries=2)
     engine.serve(0, PROMPT)
     engine.executed = engine.seq
@@ -217,7 +217,7 @@ def test_a_step_that_was_in_flight_when_changes_were_shed_is_told_when_it_is_exe
 
 
 @pytest.mark.parametrize("lost", [slice(None), slice(-1, None), slice(0, 1)], ids=["all", "the last", "the first"])
-def test_a_store_that_lost_chunks_gets_them_back(lost):
+def test_lost_chunks_are_written_again(lost):
     engine = Journaled(full())
     for slot, prompt in enumerate(("aaaab", "ccccd", "eeeef")):
         engine.serve(slot, prompt)
@@ -233,7 +233,7 @@ def test_a_store_that_lost_chunks_gets_them_back(lost):
     assert [engine.outside(text) for text in ("aaaab", "ccccd", "eeeef", "ggggh")] == [4, 4, 4, 4]
 
 
-def test_memory_anew_voids_what_was_told():
+def test_new_page_memory_starts_a_new_log():
     engine = Journaled(full())
     engine.serve(0, PROMPT)
     engine.idle()
@@ -251,8 +251,8 @@ def test_memory_anew_voids_what_was_told():
 
 
 @pytest.mark.parametrize(("theirs", "after"), [(10, 50), (60, 50)], ids=["below", "above"])
-def test_chunks_of_another_service_in_the_same_log_hide_none(theirs, after):
-    """It wrote of this memory, and its log was never read here."""
+def test_chunks_of_another_service_in_the_same_log_hide_no_chunk(theirs, after):
+    """Another service wrote for this memory, and its log was never read here."""
     engine = Journaled(full())
     log = LogName("r", b"n" * 16, 2)
     for seq in range(1, theirs + 1):
@@ -265,8 +265,8 @@ def test_chunks_of_another_service_in_the_same_log_hide_none(theirs, after):
     assert sorted(load_log(engine.store, log).entries()[0].block) == [1, 2, 3]
 
 
-def test_a_late_chunk_of_the_process_before_hides_none():
-    """It was written behind what the next one read."""
+def test_a_late_chunk_of_the_previous_process_hides_no_chunk():
+    """It was appended after the next process had read the log."""
     engine = Journaled(full())
     engine.serve(0, PROMPT)
     engine.idle()
@@ -282,7 +282,7 @@ def test_a_late_chunk_of_the_process_before_hides_none():
 
 
 @pytest.mark.parametrize("most", [2, 3], ids=["by a resync", "one by one"])
-def test_a_life_that_kept_nothing_takes_back_what_was_told(most, monkeypatch):
+def test_an_engine_life_without_keys_removes_all_entries(most, monkeypatch):
     monkeypatch.setattr(journal, "_MAX_LOST", most)
     engine = Journaled(full())
     engine.serve(0, PROMPT)
@@ -295,7 +295,7 @@ def test_a_life_that_kept_nothing_takes_back_what_was_told(most, monkeypatch):
     assert sorted(load_log(engine.store, LOG).entries()[0].bare_block) == [1, 2, 3]
 
 
-def test_a_resync_of_a_large_pool_pauses_where_nothing_is_to_be_told(monkeypatch):
+def test_a_resync_of_a_large_pool_pauses_in_unchanged_ranges(monkeypatch):
     monkeypatch.setattr(journal, "_MAX_LOOKS", 2)
     engine = Journaled(full(), num_blocks=5 * journal.CHUNK_ROWS)
     engine.journal.resync()
@@ -306,8 +306,8 @@ def test_a_resync_of_a_large_pool_pauses_where_nothing_is_to_be_told(monkeypatch
     assert looks == 3
 
 
-def test_the_log_stays_short_however_long_it_is_written():
-    """Rows of 52 bytes, 900 live blocks; never more than twice what is true, and everything true is in it."""
+def test_the_log_length_is_bounded():
+    """Rows of 52 bytes, 900 live blocks: the log is at most twice its live entries, and has all of them."""
     engine = Journaled(full(), num_blocks=4001)
     longest = 0
     for turn in range(400):
@@ -326,7 +326,7 @@ def test_the_log_stays_short_however_long_it_is_written():
     engine.serve(9, "another prompt that is new")
     engine.idle()
     engine.flush()
-    assert engine.stored_bytes < 2 * live * 52, "the next process goes on with the same log"
+    assert engine.stored_bytes < 2 * live * 52, "the next process continues the same log"
 
 
 def test_small_chunks_are_merged():
@@ -340,7 +340,7 @@ def test_small_chunks_are_merged():
     assert len(engine.keyed()) == 1200
 
 
-def test_what_was_bare_is_forgotten_with_the_chunks_that_said_otherwise():
+def test_unkeyed_entries_are_dropped_with_the_entries_they_revoke():
     engine = Journaled(full(), num_blocks=3001, max_model_len=9000)
     engine.serve(0, "".join(f"{number:04d}" for number in range(1500)))
     engine.idle()
@@ -358,8 +358,8 @@ def test_what_was_bare_is_forgotten_with_the_chunks_that_said_otherwise():
     assert bare == []
 
 
-@pytest.mark.parametrize("told_anew", [False, True])
-def test_eviction_order_survives_by_last_use(told_anew):
+@pytest.mark.parametrize("is_resynced", [False, True])
+def test_eviction_order_survives_by_last_use(is_resynced):
     engine = Journaled(full(), num_blocks=12)
     for slot, prompt in enumerate(("aaaaAAAAx", "bbbbBBBBx", "ccccCCCCx")):
         engine.serve(slot, prompt)
@@ -367,7 +367,7 @@ def test_eviction_order_survives_by_last_use(told_anew):
         engine.flush()
     engine.serve(3, "aaaaAAAAy")
     engine.idle()
-    if told_anew:
+    if is_resynced:
         logs_of(engine).clear()
     engine.serve(4, "ddddx")
     engine.idle()
@@ -386,7 +386,7 @@ GROUPS = {"full": (full(),), "window": (full(), window(8)), "state": (full(), st
 
 @given(st.sampled_from(sorted(GROUPS)), st.lists(st.tuples(texts, st.integers(0, 5)), max_size=12), st.integers(2, 9))
 def test_after_a_flush_nothing_published_is_missing(kind, turns, max_entries):
-    """Whatever was evicted, shed, lost by the store, dropped or reset before."""
+    """After any evictions, shedding, losses of the store, drops and resets."""
     engine = Journaled(*GROUPS[kind], num_blocks=17, max_entries=max_entries)
     for slot, (text, deed) in enumerate(turns):
         if engine.admit(slot, text).status is GRANTED and deed:
@@ -399,7 +399,7 @@ def test_after_a_flush_nothing_published_is_missing(kind, turns, max_entries):
             logs_of(engine).clear()
     for slot in engine.replica.requests.slots():
         engine.end(slot)
-    engine.serve(99, "zzzzz")  # a loss is seen by the next chunk
+    engine.serve(99, "zzzzz")  # a loss is detected with the next chunk
     engine.idle()
     engine.flush()
     engine.replica.begin_epoch(1, tuple(engine.pool.stamp))

@@ -22,7 +22,7 @@ ALL = HYBRID.num_blocks - 1
 
 
 class Loading:
-    """An engine whose request waits for a load, and what it shows a restarted service."""
+    """An engine whose request waits for a load, with what it sends to a restarted service."""
 
     def __init__(self) -> None:
         self.world, self.memory = World(), PageMemory(HYBRID.num_blocks)
@@ -32,7 +32,7 @@ class Loading:
         self.blocks = list[int]()
 
     def open(self) -> Session:
-        """The next engine life, by an engine that knows of no load."""
+        """The next engine life, of an engine without knowledge of the load."""
         return self.world.session(self.revive)
 
     def revive(self) -> Revival:
@@ -58,7 +58,7 @@ class Loading:
         return ResumeRow(0, 64, self.tables, len(PROMPT), **changes)
 
     def fill(self) -> set[int]:
-        """Blocks that others get when they want all that there is."""
+        """The blocks allocated to requests that exhaust the pool."""
         rows = [(slot, [1000 * slot + at for at in range(96)]) for slot in range(1, 9)]
         part = part_of(*(NewsRow(*row) for row in rows), *(AdmitRow(slot) for slot, _ in rows))
         return set(self.apply(part).tables.ids) - {0}
@@ -69,8 +69,8 @@ def engine() -> Loading:
     return Loading()
 
 
-def test_a_load_of_a_dead_engine_stays_held_when_the_service_dies_too(engine: Loading):
-    """The session of the next engine life knows of it, and says so to the next service."""
+def test_blocks_under_a_load_stay_held_when_engine_and_service_die(engine: Loading):
+    """The session of the next engine life lists the blocks to the next service."""
     engine.load()
     engine.session = engine.open()
     assert list(engine.session.busy_blocks) == engine.blocks
@@ -83,7 +83,7 @@ def test_a_load_of_a_dead_engine_stays_held_when_the_service_dies_too(engine: Lo
     assert engine.session.busy_blocks == ()
 
 
-def test_a_load_that_was_over_in_a_lost_step_is_over_for_the_next_service(engine: Loading):
+def test_a_load_that_ended_in_a_lost_step_has_ended_for_the_next_service(engine: Loading):
     engine.load()
     engine.session = engine.open()
     first, *others = engine.blocks
@@ -93,8 +93,8 @@ def test_a_load_that_was_over_in_a_lost_step_is_over_for_the_next_service(engine
     assert list(engine.session.busy_blocks) == others
 
 
-def test_a_load_goes_on_for_its_request_in_the_next_service(engine: Loading):
-    """Its pages are no longer busy then: the request has them, and its commit makes them known."""
+def test_a_load_continues_for_its_request_in_the_next_service(engine: Loading):
+    """Its pages are no longer busy: the request holds them, and its commit registers them."""
     engine.load()
     row = engine.row(loading=True)
     news = part_of(NewsRow(0, PROMPT)).news
@@ -129,7 +129,7 @@ def test_a_load_whose_request_is_preempted_by_a_restart_keeps_its_pages(engine: 
     assert not engine.fill() & set(busy)
 
 
-def test_an_engine_that_opens_at_a_new_service_names_what_only_it_knows(engine: Loading):
+def test_an_engine_lists_its_busy_blocks_to_a_new_service(engine: Loading):
     engine.load()
     engine.restart()
     engine.revival = replace(engine.revival, busy_blocks=tuple(engine.blocks))
@@ -139,8 +139,8 @@ def test_an_engine_that_opens_at_a_new_service_names_what_only_it_knows(engine: 
     assert not engine.fill() & set(engine.blocks)
 
 
-def test_a_stream_that_is_opened_again_names_nothing(engine: Loading, monkeypatch):
-    """The service knows what is busy; the list of the first open may be out of date."""
+def test_a_reopened_stream_lists_no_busy_blocks(engine: Loading, monkeypatch):
+    """The service has the busy blocks; the list of the first open may be outdated."""
     engine.load()
     engine.session = engine.open()
     engine.apply(Part(cache=Cache(loads_over=engine.blocks[:1])))

@@ -1,4 +1,4 @@
-"""What is wrong with a store has a name and a remedy, and nothing in it was touched."""
+"""Every error of a store has a name and a remedy, and changes nothing in the store."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ def refused(kind, folder, store=None):
 # -- SQLite
 
 
-def test_a_database_of_another_program(tmp_path):
+def test_a_database_of_another_program_is_refused(tmp_path):
     with closing(sqlite3.connect(tmp_path / "entries.db")) as connection:
         connection.execute("CREATE TABLE recipes (name TEXT)")
     refused(errors.StoreForeign, tmp_path)
 
 
-def test_a_file_that_is_no_database(tmp_path):
+def test_a_file_that_is_not_a_database_is_refused(tmp_path):
     (tmp_path / "entries.db").write_bytes(b"The quick brown fox jumps over the lazy dog. " * 100)
     refused(errors.StoreForeign, tmp_path)
 
 
-def test_tables_of_a_newer_version(tmp_path):
+def test_tables_of_a_newer_version_are_refused(tmp_path):
     SqliteStore(tmp_path / "entries.db").close()
     with closing(sqlite3.connect(tmp_path / "entries.db")) as connection:
         connection.execute("PRAGMA user_version = 99")
     refused(errors.StoreNewer, tmp_path)
 
 
-def test_a_folder_that_is_not_there(tmp_path):
+def test_a_missing_directory_is_refused(tmp_path):
     refused(errors.StoreReadOnly, tmp_path, f"sqlite:{tmp_path / 'nowhere' / 'entries.db'}")
 
 
-def test_a_database_that_cannot_be_written(tmp_path):
-    """Opened as a reader would: root may write wherever the mode says that nobody may."""
+def test_a_read_only_database_is_refused(tmp_path):
+    """Opened as read-only: root may write regardless of the file's mode."""
     store = SqliteStore(tmp_path / "entries.db")
     store.append(LOG, chunk(1), 0)
     store._connection.execute("PRAGMA query_only = ON")
@@ -69,15 +69,15 @@ def test_a_database_that_cannot_be_written(tmp_path):
     assert list(store.load(LOG)) == [chunk(1)]
 
 
-def test_no_room_on_the_disk(tmp_path):
-    """The file may have no more pages: SQLite's own error, as a full disk gives it."""
+def test_a_full_disk_is_reported(tmp_path):
+    """A limit of pages raises the same SQLite error as a full disk."""
     store = SqliteStore(tmp_path / "entries.db")
     store.append(LOG, chunk(1), 0)
     pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
     store._connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(errors.StoreFull) as caught:
         store.append(LOG, chunk(2, 1 << 20), 2)
-    assert "make room" in caught.value.remedy
+    assert "free space" in caught.value.remedy
     assert list(store.load(LOG)) == [chunk(1)], "the transaction was undone, the trim with it"
     store._connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
     assert store.append(LOG, chunk(2, 1 << 20), 2) == 1
@@ -102,7 +102,7 @@ def config_of(server, prefix="kvplane", **fields) -> Config:
     return Config(store=f"redis://{server.address}", store_prefix=prefix, **fields)
 
 
-def test_a_newer_format_and_a_foreign_key(server):
+def test_a_newer_format_and_a_foreign_key_are_refused(server):
     server.client().set("newer:format", 99)
     with pytest.raises(errors.StoreNewer, match="version 99"):
         opened(config_of(server, "newer"))
@@ -115,7 +115,7 @@ def test_a_newer_format_and_a_foreign_key(server):
     assert [server.client().dbsize(), server.client().get("newer:format")] == [3, b"99"]
 
 
-def test_a_wrong_password_and_no_password(guarded):
+def test_a_wrong_and_a_missing_password_are_refused(guarded):
     one, authority = guarded
     address = f"rediss://{one.address}"
     wrong = Config(
@@ -127,7 +127,7 @@ def test_a_wrong_password_and_no_password(guarded):
         assert "ACL" in caught.value.remedy
 
 
-def test_what_the_user_may_not_touch(guarded):
+def test_keys_outside_the_acl_are_refused(guarded):
     one, authority = guarded
     config = Config(
         store=f"rediss://{one.address}",
@@ -140,14 +140,14 @@ def test_what_the_user_may_not_touch(guarded):
         opened(config)
 
 
-def test_a_certificate_of_an_unknown_authority(guarded, tmp_path):
+def test_a_certificate_of_an_unknown_ca_is_refused(guarded, tmp_path):
     one, _ = guarded
-    stranger = servers.make_certificates(tmp_path)
+    other_ca = servers.make_certificates(tmp_path)
     with pytest.raises(errors.StoreUnavailable, match="certificate"):
-        opened(Config(store=f"rediss://{one.address}", store_tls_ca=str(stranger)))
+        opened(Config(store=f"rediss://{one.address}", store_tls_ca=str(other_ca)))
 
 
-def test_a_server_at_its_memory_limit_and_what_it_holds_meanwhile(tmp_path):
+def test_a_server_at_its_memory_limit_is_full_and_keeps_its_data(tmp_path):
     with servers.serving(tmp_path, "--maxmemory", "4mb") as server:
         store = opened(config_of(server))
         store.append(LOG, chunk(1), 0)
@@ -160,18 +160,18 @@ def test_a_server_at_its_memory_limit_and_what_it_holds_meanwhile(tmp_path):
         assert store.append(LOG, chunk(2), 0) == 2
 
 
-def test_a_replica_that_takes_no_writes(tmp_path):
+def test_a_redis_replica_is_read_only(tmp_path):
     with servers.watched(tmp_path) as one, pytest.raises(errors.StoreReadOnly) as caught:
         opened(config_of(one.replica))
     assert "Sentinel" in caught.value.remedy
 
 
-def test_a_server_that_is_not_there():
+def test_an_unreachable_server_is_unavailable():
     with pytest.raises(errors.StoreUnavailable, match="Connect call failed"):
         opened(Config(store=f"redis://127.0.0.1:{servers.free_port()}"))
 
 
-def test_everything_ends_by_itself_and_every_key_says_whose_it_is(server):
+def test_every_key_expires_and_has_the_prefix(server):
     store = opened(config_of(server, "ttl", store_ttl_ms=3_600_000))
     assert isinstance(store.store, RedisStore)
     store.append(LOG, chunk(1), 0)
@@ -182,7 +182,7 @@ def test_everything_ends_by_itself_and_every_key_says_whose_it_is(server):
         assert 3_500_000 < client.pttl(key) <= 3_600_000, key
 
 
-def test_names_whose_records_have_ended_are_not_listed(server):
+def test_names_of_expired_records_are_not_listed(server):
     store = opened(config_of(server, "ended"))
     store.put_record("gone", b"1")
     client = server.client()
@@ -199,34 +199,34 @@ def test_names_whose_records_have_ended_are_not_listed(server):
 @pytest.mark.parametrize(
     ("store", "word"),
     [
-        ("mysql://host", "names no store"),
-        ("redis://", "names no store"),
-        ("redis://host:port", "is no address"),
-        ("redis://host:99999", "is no address"),
+        ("mysql://host", "is not a store"),
+        ("redis://", "is not a store"),
+        ("redis://host:port", "is not an address"),
+        ("redis://host:99999", "is not an address"),
         ("redis://user:secret@host", "store_password"),
-        ("redis://host/name", "is no database"),
+        ("redis://host/name", "is not a database number"),
         ("redis+sentinel://host", "no NAME"),
     ],
 )
-def test_an_address_that_cannot_be(store, word):
+def test_an_invalid_address_is_refused(store, word):
     with pytest.raises(InvalidArgument, match=word) as caught:
         opened(Config(store=store))
     assert "secret" not in str(caught.value)
 
 
-def test_a_certificate_file_that_is_not_there(tmp_path):
+def test_a_missing_certificate_file_is_refused(tmp_path):
     with pytest.raises(NotFound) as caught:
         opened(Config(store="rediss://127.0.0.1:1", store_tls_ca=str(tmp_path / "ca.pem")))
     assert caught.value.field == "store_tls_ca"
 
 
-def test_no_store_and_the_twin():
+def test_no_store_and_the_memory_store():
     assert make_store(Config()) is None
     assert make_store(Config(store="memory")) is not None
 
 
-def test_who_calls_a_server_that_stalls_is_refused_in_time(tmp_path):
-    """Who asks for owners and who writes do so at a time; one gives up what the other one waits on."""
+def test_calls_to_a_stalled_server_time_out(tmp_path):
+    """Reading owners and writing run concurrently; one closes the client that the other one waits for."""
     with servers.serving(tmp_path) as server:
         store = opened(config_of(server, store_timeout_ms=50))
         assert server.process is not None
@@ -242,8 +242,8 @@ def test_who_calls_a_server_that_stalls_is_refused_in_time(tmp_path):
         store.close()
 
 
-async def test_a_closed_store_answers_by_name(tmp_path):
-    """A service that ends closes its store while callers may still ask."""
+async def test_a_closed_store_is_unavailable(tmp_path):
+    """A service closes its store at its end, while calls may still arrive."""
     store = make_store(Config(store=f"sqlite:{tmp_path / 'kv.db'}"))
     assert store is not None
     await store.open()

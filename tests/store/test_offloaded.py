@@ -1,4 +1,4 @@
-"""A blocking store whose calls hang: callers are refused in time, and nothing queues behind such a call."""
+"""A blocking store whose calls hang: callers time out, and nothing queues after such a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAIT_S = 30
 
 
 class HangingStore(MemoryStore):
-    """Answers when it may."""
+    """Answers when the test permits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,21 +54,21 @@ async def until_answered(call):
             await asyncio.sleep(0.01)
 
 
-async def test_a_call_that_hangs_ends_for_its_caller_and_no_other_one_begins_behind_it(hanging):
+async def test_a_hanging_call_times_out_and_no_further_call_starts(hanging):
     store = offloaded(lambda: hanging)
     await store.open()
     hanging.may_answer.clear()
-    with pytest.raises(StoreUnavailable, match=r"no end of a call within 0\.1 s"):
+    with pytest.raises(StoreUnavailable, match=r"a call did not end within 0\.1 s"):
         await store.append(LOG, chunk(1), 0)
-    for number in range(3000):  # more than an executor takes
-        with pytest.raises(StoreUnavailable, match="has not ended an earlier call"):
+    for number in range(3000):  # more than an executor accepts
+        with pytest.raises(StoreUnavailable, match="an earlier call has not ended"):
             await store.append(LOG, chunk(2 + number), 0)
     assert hanging.num_calls == 1
     hanging.may_answer.set()
     assert await until_answered(lambda: store.append(LOG, chunk(2), 0)) == 2, "the first one was carried out late"
 
 
-async def test_a_store_that_was_opened_late_is_open(hanging):
+async def test_a_store_opened_after_the_timeout_is_open(hanging):
     made = []
 
     def make():
@@ -86,7 +86,7 @@ async def test_a_store_that_was_opened_late_is_open(hanging):
     assert len(made) == 1
 
 
-async def test_a_call_that_fails_late_is_logged(hanging, caplog):
+async def test_a_late_failure_of_a_call_is_logged(hanging, caplog):
     store = offloaded(lambda: hanging)
     await store.open()
     hanging.may_answer.clear()
@@ -95,10 +95,10 @@ async def test_a_call_that_fails_late_is_logged(hanging, caplog):
             await store.drop(LOG)
         hanging.may_answer.set()
         assert await until_answered(lambda: store.append(LOG, chunk(1), 0)) == 1
-    assert "given up failed: not yours" in caplog.text
+    assert "an abandoned call of the store failed: not yours" in caplog.text
 
 
-async def test_who_is_cancelled_takes_back_a_call_that_has_not_begun(hanging):
+async def test_cancelling_the_caller_cancels_a_call_that_has_not_started(hanging):
     store = offloaded(lambda: hanging, timeout_s=WAIT_S)
     await store.open()
     hanging.may_answer.clear()

@@ -1,4 +1,4 @@
-"""Services in one process on one store: who adopts, who gives up, and what a wrong hint costs."""
+"""Services in one process on one store: adoption, release, giving up, and wrong owners in the store."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvplane_service.registry import Registration, Registry, UnknownReplica
 from kvplane_service.replicas.host import ReplicaState
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import BlockingSharedStore, StoredChunk
-from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded, OffloadedShared
 from kvplane_service.store.ownership import Ownership, OwnerUnknown, is_gone
 from kvplane_service.store.registration import unpack_record
 from kvplane_service.store.sqlite import SqliteStore
-from kvplane_service.store.writer import StoreWriter, Surroundings
+from kvplane_service.store.writer import Runtime, StoreWriter
 from tests.client.lasting import HYBRID, ONE_GROUP
 from tests.store.test_restart import NONCES, inline, no_pause
 from tests.twins import weakened
@@ -69,19 +69,19 @@ class Net:
 class Service:
     def __init__(self, net: Net, config: Config) -> None:
         self.registry = Registry(config, net.clock)
-        around = Surroundings(net.clock, no_pause, inline, lambda: 0.0)
-        self.keeper = Keeper(self.registry, config, around, Chance(lambda: 1, lambda: next(net.draws)))
-        self.ownership = Ownership(self.registry, config, self.keeper, around, net.is_gone)
+        runtime = Runtime(net.clock, no_pause, inline, lambda: 0.0)
+        self.keeper = Keeper(self.registry, config, runtime, Entropy(lambda: 1, lambda: next(net.draws)))
+        self.ownership = Ownership(self.registry, config, self.keeper, runtime, net.is_gone)
 
     async def register(self, name: str = "r", spec=HYBRID) -> None:
         self.registry.register(name, Registration(spec))
-        await self.keeper.settle(name)
+        await self.keeper.flush(name)
 
-    async def bring(self, name: str = "r") -> None:
-        await self.ownership.bring(name)
-        await self.settled()
+    async def adopt(self, name: str = "r") -> None:
+        await self.ownership.ensure_local(name)
+        await self.idle()
 
-    async def settled(self) -> None:
+    async def idle(self) -> None:
         await asyncio.gather(*self.keeper._loads)
         assert await self.writer.write_all()
 
@@ -94,7 +94,7 @@ class Service:
         self.registry.get(name).host.open(OpenRequest(name, next(NONCES)))
 
     def publish(self, tokens: range, name: str = "r") -> None:
-        """A request of these tokens is computed and ends."""
+        """Compute and end a request of these tokens."""
         host = self.registry.get(name).host
         assert host._session is not None
         parts = ([part_of(NewsRow(0, tokens=tokens), AdmitRow(0))], [part_of(FactRow(0, end=End.FREE))])
@@ -116,58 +116,58 @@ async def pair(net: Net) -> tuple[Service, Service]:
     return first, second
 
 
-async def test_an_owner_that_lives_is_named(net):
+async def test_a_live_owner_is_named(net):
     _, second = await pair(net)
     with pytest.raises(Moved) as moved:
-        await second.bring()
+        await second.adopt()
     assert moved.value.metadata["address"] == "a:1"
     assert second.state() is None
 
 
-async def test_an_owner_that_is_silent_for_its_lease_is_replaced(net):
+async def test_an_owner_with_an_expired_lease_is_replaced(net):
     _, second = await pair(net)
     net.clock.now_ms += LEASE_MS
-    await second.bring()
+    await second.adopt()
     assert second.state() is ReplicaState.RECOVERING
     assert net.owner() == ("b:1", False)
     second.open()
     assert second.state() is ReplicaState.LIVE
 
 
-async def test_an_owner_that_beats_is_not(net):
+async def test_an_owner_that_renews_its_lease_is_not_replaced(net):
     first, second = await pair(net)
     for _ in range(4):
         net.clock.now_ms += LEASE_MS // 2
         await first.ownership.beat()
     with pytest.raises(Moved):
-        await second.bring()
+        await second.adopt()
 
 
-async def test_nobody_at_its_address_is_proof_enough(net):
+async def test_an_owner_without_a_listener_is_replaced(net):
     _, second = await pair(net)
     net.dead.add("a:1")
-    await second.bring()
+    await second.adopt()
     assert net.owner() == ("b:1", False)
 
 
-async def test_who_lets_go_says_so_and_forgets(net):
+async def test_a_release_is_recorded_and_the_replica_removed(net):
     first, second = await pair(net)
     first.open()
     await first.ownership.leave(["r"])
-    assert first.state() is ReplicaState.LIVE, "its engine is still there"
+    assert first.state() is ReplicaState.LIVE, "its engine is still connected"
     with pytest.raises(Moved):
-        await second.bring()
+        await second.adopt()
     await first.ownership.release("r")
     assert (first.state(), net.owner()) == (None, ("a:1", True))
-    with pytest.raises(Unavailable, match="going away"):
-        await first.bring()
-    await second.bring()
+    with pytest.raises(Unavailable, match="shutting down"):
+        await first.adopt()
+    await second.adopt()
     assert net.owner() == ("b:1", False)
     with pytest.raises(Moved):
-        await first.bring()
+        await first.adopt()
 
 
-async def test_who_reads_that_a_replica_was_let_go_finds_all_that_was_published(net):
+async def test_a_released_record_comes_after_all_published_entries(net):
     first, _ = await pair(net)
     first.open()
     first.publish(range(40))
@@ -183,18 +183,18 @@ async def test_who_reads_that_a_replica_was_let_go_finds_all_that_was_published(
     host.lost(host._session.nonce)
     await first.ownership.release("r")
     assert found[True] > 0
-    assert found[True] == sum(map(len, net.store.logs.values())), "a chunk was written behind the record"
+    assert found[True] == sum(map(len, net.store.logs.values())), "a chunk was written after the record"
 
 
-async def test_a_replica_that_is_let_go_while_it_is_read_in_is_read_no_further(net, monkeypatch):
+async def test_a_release_stops_the_load_of_a_replica(net, monkeypatch):
     _, second = await pair(net)
     net.dead.add("a:1")
-    await second.ownership.bring("r")
+    await second.ownership.ensure_local("r")
     keeper, written = second.keeper, unpack_record(net.store.records_by_name["r"])
-    keeper._restored["r"] = written  # as while its entries are being read
+    keeper._restored["r"] = written  # as during the load of its entries
 
     async def write_released(names):
-        await keeper._load_patiently("r", written)
+        await keeper._load_with_retries("r", written)
         return True
 
     monkeypatch.setattr(keeper, "_write_released", write_released)
@@ -202,7 +202,7 @@ async def test_a_replica_that_is_let_go_while_it_is_read_in_is_read_no_further(n
     assert (second.state(), keeper._restored) == (None, {})
 
 
-async def test_an_adoption_goes_on_when_the_caller_is_cancelled(net):
+async def test_an_adoption_continues_when_the_caller_is_cancelled(net):
     first, second = await pair(net)
     await first.ownership.leave(())
     put = net.store.put_record
@@ -213,21 +213,21 @@ async def test_an_adoption_goes_on_when_the_caller_is_cancelled(net):
 
     net.store.put_record = put_record
     with pytest.raises(asyncio.CancelledError):
-        await second.ownership.bring("r")
-    await second.settled()
+        await second.ownership.ensure_local("r")
+    await second.idle()
     second.open()
     assert (second.state(), net.owner()) == (ReplicaState.LIVE, ("b:1", False))
 
 
-async def test_a_service_that_let_go_and_comes_back_has_it_again_unless_somebody_took_it(net):
+async def test_a_restarted_service_recovers_a_released_replica_unless_adopted(net):
     first, second = await pair(net)
     await first.ownership.leave(())
     again = await net.service("a:1")
     assert again.state() is ReplicaState.RECOVERING
-    await again.settled()
+    await again.idle()
     assert net.owner() == ("a:1", False)
     await again.ownership.leave(())
-    await second.bring()
+    await second.adopt()
     assert (await net.service("a:1")).state() is None
 
 
@@ -235,14 +235,14 @@ async def test_of_two_owners_the_one_without_an_engine_gives_up(net):
     first, second = await pair(net)
     first.open()
     host = first.registry.get("r").host
-    net.dead.add("a:1")  # so it seems from here
-    await second.bring()
+    net.dead.add("a:1")  # as seen from here
+    await second.adopt()
     await first.ownership.beat()
-    await first.settled()
+    await first.idle()
     assert net.owner() == ("a:1", False), "it has the engine"
     await second.ownership.beat()
     assert (first.state(), second.state()) == (ReplicaState.LIVE, None)
-    await second.bring()
+    await second.adopt()
     second.open()
     assert host._session is not None
     host.lost(host._session.nonce)
@@ -252,52 +252,52 @@ async def test_of_two_owners_the_one_without_an_engine_gives_up(net):
         host.check_readable()
 
 
-async def test_who_gives_up_writes_nothing_more(net):
+async def test_a_service_that_gave_up_a_replica_writes_nothing_more(net):
     first, second = await pair(net)
     net.clock.now_ms += LEASE_MS
-    await second.bring()
+    await second.adopt()
     await first.ownership.beat()
     assert first.state() is None
-    await first.settled()
+    await first.idle()
     assert net.owner() == ("b:1", False)
 
 
 async def stopped_and_replaced(net: Net) -> tuple[Service, Service]:
-    """A process that was stopped while its engine went to another one at the same address, and continues."""
+    """A process that is stopped while its engine moves to another one at the same address, and resumes."""
     first = await net.service("a:1")
     await first.register()
     first.open()
     first.publish(range(40))
-    await first.settled()
+    await first.idle()
     second = await net.service("a:1")
-    await second.settled()
+    await second.idle()
     second.open()
     for start in (40, 120, 160):
         second.publish(range(start, start + 40))
-        await second.settled()  # a chunk of its own
+        await second.idle()  # one chunk each
     return first, second
 
 
-async def logs_before_and_after_the_first_continues(net: Net) -> tuple[Any, Any]:
+async def logs_before_and_after_the_first_resumes(net: Net) -> tuple[Any, Any]:
     first, _ = await stopped_and_replaced(net)
     before = deepcopy(net.store.logs)
     first.publish(range(80, 120))
     first.writer._watched["r"].journal.resync()
     for _ in range(2):
         await first.writer.write_all()
-    assert first.state() is ReplicaState.LIVE, "the store does not decide whose the engine is"
+    assert first.state() is ReplicaState.LIVE, "the store does not decide which service has the engine"
     return before, net.store.logs
 
 
-async def test_a_process_that_continues_trims_no_chunk_of_its_successor(net):
-    before, after = await logs_before_and_after_the_first_continues(net)
+async def test_a_resumed_process_trims_no_chunk_of_its_successor(net):
+    before, after = await logs_before_and_after_the_first_resumes(net)
     assert after == before
     with weakened("a process that continues trims the log"):
-        before, after = await logs_before_and_after_the_first_continues(Net())
+        before, after = await logs_before_and_after_the_first_resumes(Net())
         assert after != before
 
 
-async def test_a_process_without_an_engine_gives_up_what_its_successor_writes(net):
+async def test_a_resumed_process_without_an_engine_gives_up_the_replica(net):
     first, second = await stopped_and_replaced(net)
     first.publish(range(80, 120))
     host = first.registry.get("r").host
@@ -307,38 +307,38 @@ async def test_a_process_without_an_engine_gives_up_what_its_successor_writes(ne
     assert (first.state(), second.state()) == (None, ReplicaState.LIVE)
 
 
-async def test_a_process_that_has_the_engine_replaces_what_an_earlier_one_writes_late(net):
+async def test_a_process_with_the_engine_replaces_late_chunks_of_an_earlier_one(net):
     _, second = await stopped_and_replaced(net)
     (log,) = net.store.logs
     net.store.append(log, StoredChunk(1 << 50, b"late"), 0)
     second.publish(range(80, 120))
-    await second.settled()
+    await second.idle()
     assert min(net.store.logs[log]) > 1 << 50
     third = await net.service("a:1")
-    await third.settled()
+    await third.idle()
     recovering = third.registry.get("r").host.recovering
     assert recovering is not None
     published = second.registry.get("r").host.replica.entries()
     assert sum(map(len, recovering.entries)) == len(published) > 0
 
 
-async def test_a_record_that_the_store_lost_is_written_again(net):
+async def test_a_lost_record_is_written_again(net):
     first, _ = await pair(net)
     net.store.records_by_name.clear()
     await first.ownership.beat()
-    await first.settled()
+    await first.idle()
     assert net.owner() == ("a:1", False)
 
 
-async def test_many_who_ask_at_once_make_one_replica(net):
+async def test_concurrent_requests_adopt_a_replica_once(net):
     _, second = await pair(net)
     net.clock.now_ms += LEASE_MS
-    await asyncio.gather(*(second.ownership.bring("r") for _ in range(5)))
-    await second.settled()
+    await asyncio.gather(*(second.ownership.ensure_local("r") for _ in range(5)))
+    await second.idle()
     assert len(second.registry) == 1
 
 
-async def test_a_look_around_while_a_replica_is_adopted_does_not_take_it_away(net, monkeypatch):
+async def test_a_heartbeat_during_an_adoption_keeps_the_replica(net, monkeypatch):
     _, second = await pair(net)
     net.clock.now_ms += LEASE_MS
 
@@ -346,31 +346,31 @@ async def test_a_look_around_while_a_replica_is_adopted_does_not_take_it_away(ne
         await second.ownership.beat()
 
     monkeypatch.setattr(second.writer, "write_record", meanwhile)
-    await second.ownership.bring("r")
+    await second.ownership.ensure_local("r")
     assert second.state() is ReplicaState.RECOVERING
 
 
 @pytest.mark.parametrize("name", ["unknown", "no name at all"])
-async def test_nobody_has_it(net, name):
+async def test_a_replica_without_a_record_is_unknown(net, name):
     _, second = await pair(net)
     with pytest.raises(UnknownReplica):
-        await second.bring(name)
+        await second.adopt(name)
 
 
-async def test_a_damaged_record_is_nobodys(net):
+async def test_a_replica_with_a_damaged_record_is_unknown(net):
     _, second = await pair(net)
     net.store.records_by_name["r"] = b"damaged"
     with pytest.raises(NotFound):
-        await second.bring()
+        await second.adopt()
 
 
-async def test_no_room_for_it(net):
+async def test_an_adoption_beyond_the_limit_is_refused(net):
     first = await net.service("a:1")
     second = await net.service("b:1", max_blocks=ONE_GROUP.num_blocks - 1)
     await first.register("r", ONE_GROUP)
     net.clock.now_ms += LEASE_MS
     with pytest.raises(LimitExceeded):
-        await second.bring()
+        await second.adopt()
     assert net.owner() == ("a:1", False)
 
 
@@ -398,37 +398,37 @@ class Away(MemoryStore):
             raise StoreUnavailable("away")
 
 
-async def test_a_store_that_is_away_names_nobody_and_takes_nothing(net):
+async def test_an_unavailable_store_names_no_owner_and_loses_no_replica(net):
     net = Net(Away(net.clock))
     first, second = await pair(net)
     net.store.away = True
     with pytest.raises(OwnerUnknown):
-        await second.bring()
+        await second.adopt()
     await first.ownership.beat()
     assert first.state() is ReplicaState.IDLE
 
 
-async def test_a_store_that_is_away_is_asked_again_by_its_writer_alone(net):
+async def test_only_the_writer_retries_an_unavailable_store(net):
     net = Net(Away(net.clock))
     service = await net.service("a:1")
     net.store.away = True
     with pytest.raises(OwnerUnknown):
-        await service.bring()
+        await service.adopt()
     asked = net.store.asked
     net.clock.now_ms += 7000
     with pytest.raises(OwnerUnknown, match="the store has not answered for 7 s"):
-        await service.bring()
+        await service.adopt()
     await service.register("new")
     await service.ownership.leave(())
-    assert service.state("new") is None, "who goes is not kept by it"
+    assert service.state("new") is None, "a shutdown does not wait for it"
     assert net.store.asked == asked
     net.store.away = False
-    await service.settled()
+    await service.idle()
     with pytest.raises(UnknownReplica):
-        await service.bring()
+        await service.adopt()
 
 
-async def test_a_service_whose_store_is_away_when_it_starts_knows_nobody_until_it_is_read(net):
+async def test_a_service_started_without_its_store_recovers_replicas_later(net):
     net = Net(Away(net.clock))
     first = await net.service("a:1")
     for name in ("r", "used", "unused"):
@@ -438,7 +438,7 @@ async def test_a_service_whose_store_is_away_when_it_starts_knows_nobody_until_i
     await again.keeper.start(net.awaited)
     assert not again.keeper.is_there
     with pytest.raises(OwnerUnknown):
-        await again.bring()
+        await again.adopt()
     for name in ("used", "unused"):
         await again.register(name)
     again.open("used")
@@ -449,8 +449,8 @@ async def test_a_service_whose_store_is_away_when_it_starts_knows_nobody_until_i
     assert [again.state(name) for name in ("r", "used", "unused")] == [
         ReplicaState.RECOVERING, ReplicaState.LIVE, ReplicaState.RECOVERING
     ]  # fmt: skip
-    assert again.registry.get("used").host is used, "an engine that was served meanwhile goes on"
-    await again.settled()
+    assert again.registry.get("used").host is used, "an engine that was served meanwhile continues"
+    await again.idle()
     assert unpack_record(net.store.records_by_name["used"]).epoch == used.epoch
 
 
@@ -460,13 +460,13 @@ async def test_a_file_has_one_service(net, tmp_path):
     service = await Net(store).service("a:1")
     await service.register()
     await service.ownership.leave(())
-    assert service.state() is ReplicaState.IDLE, "nobody else can have it"
+    assert service.state() is ReplicaState.IDLE, "no other service can own it"
     with pytest.raises(UnknownReplica):
-        await service.bring("other")
+        await service.adopt("other")
     store.close()
 
 
-async def test_what_proves_that_nobody_listens():
+async def test_only_a_refused_connection_proves_that_no_process_listens():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -476,7 +476,7 @@ async def test_what_proves_that_nobody_listens():
     assert not await is_gone("no address")
 
 
-async def test_what_proves_that_nobody_listens_on_a_socket_file(tmp_path):
+async def test_a_stale_socket_file_proves_that_no_process_listens(tmp_path):
     path = tmp_path / "s"
     assert await is_gone(f"unix:{path}")
     with socket.socket(socket.AF_UNIX) as listener:

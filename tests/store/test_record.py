@@ -1,4 +1,4 @@
-"""Stored records: whatever became of the bytes, what is wrong with them has a name, and nothing of it is used."""
+"""Stored records: any change of the bytes is refused by name, and a refused record is not used."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ def sealed(body: bytes, version: int = 1, kind: int = CHUNK) -> bytes:
 
 
 def in_lists(entries: Entries) -> Entries:
-    """The same, wherever its columns lie."""
+    """The entries with columns as plain lists, for comparison."""
     columns = {field.name: list(getattr(entries, field.name)) for field in fields(entries)[2:]}
     digests = bytes(entries.digests)
     return Entries(entries.digest_size, entries.runs, **{**columns, "digests": digests})  # type: ignore[arg-type]
 
 
-def test_a_chunk_comes_back_as_it_was():
+def test_a_chunk_is_decoded_as_it_was_encoded():
     assert in_lists(unpack_chunk(LOG, PACKED)) == ENTRIES
     empty = Entries(32)
     assert in_lists(unpack_chunk(LOG, pack_chunk(LOG, 1, empty))) == empty
 
 
-def test_the_format_is_what_is_written_down():
+def test_the_format_is_the_documented_one():
     body = PACKED.raw[HEADER_BYTES:]
     assert PACKED.raw == sealed(body)
     assert body.startswith(b"n" * 16 + struct.pack("<QQHHIIII", 7, 12, 4, 2, 2, 3, 1, 2))
     assert body.endswith(b"aaaabbbbcccc")
 
 
-def test_a_part_of_it_is_truncated():
+def test_a_shortened_chunk_is_truncated():
     for length in range(len(PACKED.raw)):
         assert why(PACKED.raw[:length]) is Refusal.TRUNCATED
 
 
-def test_any_flipped_bit_is_found():
+def test_any_flipped_bit_is_detected():
     for at in range(len(PACKED.raw)):
         for bit in (1, 128):
             raw = bytearray(PACKED.raw)
@@ -83,11 +83,11 @@ def test_any_flipped_bit_is_found():
                 assert found in (Refusal.FOREIGN, Refusal.OTHER_VERSION, Refusal.DAMAGED, Refusal.TRUNCATED)
 
 
-def test_what_is_behind_the_end_damages_it():
+def test_trailing_bytes_are_damage():
     assert why(PACKED.raw + b"x") is Refusal.DAMAGED
 
 
-def test_another_version_namespace_incarnation_and_number_have_their_names():
+def test_other_version_namespace_incarnation_and_number_are_distinct_refusals():
     body = PACKED.raw[HEADER_BYTES:]
     assert why(sealed(body, version=2)) is Refusal.OTHER_VERSION
     assert why(sealed(body, kind=REGISTRATION)) is Refusal.OTHER_KIND
@@ -98,7 +98,7 @@ def test_another_version_namespace_incarnation_and_number_have_their_names():
 
 
 @given(st.binary(max_size=200))
-def test_a_body_of_anything_is_refused_or_read(body):
+def test_any_body_is_refused_or_decoded(body):
     head = PACKED.raw[HEADER_BYTES:][:32]
     for candidate in (body, head + body):
         try:
@@ -108,14 +108,14 @@ def test_a_body_of_anything_is_refused_or_read(body):
         assert len(entries.block) == len(entries.stamp) == len(entries.digests) // max(1, entries.digest_size)
 
 
-def test_a_record_of_another_kind_and_its_own():
+def test_a_record_of_another_kind_is_refused():
     raw = seal(REGISTRATION, b"body")
     assert bytes(unseal(REGISTRATION, raw)) == b"body"
     with pytest.raises(RecordRefused, match="other kind"):
         unseal(CHUNK, raw)
 
 
-def test_a_log_is_used_without_what_was_refused_and_that_is_counted():
+def test_a_log_is_used_without_its_refused_chunks():
     store = MemoryStore()
     good = [pack_chunk(LOG, seq, replace(ENTRIES, age=[seq] * 3)) for seq in range(1, 8)]
     flipped = bytearray(good[1].raw)

@@ -1,4 +1,4 @@
-"""A service that dies and comes back: what was published hits again, and an engine sees a pause, never an error."""
+"""A service that is killed and restarted: published keys hit again, and an engine sees a pause, never an error."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from kvplane_service.replicas.host import ReplicaHost, ReplicaState, UnaryStep
 from kvplane_service.replicas.inprocess import InProcessTransport
 from kvplane_service.runtime.reports import StoreState
 from kvplane_service.store.errors import ClockBehindStore, StoreUnavailable
-from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
-from kvplane_service.store.writer import Surroundings
+from kvplane_service.store.writer import Runtime
 from tests.client.lasting import HYBRID, STATE, LastingEngine, PageMemory
 
 NAME = "small"
@@ -44,14 +44,14 @@ async def no_pause(seconds):
 
 
 class Life:
-    """One life of a service process on a store."""
+    """One service process on a store."""
 
     def __init__(self, store, now_ms=1_000_000, loads=True, **config):
         self.config = Config(store="memory", **config)
         self.registry = Registry(self.config, lambda: 0)
-        around = Surroundings(lambda: 0, no_pause, inline, lambda: 0.0)
+        runtime = Runtime(lambda: 0, no_pause, inline, lambda: 0.0)
         counter = itertools.count(7)
-        self.keeper = Keeper(self.registry, self.config, around, Chance(lambda: now_ms, lambda: next(counter)))
+        self.keeper = Keeper(self.registry, self.config, runtime, Entropy(lambda: now_ms, lambda: next(counter)))
         asyncio.run(self.keeper.start(Offloaded(lambda: store, inline)))
         if loads:
             asyncio.run(self.keeper.load())
@@ -69,7 +69,7 @@ class Life:
 
 
 class World:
-    """A store, the service of the moment, and streams that break when it dies."""
+    """A store, the current service process, and streams that break when it is killed."""
 
     def __init__(self, spec=HYBRID, **config):
         self.store = MemoryStore()
@@ -79,7 +79,7 @@ class World:
         self.deaths = 0
 
     def restart(self, **config):
-        """Kill -9, and start again."""
+        """Kill the process, and start another one."""
         self.deaths += 1
         self.life = Life(self.store, **{**self.config, **config})
 
@@ -93,7 +93,7 @@ class World:
 
 
 class Wire(InProcessTransport):
-    """A stream that is gone with the process at its other end."""
+    """A stream that breaks with the process at its other end."""
 
     def __init__(self, world):
         super().__init__(lambda name: world.life.registry.get(name).host)
@@ -125,7 +125,7 @@ class Wire(InProcessTransport):
 
 
 def serve(session, memory, slot=0, tokens=TEXT):
-    """One request from admission to end; what it hit."""
+    """Run one request to its end; returns its hit."""
     part = part_of(NewsRow(slot, tokens), AdmitRow(slot))
     (result,) = session.apply(part).parts
     memory.carry_out(result)
@@ -135,7 +135,7 @@ def serve(session, memory, slot=0, tokens=TEXT):
 
 
 def shown(memory) -> Revival:
-    """No requests, and what the memory shows."""
+    """A revival without requests, with the stamps of the memory."""
     return Revival(tuple(memory.stamps))
 
 
@@ -157,7 +157,7 @@ def reopen(world, memory, **changes):
 
 
 @pytest.mark.parametrize(("changed", "proofs"), [(False, 1), (True, 2)], ids=["the same memory", "another memory"])
-def test_what_a_memory_proves_is_found_out_ahead_and_used_for_that_memory_alone(changed, proofs, monkeypatch):
+def test_verified_entries_are_prepared_and_used_for_their_memory_only(changed, proofs, monkeypatch):
     world, memory, _ = used_world()
     world.restart()
     calls, real = [], Replica.regain
@@ -176,7 +176,7 @@ def test_what_a_memory_proves_is_found_out_ahead_and_used_for_that_memory_alone(
     check(world.life.host.replica)
 
 
-def test_who_follows_the_events_learns_what_came_back():
+def test_event_subscribers_receive_the_recovered_keys():
     world, memory, _ = used_world()
     world.restart()
     subscription = world.life.host.events.subscribe(0, lambda: None)
@@ -204,7 +204,7 @@ def test_the_first_request_after_a_restart_hits_as_before():
     check(world.life.host.replica)
 
 
-def test_nothing_is_read_before_the_memory_has_shown_its_stamps():
+def test_no_entry_is_used_before_the_stamps_are_known():
     world, memory, _ = used_world()
     world.restart()
     host = world.life.host
@@ -215,14 +215,14 @@ def test_nothing_is_read_before_the_memory_has_shown_its_stamps():
     host.check_readable()
 
 
-def test_memory_that_was_overwritten_meanwhile_gives_no_hit():
+def test_overwritten_memory_gives_no_hit():
     world, memory, _ = used_world()
     world.restart()
     memory.stamps = [stamp + 1 if stamp else 0 for stamp in memory.stamps]
     assert reopen(world, memory).kept_keys == 0
 
 
-def test_memory_that_is_another_one_gives_no_hit_though_its_stamps_are_equal():
+def test_another_memory_with_equal_stamps_gives_no_hit():
     world, memory, _ = used_world()
     reopen(world, memory, incarnation=5)
     world.life.flush()
@@ -230,11 +230,11 @@ def test_memory_that_is_another_one_gives_no_hit_though_its_stamps_are_equal():
     assert reopen(world, memory, incarnation=6).kept_keys == 0
 
 
-def test_other_memory_gives_no_hit_without_a_restart_either():
+def test_another_memory_gives_no_hit_without_a_restart():
     world, memory, _ = used_world()
-    assert reopen(world, memory, incarnation=5).kept_keys > 0, "the first that is named"
+    assert reopen(world, memory, incarnation=5).kept_keys > 0, "the first stated incarnation"
     assert reopen(world, memory, incarnation=5).kept_keys > 0
-    assert reopen(world, memory, incarnation=0).kept_keys > 0, "who does not name it has the same"
+    assert reopen(world, memory, incarnation=0).kept_keys > 0, "without an incarnation it is the same memory"
     assert reopen(world, memory, incarnation=6).kept_keys == 0
 
 
@@ -251,7 +251,7 @@ def test_entries_of_an_incarnation_stay_with_it():
     assert {log.incarnation for log, chunks in world.store.logs.items() if chunks} == set()
 
 
-def test_epochs_and_stamps_go_on_above_what_the_memory_shows():
+def test_epochs_and_stamps_continue_above_those_of_the_memory():
     world, memory, session = used_world()
     world.restart()
     memory.stamps[30] = Stamp(0, 900, 5).pack()
@@ -259,8 +259,8 @@ def test_epochs_and_stamps_go_on_above_what_the_memory_shows():
     assert opened.epoch > 900 > session.epoch
 
 
-def test_a_service_whose_store_was_emptied_begins_above_what_the_memory_shows():
-    """Else an engine life of before would be taken for the new one, which has its number."""
+def test_a_service_with_an_emptied_store_starts_above_the_epoch_of_the_memory():
+    """Otherwise an earlier engine life would have the number of the new one."""
     world, memory, session = used_world()
     world.store = MemoryStore()
     world.restart()
@@ -268,8 +268,8 @@ def test_a_service_whose_store_was_emptied_begins_above_what_the_memory_shows():
     assert reopen(world, memory).epoch > session.epoch
 
 
-def test_an_epoch_that_began_just_before_the_end_is_not_begun_again():
-    """The store has not heard of it, and no page was stamped in it."""
+def test_an_epoch_unknown_to_the_store_is_not_reused():
+    """The store has no record of it, and no page was stamped in it."""
     world, memory, _ = used_world()
     epochs = [reopen(world, memory).epoch for _ in range(3)]
     world.restart()
@@ -292,7 +292,7 @@ def test_unary_calls_after_a_restart_begin_with_an_empty_cache():
     assert reopen(world, PageMemory(HYBRID.num_blocks)).kept_keys == 0
 
 
-def test_who_is_deregistered_is_forgotten():
+def test_a_deregistered_replica_is_removed_from_the_store():
     world, _, _ = used_world()
     world.life.registry.remove(NAME)
     world.life.flush()
@@ -312,7 +312,7 @@ def test_a_second_restart_without_any_engine_loses_nothing():
     assert serve(revived, memory) == kept
 
 
-def test_while_the_store_is_read_nobody_opens():
+def test_no_session_opens_while_the_store_is_read():
     world, memory, _ = used_world()
     world.restart()
     recovering = world.life.host.recovering
@@ -327,7 +327,7 @@ def test_while_the_store_is_read_nobody_opens():
 
 
 class Meddled(MemoryStore):
-    """A store during whose reading something happens; it fails the first time."""
+    """A store that calls a function during its first load, which then fails."""
 
     def __init__(self, logs, records):
         super().__init__()
@@ -343,7 +343,7 @@ class Meddled(MemoryStore):
         yield from super().load(log)
 
 
-def test_a_store_that_fails_while_it_is_read_is_asked_again():
+def test_a_store_that_fails_during_the_load_is_retried():
     world, memory, _ = used_world()
     world.store = Meddled(world.store.logs, world.store.records_by_name)
     world.restart()
@@ -351,7 +351,7 @@ def test_a_store_that_fails_while_it_is_read_is_asked_again():
     assert reopen(world, memory).kept_keys > 0
 
 
-def test_who_is_deregistered_while_the_store_is_read_is_gone():
+def test_a_replica_deregistered_during_the_load_is_not_recovered():
     world, _, _ = used_world()
     world.store = Meddled(world.store.logs, world.store.records_by_name)
     world.store.failures = 0
@@ -377,27 +377,27 @@ def test_damaged_chunks_cost_hits_and_are_counted():
     assert opened.kept_keys > 0
 
 
-def test_a_damaged_record_is_passed_over():
+def test_a_damaged_record_is_skipped():
     world, _, _ = used_world()
     world.store.records_by_name[NAME] = world.store.records_by_name[NAME][:-3]
     world.restart()
     assert len(world.life.registry) == 0
 
 
-def test_a_clock_that_was_set_back():
+def test_a_clock_behind_the_store_is_refused():
     world, _, _ = used_world()
     before = dict(world.store.records_by_name)
-    with pytest.raises(ClockBehindStore, match="600 s from now") as caught:
+    with pytest.raises(ClockBehindStore, match="600 s in the future") as caught:
         world.restart(now_ms=400_000)
     assert "clock" in caught.value.remedy
     assert world.store.records_by_name == before
     world.restart(now_ms=900_000)
 
 
-def test_a_store_that_is_off_is_reported_so():
+def test_a_service_without_a_store_reports_it_as_off():
     registry = Registry(Config(), lambda: 0)
     entry = registry.register(NAME, Registration(HYBRID))
-    keeper = Keeper(registry, Config(), Surroundings(lambda: 0, no_pause, inline, lambda: 0.0), Chance(int, int))
+    keeper = Keeper(registry, Config(), Runtime(lambda: 0, no_pause, inline, lambda: 0.0), Entropy(int, int))
     assert keeper.report(entry).state is StoreState.OFF
     world = World()
     assert world.life.report().state is StoreState.OK
@@ -406,7 +406,7 @@ def test_a_store_that_is_off_is_reported_so():
 # -- sessions
 
 
-def test_a_session_that_cannot_be_revived_ends():
+def test_a_session_without_a_revival_ends():
     world, _, session = used_world()
     world.restart()
     with pytest.raises(ServiceRestarted, match="started anew"):
@@ -418,7 +418,7 @@ def test_a_session_that_cannot_be_revived_ends():
 @pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
 @pytest.mark.parametrize("every", [3, 10, 25])
 def test_an_engine_outlives_its_service(spec, every):
-    """Killed again and again: every request ends, prefixes hit, and the numbers of steps go on."""
+    """Killed repeatedly: every request ends, prefixes hit, and step numbers continue."""
     world = World(spec)
     engine = LastingEngine(world.session, spec.num_blocks, seed=every)
     numbers, hits = [], 0
@@ -436,14 +436,14 @@ def test_an_engine_outlives_its_service(spec, every):
             world.restart()
         assert turn < 3000, "it makes no progress"
     assert engine.revivals >= 2
-    assert hits > 0, "a run without a hit behind a restart shows nothing"
+    assert hits > 0, "a run without a hit after a restart proves nothing"
     assert numbers == list(range(1, len(numbers) + 1))
     assert engine.session.spec == spec
 
 
 @pytest.mark.parametrize("spec", [HYBRID, STATE], ids=["hybrid", "state"])
-def test_requests_run_on_with_their_blocks(spec):
-    """As above, by an engine that tells what they hold: restarts preempt nobody, and nothing is handed out twice."""
+def test_requests_keep_their_blocks_over_restarts(spec):
+    """As above, with an engine that lists their blocks: restarts preempt no request and allocate no block twice."""
     world = World(spec)
     engine = LastingEngine(world.session, spec.num_blocks, seed=2, resumes=True)
     resumed = 0
@@ -465,7 +465,7 @@ def test_requests_run_on_with_their_blocks(spec):
     assert world.life.host.replica.free_blocks == spec.num_blocks - 1
 
 
-def test_held_pages_stay_held_and_can_be_released():
+def test_held_pages_stay_held_until_released():
     world, memory = World(), PageMemory(HYBRID.num_blocks)
     resume = Resume(held_slot=[5])
     session = world.session(lambda: Revival(tuple(memory.stamps), held=(5,), resume=resume))
@@ -483,7 +483,7 @@ def test_held_pages_stay_held_and_can_be_released():
     assert session.apply(released).parts[0].free_blocks == HYBRID.num_blocks - 1
 
 
-def test_steps_in_flight_at_the_end_of_the_service_are_answered():
+def test_steps_in_flight_at_a_restart_are_answered():
     world, memory, _ = used_world()
     news = part_of(NewsRow(3, TEXT), NewsRow(4, TEXT)).news
     session = world.session(lambda: Revival(tuple(memory.stamps), 0, news, (3,), (5,)))
@@ -506,7 +506,7 @@ def test_steps_in_flight_at_the_end_of_the_service_are_answered():
     assert answer.seq == done + 3
 
 
-def test_a_step_of_several_parts_is_cut_by_the_end_of_the_service():
+def test_a_restart_inside_a_step_of_several_parts():
     world, memory, _ = used_world()
     session = world.session(lambda: shown(memory))
     session.submit(part_of(NewsRow(0, TEXT)), last=False)
@@ -523,7 +523,7 @@ def test_a_step_of_several_parts_is_cut_by_the_end_of_the_service():
 
 
 def test_pages_of_failed_loads_stay_without_keys():
-    """The engine said so in a step that the old service never answered; the entries were stored before."""
+    """The engine reported the failure in a step that the old service never answered; the entries were stored before."""
     world, memory, _ = used_world()
     session = world.session(lambda: shown(memory))
     blocks = [block for block, stamp in enumerate(memory.stamps) if stamp]
@@ -533,10 +533,10 @@ def test_pages_of_failed_loads_stay_without_keys():
     answer = session.apply(part)
     assert world.life.host.replica.count_keys() == 0
     assert set(answer.parts[0].orders.stamp_block) <= set(blocks)
-    assert answer.parts[0].orders.stamp_block, "the memory must hear of it"
+    assert answer.parts[0].orders.stamp_block, "the page memory must be stamped"
 
 
-def test_a_new_service_that_dies_while_it_is_told_is_told_again():
+def test_a_restart_during_the_revival_repeats_it():
     world, memory, _ = used_world()
     deaths = iter([True, True, False])
 

@@ -1,4 +1,4 @@
-"""The writer behind: it never stops allocation, it says how far it is behind, and it catches up by itself."""
+"""The background writer: it never blocks allocation, reports its lag, and catches up without help."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvplane_service.store.errors import StoreFull, StoreUnavailable
 from kvplane_service.store.interface import LogName
 from kvplane_service.store.memory import MemoryStore
 from kvplane_service.store.offloaded import Offloaded
-from kvplane_service.store.writer import Limits, StoreWriter, Surroundings, Watch
+from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
 from tests.core.builders import full
 from tests.store import servers
 from tests.store.contract import Blocking, load_log, opened, run
@@ -21,7 +21,7 @@ from tests.store.test_journal import LOG, Journaled
 
 
 class Away(MemoryStore):
-    """A store that can be away, and counts what it was asked meanwhile."""
+    """A store that can be unavailable, and counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -43,24 +43,24 @@ class Away(MemoryStore):
         self.on_put()
 
 
-async def settled():
-    """No step is being applied."""
+async def idle():
+    """Returns at once: no step is being applied."""
 
 
 class Bench:
-    """A writer over one journaled engine; pauses pass at once and are remembered."""
+    """A writer of one journaled engine; pauses take no time and are recorded."""
 
     def __init__(self, store, **changes):
         self.engine = Journaled(full(), **changes)
         self.pauses: list[float] = []
         self.superseded: list[int] = []
         self.journal = self.engine.journal
-        around = Surroundings(lambda: self.engine.now_ns, self._sleep, self._offload, lambda: 0.0)
+        runtime = Runtime(lambda: self.engine.now_ns, self._sleep, self._offload, lambda: 0.0)
         self.store = store
         awaited = store.store if isinstance(store, Blocking) else Offloaded(lambda: store, self._offload)
         run(awaited.open())
-        self.writer = StoreWriter(awaited, Limits(100, 100, 5000, 4000), around)
-        self.watch = Watch(self.journal, lambda: b"record", settled, self._superseded)
+        self.writer = StoreWriter(awaited, Limits(100, 100, 5000, 4000), runtime)
+        self.watch = Watch(self.journal, lambda: b"record", idle, self._superseded)
         self.writer.watch("r", self.watch)
 
     async def _superseded(self, number):
@@ -87,7 +87,7 @@ class Bench:
         return self.writer.report("r")
 
 
-def test_what_waits_is_written_and_reported():
+def test_pending_changes_are_written_and_reported():
     bench = Bench(MemoryStore())
     bench.serve("aaaab")
     assert (bench.report.state, bench.report.lag_entries) == (StoreState.OK, 2), "an entry and the record"
@@ -97,22 +97,22 @@ def test_what_waits_is_written_and_reported():
     assert bench.writer.report() == bench.report
 
 
-def test_a_store_that_is_away_degrades_and_allocation_goes_on():
+def test_an_unavailable_store_is_degraded_and_allocation_continues():
     store = Away()
     bench = Bench(store)
-    store.error = StoreUnavailable("nobody there")
+    store.error = StoreUnavailable("no answer")
     for number in range(30):
         bench.serve(f"{number:04d}x")
         assert not bench.write()
     assert bench.report.state is StoreState.DEGRADED
-    assert (bench.report.failures, bench.report.problem) == (30, "nobody there")
+    assert (bench.report.failures, bench.report.problem) == (30, "no answer")
     store.error = None
     assert bench.write()
     assert (bench.report.state, bench.report.problem) == (StoreState.OK, "")
     assert sum(map(len, load_log(store, LOG).entries())) == 30
 
 
-def test_pauses_grow_to_a_bound_and_the_store_is_not_hammered():
+def test_pauses_between_retries_grow_to_a_bound():
     store = Away()
     store.error = StoreFull("no room")
     bench = Bench(store)
@@ -124,17 +124,17 @@ def test_pauses_grow_to_a_bound_and_the_store_is_not_hammered():
     assert store.asked == 12
 
 
-def test_a_lag_that_lasts_is_degraded_though_nothing_failed():
+def test_a_long_lag_is_degraded_without_a_failure():
     bench = Bench(MemoryStore())
     bench.serve("aaaab")
     bench.engine.now_ns = 5_001_000_000
     assert (bench.report.state, bench.report.lag_ms) == (StoreState.DEGRADED, 5001)
 
 
-def test_shed_changes_are_told_by_a_resync():
+def test_shed_changes_are_written_by_a_resync():
     store = Away()
     bench = Bench(store, max_entries=3)
-    store.error = StoreUnavailable("nobody there")
+    store.error = StoreUnavailable("no answer")
     for number in range(20):
         bench.serve(f"{number:04d}x")
         bench.write()
@@ -165,7 +165,7 @@ def test_a_record_whose_caller_is_cancelled_is_written_later():
     assert "r" in store.records_by_name
 
 
-def test_a_replica_that_is_given_up_while_its_record_is_written_gets_no_chunk():
+def test_a_replica_given_up_while_its_record_is_written_gets_no_chunk():
     store = Away()
     bench = Bench(store)
     bench.serve("aaaabbbbc")
@@ -178,7 +178,7 @@ def test_the_core_is_not_read_while_a_step_is_applied():
     store, is_applied = Away(), []
     bench = Bench(store)
     bench.serve("aaaab")
-    store.on_put = lambda: is_applied.append(True)  # a long step begins while the record is written
+    store.on_put = lambda: is_applied.append(True)  # a long step starts while the record is written
     take = bench.journal.take
 
     async def wait():
@@ -188,23 +188,23 @@ def test_the_core_is_not_read_while_a_step_is_applied():
         assert not is_applied
         return take()
 
-    bench.watch.settled, bench.journal.take = wait, look
+    bench.watch.idle, bench.journal.take = wait, look
     assert bench.write()
     assert load_log(store, LOG).rows == 1
 
 
-def test_records_are_renewed_before_the_store_forgets():
+def test_records_are_renewed_before_they_expire():
     bench = Bench(MemoryStore())
     bench.write()
     bench.store.drop_record("r")
     bench.write()
-    assert bench.store.get_record("r") is None, "not at every turn"
+    assert bench.store.get_record("r") is None, "not with every write"
     bench.engine.now_ns = 1_100_000_000
     bench.write()
     assert bench.store.get_record("r") == b"record"
 
 
-def test_what_is_forgotten_is_dropped_even_when_the_store_was_away():
+def test_deletions_are_retried_after_an_unavailable_store():
     store = Away()
     bench = Bench(store)
     bench.serve("aaaab")
@@ -218,7 +218,7 @@ def test_what_is_forgotten_is_dropped_even_when_the_store_was_away():
 # -- real servers
 
 
-def test_redis_is_gone_for_a_while_and_everything_is_there_afterwards(tmp_path):
+def test_everything_is_written_after_an_outage_of_redis(tmp_path):
     with servers.serving(tmp_path) as server:
         store = opened(Config(store=f"redis://{server.address}"))
         bench = Bench(store)
@@ -230,14 +230,14 @@ def test_redis_is_gone_for_a_while_and_everything_is_there_afterwards(tmp_path):
             assert not bench.write()
         server.start()
         assert bench.write(), bench.report
-        assert bench.journal.written.resyncs == 1, "it came back empty, and that was seen"
+        assert bench.journal.written.resyncs == 1, "it was empty after the restart, which was detected"
         bench.engine.store = store
         keyed = bench.engine.keyed()
         bench.engine.restart()
         assert (bench.engine.keyed(), len(keyed)) == (keyed, 21)
 
 
-def test_a_failover_in_mid_write_loses_nothing_for_long(tmp_path):
+def test_a_failover_during_writes_loses_nothing(tmp_path):
     with servers.watched(tmp_path) as watched:
         store = opened(Config(store=f"redis+sentinel://{watched.sentinel.address}/main", store_timeout_ms=500))
         bench = Bench(store)
@@ -249,7 +249,7 @@ def test_a_failover_in_mid_write_loses_nothing_for_long(tmp_path):
         assert batch is not None
         watched.fail_over()
         bench.serve("afterwards")
-        servers.wait_until(bench.write, "the writer has found the new primary")
+        servers.wait_until(bench.write, "the writer uses the new primary")
         bench.serve("one more")
         assert bench.write()
         bench.engine.store = store

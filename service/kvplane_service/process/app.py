@@ -21,10 +21,10 @@ from kvplane_service.registry import Registry
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor, share_interpreter
-from kvplane_service.store.keeper import Chance, Keeper
+from kvplane_service.store.keeper import Entropy, Keeper
 from kvplane_service.store.opening import make_store
 from kvplane_service.store.ownership import Durable, Ownership, is_gone
-from kvplane_service.store.writer import Surroundings
+from kvplane_service.store.writer import Runtime
 from kvplane_service.telemetry.collector import ServiceCollector
 from kvplane_service.telemetry.holds import Holds
 from kvplane_service.telemetry.http import MetricsServer
@@ -58,10 +58,10 @@ class App:
         """
         self.config = config
         self.registry = Registry(config, clock)
-        around = Surroundings(clock, asyncio.sleep, Executor("replicas that come back"), random.random)
-        chance = Chance(lambda: time.time_ns() // 1_000_000, lambda: secrets.randbelow((1 << 64) - 1) + 1)
-        self.keeper = Keeper(self.registry, config, around, chance)
-        self.ownership = Ownership(self.registry, config, self.keeper, around, is_gone)
+        runtime = Runtime(clock, asyncio.sleep, Executor("replicas that come back"), random.random)
+        entropy = Entropy(lambda: time.time_ns() // 1_000_000, lambda: secrets.randbelow((1 << 64) - 1) + 1)
+        self.keeper = Keeper(self.registry, config, runtime, entropy)
+        self.ownership = Ownership(self.registry, config, self.keeper, runtime, is_gone)
         self.address = self.metrics_address = ""  # once it serves
         self._tracing: Tracing | None = None
         self.about = About()

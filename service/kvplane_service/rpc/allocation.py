@@ -54,7 +54,7 @@ class AllocationServicer:
         if entry is None:
             replica = await self._offload(partial(new_replica, planned.spec))
             entry = self._registry.add(request.replica, registration, replica)
-            await self._keeper.settle(request.replica)
+            await self._keeper.flush(request.replica)
         return _registered(planned, entry)
 
     async def _look_elsewhere(self, name: str) -> None:

@@ -60,7 +60,7 @@ class RpcServer:
         self._config = config
         self._server = grpc.aio.server(options=_options(config), interceptors=filters.interceptors)
         self._ownership = durable.ownership
-        visible = VisibleReplicas(registry, durable.ownership.bring)
+        visible = VisibleReplicas(registry, durable.ownership.ensure_local)
         self._streams = SessionStreams(visible, durable.ownership)
         self._events = EventsServicer(visible)
         self._allocation = AllocationServicer(visible, self._streams, durable)

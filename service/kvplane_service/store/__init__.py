@@ -1,5 +1,6 @@
-"""The durable side: where published entries and registrations outlive the process.
+"""Stores registrations and published entries, so that they survive the process. Decisions go in; records and chunks
+of an IndexStore come out; after a restart the reverse:
 
-    StepResult -> ReplicaJournal (what changed) -> StoreWriter (beside the event loop) -> IndexStore
-    IndexStore -> load_replicas -> Registry (recovering) -> a session that shows its stamps -> Replica.recover
+    StepResult -> ReplicaJournal (changed blocks) -> StoreWriter (background) -> IndexStore
+    IndexStore -> Keeper -> Registry (recovering replicas) -> a session with its stamps -> Replica
 """

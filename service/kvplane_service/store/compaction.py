@@ -1,4 +1,4 @@
-"""Rewrites a log to what its blocks said last. For a log that no service writes now: a service keeps its own short."""
+"""Rewrites a log to the latest entry of each block. For logs without a running service: a service compacts its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplane_service.store.record import pack_chunk
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """What a compaction left: chunks, rows and bytes, before and after."""
+    """Size of a log before and after compaction: chunks, rows, bytes."""
 
     chunks: tuple[int, int]
     rows: tuple[int, int]
@@ -22,13 +22,13 @@ class Compacted:
 
 
 async def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Callable[[int], None]) -> Compacted:
-    """Write the last words behind the log, then drop what was before. `tick` is called with the rows of each chunk.
+    """Append the latest entries to the log, then drop the chunks before. `tick` is called with the rows of each chunk.
 
-    A compaction that is cut short leaves a longer log that says the same.
+    An interrupted compaction leaves a longer log with the same content.
     """
     before = max((chunk.seq for chunk, _ in loaded.chunks), default=0)
     seq, rows, num_bytes = before, 0, 0
-    for entries in reversed(list(last_words(loaded.entries()))):
+    for entries in reversed(list(latest_entries(loaded.entries()))):
         seq += 1
         chunk = pack_chunk(name, seq, entries)
         await store.append(name, chunk, 0)
@@ -41,20 +41,20 @@ async def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Cal
     return Compacted((len(loaded.chunks), seq - before), (loaded.rows, rows), (loaded.num_bytes, num_bytes))
 
 
-def last_words(newest_first: Iterable[Entries]) -> Iterator[Entries]:
-    """Of each chunk, the rows of blocks that no newer one speaks of; chunks without any are left out."""
-    spoken_of = set[int]()
+def latest_entries(newest_first: Iterable[Entries]) -> Iterator[Entries]:
+    """The rows of each chunk whose blocks are in no newer one; chunks without such rows are skipped."""
+    newer = set[int]()
     for entries in newest_first:
-        wanted = [block not in spoken_of for block in entries.block]
-        spoken_of.update(entries.block, entries.bare_block)
-        if any(wanted):
-            yield _select(entries, wanted)
+        is_latest = [block not in newer for block in entries.block]
+        newer.update(entries.block, entries.bare_block)
+        if any(is_latest):
+            yield _select(entries, is_latest)
 
 
-def _select(entries: Entries, wanted: list[bool]) -> Entries:
+def _select(entries: Entries, selected: list[bool]) -> Entries:
     size, runs, start = entries.digest_size, [], 0
     for run in entries.runs:
-        count = sum(wanted[start : start + run.count])
+        count = sum(selected[start : start + run.count])
         if count:
             runs.append(KeyRun(run.domain, run.group, count))
         start += run.count
@@ -62,11 +62,11 @@ def _select(entries: Entries, wanted: list[bool]) -> Entries:
     return Entries(
         size,
         runs,
-        list(compress(entries.block, wanted)),
-        list(compress(entries.stamp, wanted)),
-        list(compress(entries.num_tokens, wanted)),
-        list(compress(entries.age, wanted)),
-        b"".join(compress(digests, wanted)),
+        list(compress(entries.block, selected)),
+        list(compress(entries.stamp, selected)),
+        list(compress(entries.num_tokens, selected)),
+        list(compress(entries.age, selected)),
+        b"".join(compress(digests, selected)),
         used_block=entries.used_block,
         used_age=entries.used_age,
     )

@@ -1,4 +1,4 @@
-"""What a store refuses, by name. Each changes nothing in the store."""
+"""Errors of a store. None of them changes the store."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ class StoreNewer(FailedPrecondition):
 
 
 class StoreForeign(FailedPrecondition):
-    """What is there was not written by kvplane."""
+    """The existing data were not written by kvplane."""
 
     reason = "STORE_FOREIGN"
 
 
 class StoreDenied(FailedPrecondition):
-    """The store does not know the user, or does not let it do this."""
+    """The store rejects the user, or does not permit the operation."""
 
     reason = "STORE_DENIED"
 
 
 class StoreReadOnly(FailedPrecondition):
-    """The store cannot be written."""
+    """The store is read-only."""
 
     reason = "STORE_READ_ONLY"
 
 
 class StoreFull(FailedPrecondition):
-    """No room is left: the disk is full, or the server is at its memory limit."""
+    """The disk is full, or the server has reached its memory limit."""
 
     reason = "STORE_FULL"
 
 
 class StoreDamaged(FailedPrecondition):
-    """More of the store is damaged than single records. What was there is kept beside, and the store begins anew."""
+    """More than single records is damaged. The old data are kept under another name, and the store starts empty."""
 
     reason = "STORE_DAMAGED"
 
 
 class ClockBehindStore(FailedPrecondition):
-    """The store holds records of the future: this machine's clock was set back."""
+    """The store has records of the future: this machine's clock was set back."""
 
     reason = "CLOCK_BEHIND_STORE"
 
 
 class StoreUnavailable(Unavailable):
-    """The store does not answer; safe to try again."""
+    """The store does not answer. The call can be retried."""
 
     reason = "STORE_UNAVAILABLE"
 
 
 class LogSuperseded(FailedPrecondition):
-    """The log had a chunk with a higher number: another process writes it, or did. `number` is that of such a chunk."""
+    """The log has, or had, a chunk with a higher number, `number`: another process writes or wrote the log."""
 
     reason = "LOG_SUPERSEDED"
 
@@ -71,22 +71,22 @@ STORE_ERRORS = (StoreNewer, StoreForeign, StoreDenied, StoreReadOnly, StoreFull,
 class Refusal(Enum):
     """Why a stored record is not used."""
 
-    TRUNCATED = "truncated"  # shorter than it says
-    FOREIGN = "foreign"  # no record of kvplane
+    TRUNCATED = "truncated"  # shorter than its header states
+    FOREIGN = "foreign"  # not a record of kvplane
     OTHER_VERSION = "other version"
-    DAMAGED = "damaged"  # its checksum is another
+    DAMAGED = "damaged"  # the checksum does not match
     OTHER_KIND = "other kind"
-    OTHER_NAMESPACE = "other namespace"  # another registration: other bytes under equal names
-    OTHER_INCARNATION = "other incarnation"  # another life of the page memory
-    MISPLACED = "misplaced"  # stored under another number than it was written for
-    IMPOSSIBLE = "impossible"  # its parts contradict each other
+    OTHER_NAMESPACE = "other namespace"  # another registration: equal keys stand for other bytes
+    OTHER_INCARNATION = "other incarnation"  # another incarnation of the page memory
+    MISPLACED = "misplaced"  # stored under another number than it was written with
+    IMPOSSIBLE = "impossible"  # its fields contradict each other
 
 
 class RecordRefused(FailedPrecondition):
-    """A stored record that is not used. `why` names it."""
+    """A stored record is not used; `why` is the reason."""
 
     reason = "RECORD_REFUSED"
 
     def __init__(self, why: Refusal, message: str) -> None:
-        super().__init__(f"{why.value}: {message}", remedy="nothing: the rest is used, and it is written anew in time")
+        super().__init__(f"{why.value}: {message}", remedy="none needed: it will be rewritten, and the others are used")
         self.why = why

@@ -1,11 +1,11 @@
-"""What a store of published entries must be able to do, and nothing more.
+"""The interface of a store of published entries.
 
-The hot path never waits for a store. A store may lose, repeat or reorder what it is given: what it gives back is
-checked, record by record, and proven by the page memory. So there are no transactions over calls, no locks, and no
+The hot path never waits for a store. A store may lose, repeat or reorder records: what is read back is verified, record
+by record, and against the stamps of the page memory. So there are no transactions over several calls, no locks, and no
 reads while the service runs.
 
     IndexStore      what a service calls: awaited, each call with a deadline of the driver
-    BlockingStore   the same with calls that block: a file, a twin in memory. `offloaded` makes an IndexStore of one
+    BlockingStore   the same with blocking calls: a file, or the in-memory store. `Offloaded` adapts it to an IndexStore
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class LogName:
-    """Names the log of one replica on one life of its page memory.
+    """Identifies the log of one replica on one incarnation of its page memory.
 
     Attributes:
         replica: its name.
-        namespace: 16 bytes, digest of everything that makes entries incompatible.
-        incarnation: of the page memory, u64.
+        namespace: 16 bytes, a digest of everything that makes entries incompatible.
+        incarnation: incarnation of the page memory, u64.
     """
 
     replica: str
@@ -34,7 +34,7 @@ class LogName:
 
 
 class StoredChunk(NamedTuple):
-    """A chunk and the number under which it lies."""
+    """A chunk and its number in the log."""
 
     seq: int
     raw: bytes
@@ -43,77 +43,77 @@ class StoredChunk(NamedTuple):
 class IndexStore(Protocol):
     """Logs of chunks, and one record per replica.
 
-    Every method raises a StoreError of `errors.STORE_ERRORS` and changes nothing then, as far as the store can tell.
+    Every method raises errors of `errors.STORE_ERRORS`; then nothing was changed, as far as the store can detect.
     """
 
     async def open(self) -> None:
-        """Connect, and see whether the store can be used; before anything else, and again after it failed."""
+        """Connect and check that the store can be used. Called before anything else, and again after a failure."""
         ...
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Add a chunk behind the others and drop those with lower numbers than `trim_below`.
+        """Append a chunk and drop those with numbers below `trim_below`.
 
-        Numbers rise. A chunk that is there already is not added again, so that a call whose answer was lost can be
-        repeated. Returns how many chunks the log has now.
+        Numbers increase. A chunk that the log already has is not added again: a call whose answer was lost can be
+        repeated. Returns the number of chunks in the log.
 
         Raises:
-            LogSuperseded: the log has, or had, a chunk with a higher number; nothing changes. So a process that was
-                stopped, and continues after another one took over its replica, drops no chunk of its successor.
+            LogSuperseded: the log has, or had, a chunk with a higher number; nothing was changed. So a stopped process
+                that resumes after the adoption of its replica drops no chunk of its successor.
         """
         ...
 
     def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """The chunks by number, some at a time; none when there is no such log."""
+        """The chunks by number, in pages; none if there is no such log."""
         ...
 
     async def drop(self, log: LogName) -> None:
-        """Forget a log, if there is one."""
+        """Delete a log, if there is one."""
         ...
 
     async def size_bytes(self, log: LogName) -> int:
-        """What the chunks of a log take, as far as the store can tell."""
+        """Size of the chunks of a log, as far as the store can measure it."""
         ...
 
     async def put_record(self, replica: str, record: bytes) -> None:
-        """Keep a replica's record in place of the one before, and keep what belongs to the replica alive."""
+        """Replace a replica's record, and extend the lifetime of the replica's data."""
         ...
 
     async def get_record(self, replica: str) -> bytes | None:
-        """A replica's record."""
+        """A replica's record; None if there is none."""
         ...
 
     async def records(self) -> list[tuple[str, bytes]]:
-        """All records, by name."""
+        """All (name, record) pairs, by name."""
         ...
 
     async def drop_record(self, replica: str) -> None:
-        """Forget a replica's record, if there is one."""
+        """Delete a replica's record, if there is one."""
         ...
 
     async def keep_alive(self, log: LogName) -> None:
-        """A store that forgets in time keeps this log for another while."""
+        """Extend the lifetime of a log, in a store that expires data."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections and files. Idempotent."""
+        """Close connections and files. Idempotent."""
         ...
 
 
 @runtime_checkable
 class SharedStore(IndexStore, Protocol):
-    """A store that several services can have: it also keeps which of them live, each under its address."""
+    """A store that several services can use: it also has a lease per live service, by address."""
 
     async def announce(self, service: str, lease_ms: int) -> None:
-        """The service lives, and says so again before the lease ends."""
+        """Set the lease of a live service, which renews it before it ends."""
         ...
 
     async def is_announced(self, service: str) -> bool:
-        """Whether a lease of the service has not ended."""
+        """True while the service has a lease."""
         ...
 
 
 class BlockingStore(Protocol):
-    """An IndexStore whose calls block; one thread at a time calls it. It is open when it is there."""
+    """An IndexStore with blocking calls, called by one thread at a time. Its constructor opens it."""
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """See IndexStore."""
@@ -148,7 +148,7 @@ class BlockingStore(Protocol):
         ...
 
     def keep_alive(self, log: LogName) -> None:
-        """A store that forgets in time keeps this log for another while."""
+        """Extend the lifetime of a log, in a store that expires data."""
         ...
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class BlockingStore(Protocol):
 
 @runtime_checkable
 class BlockingSharedStore(BlockingStore, Protocol):
-    """A SharedStore whose calls block."""
+    """A SharedStore with blocking calls."""
 
     def announce(self, service: str, lease_ms: int) -> None:
         """See SharedStore."""

@@ -1,14 +1,15 @@
-"""What of one replica the store has not been told yet: between the steps and the chunks.
+"""The changes of one replica that are not yet in the store: decisions go in, chunks come out.
 
-    note(decision)      blocks whose published keys may have changed, by number; nothing is looked at
-    take()              the next chunk: what these blocks carry *now*, read from the core
+    note(decision)      records the numbers of blocks whose published keys may have changed; reads nothing
+    take()              the next chunk: the *current* keys of these blocks, read from the core
     wrote(count)        the chunk is stored
 
-A block that changes ten times between two chunks is told once, and a change can be told again without harm. So nothing
-is ever queued but block numbers; when too many wait they are shed, and later every block is gone through once (a
-*resync*), which is also how a store that lost something gets it back.
+A block that changes ten times between two chunks is written once, and writing it again is harmless. So only block
+numbers are queued. When too many are pending they are shed, and later every block is visited once (a *resync*), which
+also restores what a store has lost.
 
-The log is kept short by rewriting what is still true of its oldest chunks at its end, and dropping them.
+The log is kept short: the entries of its oldest chunks that are still current are appended again, and these chunks are
+dropped.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from kvplane_service.store.interface import LogName, StoredChunk
 from kvplane_service.store.record import ROW_BYTES, pack_chunk
 
 CHUNK_ROWS = 1000
-_SLACK_BYTES = 64 << 10  # a log this short is left as it is
-_MAX_USED = 1 << 16  # uses that wait; more are forgotten: they only order evictions
-_MAX_LOST = 8 * CHUNK_ROWS  # by a life, told one by one
-_MAX_LOOKS = 32  # chunks of blocks that `take` looks at in a row, some milliseconds
+_SLACK_BYTES = 64 << 10  # logs shorter than this are not rewritten
+_MAX_USED = 1 << 16  # pending uses; more are dropped, because they only order evictions
+_MAX_LOST = 8 * CHUNK_ROWS  # keys lost by a new engine life that are written one by one
+_MAX_LOOKS = 32  # chunks of blocks that one `take` visits, some milliseconds
 _MAX_AGE = 0xFFFFFFFF
-_ABOVE_LATE = 1 << 20  # chunks that the process before may still write behind what was read
-_ABOVE_OTHERS = 1 << 40  # milliseconds: chunks of another service, whatever its clock says
+_ABOVE_LATE = 1 << 20  # numbers for chunks that the previous process may still append after they were read
+_ABOVE_OTHERS = 1 << 40  # milliseconds: above the chunks of another service, whatever its clock
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A chunk to append, and which older ones it makes superfluous."""
+    """A chunk to append, and the number below which older ones become obsolete."""
 
     log: LogName
     chunk: StoredChunk
@@ -47,8 +48,8 @@ class Batch:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A chunk of the log: its size, and how many blocks have their last word in it."""
+class _LogChunk:
+    """A chunk of the log: its size, and `live`, the number of blocks whose latest entry is in it."""
 
     seq: int
     num_bytes: int
@@ -58,26 +59,26 @@ class _Kept:
 
 @dataclass(slots=True)
 class Past:
-    """What a journal has to know of a log that is there.
+    """The state of an existing log, from which a journal continues.
 
     Attributes:
         chunks: oldest first.
-        home: by block, the chunk with its last word.
-        age: by block with a last word.
+        home: by block, the chunk with its latest entry.
+        age: by block, the age in its latest entry.
         tick: the highest age.
     """
 
-    chunks: deque[_Kept] = field(default_factory=deque)
-    home: dict[int, _Kept] = field(default_factory=dict)
+    chunks: deque[_LogChunk] = field(default_factory=deque)
+    home: dict[int, _LogChunk] = field(default_factory=dict)
     age: dict[int, int] = field(default_factory=dict)
     tick: int = 1
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[StoredChunk, Entries | None]]) -> Past:
-        """Of the log's chunks; None stands for one that cannot be read. Long logs are for another thread."""
+        """The state after these chunks; None stands for an unreadable one. Call it in a thread for long logs."""
         past = cls()
         for chunk, entries in chunks:
-            kept = _Kept(chunk.seq, len(chunk.raw), (*entries.block, *entries.bare_block) if entries else ())
+            kept = _LogChunk(chunk.seq, len(chunk.raw), (*entries.block, *entries.bare_block) if entries else ())
             past.chunks.append(kept)
             past.home.update(dict.fromkeys(kept.blocks, kept))
             if entries:
@@ -91,13 +92,13 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """How far the store is behind.
+    """Lag of the store.
 
     Attributes:
-        entries: changes that wait.
-        waiting_ns: for how long the oldest has.
-        shed: changes were given up; a resync will tell them.
-        resync_left: blocks that a resync has not gone through.
+        entries: number of pending changes.
+        waiting_ns: age of the oldest one.
+        shed: pending changes were dropped; a resync will write them.
+        resync_left: blocks that the resync has not visited.
     """
 
     entries: int
@@ -108,7 +109,7 @@ class Lag:
 
 @dataclass(slots=True)
 class Written:
-    """Since the start."""
+    """Totals since the start of the process."""
 
     chunks: int = 0
     rows: int = 0
@@ -118,10 +119,10 @@ class Written:
 
 
 class ReplicaJournal:
-    """Changes of one replica on one life of its page memory. No I/O; `clock` is monotonic, in nanoseconds."""
+    """Changes of one replica on one incarnation of its page memory. No I/O. `clock`: monotonic nanoseconds."""
 
     def __init__(self, log: LogName, source: Replica, max_entries: int, clock: Callable[[], int]) -> None:
-        """`source` is read by `take`; `max_entries` changes may wait."""
+        """`source` is read by `take`; at most `max_entries` changes are pending."""
         self.log = log
         self.written = Written()
         self._source = source
@@ -132,28 +133,28 @@ class ReplicaJournal:
         self._since_ns = self._taken_ns = 0
         self._waiting: deque[tuple[int, Sequence[int]]] = deque()  # (step, blocks whose keys it stored)
         self._used: dict[int, None] = {}
-        self._age: dict[int, int] = {}  # by block with a last word
+        self._age: dict[int, int] = {}  # by block with an entry in the log
         self._slot_age: dict[int, int] = {}
-        self._home: dict[int, _Kept] = {}  # by block: the chunk with its last word
-        self._chunks: deque[_Kept] = deque()
+        self._home: dict[int, _LogChunk] = {}  # by block: the chunk with its latest entry
+        self._chunks: deque[_LogChunk] = deque()
         self._log_bytes = 0
         self._seq = 0
         self._tick = 1
         self._pending: Batch | None = None
         self._shedding = False
-        self._cursor = 0  # next block of the resync, 0 = none is under way
+        self._cursor = 0  # next block of the resync; 0 = no resync is running
 
-    # -- notes: beside every step, so nothing is looked at -----------------------------------------------------------
+    # -- notes: called with every step, so they read nothing ---------------------------------------------------------
 
     def follow(self, entry: Entry) -> None:
-        """Note an entry of the decision log."""
+        """Record an entry of the decision log."""
         if isinstance(entry, Decision):
             self.note(entry)
         else:
             self.note_life(entry)
 
     def note(self, decision: Decision) -> None:
-        """A step was applied."""
+        """Record the changes of an applied step."""
         step, result = decision.step, decision.result
         for part, outcome, events in zip(step.parts, result.parts, decision.events, strict=True):
             if outcome.orders.stamp_block:
@@ -170,13 +171,13 @@ class ReplicaJournal:
             self._mark(waiting.popleft()[1])
 
     def note_life(self, life: Life) -> None:
-        """A new engine life began: keys may have gone, and what waited for its step is published now, or gone."""
+        """Record a new engine life: keys may be lost, and changes pending for a step are now published, or lost."""
         while self._waiting:
             self._mark(self._waiting.popleft()[1])
         self._slot_age.clear()
         lost = [self._home if run.kind is EventKind.CLEARED else run.blocks for run in runs_of(life.events)]
         if sum(map(len, lost)) > _MAX_LOST and not self._shedding:
-            self._begin_resync()  # in pieces; what was lost is not worth a list of its own
+            self._begin_resync()  # a resync instead of a list of the lost blocks
             return
         for blocks in lost:
             self._mark(blocks)
@@ -203,11 +204,11 @@ class ReplicaJournal:
         self._dirty.clear()
         self._cursor = 0
 
-    # -- what others see ---------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def lag(self) -> Lag:
-        """How far the store is behind."""
+        """The lag of the store."""
         entries = self._num_waiting
         waiting = entries > 0 or self._shedding
         left = self._source.spec.num_blocks - self._cursor if self._cursor else 0
@@ -215,25 +216,25 @@ class ReplicaJournal:
 
     @property
     def _num_waiting(self) -> int:
-        """Changes that the store has not, those of the chunk that is on its way among them."""
+        """Number of changes that the store does not have, including those of the chunk being written."""
         return len(self._dirty) + (self._pending.rows if self._pending else 0)
 
     @property
     def has_work(self) -> bool:
-        """Whether `take` may give something."""
+        """True if `take` may return a chunk."""
         return bool(self._pending or self._dirty or self._cursor or self._shedding or self._is_long)
 
     @property
     def _is_long(self) -> bool:
-        """Longer than the log may be: a quarter more than what is true of it."""
+        """True if the log exceeds its bound, a quarter more than its live entries."""
         return self._log_bytes > len(self._home) * self._row_bytes * 5 // 4 + _SLACK_BYTES
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The next chunk, which is given again until `wrote` is called.
+        """The next chunk; the same one until `wrote` is called.
 
-        None when there is nothing to tell, or, while `has_work` holds, when nothing was found so far.
+        None if nothing is pending, or, while `has_work` is True, if no visited block had a change so far.
         """
         for _ in range(_MAX_LOOKS):
             if self._pending is not None or not self.has_work:
@@ -244,77 +245,77 @@ class ReplicaJournal:
             blocks = self._changed_blocks()
             rewritten = self._oldest_blocks(CHUNK_ROWS - len(blocks)) if self._is_long else None
             entries = self._source.entries(blocks | rewritten if rewritten else blocks)
-            self._keep_bare(entries, rewritten or {})
+            self._filter_unkeyed(entries, rewritten or {})
             if entries.block or entries.bare_block or rewritten is not None:
                 self._pending = self._pack(entries)
         return self._pending
 
     def wrote(self, batch: Batch, count: int) -> bool:
-        """The chunk that `take` gave is stored, and the log has `count` chunks now; False when it should have others.
+        """Record that the chunk of `take` is stored and that the log has `count` chunks.
 
-        Then all is told anew.
+        Returns False if it should have another number; then a resync writes all entries again.
         """
         if batch is not self._pending:
             return True  # the log was switched meanwhile
         self._pending = None
-        self._since_ns = self._taken_ns  # what is left has waited a little longer
+        self._since_ns = self._taken_ns  # an upper bound of the age of the pending changes
         self.written.chunks += 1
         self.written.rows += batch.rows
         self.written.num_bytes += len(batch.chunk.raw)
         has_all = count == len(self._chunks)
         if not has_all:
-            self._lost()
+            self._restart_log()
         return has_all
 
     def switch(self, log: LogName, after: int = 0) -> LogName:
-        """The page memory is another one: all that was told is void. Returns the log that can be dropped.
+        """Start the log of another page memory, for which no written entry is valid. Returns the log to drop.
 
-        Another service may have written chunks of the new log, which has none with a number above `after`.
+        Another service may have written chunks of the new log, none with a number above `after`.
         """
         old, self.log = self.log, log
         self._pending = None
         self._seq = after
-        self._forget_log()
+        self._clear_log()
         self._dirty.clear()
         self._used.clear()
         self._shedding, self._cursor = False, 0
         return old
 
     def resume(self, past: Past) -> None:
-        """Go on with a log that another process wrote, before anything was noted here."""
-        assert not self._chunks and not self._dirty, "this journal has begun"
+        """Continue a log that another process wrote. Call it before anything is recorded here."""
+        assert not self._chunks and not self._dirty, "this journal is in use"
         self._chunks, self._home, self._age = past.chunks, past.home, past.age
         self._log_bytes = sum(kept.num_bytes for kept in past.chunks)
         self._seq = max((kept.seq for kept in past.chunks), default=0) + _ABOVE_LATE
         self._tick = min(past.tick + 1, _MAX_AGE)
 
     def resync(self) -> None:
-        """Tell everything anew."""
+        """Write all entries again."""
         self._shed()
 
     def restart_above(self, number: int) -> None:
-        """Another process wrote this chunk of the log, and no longer writes it: write everything again above it."""
+        """Write all entries again, above chunk `number` of another process that no longer writes."""
         self._pending = None
         self._seq = max(self._seq, number)
-        self._lost()
+        self._restart_log()
 
     def _begin_resync(self) -> None:
         self._shedding, self._cursor = False, 1
         self.written.resyncs += 1
 
-    def _lost(self) -> None:
-        """The store has not what it was given, or more: tell everything again, behind whatever is there."""
-        self._seq += _ABOVE_OTHERS  # a chunk whose number is there already would not be added
-        self._forget_log()
+    def _restart_log(self) -> None:
+        """The store lost chunks or has others: write all entries again, numbered above whatever it has."""
+        self._seq += _ABOVE_OTHERS  # a chunk with an existing number would not be added
+        self._clear_log()
         self._shed()
 
-    def _forget_log(self) -> None:
+    def _clear_log(self) -> None:
         self._home.clear()
         self._chunks.clear()
         self._log_bytes = 0
 
     def _changed_blocks(self) -> dict[int, None]:
-        """Up to a chunk's worth of blocks that may have something to tell: changes, then the resync's."""
+        """Up to CHUNK_ROWS blocks that may have changed: pending ones, then those of the resync."""
         blocks = dict.fromkeys(islice(self._dirty, CHUNK_ROWS))
         for block in blocks:
             del self._dirty[block]
@@ -326,7 +327,7 @@ class ReplicaJournal:
         return blocks
 
     def _oldest_blocks(self, room: int) -> dict[int, None]:
-        """Blocks with their last word in the oldest chunks: of the first, and of more as far as there is room."""
+        """Blocks with their latest entry in the oldest chunks: the first chunk, and more while there is room."""
         blocks: dict[int, None] = {}
         for kept in self._chunks:
             if blocks and len(blocks) + kept.live > room:
@@ -334,15 +335,15 @@ class ReplicaJournal:
             blocks.update(dict.fromkeys(block for block in kept.blocks if self._home.get(block) is kept))
         return blocks
 
-    def _keep_bare(self, entries: Entries, rewritten: dict[int, None]) -> None:
-        """A block without a key is told only where the log says otherwise, and not when that is about to go."""
-        told = []
+    def _filter_unkeyed(self, entries: Entries, rewritten: dict[int, None]) -> None:
+        """Keep an unkeyed block only if the log has an older entry of it, and not in the chunks about to be dropped."""
+        kept = []
         for block, stamp in zip(entries.bare_block, entries.bare_stamp, strict=True):
             if block in rewritten:
                 self._home.pop(block).live -= 1
             elif block in self._home:
-                told.append((block, stamp))
-        entries.bare_block, entries.bare_stamp = [block for block, _ in told], [stamp for _, stamp in told]
+                kept.append((block, stamp))
+        entries.bare_block, entries.bare_stamp = [block for block, _ in kept], [stamp for _, stamp in kept]
 
     def _pack(self, entries: Entries) -> Batch:
         self._seq += 1
@@ -353,11 +354,11 @@ class ReplicaJournal:
         entries.used_block, entries.used_age = used, [self._tick] * len(used)
         entries.age = [self._age.get(block, self._tick) for block in entries.block]
         chunk = pack_chunk(self.log, self._seq, entries)
-        self._keep(_Kept(chunk.seq, len(chunk.raw), (*entries.block, *entries.bare_block)))
+        self._keep(_LogChunk(chunk.seq, len(chunk.raw), (*entries.block, *entries.bare_block)))
         self._drop_finished()
         return Batch(self.log, chunk, self._chunks[0].seq, len(entries) + len(entries.bare_block))
 
-    def _keep(self, kept: _Kept) -> None:
+    def _keep(self, kept: _LogChunk) -> None:
         home = self._home
         for block in kept.blocks:
             before = home.get(block)
@@ -370,6 +371,6 @@ class ReplicaJournal:
         self._log_bytes += kept.num_bytes
 
     def _drop_finished(self) -> None:
-        """Forget the oldest chunks that nobody's last word is in; the newest stays."""
+        """Drop the oldest chunks without live entries; the newest one stays."""
         while len(self._chunks) > 1 and not self._chunks[0].live:
             self._log_bytes -= self._chunks.popleft().num_bytes

@@ -1,4 +1,4 @@
-"""Reads a log back: what can be used of it, and what was refused, by name."""
+"""Reads a log: its usable entries, and the number of refused chunks by reason."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvplane_service.store.record import unpack_chunk
 
 @dataclass(slots=True)
 class LoadedLog:
-    """A log as it was found.
+    """A log as read from the store.
 
     Attributes:
-        chunks: with their entries, None where the chunk was refused.
-        rows, num_bytes: of all.
-        refused: chunks by reason.
+        chunks: chunks with their entries; None where the chunk was refused.
+        rows, num_bytes: totals.
+        refused: number of refused chunks by reason.
     """
 
     chunks: list[tuple[StoredChunk, Entries | None]] = field(default_factory=list)
@@ -28,11 +28,11 @@ class LoadedLog:
     refused: Counter[Refusal] = field(default_factory=Counter)
 
     def entries(self) -> list[Entries]:
-        """Of the chunks that can be used, the newest first: what they say of a block is what holds."""
+        """Entries of the usable chunks, newest first: the first entry of a block is the current one."""
         return [entries for _, entries in reversed(self.chunks) if entries is not None]
 
     def add(self, log: LogName, chunk: StoredChunk) -> None:
-        """Read one more chunk."""
+        """Add a chunk."""
         self.num_bytes += len(chunk.raw)
         try:
             entries = unpack_chunk(log, chunk)
@@ -44,6 +44,6 @@ class LoadedLog:
             self.chunks.append((chunk, entries))
 
     def add_all(self, log: LogName, chunks: Iterable[StoredChunk]) -> None:
-        """Read some more."""
+        """Add several chunks."""
         for chunk in chunks:
             self.add(log, chunk)

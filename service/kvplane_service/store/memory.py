@@ -1,4 +1,4 @@
-"""The in-memory twin of a store: what it is given is gone with the process."""
+"""The in-memory store: its data end with the process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvplane_service.store.interface import LogName, StoredChunk
 
 
 class MemoryStore:
-    """Implements SharedStore. `logs` and `records_by_name` are open, so that a simulation can tear and lose."""
+    """Implements BlockingSharedStore. `logs` and `records_by_name` are public, for a simulation to damage."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """The clock counts nanoseconds."""
+        """`clock`: nanoseconds."""
         self.logs: dict[LogName, dict[int, bytes]] = {}
         self.records_by_name: dict[str, bytes] = {}
         self._clock = clock
@@ -60,7 +60,7 @@ class MemoryStore:
         self.records_by_name.pop(replica, None)
 
     def keep_alive(self, log: LogName) -> None:
-        """See IndexStore; nothing is forgotten in time."""
+        """See IndexStore; nothing expires."""
         del log
 
     def announce(self, service: str, lease_ms: int) -> None:

@@ -1,4 +1,4 @@
-"""A store whose calls block, as one whose calls are awaited."""
+"""Adapts a store with blocking calls to one whose calls are awaited."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import BlockingSharedStore, BlockingStore, LogName, StoredChunk
 
 _PAGE = 64  # chunks
-_REMEDY = "look at the disk; allocation goes on meanwhile"
+_REMEDY = "check the disk; allocation continues meanwhile"
 
 _log = logging.getLogger(__name__)
 
@@ -24,19 +24,19 @@ _S = TypeVar("_S", bound=BlockingStore)
 
 
 class Offloaded(Generic[_S]):
-    """Implements IndexStore. Calls wait for each other where `offload` has one thread, as a blocking store wants it.
+    """Implements IndexStore. Calls are serialized if `offload` has one thread, which a blocking store requires.
 
-    A call that does not end in time fails for its caller, and may be carried out later, as with a store in a network.
-    Until it has ended no further call begins: a disk that hangs holds one thread, and no queue grows behind it.
+    A call that exceeds its timeout fails for the caller, and may take effect later, as with a remote store. No further
+    call starts before its end: a hanging disk holds one thread, and no queue grows.
     """
 
     def __init__(self, make: Callable[[], _S], offload: Offload, timeout_s: float = 2.0) -> None:
-        """`make` opens the store, and blocks too; `timeout_s` bounds each call but `close`."""
+        """`make` opens the store, and may block; `timeout_s` bounds each call except `close`."""
         self._make = make
         self._offload = offload
         self._timeout_s = timeout_s
         self._opened: _S | None = None
-        self._late = set[asyncio.Task[Any]]()  # calls that go on without their callers
+        self._late = set[asyncio.Task[Any]]()  # calls that outlive their callers
 
     async def open(self) -> None:
         """See IndexStore."""
@@ -44,13 +44,13 @@ class Offloaded(Generic[_S]):
             await self._do(self._open)
 
     def _open(self) -> None:
-        """A caller that has gone opens it nevertheless."""
+        """Open the store, even if the caller was cancelled meanwhile."""
         if self._opened is None:
             self._opened = self._make()
 
     async def _do(self, call: Callable[[], _T]) -> _T:
         if self._late:
-            raise StoreUnavailable("it has not ended an earlier call", field="store", remedy=_REMEDY)
+            raise StoreUnavailable("an earlier call has not ended", field="store", remedy=_REMEDY)
         task = asyncio.ensure_future(self._offload(call))
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
@@ -61,19 +61,19 @@ class Offloaded(Generic[_S]):
             return task.result()
         self._late.add(task)
         task.add_done_callback(self._ended_late)
-        raise StoreUnavailable(f"no end of a call within {self._timeout_s} s", field="store", remedy=_REMEDY)
+        raise StoreUnavailable(f"a call did not end within {self._timeout_s} s", field="store", remedy=_REMEDY)
 
     def _ended_late(self, task: asyncio.Future[Any]) -> None:
         self._late.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.info("a call of the store that was given up failed: %s", task.exception())
+            _log.info("an abandoned call of the store failed: %s", task.exception())
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
         """See IndexStore."""
         return await self._do(partial(self._store.append, log, chunk, trim_below))
 
     async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """See IndexStore. What was read before the store failed is given first."""
+        """See IndexStore. Chunks read before a failure are yielded first."""
         chunks = self._store.load(log)
         while True:
             page, error = await self._do(partial(_read_page, chunks))
@@ -113,15 +113,15 @@ class Offloaded(Generic[_S]):
         await self._do(partial(self._store.keep_alive, log))
 
     async def close(self) -> None:
-        """See IndexStore. It waits for calls that go on without their callers."""
+        """See IndexStore. Waits for calls that outlived their callers."""
         store, self._opened = self._opened, None
         if store is not None:
             await self._offload(store.close)
 
     @property
     def _store(self) -> _S:
-        if self._opened is None:  # a service that ends closes it before its last callers have gone
-            raise StoreUnavailable("the store is closed", remedy="ask another service, or this one when it is back")
+        if self._opened is None:  # a service closes its store before its last callers end
+            raise StoreUnavailable("the store is closed", remedy="call another service, or retry later")
         return self._opened
 
 
@@ -135,7 +135,7 @@ def _read_page(chunks: Iterator[StoredChunk]) -> tuple[list[StoredChunk], Kvplan
 
 
 class OffloadedShared(Offloaded[BlockingSharedStore]):
-    """Implements SharedStore."""
+    """Implements SharedStore, for a BlockingSharedStore."""
 
     async def announce(self, service: str, lease_ms: int) -> None:
         """See SharedStore."""

@@ -1,4 +1,4 @@
-"""From the configuration to a store.
+"""Makes the store that the configuration names.
 
 none | memory | sqlite:PATH
 redis://HOST:PORT[/DB] | redis+cluster://HOST:PORT,... | redis+sentinel://HOST:PORT,.../NAME     (rediss: TLS)
@@ -29,12 +29,12 @@ _DEFAULT_PORT = {"sentinel": 26379}
 
 
 def make_store(config: Config, read_only: bool = False) -> IndexStore | None:
-    """The store that the configuration names, which has not been opened; None without one.
+    """The configured store, not yet opened; None without one.
 
-    With `read_only` nothing is written to it, not even that it is ours.
+    With `read_only` nothing is written to it, not even its format version.
 
     Raises:
-        InvalidArgument, NotFound: the configuration cannot be.
+        InvalidArgument, NotFound: the configuration is invalid.
     """
     name = config.store
     if name == "none":
@@ -43,7 +43,7 @@ def make_store(config: Config, read_only: bool = False) -> IndexStore | None:
         return OffloadedShared(MemoryStore, Executor("the store"))
     if name.startswith("sqlite:"):
         path, busy_s = Path(name.removeprefix("sqlite:")), config.store_timeout_ms / 1000
-        timeout_s = 2 * busy_s  # a file that another process has locked is called so by SQLite, before
+        timeout_s = 2 * busy_s  # longer than SQLite's own timeout, which reports a locked file
         return Offloaded(partial(SqliteStore, path, busy_s, read_only), Executor("the store"), timeout_s)
     return _make_redis(config, read_only)
 
@@ -55,7 +55,7 @@ def _make_redis(config: Config, read_only: bool) -> IndexStore:
 
 
 def _connector(config: Config) -> Callable[[], Redis | RedisCluster]:
-    """What connects, as the URL says. The driver is imported where it is used."""
+    """The function that connects to the URL. Imports the driver, which other stores do not need."""
     from redis.asyncio import Redis
     from redis.asyncio.cluster import ClusterNode, RedisCluster
     from redis.asyncio.retry import Retry
@@ -63,21 +63,21 @@ def _connector(config: Config) -> Callable[[], Redis | RedisCluster]:
 
     if "@" in config.store:
         raise InvalidArgument(
-            "a user does not belong into the address, which is shown",
+            "the address, which is shown, must not contain a user",
             field="store",
             remedy="use store_username and store_password",
         )
     match = _URL.fullmatch(config.store)
     if match is None:
         raise InvalidArgument(
-            f"{config.store!r} names no store",
+            f"{config.store!r} is not a store",
             field="store",
             remedy="use none, memory, sqlite:PATH, redis://HOST:PORT, redis+cluster://... or redis+sentinel://.../NAME",
         )
     kind, rest = match["kind"], match["rest"] or ""
     hosts = [_host(text, _DEFAULT_PORT.get(kind, 6379)) for text in match["hosts"].split(",")]
     options = _options(config, match["scheme"] == "rediss")
-    # The writer tries again itself: a driver that does so in silence would hide that something may be lost.
+    # The writer retries itself: a driver that retried silently would hide that a chunk may be lost.
     once = Retry(NoBackoff(), 0)
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in hosts]
@@ -87,7 +87,7 @@ def _connector(config: Config) -> Callable[[], Redis | RedisCluster]:
             raise InvalidArgument("no NAME of the service", field="store", remedy="write redis+sentinel://HOSTS/NAME")
         return lambda: _primary(hosts, rest, options)
     if rest and not rest.isdecimal():
-        raise InvalidArgument(f"{rest!r} is no database", field="store", remedy="write redis://HOST:PORT/NUMBER")
+        raise InvalidArgument(f"{rest!r} is not a database number", field="store", remedy="write redis://HOST:PORT/NUMBER")
     host, port = hosts[0]
     return lambda: Redis(host=host, port=port, db=int(rest or 0), retry=once, **options)
 
@@ -120,7 +120,7 @@ def _options(config: Config, tls: bool) -> dict[str, Any]:
 def _file(config: Config, key: str) -> str:
     path = Path(getattr(config, key))
     if not path.is_file():
-        raise NotFound(f"{path} is no file", field=key, remedy="name a PEM file")
+        raise NotFound(f"there is no file {path}", field=key, remedy="name a PEM file")
     return str(path)
 
 
@@ -129,5 +129,5 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     if not colon:
         host, port = text, str(default_port)
     if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise InvalidArgument(f"{text!r} is no address", field="store", remedy="write HOST:PORT")
+        raise InvalidArgument(f"{text!r} is not an address", field="store", remedy="write HOST:PORT")
     return host.strip("[]"), int(port)

@@ -1,13 +1,13 @@
-"""Which of the services that share a store decides for a replica.
+"""Which of the services that share a store owns a replica.
 
-    asked for a replica that is not here:   its owner lives        -> MOVED, with the address
-                                            it is gone, or let go  -> adopt: register, read entries, take the session
-    going away:                             let go of each replica, once its engine has left
-    now and then:                           say that this service lives, and look who else says that a replica is his
+    request for an unknown replica:   its owner lives             -> MOVED, with the address
+                                      it is dead, or released it  -> adopt: register, read entries, take the session
+    shutting down:                    release each replica, once its engine has disconnected
+    periodically:                     renew this service's lease, and compare owners in the records
 
-The store's word is a hint where to look, and may be wrong: it never decides who owns the pages. An engine has one
-session, and its pages obey the owner epoch in their stamp table alone. So of two services that hold a replica only one
-is ever obeyed; the other one, which has no session, gives up.
+The owner in the store is a hint and may be wrong: it never decides who owns the pages. An engine has one session, and
+its pages obey only the owner epoch in their stamp table. So of two services that hold a replica only one has effect;
+the other one, which has no session, gives up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvplane_service.store.errors import STORE_ERRORS, StoreUnavailable
 from kvplane_service.store.interface import IndexStore, SharedStore
 from kvplane_service.store.keeper import Keeper, moved, read_record
 from kvplane_service.store.registration import ReplicaRecord
-from kvplane_service.store.writer import Surroundings
+from kvplane_service.store.writer import Runtime
 
 _BEATS_PER_LEASE = 3
 _PROBE_S = 1.0
@@ -36,37 +36,37 @@ _log = logging.getLogger(__name__)
 
 
 class OwnerUnknown(Unavailable):
-    """The store does not answer, so that nobody knows who has the replica."""
+    """The store does not answer, so the owner of the replica is not known."""
 
     def __init__(self, replica: str, why: KvplaneError) -> None:
         super().__init__(
             f"who owns {replica} is not known: {why.message}",
             field="replica",
-            remedy="try again when the store is back",
+            remedy="retry when the store is available",
         )
 
 
 class Ownership:
-    """Adopts and releases the replicas of one service process. Without a shared store it knows of no others."""
+    """Adopts and releases the replicas of one service process. Without a shared store it does neither."""
 
-    def __init__(self, registry: Registry, config: Config, keeper: Keeper, around: Surroundings, probe: Probe) -> None:
-        """`probe` tells whether nobody listens at an address any more, which is proof that its service is gone."""
+    def __init__(self, registry: Registry, config: Config, keeper: Keeper, runtime: Runtime, probe: Probe) -> None:
+        """`probe` returns True if no process listens at an address, which proves that its service has ended."""
         self._registry = registry
         self._lease_ms = config.owner_lease_ms
         self._keeper = keeper
-        self._around = around
+        self._runtime = runtime
         self._probe = probe
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._leaving = False
 
-    async def bring(self, name: str) -> None:
-        """Make a replica that is not here ours, unless another service has it.
+    async def ensure_local(self, name: str) -> None:
+        """Adopt a replica that is not registered here, unless another service owns it.
 
         Raises:
-            Moved: another service has it.
-            UnknownReplica: nobody has.
-            Unavailable: this service goes, or the store does not answer.
-            LimitExceeded: there is no room for it here.
+            Moved: another service owns it.
+            UnknownReplica: the store has no record of it.
+            Unavailable: this service shuts down, or the store does not answer.
+            LimitExceeded: this service has no capacity for it.
         """
         store = self._keeper.shared_store
         if store is None or not self._registry.is_name(name):
@@ -80,42 +80,42 @@ class Ownership:
             if await self._is_owned(store, record):
                 raise moved(record)
             if self._leaving:
-                raise _going()
-            why = "let it go" if record.released else "is gone"
+                raise _shutting_down()
+            why = "released it" if record.released else "has ended"
             _log.info("%s is adopted from %s, which %s", name, record.owner, why)
             await self._keeper.adopt(record)
 
     async def release(self, name: str) -> None:
-        """Let go of a replica, which another service may take at once; nothing when it is not here."""
+        """Release a replica, which another service may then adopt; does nothing if it is not registered here."""
         if self._keeper.shared_store is not None:
             async with self._lock(name):
                 if name in self._registry:
-                    await self._keeper.release([name], _going())
+                    await self._keeper.release([name], _shutting_down())
 
     async def leave(self, busy: Iterable[str]) -> None:
-        """This service goes: adopt nothing more, and let go of what nobody is busy with, all together."""
+        """Shut down: adopt no further replica, and release all replicas except the `busy` ones."""
         self._leaving = True
         if self._keeper.shared_store is None:
             return
         kept = set(busy)
         names = [entry.host.name for entry in self._registry if entry.host.name not in kept]
-        await self._keeper.release([name for name in names if not self._is_moving(name)], _going())
+        await self._keeper.release([name for name in names if not self._is_moving(name)], _shutting_down())
         for name in names:
-            await self.release(name)  # once it has moved
+            await self.release(name)  # once its adoption has ended
 
     async def keep(self) -> None:
-        """Say again and again that this service lives, and compare what it has with what others say."""
+        """Renew this service's lease periodically, and compare its replicas with the owners in the records."""
         while self._keeper.shared_store is not None:
             await self.beat()
-            await self._around.sleep(self._lease_ms / 1000 / _BEATS_PER_LEASE)
+            await self._runtime.sleep(self._lease_ms / 1000 / _BEATS_PER_LEASE)
 
     async def beat(self) -> None:
-        """Once. A store that is away is the writer's to tell."""
+        """Run one heartbeat. The writer reports an unavailable store."""
         store = self._keeper.shared_store
         if store is None or not self._keeper.is_read:
             return
         held = [entry.host.name for entry in self._registry if not self._is_moving(entry.host.name)]
-        names = [name for name in held if self._keeper.is_recorded(name)]  # what is not written cannot be compared
+        names = [name for name in held if self._keeper.is_recorded(name)]  # an unwritten record cannot be compared
         try:
             await store.announce(self._keeper.owner, self._lease_ms)
             records = [await read_record(store, name) for name in names]
@@ -127,13 +127,13 @@ class Ownership:
                 self._compare(name, record)
 
     def _compare(self, name: str, record: ReplicaRecord | None) -> None:
-        """Two services that say the same of themselves: who has the engine's session is right."""
+        """If two services claim a replica, the one with the engine's session keeps it."""
         if record is not None and self._keeper.wrote(record):
             return
         if record is None or record.released or self._keeper.has_engine(name):
             self._keeper.confirm(name)
         else:
-            _log.info("%s is given up: the service at %s has it", name, record.owner)
+            _log.info("%s is given up: the service at %s owns it", name, record.owner)
             self._keeper.give_up(name, moved(record))
 
     async def _read(self, store: IndexStore, name: str) -> ReplicaRecord | None:
@@ -148,7 +148,7 @@ class Ownership:
             raise OwnerUnknown(name, error) from error
 
     async def _is_owned(self, store: SharedStore, record: ReplicaRecord) -> bool:
-        """Whether another service decides for the replica, as far as can be seen from here."""
+        """True if another service seems to own the replica."""
         if record.released or record.owner == self._keeper.owner:
             return False
         try:
@@ -168,14 +168,14 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """The durable side of a service: what it stores, and which replicas are its own."""
+    """The durable side of a service: its stored data, and the replicas that it owns."""
 
     keeper: Keeper
     ownership: Ownership
 
 
 async def is_gone(address: str) -> bool:
-    """Whether nobody listens at an address. A silence proves nothing: the process may be stopped, the network slow."""
+    """True if no process listens at the address. A timeout proves nothing: the process may only be slow."""
     try:
         async with asyncio.timeout(_PROBE_S):
             if address.startswith("unix:"):
@@ -191,5 +191,5 @@ async def is_gone(address: str) -> bool:
     return False
 
 
-def _going() -> KvplaneError:
-    return Unavailable("the service is going away", remedy="connect elsewhere")
+def _shutting_down() -> KvplaneError:
+    return Unavailable("the service is shutting down", remedy="connect elsewhere")

@@ -3,13 +3,13 @@
     byte 0      4         6      8        12           16         24
          | magic | version | kind | length | (reserved) | checksum | body ...
 
-`length` counts the body; the checksum (XXH3, 64 bits) covers the header before it and the body. A chunk's body:
+`length` is that of the body. The checksum (XXH3, 64 bits) covers the header before it and the body. Body of a chunk:
 
-    namespace 16 | incarnation 8 | seq 8 | digest size 2 | domains 2 | runs 4 | rows 4 | bare 4 | used 4
+    namespace 16 | incarnation 8 | seq 8 | digest size 2 | domains 2 | runs 4 | rows 4 | unkeyed 4 | used 4
     domains: length 4, UTF-8 each
     runs:    domain 2, group 2, rows 4 each
     columns: block 4·rows, num_tokens 4·rows, age 4·rows, stamp 8·rows
-             bare block 4·bare, bare stamp 8·bare, used block 4·used, used age 4·used
+             unkeyed block 4·unkeyed, unkeyed stamp 8·unkeyed, used block 4·used, used age 4·used
     digests: digest size·rows
 """
 
@@ -32,7 +32,7 @@ MAGIC = b"kvps"
 VERSION = 1
 CHUNK, REGISTRATION = 1, 2
 HEADER_BYTES = 24
-ROW_BYTES = 20  # of a chunk, beside the digest
+ROW_BYTES = 20  # of a chunk, without the digest
 
 Code: TypeAlias = Literal["I", "Q"]
 
@@ -45,13 +45,13 @@ _MAX_DOMAINS = 0xFFFF
 
 
 def seal(kind: int, body: bytes) -> bytes:
-    """A record of this body."""
+    """Encode a record with this body."""
     head = _HEADER.pack(MAGIC, VERSION, kind, len(body), 0, 0)[:_CHECKED]
     return head + struct.pack("<Q", _checksum(head, body)) + body
 
 
 def unseal(kind: int, raw: bytes) -> memoryview:
-    """The body of a record; raises RecordRefused."""
+    """Decode a record and return its body. Raises RecordRefused."""
     if len(raw) < HEADER_BYTES:
         raise RecordRefused(Refusal.TRUNCATED, f"{len(raw)} bytes")
     magic, version, found, length, _, checksum = _HEADER.unpack_from(raw)
@@ -63,7 +63,7 @@ def unseal(kind: int, raw: bytes) -> memoryview:
     if len(body) < length:
         raise RecordRefused(Refusal.TRUNCATED, f"{len(body)} of {length} bytes")
     if len(body) > length or _checksum(raw[:_CHECKED], body) != checksum:
-        raise RecordRefused(Refusal.DAMAGED, "its checksum is another")
+        raise RecordRefused(Refusal.DAMAGED, "the checksum does not match")
     if found != kind:
         raise RecordRefused(Refusal.OTHER_KIND, f"kind {found}, not {kind}")
     return body
@@ -76,7 +76,7 @@ def _checksum(head: bytes, body: bytes | memoryview) -> int:
 
 
 def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
-    """The chunk of these entries under the number `seq`."""
+    """Encode the entries as chunk `seq`."""
     domains = sorted({run.domain for run in entries.runs})
     assert len(domains) <= _MAX_DOMAINS, "a chunk has fewer rows than that"
     number = {domain: index for index, domain in enumerate(domains)}
@@ -92,7 +92,7 @@ def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
 
 
 def unpack_chunk(log: LogName, chunk: StoredChunk) -> Entries:
-    """The entries of a chunk of this log; raises RecordRefused."""
+    """Decode a chunk of this log. Raises RecordRefused."""
     body = unseal(CHUNK, chunk.raw)
     if len(body) < _CHUNK.size:
         raise RecordRefused(Refusal.IMPOSSIBLE, f"a chunk of {len(body)} bytes")
@@ -102,7 +102,7 @@ def unpack_chunk(log: LogName, chunk: StoredChunk) -> Entries:
     if incarnation != log.incarnation:
         raise RecordRefused(Refusal.OTHER_INCARNATION, f"{incarnation:016x}")
     if seq != chunk.seq:
-        raise RecordRefused(Refusal.MISPLACED, f"chunk {seq} lies under number {chunk.seq}")
+        raise RecordRefused(Refusal.MISPLACED, f"chunk {seq} is stored under number {chunk.seq}")
     try:
         return _unpack_body(body, *head[3:])
     except (struct.error, IndexError, UnicodeDecodeError, ValueError) as error:
@@ -122,14 +122,14 @@ def _unpack_body(
         domain, group, count = _RUN.unpack_from(body, at)
         runs.append(KeyRun(domains[domain], group, count))
         at += _RUN.size
-    bare, used = other
+    unkeyed, used = other
     codes: tuple[Code, ...] = ("I", "I", "I", "Q", "I", "Q", "I", "I")
-    lengths = tuple(zip((rows, rows, rows, rows, bare, bare, used, used), codes, strict=True))
+    lengths = tuple(zip((rows, rows, rows, rows, unkeyed, unkeyed, used, used), codes, strict=True))
     ends = [at]
     for count, code in lengths:
         ends.append(ends[-1] + count * _SIZES[code])
     if ends[-1] + rows * digest_size != len(body) or sum(run.count for run in runs) != rows:
-        raise ValueError(f"{len(body)} bytes do not hold {rows} rows")
+        raise ValueError(f"{len(body)} bytes are not {rows} rows")
     spans = zip(pairwise(ends), lengths, strict=True)
     block, num_tokens, age, stamp, *rest = [_unpack(body[start:end], code) for (start, end), (_, code) in spans]
     return Entries(digest_size, runs, block, stamp, num_tokens, age, body[ends[-1] :], *rest)
@@ -156,7 +156,7 @@ def _pack(values: Sequence[int], code: Code) -> bytes:
 
 
 def _unpack(raw: memoryview, code: Code) -> Sequence[int]:
-    """The column where it lies: a million rows are not copied before somebody wants them."""
+    """The column as a view of the bytes: a million rows are not copied until they are used."""
     if sys.byteorder == "little":
         return raw.cast(code)
     column = array(code, raw)

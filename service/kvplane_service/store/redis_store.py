@@ -1,13 +1,13 @@
 """A store in Redis or Valkey: a log is a stream whose entries are chunks.
 
-    PREFIX:format                                       the version of what is written here
-    PREFIX:replicas                                     names by the time at which their records end (sorted set)
-    PREFIX:service:ADDRESS                              a service lives
+    PREFIX:format                                       version of the format
+    PREFIX:replicas                                     names by the expiry time of their records (sorted set)
+    PREFIX:service:ADDRESS                              lease of a live service
     PREFIX:{replica}:record                             a replica's record
-    PREFIX:{replica}:NAMESPACE:INCARNATION:log          its log on one life of its page memory
+    PREFIX:{replica}:NAMESPACE:INCARNATION:log          its log on one incarnation of its page memory
 
-The braces keep what belongs to a replica on one node of a cluster. Everything but the format ends by itself when no
-service has renewed it for the time to live. Nothing is ever searched for among the keys of the server.
+The braces place the data of a replica on one node of a cluster. All keys but the format expire unless a service renews
+them within the time to live. The keys of the server are never scanned.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ Client: TypeAlias = "Redis | RedisCluster"
 
 
 class RedisStore:
-    """Implements SharedStore over one server, a cluster, or what stands behind Sentinels; on one event loop.
+    """Implements SharedStore with one server, a cluster, or a primary behind Sentinels; on one event loop.
 
-    Some calls run at a time. The server's clock decides what has ended.
+    Up to _MAX_CONNECTIONS calls run concurrently. Leases and records expire by the server's clock.
     """
 
     def __init__(self, connect: Callable[[], Client], config: Config, read_only: bool = False) -> None:
-        """`connect` makes a client. It is asked again when the last one was lost: a cluster may have moved."""
+        """`connect` makes a client. It is called again when the last one was lost: a cluster may have moved."""
         self._read_only = read_only
         self._connect = connect
         self._prefix = config.store_prefix
@@ -72,7 +72,7 @@ class RedisStore:
         """See IndexStore.
 
         Raises:
-            StoreDenied, StoreForeign, StoreNewer, StoreUnavailable: and nothing was written.
+            StoreDenied, StoreForeign, StoreNewer, StoreUnavailable: nothing was written.
         """
         async with self._named_errors() as client:
             await self._check_format(client)
@@ -86,13 +86,13 @@ class RedisStore:
             return
         if not found.isdigit():
             raise StoreForeign(
-                f"{key} holds {found[:32]!r}", field="store_prefix", remedy="choose another; nothing was touched"
+                f"{key} contains {found[:32]!r}", field="store_prefix", remedy="choose another; nothing was changed"
             )
         if int(found) > FORMAT_VERSION:
             raise StoreNewer(
-                f"{key} says version {int(found)}, this service knows {FORMAT_VERSION}",
+                f"{key} has version {int(found)}, this service supports {FORMAT_VERSION}",
                 field="store",
-                remedy="run a newer kvplane, or choose another store_prefix; nothing was touched",
+                remedy="run a newer kvplane, or choose another store_prefix; nothing was changed",
             )
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
@@ -102,7 +102,7 @@ class RedisStore:
             try:
                 await client.xadd(key, {_CHUNK: chunk.raw}, id=f"{chunk.seq}-0")
             except ResponseError as error:
-                # XADD refuses a number that is not above the newest: the chunk was added before, or is superseded.
+                # XADD refuses a number not above the newest: the chunk was added before, or is superseded.
                 if "equal or smaller" not in str(error):
                     raise
                 found = await client.xrange(key, min=f"{chunk.seq}-0", count=2)
@@ -138,7 +138,7 @@ class RedisStore:
             return int(await client.memory_usage(self._log_key(log), samples=0) or 0)
 
     async def put_record(self, replica: str, record: bytes) -> None:
-        """See IndexStore. The record before its name: a name without a record is passed over."""
+        """See IndexStore. The record is written before its name: names without a record are skipped."""
         async with self._named_errors() as client:
             await client.set(self._record_key(replica), record, px=self._ttl_ms)
             seconds, microseconds = await self._time(client)
@@ -186,13 +186,13 @@ class RedisStore:
         """See IndexStore."""
         client, self._client = self._client, None
         if client is not None:
-            # To say goodbye takes an answer of the server; a connection that gets none is closed all the same.
+            # Closing waits for an answer of the server; without one the connection is closed anyway.
             with contextlib.suppress(RedisError, OSError):
                 async with asyncio.timeout(self._timeout_s):
                     await client.aclose()
 
     async def _time(self, client: Client) -> tuple[int, int]:
-        """Seconds and microseconds of the node that keeps the names."""
+        """Time of the node that has the names, in seconds and microseconds."""
         if isinstance(client, RedisCluster):
             answer = await client.time(target_nodes=client.get_node_from_key(f"{self._prefix}:replicas"))
         else:
@@ -211,7 +211,7 @@ class RedisStore:
 
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[Any]:
-        """The client, when it is the caller's turn: who gives it up closes it. What it raises gets its name here."""
+        """Yields the client when a connection is free. Translates errors; closes it if the server is unavailable."""
         client = None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -231,13 +231,13 @@ class RedisStore:
 def _named(error: Exception) -> Exception:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, OutOfMemoryError) or str(error).startswith(("OOM", "MISCONF")):
-        remedy = "give the server more memory or disk, or shorten store_ttl_ms; allocation goes on meanwhile"
+        remedy = "give the server more memory or disk, or shorten store_ttl_ms; allocation continues meanwhile"
         return StoreFull(text, field="store", remedy=remedy)
     if isinstance(error, (AuthenticationError, AuthorizationError, NoPermissionError)) or "NOAUTH" in str(error):
-        remedy = "look at store_username and store_password, and at the server's ACL"
+        remedy = "check store_username and store_password, and the server's ACL"
         return StoreDenied(text, field="store_password", remedy=remedy)
     if isinstance(error, ReadOnlyError):
         return StoreReadOnly(text, field="store", remedy="name the primary, or its Sentinels")
     if isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE"):
-        return StoreForeign(text, field="store_prefix", remedy="choose another; nothing was touched")
-    return StoreUnavailable(text, field="store", remedy="look at the server; allocation goes on meanwhile")
+        return StoreForeign(text, field="store_prefix", remedy="choose another; nothing was changed")
+    return StoreUnavailable(text, field="store", remedy="check the server; allocation continues meanwhile")

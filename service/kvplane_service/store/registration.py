@@ -1,6 +1,6 @@
-"""The record of a replica: what it was registered with, and where it and its entries were last.
+"""The record of a replica: its registration, and the last owner and log.
 
-Who owns a replica is decided where its pages are. What a record says of the owner is a hint where to look.
+The pages' stamp tables decide who owns a replica. The owner in a record is a hint.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvplane_service.store.record import REGISTRATION, seal, unseal
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """What the store keeps of a replica.
+    """The record of a replica in the store.
 
     Attributes:
-        epoch: the newest engine life.
-        incarnation: of the page memory that the log belongs to; drawn by the service where the engine names none.
-        owner: address of the service that wrote this.
-        written_ms: wall clock, since 1970.
-        released: the owner has let go of the replica, and decides nothing more for it.
-        process: random number of the process that wrote this: after a restart another one may have the same address.
+        epoch: the latest engine life.
+        incarnation: incarnation of the page memory of the log; random if the engine states none.
+        owner: address of the service that wrote the record.
+        written_ms: Unix time in milliseconds.
+        released: the owner has released the replica.
+        process: random number of the process that wrote the record: another process may reuse its address.
     """
 
     name: str
@@ -47,21 +47,21 @@ class ReplicaRecord:
 
     @property
     def log(self) -> LogName:
-        """Where its entries are."""
+        """The log of its entries."""
         return LogName(self.name, namespace_of(self.registration), self.incarnation)
 
 
 def namespace_of(registration: Registration) -> bytes:
-    """16 bytes that differ for registrations whose entries cannot be mixed."""
+    """16 bytes that differ between registrations with incompatible entries."""
     spec = wire.encode_spec(registration.spec).SerializeToString(deterministic=True)
-    told = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for part in (registration.namespace_digest, registration.num_ranks.to_bytes(4, "little"), spec):
-        told.update(len(part).to_bytes(4, "little") + part)
-    return told.digest()
+        digest.update(len(part).to_bytes(4, "little") + part)
+    return digest.digest()
 
 
 def pack_record(record: ReplicaRecord) -> bytes:
-    """The bytes of a record."""
+    """Encode a record."""
     registration = record.registration
     content = {
         "name": record.name,
@@ -81,7 +81,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
 
 
 def unpack_record(raw: bytes) -> ReplicaRecord:
-    """The record of these bytes; raises RecordRefused."""
+    """Decode a record. Raises RecordRefused."""
     body = bytes(unseal(REGISTRATION, raw))
     try:
         content = json.loads(body)
@@ -91,7 +91,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             _number(content["num_ranks"], 1 << 32),
             _bytes(content["namespace"]),
             tuple(wire.decode_plan(plan) for plan in plans),
-            str(content.get("registered_by", "")),  # records of earlier versions name nobody
+            str(content.get("registered_by", "")),  # records of earlier versions have no owner
         )
         return ReplicaRecord(
             str(content["name"]),
@@ -101,7 +101,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
             str(content["owner"]),
             _number(content["written_ms"], 1 << 64),
             bool(content.get("released", False)),
-            _number(content.get("process", 0), 1 << 64),  # records of earlier versions name none
+            _number(content.get("process", 0), 1 << 64),  # records of earlier versions have none
         )
     except (ValueError, KeyError, TypeError, DecodeError, InvalidArgument, binascii.Error) as error:
         raise RecordRefused(Refusal.IMPOSSIBLE, f"{type(error).__name__}: {error}") from error

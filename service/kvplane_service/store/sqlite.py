@@ -1,7 +1,7 @@
 """A store in one SQLite file, in WAL mode: a chunk is a row.
 
-The file is ours by its application id; its user version is the version of the tables. Both are read before anything is
-written, so that a foreign or newer file is left as it is.
+The application id marks a file of kvplane; the user version is the version of the tables. Both are read before anything
+is written, so that a foreign or newer file stays unchanged.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _log = logging.getLogger(__name__)
 APPLICATION_ID = 0x6B767073  # "kvps"
 TABLES_VERSION = 1
 BUSY_TIMEOUT_S = 5.0
-_WAL_PAGES = 256  # the write-ahead log is folded into the file every megabyte
+_WAL_PAGES = 256  # checkpoint the write-ahead log every megabyte
 # Of SQLite's file format: user version at byte 60, application id at 68, the first page's kind and cells at 100.
 _MAGIC = b"SQLite format 3\0"
 _HEAD_BYTES = 108
 _VERSION_AT = struct.Struct(">60x i 4x i")
 _LEAF_PAGE = b"\x0d"
-_MAKE_WRITABLE = "make the file and its folder writable for this user"
+_MAKE_WRITABLE = "make the file and its directory writable for this user"
 _TABLES = """
 CREATE TABLE log (id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE) STRICT;
 CREATE TABLE chunk (log INTEGER NOT NULL, seq INTEGER NOT NULL, raw BLOB NOT NULL, UNIQUE (log, seq)) STRICT;
@@ -50,14 +50,14 @@ class SqliteStore:
     """Implements IndexStore. One connection, used by one thread at a time."""
 
     def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S, read_only: bool = False) -> None:
-        """Open the file, or make it.
+        """Open the file, or create it.
 
-        A damaged one is kept beside and begun anew. With `read_only` the file must be there, and stays as it is.
+        A damaged one is renamed and replaced by an empty one. With `read_only` the file must exist and stays unchanged.
 
         Raises:
-            StoreForeign, StoreNewer: it is not ours, or newer than we are.
-            StoreReadOnly: it, or its folder, cannot be written.
-            NotFound: there is none, and nothing may be written.
+            StoreForeign, StoreNewer: the file is of another program, or of a newer kvplane.
+            StoreReadOnly: the file or its directory cannot be written.
+            NotFound: there is no file, with `read_only`.
         """
         self._path = path
         self._busy_timeout_s = busy_timeout_s
@@ -75,33 +75,33 @@ class SqliteStore:
             except sqlite3.Error as error:
                 if not _is_damage(error):
                     raise
-                self._begin_anew()
+                self._replace_damaged()
 
     def _open(self) -> None:
         self._connection = sqlite3.connect(
             self._path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
         )
         run = self._connection.execute
-        with self._writing():  # before WAL mode, so that the file's header says whose it is
+        with self._writing():  # before WAL mode, so that the header of the file has the application id
             if run("PRAGMA application_id").fetchone()[0] == 0:
                 for statement in _TABLES.split(";"):
                     run(statement)
                 run(f"PRAGMA application_id = {APPLICATION_ID}")
                 run(f"PRAGMA user_version = {TABLES_VERSION}")
         run("PRAGMA journal_mode = WAL")
-        run("PRAGMA synchronous = NORMAL")  # the last writes may be lost with the machine: they cost hits, no truth
+        run("PRAGMA synchronous = NORMAL")  # a crash of the machine may lose the last writes, which only costs hits
         run(f"PRAGMA wal_autocheckpoint = {_WAL_PAGES}")
         run(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
 
-    def _begin_anew(self) -> None:
-        """Keep what is damaged beside, in place of what was kept there before, and go on with an empty file."""
+    def _replace_damaged(self) -> None:
+        """Rename the damaged file, replacing an earlier one, and continue with an empty file."""
         self._connection.close()
-        beside = f"{self._path}.damaged"
+        renamed = f"{self._path}.damaged"
         for end in ("", "-wal"):
             if (part := Path(f"{self._path}{end}")).exists():
-                part.replace(f"{beside}{end}")
+                part.replace(f"{renamed}{end}")
         Path(f"{self._path}-shm").unlink(missing_ok=True)
-        _log.warning("%s is damaged: it is %s now, and a new one is begun", self._path, beside)
+        _log.warning("%s is damaged: it is renamed to %s, and replaced by an empty file", self._path, renamed)
         self._open()
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
@@ -170,7 +170,7 @@ class SqliteStore:
             self._connection.execute("DELETE FROM record WHERE replica = ?", (replica,))
 
     def keep_alive(self, log: LogName) -> None:
-        """See IndexStore; a file forgets nothing in time."""
+        """See IndexStore; nothing expires in a file."""
         del log
 
     def close(self) -> None:
@@ -184,13 +184,13 @@ class SqliteStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """One transaction, undone when it fails."""
+        """A transaction, rolled back on failure."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
             self._connection.execute("COMMIT")
         finally:
-            if self._connection.in_transaction:  # it failed; a full disk has ended it already
+            if self._connection.in_transaction:  # it failed; a full disk has already ended it
                 self._connection.execute("ROLLBACK")
 
     @contextmanager
@@ -199,12 +199,12 @@ class SqliteStore:
             yield
         except (sqlite3.Error, OSError) as error:
             if _is_damage(error) and not self._read_only:
-                self._begin_anew()
+                self._replace_damaged()
             raise _named(self._path, error) from error
 
 
 def _open_to_read(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
-    """A file that nobody has open is taken to stay as it is: to read it otherwise is to write beside it."""
+    """Open for reading. A file without a write-ahead log is immutable: else SQLite would create files next to it."""
     if not path.exists():
         raise NotFound(f"there is no file {path}", field="store", remedy="name the file of a service")
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
@@ -213,7 +213,7 @@ def _open_to_read(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
 
 
 def _check_file(path: Path) -> None:
-    """Raise StoreForeign or StoreNewer. Only the file's header is read: to open a database is to write beside it."""
+    """Raise StoreForeign or StoreNewer. Reads only the header: opening a database creates files next to it."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if not head:
@@ -223,25 +223,25 @@ def _check_file(path: Path) -> None:
     is_new = is_empty and application == version == 0
     if not head.startswith(_MAGIC) or not (application == APPLICATION_ID or is_new):
         raise StoreForeign(
-            f"{path} was written by another program", field="store", remedy="name another file; it was not touched"
+            f"{path} was written by another program", field="store", remedy="name another file; it was not changed"
         )
     if version > TABLES_VERSION:
         raise StoreNewer(
-            f"{path} has tables of version {version}, this service knows {TABLES_VERSION}",
+            f"{path} has tables of version {version}, this service supports {TABLES_VERSION}",
             field="store",
-            remedy="run a newer kvplane, or name another file; it was not touched",
+            remedy="run a newer kvplane, or name another file; it was not changed",
         )
 
 
 def _check_writable(path: Path) -> None:
-    """Raise StoreReadOnly: SQLite itself would read such a file, and fail when it is written."""
+    """Raise StoreReadOnly early: SQLite would open such a file, and fail at the first write."""
     for place in (path, path.parent):
         if place.exists() and not os.access(place, os.W_OK):
             raise StoreReadOnly(f"{place} is read-only", field="store", remedy=_MAKE_WRITABLE)
 
 
 def _is_damage(error: Exception) -> bool:
-    """Whether the file, which had been taken for ours, cannot be one."""
+    """True if the error means that the file is damaged."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
     return code == sqlite3.SQLITE_IOERR_SHORT_READ or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -250,9 +250,9 @@ def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     text = f"{path}: {error}"
     if _is_damage(error):
-        return StoreDamaged(text, field="store", remedy="look at the disk; a new file is begun, the old one is beside")
+        return StoreDamaged(text, field="store", remedy="check the disk; the damaged file was renamed")
     if code == sqlite3.SQLITE_FULL:
-        return StoreFull(text, field="store", remedy="make room on the disk; allocation goes on meanwhile")
+        return StoreFull(text, field="store", remedy="free space on the disk; allocation continues meanwhile")
     if code in (
         sqlite3.SQLITE_READONLY,
         sqlite3.SQLITE_CANTOPEN,
@@ -260,4 +260,4 @@ def _named(path: Path, error: sqlite3.Error | OSError) -> Exception:
         sqlite3.SQLITE_AUTH,
     ) or isinstance(error, PermissionError):
         return StoreReadOnly(text, field="store", remedy=_MAKE_WRITABLE)
-    return StoreUnavailable(text, field="store", remedy="look at the disk; allocation goes on meanwhile")
+    return StoreUnavailable(text, field="store", remedy="check the disk; allocation continues meanwhile")

@@ -1,7 +1,7 @@
-"""Writes behind: takes chunks from the journals and gives them to the store, beside the event loop.
+"""Writes chunks of the journals to the store in the background.
 
-The hot path never waits for it. While the store is away the writer tries again with growing pauses; what changes
-meanwhile waits in the journals, which shed it at their bound. So nothing here is queued, and catching up needs no care.
+The hot path never waits for it. While the store is unavailable the writer retries with increasing pauses; changes stay
+in the journals, which shed them at their bound. So the writer has no queue, and no special case to catch up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Pauses and bounds of the writer."""
+    """Pauses and bounds of the writer, from the configuration."""
 
     flush_ms: int
     lag_entries: int
@@ -38,14 +38,14 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the writer does not make itself, so that a simulation can.
+class Runtime:
+    """Dependencies of the durable side on the process, which a simulation replaces.
 
     Attributes:
         clock: monotonic nanoseconds.
-        sleep: of the event loop.
-        offload: runs what would hold the event loop.
-        jitter: draws from [0, 1).
+        sleep: asyncio.sleep, in seconds.
+        offload: runs a blocking call off the event loop.
+        jitter: random number in [0, 1).
     """
 
     clock: Callable[[], int]
@@ -56,77 +56,77 @@ class Surroundings:
 
 @dataclass(slots=True)
 class Watch:
-    """One replica: its journal, and the record that the store keeps of it.
+    """A watched replica: its journal and its record.
 
     Attributes:
-        record: packs the record as it is now.
-        settled: waits until the core may be read.
-        superseded: called when another process wrote the log, with the number of such a chunk; whether all is written
-            again now.
-        record_due: it has changed since it was stored.
+        record: encodes the current record.
+        idle: waits until the core may be read.
+        superseded: called with the number of a chunk that another process wrote to the log; True if all entries will
+            be written again.
+        record_due: the record has changed since it was stored.
     """
 
     journal: ReplicaJournal
     record: Callable[[], bytes]
-    settled: Callable[[], Awaitable[None]]
+    idle: Callable[[], Awaitable[None]]
     superseded: Callable[[int], Awaitable[bool]]
     record_due: bool = True
     renewed_ns: int = 0
 
 
 class StoreWriter:
-    """Keeps the store up to date with every replica that it watches."""
+    """Writes the changes of every watched replica to the store."""
 
-    def __init__(self, store: IndexStore, limits: Limits, around: Surroundings) -> None:
+    def __init__(self, store: IndexStore, limits: Limits, runtime: Runtime) -> None:
         self.store = store
         self._limits = limits
-        self._around = around
+        self._runtime = runtime
         self._watched: dict[str, Watch] = {}
-        self._drops: dict[str, LogName] = {}  # records and logs to forget, by the log's text
-        self._gone: dict[str, None] = {}  # replicas whose records are to be forgotten
+        self._drops: dict[str, LogName] = {}  # logs to delete, by the log's text
+        self._gone: dict[str, None] = {}  # replicas whose records are to be deleted
         self._failures = 0
         self._problem = ""
         self._away_since_ns: int | None = None
         self._pause_s = 0.0
-        self._one_at_a_time = asyncio.Lock()  # who lets go of a replica writes all out, beside the loop
+        self._one_at_a_time = asyncio.Lock()  # a release writes all pending changes, concurrently with the loop
 
-    # -- what is watched ---------------------------------------------------------------------------------------------
+    # -- watched replicas --------------------------------------------------------------------------------------------
 
     def watch(self, name: str, watch: Watch) -> None:
-        """Keep a replica in the store from now on."""
+        """Start writing a replica to the store."""
         self._gone.pop(name, None)
         self._watched[name] = watch
 
     def leave(self, name: str) -> Watch | None:
-        """Follow a replica no longer; the store keeps what it has."""
+        """Stop writing a replica; its data stay in the store."""
         return self._watched.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """The replica was deregistered: the store shall forget it."""
+        """Delete a deregistered replica from the store."""
         watch = self.leave(name)
         if watch is not None:
             self.drop(watch.journal.log)
             self._gone[name] = None
 
     def drop(self, log: LogName) -> None:
-        """The store shall forget a log. When too many wait the oldest is left to its time to live."""
+        """Delete a log from the store. If too many deletions are pending, the oldest log is left to expire."""
         self._drops[str(log)] = log
         if len(self._drops) > _MAX_DROPS:
             del self._drops[next(iter(self._drops))]
 
     def is_recorded(self, name: str) -> bool:
-        """Whether the store has the replica's record as it is now."""
+        """True if the store has the current record of the replica."""
         return name in self._watched and not self._watched[name].record_due
 
     def record_changed(self, name: str) -> None:
-        """Store the replica's record anew."""
+        """Mark the replica's record to be stored again."""
         if name in self._watched:
             self._watched[name].record_due = True
 
-    # -- what is shown -----------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def report(self, name: str | None = None) -> StoreReport:
-        """How the store is, for one replica or for all together."""
+        """State of the store for one replica, or for all."""
         watched = [self._watched[name]] if name in self._watched else [] if name else list(self._watched.values())
         lags = [watch.journal.lag for watch in watched]
         lag_ms = max((lag.waiting_ns for lag in lags), default=0) // _NS_PER_MS
@@ -139,13 +139,13 @@ class StoreWriter:
         return StoreReport(state, entries, lag_ms, left, self._failures, self._problem)
 
     def check_answers(self) -> None:
-        """Raise StoreUnavailable at once while the store does not answer: the loop alone asks it again."""
+        """Raise StoreUnavailable at once while the store does not answer: only the loop retries it."""
         if self._away_since_ns is not None:
-            away_s = (self._around.clock() - self._away_since_ns) // 10**9
+            away_s = (self._runtime.clock() - self._away_since_ns) // 10**9
             raise StoreUnavailable(
                 f"the store has not answered for {away_s} s",
                 field="store",
-                remedy="look at the server; allocation goes on meanwhile",
+                remedy="check the server; allocation continues meanwhile",
             )
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -154,28 +154,28 @@ class StoreWriter:
         """Write until cancelled."""
         while True:
             pause_s = self._pause_s or self._limits.flush_ms / 1000
-            await self._around.sleep(pause_s)
+            await self._runtime.sleep(pause_s)
             await self.write_all()
 
     async def write_all(self) -> bool:
-        """Store everything that waits; False when the store failed meanwhile, and the rest waits for the next time."""
+        """Store all pending changes. False if the store failed; the rest stays pending."""
         try:
             async with self._one_at_a_time:
                 if self._away_since_ns is not None:
-                    await self.store.open()  # there may be nothing to write
-                await self._forget_dropped()
+                    await self.store.open()  # checks the store even if nothing is pending
+                await self._delete_dropped()
                 while await self._write_round():
                     pass
         except STORE_ERRORS as error:
             self.note_failure(error)
             longer_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) or _FIRST_PAUSE_S
-            self._pause_s = longer_s * (1.0 - self._around.jitter() / 2)
+            self._pause_s = longer_s * (1.0 - self._runtime.jitter() / 2)
             return False
         self.note_success()
         return True
 
     async def write_record(self, name: str) -> None:
-        """Store a replica's record now, if the store answers; if not, the loop goes on trying."""
+        """Store a replica's record now if the store answers; otherwise the loop will."""
         watch = self._watched.get(name)
         if watch is not None and self._away_since_ns is None:
             try:
@@ -184,14 +184,14 @@ class StoreWriter:
                 self.note_failure(error)
 
     async def _write_round(self) -> bool:
-        """One chunk of each replica, in turn, so that none waits for another's backlog; False when there was none."""
+        """Write one chunk of each replica, so that none waits for another's backlog. False if there was none."""
         any_left = False
         for name, watch in list(self._watched.items()):
             if self._watched.get(name) is watch:
                 await self._write_record(name, watch)
-                await watch.settled()
+                await watch.idle()
             if self._watched.get(name) is not watch:
-                continue  # another service has it: it was given up before, or while its record was written
+                continue  # given up to another service, before or while its record was written
             journal = watch.journal
             batch = journal.take()
             if batch is None:
@@ -209,8 +209,8 @@ class StoreWriter:
         return any_left
 
     async def _write_record(self, name: str, watch: Watch) -> None:
-        """The record before chunks of its epoch, and now and then so that the store does not forget in time."""
-        now = self._around.clock()
+        """Store the record before chunks of its epoch, and periodically, before it expires."""
+        now = self._runtime.clock()
         renew = now - watch.renewed_ns > self._limits.ttl_ms * _NS_PER_MS // _RENEWALS_PER_TTL
         if not (watch.record_due or renew):
             return
@@ -220,11 +220,11 @@ class StoreWriter:
             await self.store.put_record(name, record)
             await self.store.keep_alive(watch.journal.log)
             is_stored = True
-        finally:  # it failed, or who waits for it was cancelled
+        finally:  # it failed, or the caller was cancelled
             watch.record_due |= not is_stored
         watch.renewed_ns = now
 
-    async def _forget_dropped(self) -> None:
+    async def _delete_dropped(self) -> None:
         for text, log in list(self._drops.items()):
             await self.store.drop(log)
             self._drops.pop(text, None)
@@ -234,18 +234,18 @@ class StoreWriter:
             self._gone.pop(name, None)
 
     def note_failure(self, error: KvplaneError) -> None:
-        """A call of the store failed, whoever made it."""
+        """Record a failed call of the store, of any caller."""
         if not self._problem:
-            _log.warning("the store cannot be used, allocation goes on: %s", error)
+            _log.warning("the store cannot be used, allocation continues: %s", error)
         self._failures += 1
         self._problem = str(error)
         if not isinstance(error, StoreUnavailable):
             self._away_since_ns = None
         elif self._away_since_ns is None:
-            self._away_since_ns = self._around.clock()
+            self._away_since_ns = self._runtime.clock()
 
     def note_success(self) -> None:
-        """The store answers, and has all that it was given."""
+        """Record that the store answers."""
         if self._problem:
-            _log.info("the store is back")
+            _log.info("the store is available again")
         self._problem, self._pause_s, self._away_since_ns = "", 0.0, None
