@@ -412,14 +412,14 @@ def wait_for_the_store(_: Real) -> Real:
     return do
 
 
-def settle_at_any_time(_: Real) -> Real:
+def flush_without_deadline(_: Real) -> Real:
     """Answer a registration only when it is stored."""
 
-    async def settle(self: Any, name: str) -> None:
+    async def flush(self: Any, name: str) -> None:
         if self._writer is not None and self.is_read:
             await self._writer.write_record(name)
 
-    return settle
+    return flush
 
 
 def release_first(real: Real) -> Real:
@@ -706,7 +706,7 @@ TWINS: dict[str, Twin] = {
         "a store call ends by its deadline",
         (
             Patch(f"{SERVICE}.store.offloaded:Offloaded._do", wait_for_the_store),
-            Patch(f"{SERVICE}.store.keeper:Keeper.settle", settle_at_any_time),
+            Patch(f"{SERVICE}.store.keeper:Keeper.flush", flush_without_deadline),
         ),
     ),
     "releases before notices": Twin(

@@ -110,7 +110,7 @@ def test_the_past_of_a_recovered_replica_is_not_recorded(kvplane, tmp_path):
             assert "store: ok, 0 changes pending, 0 of " in ask("describe", "r")
             (tmp_path / "prompt").write_text(str(prompt))
             question = ("explain", "r", "--tokens", str(tmp_path / "prompt"))
-            assert "the engine of r has not come back" in ask(*question)
+            assert "the engine of r has not reconnected" in ask(*question)
             with client.session("r"):
                 assert "cause: not recorded: " in ask(*question)
                 errors = ask("record", "r", str(tmp_path / "log"))
@@ -189,5 +189,5 @@ def test_a_restart_ends_a_session_without_remember(tmp_path):
             session = client.session("r", remember=False)
             process.kill()
             process.wait()
-        with serving(*settings, listen=address), pytest.raises(KvplaneError, match="started anew"):
+        with serving(*settings, listen=address), pytest.raises(KvplaneError, match="was restarted"):
             session.apply(kvplane.Part())

@@ -409,7 +409,7 @@ def test_a_service_without_a_store_reports_it_as_off():
 def test_a_session_without_a_revival_ends():
     world, _, session = used_world()
     world.restart()
-    with pytest.raises(ServiceRestarted, match="started anew"):
+    with pytest.raises(ServiceRestarted, match="was restarted"):
         session.apply(Part())
     with pytest.raises(StaleEpoch):
         session.apply(Part())
