@@ -346,7 +346,7 @@ def take_for_a_cancelled_task(_: Real) -> Real:
     return on_stream
 
 
-def use_and_believe(_: Real) -> Real:
+def use_broken_streams(_: Real) -> Real:
     """Assume that an interrupted action leaves the stream intact."""
 
     def use(self: Any, action: Any) -> Any:
@@ -545,7 +545,7 @@ TWINS: dict[str, Twin] = {
         (
             Patch("kvplane.aio.transport:GrpcTransport._within", leave_the_stream_as_it_is),
             Patch("kvplane.aio.transport:GrpcTransport._on_stream", take_for_a_cancelled_task),
-            Patch("kvplane.session.machine:SessionMachine._use", use_and_believe),
+            Patch("kvplane.session.machine:SessionMachine._use", use_broken_streams),
             Patch("kvplane.session.machine:SessionMachine.interrupted", do_nothing),
         ),
     ),

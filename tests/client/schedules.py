@@ -1,7 +1,7 @@
 """The session's machine against a minimal model of a service, through every schedule of a few calls and faults.
 
-There is no thread, loop or gRPC. At each action of the machine something is chosen: it succeeds, or one of the things
-that can befall it happens. `every_schedule` tries all choices with at most so many faults.
+There is no thread, loop or gRPC. At each action of the machine a choice is made: it succeeds, or one of its possible
+faults happens. `every_schedule` tries all choices with a limited number of faults.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from kvplane.sansio.retry import Attempts, RetryPolicy
 from kvplane.session.machine import Open, SessionMachine, _Sending
 from kvplane.session.state import SessionState
 from tests.client.schedules import ATTEMPTS, Cancelled, World, every_schedule, opened_world
-from tests.twins import use_and_believe
+from tests.twins import use_broken_streams
 
 SCRIPTS = [
     ("submit", "receive"),
@@ -206,7 +206,7 @@ def begin_with_nothing(self, opened):
 
 REOPEN = SessionMachine._reopen
 WEAKENED = {
-    "interrupted streams are used": (SessionMachine, "_use", use_and_believe(SessionMachine._use)),
+    "interrupted streams are used": (SessionMachine, "_use", use_broken_streams(SessionMachine._use)),
     "interrupted steps are withdrawn": (_Sending, "__exit__", withdraw_in_any_case),
     "refusals outlive their stream": (SessionMachine, "_reopen", remember_the_refusal),
     "unanswered steps are not sent again": (SessionState, "resumed", begin_with_nothing),

@@ -191,7 +191,7 @@ class Resume:
     computed: list[int] = field(default_factory=list)  # leading tokens whose pages are written
     launch_end: list[int] = field(default_factory=list)  # default computed: tokens of the last launch, drafts included
     num_prompt: list[int] = field(default_factory=list)  # default all tokens: its number of tokens when first admitted
-    single_group_hit: list[int] = field(default_factory=list)  # default 0: as the admission told
+    single_group_hit: list[int] = field(default_factory=list)  # default 0: as the admission reported
     loading: list[int] = field(default_factory=list)  # default 0; 1 = a load still fills its pages
     num_cached_blocks: list[int] = field(default_factory=list)  # default up to the last key: leading blocks, per group
     num_blocks: list[int] = field(default_factory=list)  # entries of the table of each group, row by row
