@@ -62,7 +62,7 @@ def test_drift_of_generated_code_is_named(contract):
     done = drift(contract)
     assert done.returncode == 1
     assert {"missing: admin_pb2.pyi", "differs: step_pb2.py"} < set(done.stdout.splitlines())
-    assert "left over, its .proto has gone: old_pb2.py" in done.stdout
+    assert "left over, its .proto is missing: old_pb2.py" in done.stdout
     assert "make proto" in done.stdout
 
 
