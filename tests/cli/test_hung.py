@@ -64,4 +64,4 @@ def test_a_service_starts_while_its_store_hangs_and_reads_it_later(tmp_path):
             assert (states["r3"], states["r4"], states["new"], states["r9"]) == (recovering, live, idle, recovering)
             assert session.apply(Part()).seq == 3, "a session opened meanwhile continues"
             wait_until(lambda: all(one.is_well for one in examine(service.address)), "the service is well")
-        assert "without what is stored until the store is back" in service.log.read_text()
+        assert "serving without stored entries until it recovers" in service.log.read_text()

@@ -150,7 +150,7 @@ def test_events_follow_resumes_after_a_lost_connection(service):
 def test_events_after_an_unreached_batch_are_refused(service, kvplane):
     code, _, errors = kvplane("events", "r", "--after", "99", "--service", service.address)
     assert code == 2
-    assert "batch 99 has not been reached" in errors
+    assert "99 is above the last batch" in errors
 
 
 def test_explain_a_request(ask):
