@@ -90,7 +90,7 @@ def _changed(real: Any, change: Callable[[Real], Real]) -> Any:
 def recover_whatever_is_stored(real: Real) -> Real:
     """Take stored stamps as the stamps of the memory; the newest entries come first."""
 
-    def regain(self: Any, tables: Any, stored: Any) -> Any:
+    def verify_entries(self: Any, tables: Any, stored: Any) -> Any:
         entries, stamps = list(stored), dict[int, int]()
         for one in entries:
             for block, stamp in zip(one.block, one.stamp, strict=True):
@@ -98,7 +98,7 @@ def recover_whatever_is_stored(real: Real) -> Real:
         blocks = range(self.spec.num_blocks)
         return real(self, [[stamps.get(block, 0) for block in blocks] for _ in tables], entries)
 
-    return regain
+    return verify_entries
 
 
 def keep_what_is_executed(real: Real) -> Real:
@@ -187,7 +187,7 @@ def free_when_silent(real: Real) -> Real:
 
     def expire(self: Any) -> None:
         if self.state.value == "lapsed":
-            deque(self.replica.ledger.abandon(), 0)
+            deque(self.replica.tracker.abandon(), 0)
         real(self)
 
     return expire
@@ -198,8 +198,8 @@ def release_held_at_resume(real: Real) -> Real:
 
     async def open_session(self: Any, request: Any, *given: Any) -> Any:
         opened = await real(self, request, *given)
-        for slot in list(self.replica.ledger.held):
-            self.replica.ledger.release_held(slot, 0)
+        for slot in list(self.replica.tracker.held):
+            self.replica.tracker.release_held(slot, 0)
         return opened
 
     return open_session
@@ -522,11 +522,11 @@ def end_loads_with_the_part(real: Real) -> Real:
     """A row with tokens does not end a load if its request is preempted later in the part."""
 
     def preempt(self: Any, slot: int) -> None:
-        self._ledger.end_loads = lambda slots: None
+        self._tracker.end_loads = lambda slots: None
         try:
             real(self, slot)
         finally:
-            del self._ledger.end_loads
+            del self._tracker.end_loads
 
     return preempt
 
@@ -556,7 +556,7 @@ TWINS: dict[str, Twin] = {
     "no stamp check": Twin(
         "a key is hit after a restart only if the page memory still has its stamp",
         (
-            Patch(f"{CORE}.replica:Replica.regain", recover_whatever_is_stored),
+            Patch(f"{CORE}.replica:Replica.verify_entries", recover_whatever_is_stored),
             Patch(f"{CORE}.replica:Replica.end_epoch", keep_what_is_executed),
         ),
     ),
@@ -627,12 +627,12 @@ TWINS: dict[str, Twin] = {
         "launches that read the blocks of a load count as those that write them",
         (
             Patch(f"{CORE}.managers.base:GroupManager._give_up", release_unread),
-            Patch(f"{CORE}.ledger:Ledger._note_use", note_writers),
+            Patch(f"{CORE}.in_flight:InFlightTracker._note_use", note_writers),
         ),
     ),
     "load into a block of the hit": Twin(
         "a block that the hit names, and that the load's request got for another position, is written by the load",
-        (Patch(f"{CORE}.ledger:Ledger._loaded_blocks", without_hit),),
+        (Patch(f"{CORE}.in_flight:InFlightTracker._loaded_blocks", without_hit),),
     ),
     "a process that continues trims the log": Twin(
         "a process that was stopped drops no chunk of the one that took its replica over",
@@ -659,7 +659,7 @@ TWINS: dict[str, Twin] = {
     ),
     "a load outlives its row": Twin(
         "a step sent whole and one sent row by row end the same loads",
-        (Patch(f"{CORE}.program:Program._preempt", end_loads_with_the_part),),
+        (Patch(f"{CORE}.step_applier:StepApplier._preempt", end_loads_with_the_part),),
     ),
     "orders end when they are given": Twin(
         "zeroes and copies are done when the device has done them",

@@ -162,7 +162,7 @@ class _Replayed:
 
     def _fitting(self, part: Part) -> Part:
         """The part without references to blocks and holds of the recorded pool."""
-        held = [slot for slot in part.cache.released if slot in self._replica.ledger.held]
+        held = [slot for slot in part.cache.released if slot in self._replica.tracker.held]
         cache = Cache(part.cache.failed_steps, [], held, part.cache.reset)
         return replace(part, facts=self._fitting_facts(part.facts), cache=cache, resume=None)
 

@@ -22,7 +22,7 @@ from kvplane.session.rows import AdmitRow, FactRow, NewsRow, RunRow, part_of
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.cli.query import checks
 from kvplane_service.config import Config
-from kvplane_service.core.program import PATIENT_ROWS
+from kvplane_service.core.step_applier import PATIENT_ROWS
 from kvplane_service.runtime.executors import Executor
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.offloaded import Offloaded

@@ -44,7 +44,7 @@ OPTIONS = {
     "max_concurrent_batches": "max_concurrent_batches",
     "retention_interval": "retention_interval",
     "enable_prefix_caching": "prefix_caching",
-    "eagle_drop": "drop_draft_block",
+    "eagle_drop": "drops_last_block",
 }
 # The layers already say both: their block size, and how states are cached.
 IMPLIED = {"block_size", "mamba_cache_mode", "memory_bytes"}

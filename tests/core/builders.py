@@ -35,7 +35,7 @@ from kvplane.base.step import (
 from kvplane_service.core import inspect
 from kvplane_service.core.keys import Key
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.managers.base import Query
+from kvplane_service.core.managers.questions import Query
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
@@ -123,14 +123,14 @@ def fake_digest(number: int) -> bytes:
     return number.to_bytes(32, "big")
 
 
-def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drop_last: bool = False, **changes: Any) -> str:
+def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drops_last_block: bool = False, **changes: Any) -> str:
     """What one group's look-up finds, drawn: "x" a cached block, "." none, "0" a null block.
 
     Args:
         group: the only group that has a say.
         cached: which blocks of the prefix are in the pool.
         max_tokens: longest hit asked for; 0 = all that are drawn.
-        drop_last: the last matched block is dropped, as for draft layers.
+        drops_last_block: the last matched block is dropped, as for draft layers.
     """
     spec = replica_spec(group, full(lookup_class=10), num_blocks=len(cached) + 1, **changes)
     manager = Replica(spec).coordinator.managers[0]
@@ -140,7 +140,7 @@ def find_in(group: GroupSpec, cached: str, max_tokens: int = 0, drop_last: bool 
         if mark == "x":
             (block,) = manager.pool.take(1)
             manager.pool.register(block, Key("", 0, made[(index + 1) * per_block - 1]), (index + 1) * size)
-    (row,), length = manager.find(Query(made, "", (0,), max_tokens or len(cached) * size, drop_last, INSIDE))
+    (row,), length = manager.find(Query(made, "", (0,), max_tokens or len(cached) * size, drops_last_block, INSIDE))
     assert length <= len(row) * size < length + size
     return "".join("0" if block == 0 else "x" for block in row)
 

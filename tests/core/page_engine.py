@@ -111,7 +111,7 @@ class RandomEngine(RandomScheduler):
         """What each slot has, by slot: for cells."""
         if self.cells is None:
             return {}
-        held, coordinator = self.replica.ledger.held, self.replica.coordinator
+        held, coordinator = self.replica.tracker.held, self.replica.coordinator
         live = [slot for slot in SLOTS if self.replica.requests.is_live(slot)]
         return {slot: held.get(slot) or [b for table in coordinator.tables(slot) for b in table] for slot in live}
 
@@ -214,7 +214,7 @@ class RandomEngine(RandomScheduler):
         for row in self.pending[-1].rows:
             if row.loaded < row.start:
                 written = self._transfer(row.tables, row.script, row.loaded, row.start).blocks(self.spec)
-                unknown = written.difference(self.replica.ledger.filling.get(self.seq, ()))
+                unknown = written.difference(self.replica.tracker.filling.get(self.seq, ()))
                 assert not unknown, f"step {self.seq} loads blocks {unknown} of slot {row.life[0]}, which are not noted"
         loads = [(slot, one.load) for slot, one in self.requests.items() if one.load is not None]
         for slot, load in loads:

@@ -8,7 +8,7 @@ import pytest
 
 from kvplane.base.groups import AlignSpec
 from kvplane.base.step import UNLIMITED, Budget, Facts, Part, RowFlag, Run
-from kvplane_service.core import program
+from kvplane_service.core import step_applier
 from tests.core.builders import Engine, admit_row, full, run_rows, state, tokens
 
 ALIGNED = AlignSpec(8, 4096)
@@ -64,7 +64,7 @@ def starved(order: tuple[int, int], budget: int, steps: int, waits: bool = False
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_prompt_that_finds_less_than_a_state_block_in_step_after_step_is_counted(waits):
     """It waits as in the reference, as long as the rows in front of it go on."""
-    patience = program.PATIENT_ROWS
+    patience = step_applier.PATIENT_ROWS
     engine = starved((0, 1), budget=8, steps=patience, waits=waits)
     assert (engine.computed(1), engine.replica.counters.starved_chunks) == (0 if waits else 8, 0)
     engine = starved((0, 1), budget=8, steps=patience + 3, waits=waits)
@@ -77,14 +77,14 @@ def test_a_prompt_that_finds_less_than_a_state_block_in_step_after_step_is_count
 
 @pytest.mark.parametrize(("order", "budget"), [((1, 0), 8), ((0, 1), 9)])
 def test_a_prompt_is_not_starved_where_its_row_comes_first_or_a_block_fits_behind(order, budget):
-    engine = starved(order, budget, steps=program.PATIENT_ROWS * 2)
+    engine = starved(order, budget, steps=step_applier.PATIENT_ROWS * 2)
     assert (engine.computed(1), engine.replica.counters.starved_chunks) == (40, 0)
 
 
 def test_a_prompt_that_had_room_meanwhile_has_waited_for_nothing():
-    engine = starved((0, 1), budget=8, steps=program.PATIENT_ROWS)
+    engine = starved((0, 1), budget=8, steps=step_applier.PATIENT_ROWS)
     engine.step(Part(run=run_rows(1), budget=Budget(tokens=8)))
-    for _ in range(program.PATIENT_ROWS):
+    for _ in range(step_applier.PATIENT_ROWS):
         facts = Facts([0], appended=[1], tokens=tokens("d"))
         engine.step(Part(facts=facts, run=run_rows(0, 1), budget=Budget(tokens=8)))
     assert engine.replica.counters.starved_chunks == 0
@@ -111,7 +111,7 @@ def test_a_decoding_row_is_not_looked_at(monkeypatch, columns):
     def look(*_: object) -> int:
         raise AssertionError("a decoding row was looked at")
 
-    monkeypatch.setattr(program, "align_chunk", look)
+    monkeypatch.setattr(step_applier, "align_chunk", look)
     for _ in range(30):
         computed = engine.computed(0)
         facts = Facts([0], computed=[computed], appended=[1], tokens=tokens("b"))
@@ -134,5 +134,5 @@ def test_the_quiet_zone_decides_nothing(seed):
         facts = Facts([0], appended=[grown], tokens=tokens(text[known : known + grown])) if grown else Facts()
         run = Run([0], cap=rng.choice([[], [1], [2], [3], [100]]), extra=rng.choice([[], [], [0], [2]]))
         part = Part(facts=facts, run=run, budget=Budget(tokens=rng.choice([UNLIMITED, 1, 2, 3])))
-        asked.replica.requests.wake(0)
+        asked.replica.requests.invalidate_fast_path(0)
         assert quiet.step(part) == asked.step(part)

@@ -12,7 +12,6 @@ import pytest
 from kvplane.base.errors import InvalidArgument
 from kvplane.base.step import Cache, End, Facts, Part, Resume, RowFlag, Step
 from kvplane_service.core import inspect
-from kvplane_service.core.image import image_of, replica_of
 from kvplane_service.core.replica import Replica
 from tests.core.builders import (
     GRANTED,
@@ -25,6 +24,7 @@ from tests.core.builders import (
     state,
     window,
 )
+from tests.core.image import image_of, replica_of
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import MIXES
 from tests.twins import weakened
@@ -55,7 +55,7 @@ def with_a_load(how: Callable[[Engine], object] = lambda engine: None) -> Engine
 
 def failed(engine: Engine) -> None:
     """The request is preempted under its load: its pages stay with that."""
-    engine.replica.ledger.preempt(1, engine.seq)
+    engine.replica.tracker.preempt(1, engine.seq)
 
 
 # -- which blocks are held ---------------------------------------------------------------------------------------------

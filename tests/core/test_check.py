@@ -127,7 +127,7 @@ def further_key_without_a_primary(engine):
 
 def tentative_key_that_nobody_accounts_for(engine):
     engine.pool.key_step[1] = 99
-    return "block 1: its key waits for step 99, which does not know of it"
+    return "block 1: its key waits for step 99, which has no record of it"
 
 
 def two_blocks_with_one_stamp(engine):
@@ -154,12 +154,12 @@ def waiting_request_with_blocks(engine):
 
 def held_flag_without_blocks(engine):
     engine.replica.requests.held[0] = True
-    return "slot 0: what a transfer needs is not kept, or kept too long"
+    return "slot 0: blocks of a transfer are not held, or held too long"
 
 
 def held_blocks_without_a_flag(engine):
     engine.replica.requests.held[1] = False
-    return "slot 1: what a transfer needs is not kept, or kept too long"
+    return "slot 1: blocks of a transfer are not held, or held too long"
 
 
 def busy_block_that_is_free(engine):
@@ -260,7 +260,7 @@ def test_a_snapshot_shows_the_allocator():
 
 def change_by_one(engine):
     """Each way of differing that later decisions can depend on, and no other way sees."""
-    pool, requests, ledger = engine.pool, engine.replica.requests, engine.replica.ledger
+    pool, requests, tracker = engine.pool, engine.replica.requests, engine.replica.tracker
     manager = engine.replica.coordinator.managers[0]
     key = pool.key[1]
     yield lambda: pool.free.rebuild(reversed(list(pool.free)))
@@ -278,9 +278,9 @@ def change_by_one(engine):
     yield lambda: manager.num_retired.__setitem__(0, 1)
     yield lambda: manager.has_allocated.__setitem__(0, False)
     yield lambda: manager.copies.append((1, 3))
-    yield lambda: ledger.adoptions.setdefault(9, []).append((1, (0, 1)))
-    yield lambda: ledger.waiting.append((9, []))
-    yield lambda: ledger.filling.setdefault(9, []).append(3)
+    yield lambda: tracker.adoptions.setdefault(9, []).append((1, (0, 1)))
+    yield lambda: tracker.waiting.append((9, []))
+    yield lambda: tracker.filling.setdefault(9, []).append(3)
     yield lambda: pool.busy.add(9)
     yield lambda: requests.content[0].digests.append(b"x")
 
@@ -328,7 +328,7 @@ def test_a_snapshot_tells_the_length_of_every_prefix():
 
 
 def drop_an_untouched_row(pool):
-    pool.untouched.take(1)
+    pool.lazy_keys.take(1)
     return "in one of table and column alone"
 
 
@@ -338,7 +338,7 @@ def touch_without_a_row_taken(pool):
 
 
 def miscount_rows(pool):
-    pool.untouched.num_keys += 1
+    pool.lazy_keys.num_keys += 1
     return "2 rows, the count says 3"
 
 
@@ -353,12 +353,12 @@ def hold_an_untouched_block(pool):
     return "block 1: 1 references, 0 holders"
 
 
-UNTOUCHED_FAULTS = [
+LAZY_KEY_FAULTS = [
     drop_an_untouched_row, touch_without_a_row_taken, miscount_rows, hide_a_row, hold_an_untouched_block,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", UNTOUCHED_FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", LAZY_KEY_FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_among_keys_that_came_back_is_seen(fault):
     engine = Engine(full())
     engine.serve(0, "aaaabbbbc")
@@ -374,24 +374,24 @@ def test_a_fault_among_keys_that_came_back_is_seen(fault):
 
 def books(engine):
     """Each a fault in what is noted beside tables and keys."""
-    requests, ledger = engine.replica.requests, engine.replica.ledger
+    requests, tracker = engine.replica.requests, engine.replica.tracker
     state_manager = engine.replica.coordinator.managers[0]
     yield "tokens in flight", lambda: requests.in_flight.__setitem__(0, 3)
     yield "a later grant", lambda: requests.granted_step.__setitem__(0, engine.seq + 1)
-    yield "is executed", lambda: ledger.adoptions.__setitem__(1, [])
-    yield "is executed", lambda: ledger.tentative.__setitem__(1, [])
-    yield "fences", lambda: ledger.waiting.append((engine.seq + 1, []))
-    yield "fences", lambda: ledger.waiting.append((1, []))
-    yield "beside its table", lambda: state_manager._stopped_at.__setitem__(0, {9: 4})
-    yield "beside its table", lambda: state_manager._stopped_at.__setitem__(0, {0: 400})
-    yield "beside its table", lambda: state_manager.last_state.__setitem__(0, 40)
-    yield "quiet too long", lambda: requests.quiet_until.__setitem__(0, 400)
+    yield "is executed", lambda: tracker.adoptions.__setitem__(1, [])
+    yield "is executed", lambda: tracker.tentative.__setitem__(1, [])
+    yield "fences", lambda: tracker.waiting.append((engine.seq + 1, []))
+    yield "fences", lambda: tracker.waiting.append((1, []))
+    yield "notes of group 0 are wrong", lambda: state_manager._stopped_at.__setitem__(0, {9: 4})
+    yield "notes of group 0 are wrong", lambda: state_manager._stopped_at.__setitem__(0, {0: 400})
+    yield "notes of group 0 are wrong", lambda: state_manager.last_state.__setitem__(0, 40)
+    yield "wrong bounds", lambda: requests.fast_path_until.__setitem__(0, 400)
     yield "needs a block", lambda: widen(requests)
 
 
 def widen(requests):
-    requests.quiet_until[0] = requests.blocks_until[0] = 400
-    requests.keys_from[0] = 500
+    requests.fast_path_until[0] = requests.alloc_bound[0] = 400
+    requests.register_bound[0] = 500
 
 
 @pytest.mark.parametrize("number", range(11))
@@ -408,11 +408,11 @@ def test_a_fault_in_the_books_is_found(number):
 def test_a_held_block_is_never_handed_out():
     engine = Engine(full())
     engine.pool.references[1] = 1
-    with pytest.raises(AssertionError, match="handed out and held"):
+    with pytest.raises(AssertionError, match="in the free list and has references"):
         engine.pool.take(1)
 
 
 def test_no_block_waits_for_a_step_that_was_not_sent():
     engine = Engine(full())
     with pytest.raises(AssertionError, match="was not sent"):
-        engine.replica.ledger.release_later([1], 9)
+        engine.replica.tracker.release_later([1], 9)

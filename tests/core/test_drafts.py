@@ -61,12 +61,12 @@ def test_a_drop_repeats_only_when_another_group_has_shortened_the_candidate():
 def test_a_group_of_the_same_format_drops_with_it():
     """Groups of one format are looked up jointly; that only one of them holds draft layers changes nothing."""
     engine = Engine(window(8, is_draft=True, drops_last_block=True), full(), window(8))
-    assert [manager.drops for manager in engine.replica.coordinator.managers] == [True, False, True]
+    assert [manager.drops_last_block for manager in engine.replica.coordinator.managers] == [True, False, True]
 
 
 def test_states_are_not_dropped():
     """Draft models have no recurrent layers: dropping would only lose the state."""
-    assert find_in(state(), "xxxx", drop_last=True) == "000x"
+    assert find_in(state(), "xxxx", drops_last_block=True) == "000x"
     engine = Engine(state(), full(drops_last_block=True))
     engine.admit(0, TEXT, cap=8)
     engine.run(0, cap=4)

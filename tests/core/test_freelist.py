@@ -28,7 +28,7 @@ def test_pop_takes_from_the_front(count):
 
 
 def test_more_than_there_are_is_a_bug_of_the_caller():
-    with pytest.raises(AssertionError, match="5 blocks asked, 4 free"):
+    with pytest.raises(AssertionError, match="5 blocks requested, 4 free"):
         FreeList(5).pop(5)
 
 

@@ -17,11 +17,11 @@ from kvplane.base.step import Admit, Cache, News, Part, PartResult, Resume, Run,
 from kvplane.session.rows import ResumeRow, resume_of
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.image import Image, image_of, replica_of
 from kvplane_service.core.replica import Replica
 from kvplane_service.core.setup import states_for_drafts
 from tests.core.builders import admit_row, full, replica_spec, state, tokens
 from tests.core.follower import Followed
+from tests.core.image import Image, image_of, replica_of
 from tests.core.page_engine import RandomEngine
 from tests.core.test_page_contents import MIXES, run
 
@@ -40,7 +40,7 @@ def settle(engine: RandomEngine) -> None:
     for slot in (slot for slot in requests.slots() if requests.running[slot]):
         for manager in coordinator.managers:
             manager.release_skipped(slot, requests.computed[slot])
-        requests.wake(slot)
+        requests.invalidate_fast_path(slot)
     for request in engine.requests.values():
         if request.load is not None:
             request.load.after = request.load.seq = 0  # executed, and of another epoch than what comes
@@ -174,7 +174,9 @@ def use(replica: Replica, epoch: int) -> None:
         part = Part(run=Run(running, extra=[states_for_drafts(replica.spec) or 0] * len(running)), admit=Admit(waiting))
         replica.apply(Step(epoch, seq, [part], executed_through=seq - 1))
         inspect.check(replica)
-    replica.apply(Step(epoch, seq + 1, [Part(cache=Cache(released=sorted(replica.ledger.held)))], executed_through=seq))
+    replica.apply(
+        Step(epoch, seq + 1, [Part(cache=Cache(released=sorted(replica.tracker.held)))], executed_through=seq)
+    )
     inspect.check(replica)
 
 
@@ -260,7 +262,7 @@ def test_an_image_comes_first_and_alone():
     with pytest.raises(InvalidArgument, match="alone"):
         replica.apply(mixed)
     replica.apply(image_step(ROW))
-    with pytest.raises(InvalidArgument, match="given out"):
+    with pytest.raises(InvalidArgument, match="allocated blocks already"):
         replica.apply(image_step(replace(ROW, slot=[2], blocks=[8, 9, 10]), 4))
 
 

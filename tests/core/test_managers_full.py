@@ -102,5 +102,5 @@ def test_a_lookup_goes_left_to_right_until_a_miss():
     assert find_in(full(), "xx.x") == "xx"
     assert find_in(full(), ".xxx") == ""
     assert find_in(full(), "xxxx", max_tokens=11) == "xx"
-    assert find_in(full(), "xxxx", drop_last=True) == "xxx"
-    assert find_in(full(), "....", drop_last=True) == ""
+    assert find_in(full(), "xxxx", drops_last_block=True) == "xxx"
+    assert find_in(full(), "....", drops_last_block=True) == ""

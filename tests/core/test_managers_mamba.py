@@ -215,7 +215,7 @@ def test_the_deepest_state_is_the_hit(cached, found):
 
 
 def test_a_state_is_never_dropped_for_drafts():
-    assert find_in(state(), "xxxx", drop_last=True) == "000x"
+    assert find_in(state(), "xxxx", drops_last_block=True) == "000x"
 
 
 def test_a_state_at_no_common_boundary_is_of_no_use():

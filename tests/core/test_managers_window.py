@@ -185,7 +185,7 @@ def test_the_blocks_that_a_window_reaches_back(tokens, needed):
     [("xxxx", "0xx"), ("xxx.", "xx"), ("xx..", "x"), ("x...", ""), (".xx.", ""), (".xxx", "0xx"), ("x.xx", "")],
 )
 def test_dropping_the_last_block_needs_one_more_and_gives_one_less(cached, found):
-    assert find_in(window(8), cached, drop_last=True) == found
+    assert find_in(window(8), cached, drops_last_block=True) == found
 
 
 def test_a_hit_ends_at_a_boundary_that_all_groups_share():

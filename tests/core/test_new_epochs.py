@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvplane.base.stamps import MAX_COUNTER
 from kvplane.base.step import CacheEvent, End, EventKind, RemoveReason
-from kvplane_service.core import dropping, freelist, inspect, ledger
+from kvplane_service.core import dropping, freelist, in_flight, inspect
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.keys import NULL_BLOCK
 from kvplane_service.core.replica import Replica
@@ -31,17 +31,17 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """Small pools have many slices, too."""
-    for module in (dropping, freelist, ledger):
+    for module in (dropping, freelist, in_flight):
         monkeypatch.setattr(module, "SLICE_BLOCKS", 3)
-    monkeypatch.setattr(ledger, "_SLICE_REQUESTS", 1)
+    monkeypatch.setattr(in_flight, "_SLICE_REQUESTS", 1)
 
 
 def begin_block_by_block(replica, epoch, table):
     """The specification."""
     pool = replica.coordinator.pool
-    for _ in replica.ledger.abandon():
+    for _ in replica.tracker.abandon():
         pass
-    replica.ledger.close()
+    replica.tracker.close()
     for block in [block for block, key in enumerate(pool.key) if key is not None]:
         proven = block < len(table) and table[block] == pool.stamp[block] != 0
         if not table:

@@ -244,5 +244,5 @@ def test_a_group_that_is_never_cached_does_not_matter():
 
 def test_drafts_drop_one_hash_unit():
     """12 tokens found, 10 left: they lie in all three blocks. Without partial hits a whole block goes."""
-    assert find_in(full(4), "xxx", drop_last=True, hash_block_size=2, partial_hits=True) == "xxx"
-    assert find_in(full(4), "xxx", drop_last=True, hash_block_size=2) == "xx"
+    assert find_in(full(4), "xxx", drops_last_block=True, hash_block_size=2, partial_hits=True) == "xxx"
+    assert find_in(full(4), "xxx", drops_last_block=True, hash_block_size=2) == "xx"

@@ -103,7 +103,7 @@ def test_retention_in_whole_scheduler_blocks_is_taken(interval):
 
 
 def test_retention_in_broken_blocks_is_refused():
-    with pytest.raises(InvalidArgument, match="retention_interval: 100 tokens are no whole blocks"):
+    with pytest.raises(InvalidArgument, match="retention_interval: 100 tokens are not whole blocks"):
         plan(FINE_AND_COARSE, retention_interval=100)
 
 
@@ -115,10 +115,10 @@ def test_retention_without_window_or_state_is_refused_and_zero_is_ignored():
 
 def test_the_block_that_drafts_drop_must_hold_all_drafts_of_a_step():
     layers = named(f=(1, full()))
-    plan(layers, drop_draft_block=True, prefill_lookahead=16)
+    plan(layers, drops_last_block=True, prefill_lookahead=16)
     plan(layers, prefill_lookahead=17)
     with pytest.raises(InvalidArgument, match="prefill_lookahead: 17 drafts exceed a block of 16"):
-        plan(layers, drop_draft_block=True, prefill_lookahead=17)
+        plan(layers, drops_last_block=True, prefill_lookahead=17)
 
 
 @pytest.mark.parametrize("spec", [window(), chunked()])

@@ -283,14 +283,14 @@ def test_a_draft_layer_joins_its_like_and_marks_the_group_only_when_drafts_drop_
     layers = (*named(f=(3, full()), w=(3, window())), Layer("draft", full(), is_draft=True))
     assert names(plan(layers)) == ["f.0 f.1 f.2 draft", "w.0 w.1 w.2"]
     assert [group.is_draft for group in plan(layers).groups] == [False, False]
-    assert [group.is_draft for group in plan(layers, drop_draft_block=True).groups] == [True, False]
+    assert [group.is_draft for group in plan(layers, drops_last_block=True).groups] == [True, False]
 
 
 def test_a_state_model_whose_draft_layers_are_not_marked_is_warned_of():
     layers = named(f=(1, full()), m=(1, state()))
-    assert codes(plan(layers, drop_draft_block=True)) == [WarningCode.NO_DRAFT_LAYERS]
+    assert codes(plan(layers, drops_last_block=True)) == [WarningCode.NO_DRAFT_LAYERS]
     marked = (replace(layers[0], is_draft=True), layers[1])
-    assert codes(plan(marked, drop_draft_block=True)) == []
+    assert codes(plan(marked, drops_last_block=True)) == []
 
 
 # Bad layers
@@ -316,5 +316,5 @@ def test_one_name_for_different_layers_of_two_workers_is_refused():
 
 
 def test_a_plan_needs_a_worker():
-    with pytest.raises(InvalidArgument, match="workers: there is none"):
+    with pytest.raises(InvalidArgument, match="workers: there are no workers"):
         plan_cache([], PlanOptions())

@@ -78,14 +78,14 @@ def test_groups_of_one_format_are_looked_up_jointly():
 
 def test_drafts_make_their_groups_and_those_of_equal_format_drop_a_block():
     layers = (*named(f=(1, full()), w=(2, window())), Layer("d", window(), is_draft=True))
-    groups = groups_of(layers, drop_draft_block=True)
+    groups = groups_of(layers, drops_last_block=True)
     assert [group.layer_names for group in groups] == [("f.0",), ("w.0",), ("w.1",), ("d",)]
     assert [group.is_draft for group in groups] == [False, False, False, True]
     assert [group.drops_last_block for group in groups] == [False, True, True, True]
 
 
 def test_when_no_layer_is_known_to_be_a_draft_every_group_drops():
-    groups = groups_of(named(f=(1, full()), w=(1, window())), drop_draft_block=True)
+    groups = groups_of(named(f=(1, full()), w=(1, window())), drops_last_block=True)
     assert [(group.is_draft, group.drops_last_block) for group in groups] == [(False, True)] * 2
 
 
@@ -140,7 +140,7 @@ def recorded_plan(header) -> CachePlan:
     options = PlanOptions(
         max_model_len=arguments["max_model_len"],
         max_batched_tokens=arguments["max_in_flight_tokens"],
-        drop_draft_block=arguments["use_eagle"],
+        drops_last_block=arguments["use_eagle"],
         dcp_size=arguments["dcp_world_size"],
     )
     groups = tuple(

@@ -60,7 +60,7 @@ def test_what_changes_the_table_wakes_the_request(move):
     engine = Engine(full(), num_blocks=6)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
-    assert engine.replica.requests.quiet_until[0] == 8, "its block has so many slots"
+    assert engine.replica.requests.fast_path_until[0] == 8, "its block has so many slots"
     if move == "fact":
         engine.fact(0, computed=5)
     elif move == "commit":
@@ -69,7 +69,7 @@ def test_what_changes_the_table_wakes_the_request(move):
         engine.extend(0, "b" * 90)
     else:
         engine.preempt(0)
-    assert engine.replica.requests.quiet_until[0] == 0
+    assert engine.replica.requests.fast_path_until[0] == 0
 
 
 def test_a_full_block_wakes_nobody_before_its_hash_is_known():
@@ -133,7 +133,7 @@ def test_a_prefill_has_no_quiet_zone():
     """Its boundaries matter to retention; chunks are few."""
     engine = Engine(state(), full(), num_blocks=30)
     engine.admit(0, "a" * 20, cap=3)
-    assert engine.replica.requests.quiet_until[0] == 0
+    assert engine.replica.requests.fast_path_until[0] == 0
 
 
 def decode_step(replica, letter):
@@ -158,7 +158,7 @@ def test_forgetting_it_changes_nothing(mix, data):
         executed = max(0, quiet.seq - data.draw(st.integers(0, 2)))
         executed = max(executed, quiet.replica.executed_through)
         for slot in awake.replica.requests.slots():
-            awake.replica.requests.wake(slot)
+            awake.replica.requests.invalidate_fast_path(slot)
         assert quiet.send(part, executed) == awake.send(part, executed)
         assert inspect.digest(quiet.replica) == inspect.digest(awake.replica)
 

@@ -16,7 +16,7 @@ from kvplane import wire
 from kvplane_service.core import inspect
 from kvplane_service.core.entries import Entries, KeyRun
 from kvplane_service.core.keys import Key
-from kvplane_service.core.regained import Recovered
+from kvplane_service.core.recovery import RecoveryOutcome
 from kvplane_service.core.replica import Replica
 from tests.core.builders import GRANTED, Engine, digests, fake_digest, full, sinks, state, window
 
@@ -89,8 +89,8 @@ def test_everything_published_hits_again(groups):
 def test_nothing_comes_back_without_the_stamps_of_the_memory():
     engine = engine_after(full())
     stored = engine.replica.entries()
-    assert recover(engine, [stored]) == Recovered(0, 3, 0, 0)
-    assert recover(engine, [stored], [0] * 101) == Recovered(0, 3, 0, 0)
+    assert recover(engine, [stored]) == RecoveryOutcome(0, 3, 0, 0)
+    assert recover(engine, [stored], [0] * 101) == RecoveryOutcome(0, 3, 0, 0)
     assert engine.keyed() == []
 
 
@@ -109,7 +109,7 @@ def test_a_key_of_a_step_that_was_not_executed_is_not_told():
     engine.executed = 0
     engine.admit(0, PROMPT)
     assert len(engine.replica.entries()) == 0
-    assert engine.replica.entries([1]).bare_block == [1]
+    assert engine.replica.entries([1]).unkeyed_block == [1]
     engine.executed = 1
     engine.run(0, text="d")
     assert sorted(engine.replica.entries().block) == [1, 2, 3]
@@ -121,7 +121,7 @@ def test_an_entry_of_another_page_content_is_unproven():
     engine.serve(1, "zzzzy")
     engine.idle()
     outcome = recover(engine, [stored], memory(engine))
-    assert outcome == Recovered(2, 1, 0, 0), "one block was handed out again"
+    assert outcome == RecoveryOutcome(2, 1, 0, 0), "one block was handed out again"
     assert engine.outside("zzzzy") == 0
 
 
@@ -222,16 +222,16 @@ def test_a_block_that_the_pool_holds_for_ever_gets_no_key():
 def test_keys_become_objects_when_their_blocks_are_touched():
     engine = engine_after(full(), prompts=(PROMPT, "xxxxyyyyz"))
     recover(engine, [engine.replica.entries()], memory(engine))
-    assert engine.pool.count_untouched() == 5
+    assert engine.pool.count_lazy_keys() == 5
     assert engine.outside(PROMPT) == 12
-    assert engine.pool.count_untouched() == 5, "a look-up touches nothing"
+    assert engine.pool.count_lazy_keys() == 5, "a look-up touches nothing"
     engine.admit(0, PROMPT)
-    assert engine.pool.count_untouched() == 2
+    assert engine.pool.count_lazy_keys() == 2
     engine.cache(evicted=[engine.pool.find("", (0,), digests(engine.spec, "xxxx")[0])[0]])
-    assert (engine.pool.count_untouched(), engine.outside("xxxxyyyyz")) == (1, 0)
+    assert (engine.pool.count_lazy_keys(), engine.outside("xxxxyyyyz")) == (1, 0)
     engine.end(0)
     engine.cache(reset=True)
-    assert (engine.pool.untouched, engine.keyed(), engine.pool.count_keys()) == (None, [], 0)
+    assert (engine.pool.lazy_keys, engine.keyed(), engine.pool.count_keys()) == (None, [], 0)
 
 
 def test_content_that_is_computed_again_lies_beside_what_came_back():
@@ -255,7 +255,7 @@ def test_what_came_back_is_evicted_and_told_as_ever():
     removed = [event.hashes[0] for event in engine.admit(0, "qqqqrrrrsssst").result.events if event.hashes]
     assert set(digests(engine.spec, PROMPT)[:3]) <= set(removed)
     inspect.check(engine.replica)
-    assert engine.pool.untouched is None
+    assert engine.pool.lazy_keys is None
 
 
 texts = st.text("ab", min_size=1, max_size=18)
@@ -265,7 +265,7 @@ def told(engine):
     """Keys and their blocks as the events say, and where each block begins that an event says it of."""
     blocks: list[tuple[Key, int]] = []
     starts: dict[int, int] = {}
-    for event in map(wire.decode_event, map(wire.encode_event, engine.replica.retold())):
+    for event in map(wire.decode_event, map(wire.encode_event, engine.replica.replay_events())):
         keys = [Key(event.domain, event.group, digest) for digest in event.hashes]
         blocks += zip(keys, event.blocks, strict=True)
         starts.update(zip(event.blocks, event.block_starts, strict=bool(event.block_starts)))

@@ -14,8 +14,8 @@ from kvplane.base.groups import AlignSpec, GroupSpec
 from kvplane.base.step import Budget, End, Facts, OnRefusal, Part, RowFlag, Watermark
 from kvplane_service.core import refusals
 from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.program import Program
 from kvplane_service.core.refusals import Refusals
+from kvplane_service.core.step_applier import StepApplier
 from tests.core.builders import (
     GRANTED,
     NO_ROOM,
@@ -55,7 +55,7 @@ def grow(engine, slot, text):
 @pytest.fixture
 def answered_twice(monkeypatch):
     """Each refusal from memory is held against the one that is given without."""
-    remembered, admit = Program._refused_before, Program.admit
+    remembered, admit = StepApplier._refused_before, StepApplier.admit
     rows_of = {}
 
     def note_rows(self, rows):
@@ -63,21 +63,21 @@ def answered_twice(monkeypatch):
         admit(self, rows)
         del rows_of[self]
 
-    def compare(self, row, slot, wish):
-        status = remembered(self, row, slot, wish)
+    def compare(self, row, slot, terms):
+        status = remembered(self, row, slot, terms)
         if status is not None:
             REUSED[status.name] += 1
             result = self._result
-            hits, kept = result.admit_hit, result.admit_single_group_hit
-            first = status, hits[row], kept[row], self._requests.single_group_hit[slot]
+            column = self._requests.single_group_hit
+            remembered_answer = status, result.admit_hit[row], result.admit_single_group_hit[row], column[slot]
             unaligned = self.unaligned_chunks
-            again = self._admit_row(rows_of[self], row, slot, wish)
-            assert first == (again, hits[row], kept[row], self._requests.single_group_hit[slot])
+            again = self._admit_row(rows_of[self], row, slot, terms)
+            assert remembered_answer == (again, result.admit_hit[row], result.admit_single_group_hit[row], column[slot])
             assert unaligned == self.unaligned_chunks
         return status
 
-    monkeypatch.setattr(Program, "admit", note_rows)
-    monkeypatch.setattr(Program, "_refused_before", compare)
+    monkeypatch.setattr(StepApplier, "admit", note_rows)
+    monkeypatch.setattr(StepApplier, "_refused_before", compare)
 
 
 class Queue:

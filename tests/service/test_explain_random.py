@@ -84,12 +84,12 @@ class Model:
     def check(self, told: Explanation, place: Place, text: str, digests: list[bytes]) -> Cause:
         """The explanation is the model's. Of a request tokens are not known, so other salts are not looked at."""
         self.of_request = bool(told.seq)
-        why, lacking = told.why, told.account.lacking
-        if lacking is None:
+        why, missing = told.why, told.account.missing
+        if missing is None:
             expected = Cause.NOTHING if len(text) > SIZE else Cause.BELOW_ONE_BLOCK
             assert (why.cause, told.account.hit.num_tokens) == (expected, told.account.longest)
             return expected
-        key = (place.domain, lacking.group, digests[lacking.num_hashes - 1])
+        key = (place.domain, missing.group, digests[missing.num_hashes - 1])
         if key in self.present:
             assert why.cause is Cause.TENTATIVE
         elif key in self.gone:
@@ -97,8 +97,8 @@ class Model:
             assert why.cause in causes
             assert (why.by, why.seq) == ("" if why.cause is not Cause.EVICTED else by, seq)
         else:
-            kind = self.desk.world.host.replica.spec.groups[lacking.group].kind
-            assert why in set(self._of_others(place, text, (lacking.start, lacking.end), kind))
+            kind = self.desk.world.host.replica.spec.groups[missing.group].kind
+            assert why in set(self._of_others(place, text, (missing.start, missing.end), kind))
         return why.cause
 
     def _of_others(self, place: Place, text: str, span: tuple[int, int], kind: GroupKind) -> Iterator[Why]:

@@ -17,7 +17,7 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, OtherWr
 from kvplane.base.session import OpenRequest
 from kvplane.base.step import End, Part, Step
 from kvplane.session.rows import AdmitRow, FactRow, NewsRow, part_of
-from kvplane_service.core import dropping, freelist, inspect, ledger
+from kvplane_service.core import dropping, freelist, in_flight, inspect
 from kvplane_service.replicas import engine_lives as lives
 from kvplane_service.replicas.host import ReplicaState, UnaryStep
 from tests.core.follower import Follower
@@ -29,7 +29,7 @@ BLOCKS = 61
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """A turn of the event loop after every few blocks."""
-    for module in (dropping, freelist, ledger):
+    for module in (dropping, freelist, in_flight):
         monkeypatch.setattr(module, "SLICE_BLOCKS", 4)
     monkeypatch.setattr(lives, "SLICE_NS", 0)
 

@@ -32,7 +32,6 @@ from kvplane_replay import Engine, EngineConfig, Fleet
 from kvplane_replay.from_log import Outcome, replay_log
 from kvplane_replay.workloads import ChatShape, chat_workload
 from kvplane_service.config import Config
-from kvplane_service.core.image import image_of
 from kvplane_service.decisions.log import Decision
 from kvplane_service.decisions.recording import MAGIC, Frames, header_of, message_of, result_digest, write_frame
 from kvplane_service.decisions.text import operation_lines
@@ -41,6 +40,7 @@ from kvplane_service.registry import Registration, Registry
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.replicas.inprocess import InProcessTransport
 from tests.core.builders import full, replica_spec
+from tests.core.image import image_of
 from tests.service.hosts import HostWorld
 from tests.service.replaying import BUDGET, COST, SPECS
 

@@ -23,14 +23,14 @@ def test_other_replicas_are_answered_while_a_memory_is_compared(tmp_path, monkey
     with running(config) as service:
         service.register("a")
         service.open("a").step()
-    begun, may_end, real = threading.Event(), threading.Event(), Replica.regain
+    begun, may_end, real = threading.Event(), threading.Event(), Replica.verify_entries
 
-    def regain(self, *given):
+    def verify_entries(self, *given):
         begun.set()
         assert may_end.wait(WAIT_S)
         return real(self, *given)
 
-    monkeypatch.setattr(Replica, "regain", regain)
+    monkeypatch.setattr(Replica, "verify_entries", verify_entries)
     with running(config) as service, ThreadPoolExecutor() as pool:
         until(lambda: not service.describe("a").store.loading)
         opening = pool.submit(service.open, "a", stamp_table=column(*[0] * SPEC.num_blocks, size=8))
@@ -97,13 +97,13 @@ def test_memories_of_several_replicas_are_compared_at_the_same_time(tmp_path, mo
         for name in ("a", "b"):
             service.register(name)
             service.open(name).step()
-    both, real = threading.Barrier(2, timeout=WAIT_S), Replica.regain
+    both, real = threading.Barrier(2, timeout=WAIT_S), Replica.verify_entries
 
-    def regain(self, *given):
+    def verify_entries(self, *given):
         both.wait()
         return real(self, *given)
 
-    monkeypatch.setattr(Replica, "regain", regain)
+    monkeypatch.setattr(Replica, "verify_entries", verify_entries)
     with running(config) as service, ThreadPoolExecutor() as pool:
         until(lambda: not any(service.describe(name).store.loading for name in ("a", "b")))
         stamps = column(*[0] * SPEC.num_blocks, size=8)

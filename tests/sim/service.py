@@ -327,4 +327,4 @@ class Seen:
 def _held(host: ReplicaHost) -> str:
     """Blocks that requests hold."""
     coordinator, slots = host.replica.coordinator, host.replica.requests.slots()
-    return str([(slot, coordinator.tables(slot)) for slot in slots] + sorted(host.replica.ledger.held.items()))
+    return str([(slot, coordinator.tables(slot)) for slot in slots] + sorted(host.replica.tracker.held.items()))

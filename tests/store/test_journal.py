@@ -116,7 +116,7 @@ def test_an_evicted_block_is_written_as_unkeyed_once():
     engine.admit(1, "z" * 17)
     engine.flush()
     newest = load_log(engine.store, LOG).entries()[0]
-    assert len(newest.bare_block) == 3
+    assert len(newest.unkeyed_block) == 3
     engine.end(1)
     engine.idle()
     engine.flush()
@@ -292,7 +292,7 @@ def test_an_engine_life_without_keys_removes_all_entries(most, monkeypatch):
     engine.journal.note_life(Life(1, (), engine.replica.take_events(), 0))
     assert engine.journal.written.resyncs == (most == 2)
     engine.flush()
-    assert sorted(load_log(engine.store, LOG).entries()[0].bare_block) == [1, 2, 3]
+    assert sorted(load_log(engine.store, LOG).entries()[0].unkeyed_block) == [1, 2, 3]
 
 
 def test_a_resync_of_a_large_pool_pauses_in_unchanged_ranges(monkeypatch):
@@ -348,13 +348,13 @@ def test_unkeyed_entries_are_dropped_with_the_entries_they_revoke():
     engine.admit(1, "z" * 7500, flags=RowFlag.DELAY_CACHING)
     engine.flush()
     entries = load_log(engine.store, LOG).entries()
-    assert sum(len(one.bare_block) for one in entries) > 300
+    assert sum(len(one.unkeyed_block) for one in entries) > 300
     for turn in range(5000):
         engine.serve(2, f"{turn:04d}!")
         if turn % 50 == 0:
             engine.flush()
     live = set(engine.keyed())
-    bare = [block for one in load_log(engine.store, LOG).entries() for block in one.bare_block if block not in live]
+    bare = [block for one in load_log(engine.store, LOG).entries() for block in one.unkeyed_block if block not in live]
     assert bare == []
 
 

@@ -26,8 +26,8 @@ ENTRIES = Entries(
     num_tokens=[16, 32, 0],
     age=[1, 1, 2],
     digests=b"aaaabbbbcccc",
-    bare_block=[9],
-    bare_stamp=[77],
+    unkeyed_block=[9],
+    unkeyed_stamp=[77],
     used_block=[1, 2],
     used_age=[3, 3],
 )

@@ -160,13 +160,13 @@ def reopen(world, memory, **changes):
 def test_verified_entries_are_prepared_and_used_for_their_memory_only(changed, proofs, monkeypatch):
     world, memory, _ = used_world()
     world.restart()
-    calls, real = [], Replica.regain
+    calls, real = [], Replica.verify_entries
 
-    def regain(self, *given):
+    def verify_entries(self, *given):
         calls.append(given)
         return real(self, *given)
 
-    monkeypatch.setattr(Replica, "regain", regain)
+    monkeypatch.setattr(Replica, "verify_entries", verify_entries)
     ahead = OpenRequest(NAME, next(NONCES), stamp_table=tuple(memory.stamps))
     asyncio.run(world.life.host.prove_ahead(ahead, inline))
     assert (world.life.host.state, len(calls)) == (ReplicaState.RECOVERING, 1)

@@ -1,6 +1,7 @@
-"""The cache events of a part, in runs: keys that left blocks one after another are columns until somebody wants them.
+"""The cache events of a part. Consecutive removals are stored as columns and become single events on iteration.
 
-Every eviction of a full pool is an event, and nearly all who look at a step need only the columns: `runs_of`.
+With a full pool every allocation evicts, so a step may have thousands of removals. Most readers need only their
+columns: `runs_of`.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from kvplane_service.core.keys import Key
 
 
 class CacheEvents(Sequence[CacheEvent]):
-    """Events in the order in which they happened; a REMOVED event has one hash, a run of them as many as there are.
+    """Events in the order in which they happened. Iteration yields REMOVED events of one hash each.
 
     Attributes:
-        runs: in order; consecutive removals of one group and domain for one reason are one CacheEvent with lists.
+        runs: the same in order, with consecutive removals of one group, domain and reason as one CacheEvent.
     """
 
     __slots__ = ("_blocks", "_hashes", "_open", "runs")
 
     def __init__(self, runs: Iterable[CacheEvent] = ()) -> None:
         self.runs = list(runs)
-        self._open: tuple[str, int, RemoveReason] | None = None  # of the last run, while removals may join it
+        self._open: tuple[str, int, RemoveReason] | None = None  # of the last run, while further removals can join it
         self._hashes: list[bytes] = []
         self._blocks: list[int] = []
 
@@ -71,5 +72,5 @@ class CacheEvents(Sequence[CacheEvent]):
 
 
 def runs_of(events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
-    """The events in runs; a list of single events is that already."""
+    """The events in runs; a list of single events is returned unchanged."""
     return events.runs if isinstance(events, CacheEvents) else events

@@ -1,6 +1,6 @@
-"""Columns: arrays of the standard library, which are compact and fast one by one, and numpy's over the same bytes.
+"""Columns over all blocks of a pool: arrays of the standard library, and numpy views of the same bytes.
 
-A pool has a column for each thing that it knows of its blocks. numpy stays with what goes through all of them at once.
+Arrays are compact, and single entries are read and written fast. Passes over many entries use numpy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvplane.base.stamps import COUNTER_BITS, EPOCH_BITS, GENERATION_BITS, MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 
 U32, U64 = "I", "Q"  # type codes of columns
-SLICE_BLOCKS = 4096  # handled between two yields by what passes over many blocks: a few milliseconds at most
+SLICE_BLOCKS = 4096  # between two yields of a pass over many blocks: a few milliseconds at most
 
 _COUNTERS, _EPOCHS = np.uint64(MAX_COUNTER), np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
 _COUNTER_BITS, _GENERATION_BITS = np.uint64(COUNTER_BITS), np.uint64(GENERATION_BITS)
@@ -40,12 +40,12 @@ def column(code: str, values: npt.NDArray[Any]) -> array[int]:
 
 
 def words_of(values: Sequence[int]) -> Words:
-    """u64 values for numpy; those of a column are not copied."""
+    """These u64 values as a numpy array; a column is not copied."""
     return np.frombuffer(values if isinstance(values, array | memoryview) else array(U64, values), np.uint64)
 
 
 def behind_reset(stamps: Words, last_reset: int) -> Mask:
-    """Which of these stamps were given behind a reset; 0 = there was none."""
+    """Which of these stamps were issued after a reset; `last_reset` 0: there was none."""
     if not last_reset:
         return np.ones(len(stamps), np.bool_)
     generations = stamps >> _GENERATION_AT << _COUNTER_BITS
@@ -54,26 +54,26 @@ def behind_reset(stamps: Words, last_reset: int) -> Mask:
 
 
 def are_equal(some: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether these u64 values are those."""
+    """Whether two sequences of u64 values are equal."""
     return len(some) == len(others) and (some is others or bool((words_of(some) == words_of(others)).all()))
 
 
 def put_zeros(target: array[int], at: Sequence[int] | Ints) -> None:
-    """Make these entries 0."""
+    """Set these entries to 0."""
     np.frombuffer(target, target.typecode)[at] = 0
 
 
 def put_range(target: array[int], at: Ints, first: int) -> None:
-    """Number these entries from `first` on."""
+    """Set these entries to `first`, `first` + 1 and so on."""
     np.frombuffer(target, target.typecode)[at] = np.arange(first, first + len(at), dtype=target.typecode)
 
 
 def rows_in_order(values: Words) -> Ints:
-    """Numbers of the values from the least on; equal ones stay in order. `values` are overwritten."""
+    """Row numbers in ascending order of the values; equal values keep their order. Overwrites `values`."""
     bits = len(values).bit_length()
     if not len(values) or int(values.max()).bit_length() + bits > 64:
         return np.argsort(values, kind="stable")
-    values <<= np.uint64(bits)  # with the number in the low bits they can be sorted themselves, which is faster
+    values <<= np.uint64(bits)  # sorting words that carry their row number is faster than argsort
     values |= np.arange(len(values), dtype=np.uint64)
     values.sort()
     values &= np.uint64((1 << bits) - 1)

@@ -1,6 +1,6 @@
-"""Passes over many blocks at once, column by column: what their stamps prove, and taking their keys.
+"""Passes over many blocks of a pool, column by column: verifying stamps and removing keys.
 
-A million keys go in half a second; one block at a time takes several times as long.
+A million keys are removed in half a second; block by block takes several times as long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from kvplane.base.groups import NULL_BLOCK
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.columns import SLICE_BLOCKS, Ints, Words, behind_reset, words_of
-from kvplane_service.core.keys import UNTOUCHED, Key
+from kvplane_service.core.keys import LAZY_KEY, Key
 
 if TYPE_CHECKING:
     from kvplane_service.core.pool import BlockPool
@@ -23,7 +23,7 @@ _Lost: TypeAlias = tuple[str, int, Sequence[bytes], Sequence[int]]  # domain, gr
 
 
 def keyed_blocks(pool: BlockPool) -> Iterator[Ints]:
-    """Blocks that carry a key, ascending, in slices; each slice is looked for when its turn comes."""
+    """Blocks with a key, ascending, in slices; each slice is computed when it is requested."""
     num_tokens = np.frombuffer(pool.key_tokens, np.uint32)
     for start in range(0, pool.num_blocks, SLICE_BLOCKS):
         blocks = start + np.flatnonzero(num_tokens[start : start + SLICE_BLOCKS])
@@ -32,10 +32,10 @@ def keyed_blocks(pool: BlockPool) -> Iterator[Ints]:
 
 
 def confirm(pool: BlockPool, blocks: Ints, shown: Words) -> Ints:
-    """Those of these keyed blocks whose content is not proven; the keys of the others are of an executed step now.
+    """Split keyed blocks by what the page memory proves: returns the unproven, and publishes the keys of the others.
 
-    `shown`: stamps of the page memory by block. What is proven shows the pool's stamp, behind the last reset of the
-    memory, and its step was executed.
+    `shown`: stamps of the page memory, by block. A block is proven if the memory shows the pool's stamp, issued after
+    the memory's last reset, and the step that registered its key is executed.
     """
     within = blocks[: np.searchsorted(blocks, len(shown))]
     stamps, steps = np.frombuffer(pool.stamp, np.uint64), np.frombuffer(pool.key_step, np.uint64)
@@ -48,14 +48,14 @@ def confirm(pool: BlockPool, blocks: Ints, shown: Words) -> Ints:
 
 
 def any_key_has(pool: BlockPool, stamps: set[int], without: set[int]) -> bool:
-    """Whether a block with a key, other than `without`, has one of these stamps."""
+    """Whether a keyed block that is not in `without` has one of these stamps."""
     keyed = np.frombuffer(pool.key_tokens, np.uint32) > 0
     keyed[list(without)] = False
     return bool(np.isin(np.frombuffer(pool.stamp, np.uint64)[keyed], words_of(list(stamps))).any())
 
 
 def drop_all_keys(pool: BlockPool, blocks: Ints, reason: RemoveReason) -> None:
-    """As `BlockPool.drop_keys` for each of these blocks, which have keys; one event per domain and group."""
+    """As `BlockPool.drop_keys` for each of these keyed blocks; one event per domain and group."""
     for domain, group, digests, of_blocks in _unregister_all(pool, blocks.tolist()):
         if pool.with_events and of_blocks:
             event = CacheEvent(EventKind.REMOVED, group, digests, of_blocks, domain=domain, reason=reason)
@@ -79,8 +79,8 @@ def _unregister_all(pool: BlockPool, blocks: list[int]) -> Iterator[_Lost]:
         of_pair.append(block)
         digests.append(digest)
     for (domain, group), (of_pair, digests) in alike.items():
-        if (domain, group) == UNTOUCHED[:2]:
-            yield from pool.unregister_untouched(of_pair)
+        if (domain, group) == LAZY_KEY[:2]:
+            yield from pool.unregister_lazy_keys(of_pair)
             continue
         by_digest = pool.index[domain][group]
         entries = list(map(by_digest.pop, digests, repeat(None)))

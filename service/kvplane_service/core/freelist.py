@@ -1,4 +1,4 @@
-"""The free blocks in eviction order: an intrusive doubly linked list in two columns, every operation O(1) per block."""
+"""The free blocks in eviction order: a doubly linked list in two columns, with O(1) removal of any block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvplane_service.core.columns import SLICE_BLOCKS, U32, Ints, column
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """A whole free list, made at once.
+    """The links of a whole free list.
 
     Attributes:
-        following, previous: by block, and behind the blocks the sentinel.
+        following, previous: by block; the last entry is the sentinel's.
     """
 
     following: array[int]
@@ -34,11 +34,11 @@ class Links:
 
 
 class FreeList:
-    """Blocks that may be handed out, next victim first.
+    """Blocks that can be allocated, next victim first.
 
-    The order is the eviction policy: blocks without a key are freed to the front (they can never hit), blocks with a
-    key to the back, tail of the request first, so that the roots of prefixes live longest (vLLM's block pool does the
-    same).
+    The order is the eviction policy. Blocks without a key are freed to the front, since they can never hit; blocks with
+    a key to the back, the tail of the request first, so that the beginnings of prefixes are evicted last (as in vLLM's
+    block pool).
 
         sentinel -> next victim -> ... -> last freed -> sentinel        (sentinel = num_blocks)
     """
@@ -56,8 +56,8 @@ class FreeList:
             block = self._next[block]
 
     def pop(self, count: int) -> list[int]:
-        """Take the next `count` victims; the caller has checked that there are as many."""
-        assert count <= self.count, f"{count} blocks asked, {self.count} free"
+        """Remove the next `count` victims; the caller has checked that the list has them."""
+        assert count <= self.count, f"{count} blocks requested, {self.count} free"
         follow, sentinel = self._next, self._sentinel
         block = follow[sentinel]
         taken = []
@@ -70,7 +70,7 @@ class FreeList:
         return taken
 
     def remove(self, block: int) -> None:
-        """Take one given block out of the middle."""
+        """Remove one given block."""
         before, after = self._previous[block], self._next[block]
         self._next[before] = after
         self._previous[after] = before
@@ -85,23 +85,23 @@ class FreeList:
         self._insert(self._previous[self._sentinel], blocks)
 
     def rebuild(self, order: Iterable[int]) -> None:
-        """Become exactly `order`."""
+        """Set the list to `order`."""
         self._next[self._sentinel] = self._previous[self._sentinel] = self._sentinel
         self.count = 0
         self.append(list(order))
 
     def put_unkeyed_first(self, key: Sequence[object], num_keyed: int) -> Generator[None]:
-        """Put blocks without a key before those with one; in slices, between which the list is whole.
+        """Move blocks without a key in front of those with one; in slices, and the list is valid after each.
 
-        Goes from the back to the first block with a key, and moves what it met without one in front of that. So it
-        costs little where most keyed blocks are at the back, as `append` puts them; and if it is given up half way,
-        the keyed blocks have still kept their order.
+        Walks from the back to the first keyed block and moves the unkeyed blocks that it passed in front of that block.
+        This is cheap where most keyed blocks are at the back, as `append` puts them. Keyed blocks keep their order,
+        also when the generator is dropped half way.
 
         Args:
-            key: by block, None = it has none.
+            key: by block; None: the block has no key.
             num_keyed: free blocks with a key.
         """
-        behind: list[int] = []  # blocks without a key, last one first
+        behind: list[int] = []  # unkeyed blocks, last one first
         block, left = self._sentinel, num_keyed
         while left:
             for _ in range(SLICE_BLOCKS):
@@ -122,7 +122,7 @@ class FreeList:
             yield
 
     def replace(self, links: Links) -> None:
-        """Become what was linked elsewhere, for as many blocks; the columns are this list's from now on."""
+        """Replace the list by prebuilt links for as many blocks; takes ownership of the arrays."""
         self._next, self._previous, self.count = links.following, links.previous, links.count
 
     def _insert(self, before: int, blocks: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class FreeList:
         self.count += len(blocks)
 
     def check(self) -> set[int]:
-        """Prove that the links agree both ways and with the count; return the free blocks."""
+        """Assert that the links agree in both directions and with the count; returns the free blocks."""
         seen: set[int] = set()
         before = self._sentinel
         for block in self:

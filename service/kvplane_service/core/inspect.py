@@ -1,4 +1,4 @@
-"""Looking at a replica's whole state: proof of the invariants, digest, snapshot. Reads only."""
+"""A replica's whole state: check of its invariants, digest, snapshot. Changes nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvplane.base.groups import CommitRule
-from kvplane_service.core.keys import NULL_BLOCK, UNTOUCHED, Key
+from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
 from kvplane_service.core.pool import BlockPool
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.requests import QUIET_NEVER
+from kvplane_service.core.requests import NO_FAST_PATH
 
 
 @dataclass(frozen=True, slots=True)
 class CachedKey:
-    """One key of the prefix cache, and the tokens of the prefix that it names."""
+    """A key of the prefix cache, with the tokens of its prefix."""
 
     block: int
     key: Key
@@ -56,7 +56,7 @@ class Snapshot:
 
 
 def take_snapshot(replica: Replica) -> Snapshot:
-    """Everything, after `check`."""
+    """The whole state, after `check`."""
     check(replica)
     pool = replica.coordinator.pool
     usable = pool.num_blocks - 1
@@ -71,9 +71,9 @@ def take_snapshot(replica: Replica) -> Snapshot:
 
 
 def digest(replica: Replica) -> str:
-    """SHA-256 (hex) of all that later decisions can depend on. Equal operations give equal digests."""
-    pool, ledger, managers = replica.coordinator.pool, replica.ledger, replica.coordinator.managers
-    told = hashlib.sha256()
+    """SHA-256 (hex) of all state that later decisions can depend on. Equal operations give equal digests."""
+    pool, tracker, managers = replica.coordinator.pool, replica.tracker, replica.coordinator.managers
+    hashed = hashlib.sha256()
     state = (
         (replica.seq, pool.executed_through, pool.epoch, pool.generation, pool.last_counter),
         list(pool.free),
@@ -84,18 +84,18 @@ def digest(replica: Replica) -> str:
         pool.stamp,
         [_request_columns(replica, slot) for slot in replica.requests.slots()],
         [(manager.copies, manager.step_state()) for manager in managers],
-        sorted(ledger.held.items()),
+        sorted(tracker.held.items()),
         sorted(pool.busy),
-        list(ledger.waiting),
-        [sorted(book.items()) for book in (ledger.grants, ledger.tentative, ledger.adoptions, ledger.filling)],
+        list(tracker.waiting),
+        [sorted(book.items()) for book in (tracker.grants, tracker.tentative, tracker.adoptions, tracker.filling)],
     )
     for part in state:
-        told.update(repr(part).encode())
-    return told.hexdigest()
+        hashed.update(repr(part).encode())
+    return hashed.hexdigest()
 
 
 def check(replica: Replica) -> None:
-    """Prove the invariants; AssertionError names the one that does not hold."""
+    """Check the invariants; the AssertionError names the one that is violated."""
     free = replica.coordinator.pool.free.check()
     _check_references(replica, free)
     _check_keys(replica)
@@ -104,20 +104,20 @@ def check(replica: Replica) -> None:
     _check_books(replica)
     for slot in replica.requests.slots():
         if replica.requests.running[slot]:
-            _check_quiet_zone(replica, slot)
+            _check_fast_path(replica, slot)
 
 
 def _check_references(replica: Replica, free: set[int]) -> None:
-    """Every reference has a holder, and a block is free exactly when nobody holds it."""
+    """Every reference has a holder, and a block is free exactly when it has no holder."""
     pool = replica.coordinator.pool
     held: Counter[int] = Counter([*pool.reserved, *pool.busy])
     for manager in replica.coordinator.managers:
         for table in manager.table:
             held.update(block for block in table if block != NULL_BLOCK)
         held.update(block for pair in manager.copies for block in pair)
-    for blocks in replica.ledger.held.values():
+    for blocks in replica.tracker.held.values():
         held.update(blocks)
-    for _, blocks in replica.ledger.waiting:
+    for _, blocks in replica.tracker.waiting:
         held.update(blocks)
     del held[NULL_BLOCK]
     for block in range(1, pool.num_blocks):
@@ -134,11 +134,11 @@ def _check_references(replica: Replica, free: set[int]) -> None:
 
 
 def _check_keys(replica: Replica) -> None:
-    """The map leads from every key to its blocks and back."""
+    """The index has every key with its blocks, and no others."""
     pool = replica.coordinator.pool
     assert pool.key[NULL_BLOCK] is None, "the null block has a key"
     safe = replica.spec.commit is CommitRule.SAFE
-    _check_untouched(pool)
+    _check_lazy_keys(pool)
     seen = 0
     for key, blocks in _index(pool):
         assert len(set(blocks)) == len(blocks) > 0, f"key {key.digest.hex()}: blocks {blocks}"
@@ -150,30 +150,30 @@ def _check_keys(replica: Replica) -> None:
     for block, more in pool.more_keys.items():
         primary = pool.key[block]
         assert primary is not None and more, f"block {block}: further keys {more} without a primary one"
-        one_prefix = safe and replica.coordinator.managers[primary.group].holds_one_prefix
-        assert not one_prefix, f"block {block} holds one state and has {1 + len(more)} keys"
+        allowed = not safe or replica.coordinator.managers[primary.group].may_have_keys(1 + len(more))
+        assert allowed, f"block {block} holds one state and has {1 + len(more)} keys"
     assert pool.enable_caching or not pool.index, "keys without prefix caching"
     evictable = sum(1 for block in pool.free if pool.key[block] is not None)
     assert pool.num_evictable == evictable, f"{evictable} free blocks carry a key, the count says {pool.num_evictable}"
 
 
-def _check_untouched(pool: BlockPool) -> None:
-    """What came back from a store and was not touched is in the table alone, and what is there can be found."""
-    rows = dict(pool.untouched) if pool.untouched is not None else {}
-    unread = {block for block, key in enumerate(pool.key) if key is UNTOUCHED}
+def _check_lazy_keys(pool: BlockPool) -> None:
+    """Packed keys are in the key table only, and each can be found there."""
+    rows = dict(pool.lazy_keys) if pool.lazy_keys is not None else {}
+    unread = {block for block, key in enumerate(pool.key) if key is LAZY_KEY}
     assert unread == set(rows), f"keys of blocks {unread ^ set(rows)} are in one of table and column alone"
-    assert len(rows) == pool.count_untouched(), f"{len(rows)} rows, the count says {pool.count_untouched()}"
+    assert len(rows) == pool.count_lazy_keys(), f"{len(rows)} rows, the count says {pool.count_lazy_keys()}"
     for block, key in rows.items():
-        assert pool.references[block] == 0, f"block {block} is held and its key untouched"
+        assert pool.references[block] == 0, f"block {block} is held and has a lazy key"
         assert pool.blocks_of(key) == [block], f"key {key.digest.hex()} of block {block} leads to {pool.blocks_of(key)}"
-        assert block not in pool.more_keys, f"block {block} has further keys and an untouched one"
+        assert block not in pool.more_keys, f"block {block} has further keys and a lazy one"
 
 
 def _check_stamps(replica: Replica) -> None:
-    """No content version stands for two pages, and each key that waits for its step is in the ledger."""
-    pool, ledger = replica.coordinator.pool, replica.ledger
+    """No two blocks have one stamp, and every tentative key is recorded by the tracker."""
+    pool, tracker = replica.coordinator.pool, replica.tracker
     block_of: dict[int, int] = {}
-    accounted = {(seq, one.block) for seq, keys in ledger.tentative.items() for one in keys}
+    accounted = {(seq, one.block) for seq, keys in tracker.tentative.items() for one in keys}
     for block in range(1, pool.num_blocks):
         stamp = pool.stamp[block]
         other = block_of.setdefault(stamp, block) if stamp else block
@@ -185,7 +185,7 @@ def _check_stamps(replica: Replica) -> None:
         step = pool.key_step[block]
         waits = step > pool.executed_through and replica.spec.commit is CommitRule.SAFE
         assert not waits or (step, block) in accounted, (
-            f"block {block}: its key waits for step {step}, which does not know of it"
+            f"block {block}: its key waits for step {step}, which has no record of it"
         )
 
 
@@ -202,15 +202,15 @@ def _check_requests(replica: Replica) -> None:
                 f"slot {slot} holds blocks of group {manager.group}, not running"
             )
             assert manager.num_cached[slot] <= len(table) or not table, f"slot {slot}: caches beyond its table"
-            assert not table or manager.is_sound(slot), f"slot {slot}: a note beside its table of group {manager.group}"
+            assert not table or manager.is_sound(slot), f"slot {slot}: notes of group {manager.group} are wrong"
             assert all(0 <= block < replica.spec.num_blocks for block in table), (
                 f"slot {slot}: a block outside the pool"
             )
     for slot in requests.slots():
         assert requests.in_flight[slot] >= 0, f"slot {slot}: {requests.in_flight[slot]} tokens in flight"
         kept = requests.held[slot] or (slot in requests.loading and not requests.running[slot])
-        is_kept = slot in replica.ledger.held
-        assert kept == is_kept, f"slot {slot}: what a transfer needs is not kept, or kept too long"
+        is_kept = slot in replica.tracker.held
+        assert kept == is_kept, f"slot {slot}: blocks of a transfer are not held, or held too long"
     assert requests.loading <= set(requests.slots()), f"loads into slots {requests.loading} that are not live"
     running_loads = {slot for slot in requests.loading if requests.running[slot]}
     assert running_loads <= requests.not_zeroed, f"loads into slots {running_loads}, zeroed {requests.not_zeroed}"
@@ -218,10 +218,10 @@ def _check_requests(replica: Replica) -> None:
 
 
 def _check_books(replica: Replica) -> None:
-    """What is in flight adds up, and no book holds anything of a step that is executed."""
-    requests, ledger, executed = replica.requests, replica.ledger, replica.executed_through
+    """Tokens in flight equal the grants, and there is no record of an executed step."""
+    requests, tracker, executed = replica.requests, replica.tracker, replica.executed_through
     granted: Counter[tuple[int, int]] = Counter()
-    for grants in ledger.grants.values():
+    for grants in tracker.grants.values():
         for slot, serial, count in zip(grants.slot, grants.serial, grants.num_tokens, strict=True):
             granted[slot, serial] += count
     for slot in requests.slots():
@@ -230,37 +230,37 @@ def _check_books(replica: Replica) -> None:
             f"slot {slot}: {requests.in_flight[slot]} tokens in flight, grants say {expected}"
         )
         assert not requests.running[slot] or requests.granted_step[slot] <= replica.seq, f"slot {slot}: a later grant"
-    for name, book in (("grants", ledger.grants), ("tentative", ledger.tentative), ("adoptions", ledger.adoptions)):
+    for name, book in (("grants", tracker.grants), ("tentative", tracker.tentative), ("adoptions", tracker.adoptions)):
         assert min(book, default=executed + 1) > executed, f"{name} of step {min(book)}, {executed} is executed"
-    # The first is released when its step is executed; those behind it may wait for it, no longer than for a step sent.
-    fences = [fence for fence, _ in ledger.waiting]
+    # Releases are in order: one behind a later fence waits for that, which is safe and bounded by the last step sent.
+    fences = [fence for fence, _ in tracker.waiting]
     assert not fences or (executed < fences[0] and max(fences) <= replica.seq), f"fences {fences}, {executed} executed"
 
 
-def _check_quiet_zone(replica: Replica, slot: int) -> None:
-    """A request that asks no manager needs none: no block, no window that moves on, no key."""
+def _check_fast_path(replica: Replica, slot: int) -> None:
+    """Below the bound of its fast path a request needs no block and can register no key."""
     requests, managers = replica.requests, replica.coordinator.managers
-    slots = requests.quiet_until[slot]
-    if slots == QUIET_NEVER:
+    slots = requests.fast_path_until[slot]
+    if slots == NO_FAST_PATH:
         return
-    assert slots <= requests.blocks_until[slot] and slots < requests.keys_from[slot], f"slot {slot}: quiet too long"
+    assert slots <= requests.alloc_bound[slot] and slots < requests.register_bound[slot], f"slot {slot}: wrong bounds"
     for manager in managers:
-        assert slots <= manager.quiet_slots(slot), f"slot {slot}: group {manager.group} needs a block before {slots}"
+        assert slots <= manager.alloc_bound(slot), f"slot {slot}: group {manager.group} needs a block before {slots}"
         if replica.spec.enable_caching:
-            first = manager.quiet_cache(slot)
+            first = manager.register_bound(slot)
             assert first >= slots or first % replica.spec.scheduler_block_size, (
-                f"slot {slot}: group {manager.group} can register {first} tokens, quiet until {slots}"
+                f"slot {slot}: group {manager.group} can register {first} tokens, fast path until {slots}"
             )
 
 
 def _index(pool: BlockPool) -> Iterator[tuple[Key, list[int]]]:
-    """Every key of the map with its blocks, first registered first."""
+    """Every key with its blocks, first registered first."""
     for domain, maps in pool.index.items():
         for group, by_digest in enumerate(maps):
             for value, entry in by_digest.items():
                 yield Key(domain, group, value), [entry] if isinstance(entry, int) else entry
-    if pool.untouched is not None:
-        for block, key in pool.untouched:
+    if pool.lazy_keys is not None:
+        for block, key in pool.lazy_keys:
             yield key, [block]
 
 

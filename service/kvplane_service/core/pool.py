@@ -1,12 +1,14 @@
 """The block pool of one replica: references, keys and stamps of every block, in columns by block id.
 
-A block is free (no reference) or held; either way it may carry keys, under which look-ups find it. Blocks are shared by
-references, never copied; the same content may lie in several blocks under one key, since tables are append-only.
+A block is free (no reference) or held; either way it may have keys, under which look-ups find it. Requests share blocks
+by reference. Several blocks may have one key, since a request that computed content which is cached already keeps its
+own block: tables are append-only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from kvplane.base.stamps import MAX_COUNTER, MAX_GENERATION, Stamp
 from kvplane.base.step import CacheEvent, EventKind, RemoveReason
@@ -15,22 +17,23 @@ from kvplane_service.core.columns import U32, U64, Ints, put_range, put_zeros, z
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.dropping import forget_all_keys, keyed_blocks
 from kvplane_service.core.freelist import FreeList
-from kvplane_service.core.keys import NULL_BLOCK, UNTOUCHED, Key
-from kvplane_service.core.keytable import KeyTable
+from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key, KeyTable
 from kvplane_service.core.refusals import Refusals
-from kvplane_service.core.regained import Regained
 
-INSIDE = 1 << 62  # look-up horizon of the replica's own requests: tentative keys are seen
+if TYPE_CHECKING:
+    from kvplane_service.core.recovery import RecoveredState
+
+INSIDE = 1 << 62  # look-up horizon of the replica's own requests, which see tentative keys
 
 
 class BlockPool:
-    """Hands out blocks, counts references, and keeps the map from keys to blocks.
+    """Allocates blocks, counts references, and maps keys to blocks.
 
     Args:
-        num_blocks: blocks with the null block.
+        num_blocks: blocks, the null block included.
         num_groups: KV cache groups.
-        enable_caching: off: no key is ever registered.
-        with_events: tell of removed keys.
+        enable_caching: whether keys are registered.
+        with_events: whether removed keys are reported as events.
     """
 
     def __init__(self, num_blocks: int, num_groups: int, enable_caching: bool, with_events: bool = True) -> None:
@@ -39,48 +42,48 @@ class BlockPool:
         self.with_events = with_events
         self.free = FreeList(num_blocks)
         self.references = [0] * num_blocks
-        self.key: list[Key | None] = [None] * num_blocks  # the primary key, see `key_of`
-        self.key_tokens = zeros(U32, num_blocks)  # tokens of the prefix that the primary key names, 0 = no key
-        self.key_step = zeros(U64, num_blocks)  # step that registered it; tentative while that has not been executed
-        self.more_keys: dict[int, dict[Key, int]] = {}  # further keys: prefixes that end inside the block, their tokens
+        self.key: list[Key | None] = [None] * num_blocks  # the primary key or LAZY_KEY, see `key_of`
+        self.key_tokens = zeros(U32, num_blocks)  # tokens of the primary key's prefix; 0: no key
+        self.key_step = zeros(U64, num_blocks)  # step that registered it; tentative until that is executed
+        self.more_keys: dict[int, dict[Key, int]] = {}  # keys of prefixes that end inside the block, tokens
         self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
-        self.untouched: KeyTable | None = None  # what came back from a store; such keys are not in `index`
+        self.lazy_keys: KeyTable | None = None  # recovered keys of blocks not touched since; they are not in `index`
         self.num_groups = num_groups
         self.stamp = zeros(U64, num_blocks)
-        self.stamped: dict[int, None] = {}  # blocks whose stamp changed since the last drain, in order
+        self.stamped: dict[int, None] = {}  # blocks whose stamp changed since the orders were last taken, in order
         self.generation = 0
         self.epoch = 0
         self._counter = 0
         self._stamp_base = 0  # a stamp without its counter
-        self.step = 0  # the step under way
+        self.step = 0  # the step being applied
         self.executed_through = 0
-        self.registered: list[tuple[int, Key]] = []  # since the last drain, by the ledger
+        self.registered: list[tuple[int, Key]] = []  # since the tracker last took note
         self.events = CacheEvents()
         self.refusals = Refusals()
-        self.reserved: list[int] = []  # blocks held for the life of the pool (sinks)
-        self.busy: set[int] = set()  # blocks that loads of earlier engine lives may still write; one reference each
-        self.num_evictable = 0  # free blocks that carry a key
+        self.reserved: list[int] = []  # blocks that are never released (sinks)
+        self.busy: set[int] = set()  # blocks that loads of earlier engine lives may still write; each has one reference
+        self.num_evictable = 0  # free blocks with a key
         self.evicted_keys = [0] * num_groups
         self.residency = Residency.empty()
-        self._age_base = 0  # of this epoch: ages count from it, so that a new epoch need not zero their columns
-        self._born = [0] * num_blocks  # _age_base + the step that handed the block out; up to _age_base: none did
-        self._used = [0] * num_blocks  # ... that used it last
-        self._last_use = [0] * num_blocks  # ... that may read or write it for an earlier owner
+        self._age_base = 0  # added to this epoch's steps, so that a new epoch need not zero the columns
+        self._born = [0] * num_blocks  # _age_base + step of the allocation; up to _age_base: none so far
+        self._used = [0] * num_blocks  # the same for the last use
+        self._last_use = [0] * num_blocks  # the same for the last step that may read or write it for an earlier owner
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out now, cached ones included."""
+        """Blocks that can be allocated now, cached ones included."""
         return self.free.count
 
     @property
     def is_unused(self) -> bool:
-        """Whether no request holds a block. Busy blocks do not count: they carry no key."""
+        """Whether no request holds a block. Busy blocks do not count, since they have no key."""
         return self.num_free == self.num_blocks - 1 - len(self.reserved) - len(self.busy)
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` blocks with one reference each; what they held is forgotten."""
+        """Allocate `count` blocks, with one reference each; their keys are evicted. The caller checked `num_free`."""
         blocks = self.free.pop(count)
         references, key, born, used = self.references, self.key, self._born, self._used
         lifetime, base = self.residency.lifetime, self._age_base
@@ -88,7 +91,7 @@ class BlockPool:
         for block in blocks:
             if key[block] is not None:
                 self._evict(block)
-            assert not references[block], f"block {block} is handed out and held"
+            assert not references[block], f"block {block} is in the free list and has references"
             references[block] = 1
             if born[block] > base:
                 lifetime[(now - born[block]).bit_length()] += 1
@@ -97,7 +100,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block but the null block; free ones leave the free list."""
+        """Add a reference to each block except the null block; free ones leave the free list."""
         references, used, reuse_gap = self.references, self._used, self.residency.reuse_gap
         base, now = self._age_base, self._age_base + self.step
         for block in blocks:
@@ -109,16 +112,17 @@ class BlockPool:
                 self.num_evictable -= key is not None
                 if block in self.refusals.by_block:
                     self.refusals.forget_blocks([block])
-                if key is UNTOUCHED:
+                if key is LAZY_KEY:
                     self._move_to_index(block)
             references[block] += 1
             reuse_gap[(now - max(used[block], base)).bit_length()] += 1
             used[block] = now
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop a reference of each block; what becomes free joins the free list in the given order.
+        """Remove one reference of each block except the null block; blocks without references become free.
 
-        Blocks without a key go to the front, keyed ones to the back: the first given is evicted first at either end.
+        Free blocks join the free list in the given order, unkeyed ones at its front and keyed ones at its back, so that
+        of either kind the first given is evicted first.
         """
         references, key = self.references, self.key
         unkeyed: list[int] = []
@@ -137,7 +141,7 @@ class BlockPool:
         self.free.append(keyed)
 
     def note_use(self, blocks: Iterable[int], step: int) -> None:
-        """The launch or the copies of this step may still read or write blocks that their owner gives up now."""
+        """Record that launches or copies up to this step may use blocks whose owner releases them now."""
         if step <= self.executed_through:
             return
         last_use, use = self._last_use, self._age_base + step
@@ -146,20 +150,21 @@ class BlockPool:
                 last_use[block] = use
 
     def last_use(self, blocks: Iterable[int]) -> int:
-        """The last step in flight that may read or write one of these blocks for an earlier owner; 0 = none."""
+        """The last step in flight that may read or write one of these blocks for an earlier owner; 0: none."""
         step = max((self._last_use[block] for block in blocks), default=0) - self._age_base
         return step if step > self.executed_through else 0
 
     def reserve(self, count: int) -> list[int]:
-        """Hold blocks for the life of the pool."""
+        """Allocate blocks that are never released."""
         blocks = self.take(count)
         self.reserved.extend(blocks)
         return blocks
 
     def hold_busy(self, blocks: Iterable[int]) -> None:
-        """Keep these blocks from being handed out: a load of an earlier engine life may still write them.
+        """Hold blocks that a load of an earlier engine life may still write, so that they are not allocated.
 
-        Their keys go, since what the pages hold is not known. For a new engine life, in which no request has blocks.
+        Their keys are removed, since the content of the pages is not known. Call it when a new engine life begins and
+        no request has blocks.
         """
         for block in blocks:
             if block in self.busy or block in self.reserved:
@@ -169,12 +174,12 @@ class BlockPool:
             self.busy.add(block)
 
     def release_busy(self, blocks: Sequence[int]) -> None:
-        """The loads into these busy blocks are over, or belong to a request of this engine life from now on."""
+        """Release busy blocks: their loads have ended, or now belong to a request of this engine life."""
         self.busy.difference_update(blocks)
         self.release(blocks)
 
     def count_evictable(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks are free now, so that adopting them takes from the free count."""
+        """How many of these blocks are free now: adopting these reduces the free count."""
         references = self.references
         return sum(1 for block in blocks if block != NULL_BLOCK and references[block] == 0)
 
@@ -185,9 +190,9 @@ class BlockPool:
     # -- keys --------------------------------------------------------------------------------------------------------
 
     def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int = INSIDE) -> list[int] | None:
-        """The first block registered under the digest in each of the groups, or None if one lacks it.
+        """The first block registered under the digest in each of the groups; None: some group has none.
 
-        Keys registered by steps after `horizon` are not seen.
+        Keys that were registered by steps after `horizon` are ignored. Changes nothing.
         """
         maps = self.index.get(domain)
         if maps is None:
@@ -196,9 +201,9 @@ class BlockPool:
         for group in groups:
             entry = maps[group].get(digest)
             if entry is None:
-                if self.untouched is None:
+                if self.lazy_keys is None:
                     return None
-                entry = self.untouched.find(domain, group, digest)
+                entry = self.lazy_keys.find(domain, group, digest)
                 if entry == NULL_BLOCK:
                     return None
             block = entry if isinstance(entry, int) else entry[0]
@@ -213,17 +218,17 @@ class BlockPool:
         """All blocks registered under the key."""
         maps = self.index.get(key.domain)
         entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
-        if entry == NULL_BLOCK and self.untouched is not None:
-            entry = self.untouched.find(*key)
+        if entry == NULL_BLOCK and self.lazy_keys is not None:
+            entry = self.lazy_keys.find(*key)
         blocks = [entry] if isinstance(entry, int) else list(entry)
         return blocks if blocks != [NULL_BLOCK] else []
 
     def key_of(self, block: int) -> Key | None:
         """The block's primary key."""
         key = self.key[block]
-        if key is UNTOUCHED:
-            assert self.untouched is not None, f"the key of block {block} is nowhere"
-            return self.untouched.key_of(block)
+        if key is LAZY_KEY:
+            assert self.lazy_keys is not None, f"block {block} has a lazy key and no row in the key table"
+            return self.lazy_keys.key_of(block)
         return key
 
     def _first_within(self, entry: int | list[int], horizon: int) -> int:
@@ -235,61 +240,61 @@ class BlockPool:
         return self.key_of(block) == key or key in self.more_keys.get(block, ())
 
     def register(self, block: int, key: Key, num_tokens: int) -> None:
-        """Let the block be found under the key; the first key of a block is its primary one."""
+        """Add a key to the block. The first key of a block is its primary key; a key that it has already is ignored."""
         if self.has_key(block, key):
             return
         if self.key[block] is None:
-            assert num_tokens > 0, f"block {block}: a first key that names no token"
+            assert num_tokens > 0, f"block {block}: a primary key of 0 tokens"
             self.key[block] = key
             self.key_tokens[block] = num_tokens
             self.key_step[block] = self.step
             self.num_evictable += self.references[block] == 0
         else:
-            if self.key[block] is UNTOUCHED:
+            if self.key[block] is LAZY_KEY:
                 self._move_to_index(block)
             self.more_keys.setdefault(block, {})[key] = num_tokens
-        if self.untouched is not None:
-            before = self.untouched.find(*key)
+        if self.lazy_keys is not None:
+            before = self.lazy_keys.find(*key)
             if before != NULL_BLOCK:
                 self._move_to_index(before)
         self._add_to_index(block, key)
         self.registered.append((block, key))
 
-    def restore(self, regained: Regained) -> None:
-        """Take back what was proven, see `recovery`; the pool is unused."""
+    def install_recovered(self, state: RecoveredState) -> None:
+        """Install recovered keys in an unused pool; takes ownership of the columns (see `recovery`)."""
         assert not self.index, "a pool with keys needs no recovery"
         stamps_of_reserved = [(block, self.stamp[block]) for block in self.reserved]
-        self.key, self.key_tokens, self.stamp = regained.key, regained.key_tokens, regained.stamp
+        self.key, self.key_tokens, self.stamp = state.key, state.key_tokens, state.stamp
         for block, stamp in stamps_of_reserved:
             self.stamp[block] = stamp
-        self.free.replace(regained.links)
-        table = regained.table
+        self.free.replace(state.links)
+        table = state.table
         if not table.num_keys:
             return
-        self.untouched, self.num_evictable = table, table.num_keys
+        self.lazy_keys, self.num_evictable = table, table.num_keys
         self.index = {domain: [{} for _ in range(self.num_groups)] for domain in table.domains()}
-        for blocks in regained.shared:
+        for blocks in state.shared:
             for block in blocks:
                 self._move_to_index(block)
-        for block, key in regained.further:
+        for block, key in state.further:
             self.register(block, key, 0)
         self.registered.clear()
 
     def _move_to_index(self, block: int) -> None:
-        """The block's key is no longer one of those that nobody touched."""
-        self.key[block] = key = self._take_untouched(block)
+        """Create the Key object of a block whose key is still packed, and index it."""
+        self.key[block] = key = self._take_lazy_key(block)
         self._add_to_index(block, key)
 
-    def _take_untouched(self, block: int) -> Key:
-        table = self.untouched
-        assert table is not None, f"the key of block {block} is nowhere"
+    def _take_lazy_key(self, block: int) -> Key:
+        table = self.lazy_keys
+        assert table is not None, f"block {block} has a lazy key and no row in the key table"
         key = table.take(block)
-        self._let_go_of_empty_table()
+        self._drop_empty_table()
         return key
 
-    def _let_go_of_empty_table(self) -> None:
-        if self.untouched is not None and not self.untouched.num_keys:
-            self.untouched = None
+    def _drop_empty_table(self) -> None:
+        if self.lazy_keys is not None and not self.lazy_keys.num_keys:
+            self.lazy_keys = None
             self.index = {domain: maps for domain, maps in self.index.items() if any(maps)}
 
     def _add_to_index(self, block: int, key: Key) -> None:
@@ -307,21 +312,13 @@ class BlockPool:
         else:
             entry.append(block)
 
-    def prefer(self, key: Key, blocks: Sequence[int]) -> None:
-        """Let the blocks of a key be hit in this order; nothing when it has others."""
-        maps = self.index.get(key.domain)
-        entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
-        if not isinstance(entry, int) and sorted(entry) == sorted(blocks):
-            entry[:] = blocks
-            self.refusals.clear()
-
     def unregister(self, block: int) -> list[Key]:
-        """Take every key from the block, primary first; the page is as if it held nothing. No event, no stamp."""
+        """Remove and return all keys of the block, primary first. Emits no event and keeps the stamp."""
         primary = self.key[block]
         if primary is None:
             return []
-        if primary is UNTOUCHED:
-            keys = [self._take_untouched(block)]
+        if primary is LAZY_KEY:
+            keys = [self._take_lazy_key(block)]
         else:
             keys = [primary, *self.more_keys.pop(block, ())]
             for key in keys:
@@ -334,17 +331,17 @@ class BlockPool:
         self.num_evictable -= self.references[block] == 0
         return keys
 
-    def unregister_untouched(self, blocks: list[int]) -> Iterator[tuple[str, int, Sequence[bytes], Sequence[int]]]:
-        """As `unregister` for blocks whose keys nobody touched since they came back: by domain and group."""
-        table = self.untouched
-        assert table is not None, "there are no such keys"
+    def unregister_lazy_keys(self, blocks: list[int]) -> Iterator[tuple[str, int, Sequence[bytes], Sequence[int]]]:
+        """As `unregister` for blocks whose keys are still packed; the result is by domain and group."""
+        table = self.lazy_keys
+        assert table is not None, "the pool has no lazy keys"
         taken = list(table.take_all(blocks))
-        self._let_go_of_empty_table()
+        self._drop_empty_table()
         self.lose_primary("", blocks)
         yield from taken
 
     def lose_primary(self, domain: str, blocks: list[int]) -> None:
-        """These blocks' only keys, of this domain, have been taken out of the index."""
+        """Clear the key columns of blocks whose only keys, all of this domain, were removed from the index."""
         self.refusals.clear()
         key = self.key
         for block in blocks:
@@ -355,14 +352,14 @@ class BlockPool:
         self._drop_empty(domain)
 
     def _drop_empty(self, domain: str) -> None:
-        if self.untouched is None and domain in self.index and not any(self.index[domain]):
+        if self.lazy_keys is None and domain in self.index and not any(self.index[domain]):
             del self.index[domain]
 
     def _forget(self, block: int, key: Key) -> None:
         maps = self.index[key.domain]
         entry = maps[key.group][key.digest]
         if isinstance(entry, int):
-            assert entry == block, f"key of block {block} leads to block {entry}"
+            assert entry == block, f"the index has block {entry} for a key of block {block}"
             del maps[key.group][key.digest]
             self._drop_empty(key.domain)
             return
@@ -371,22 +368,22 @@ class BlockPool:
             maps[key.group][key.digest] = entry[0]
 
     def drop_keys(self, block: int, reason: RemoveReason) -> bool:
-        """Take every key from a block that stays where it is; restamps it and tells. False if it had none."""
+        """Remove all keys of a block that is not being reallocated: restamp it and emit REMOVED. False: it had none."""
         keys = self.unregister(block)
         if not keys:
             return False
-        self.tell_removed(keys, block, reason)
+        self.report_removed(keys, block, reason)
         self.restamp(block)
         return True
 
     def move_keys(self, source: int, target: int) -> list[tuple[Key, int]]:
-        """Let the content under the source's keys live in the target; both are restamped, and the caller tells of it.
+        """Move all keys of the source block to the target; restamps both, and leaves the events to the caller.
 
-        Returns the keys, and the tokens of the prefixes that they name.
+        Returns the keys with the tokens of their prefixes; an empty list: the keys were removed since.
         """
         assert self.key[target] is None, f"block {target} already has a key"
         moved: list[tuple[Key, int]] = []
-        if self.key[source] is not None:  # it may have been dropped meanwhile
+        if self.key[source] is not None:
             num_tokens = [self.key_tokens[source], *self.more_keys.get(source, {}).values()]
             moved = list(zip(self.unregister(source), num_tokens, strict=True))
             for key, count in moved:
@@ -396,18 +393,19 @@ class BlockPool:
         return moved
 
     def reset(self) -> bool:
-        """Forget every key, unless a request holds a block; the order of the free list stays."""
+        """Remove all keys and emit CLEARED; keeps the eviction order. False, and no change: a request holds a block."""
         if not self.is_unused:
             return False
         self.clear()
-        # A store may bring back keys that are not known here: nothing that was stamped before this proves any of them.
+        # The null block's stamp marks the reset. A store may have keys that this pool does not have; recovery accepts
+        # no stamp that was issued before the mark.
         self.restamp(NULL_BLOCK)
         if self.with_events:
             self.events.append(CacheEvent(EventKind.CLEARED))
         return True
 
     def clear(self) -> None:
-        """Take every key from every block and restamp them, without an event."""
+        """Remove all keys of all blocks and restamp these blocks, without emitting events."""
         for blocks in keyed_blocks(self):
             forget_all_keys(self, blocks)
             self.stamped.update(dict.fromkeys(blocks.tolist()))
@@ -418,10 +416,10 @@ class BlockPool:
             self.evicted_keys[key.group] += 1
         idle = self._age_base + self.step - max(self._used[block], self._age_base)
         self.residency.idle_before_evict[idle.bit_length()] += 1
-        self.tell_removed(keys, block, RemoveReason.EVICTED)
+        self.report_removed(keys, block, RemoveReason.EVICTED)
 
-    def tell_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
-        """The block has lost these keys."""
+    def report_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
+        """Emit REMOVED for keys that were removed from the block."""
         if self.with_events:
             self.events.removed(block, keys, reason)
 
@@ -429,24 +427,24 @@ class BlockPool:
         """Distinct (domain, group, digest) keys."""
         return sum(self.count_keys_of(group) for group in range(self.num_groups))
 
-    def count_untouched(self) -> int:
-        """Keys that came back from a store and that nobody touched since."""
-        return self.untouched.num_keys if self.untouched is not None else 0
+    def count_lazy_keys(self) -> int:
+        """Recovered keys whose blocks were not touched since."""
+        return self.lazy_keys.num_keys if self.lazy_keys is not None else 0
 
     def count_keys_of(self, group: int) -> int:
         """Distinct (domain, digest) keys of a group."""
-        untouched = self.untouched.count_keys(group) if self.untouched is not None else 0
+        untouched = self.lazy_keys.count_keys(group) if self.lazy_keys is not None else 0
         return untouched + sum(len(maps[group]) for maps in list(self.index.values()))  # metrics read it at any time
 
     @property
     def has_keys(self) -> bool:
-        """Whether any block carries a key."""
-        return bool(self.index or self.untouched)
+        """Whether any block has a key."""
+        return bool(self.index or self.lazy_keys)
 
     # -- stamps and ages ---------------------------------------------------------------------------------------------
 
     def restamp(self, block: int) -> None:
-        """Give the page a content version that was never used before."""
+        """Give the block a new stamp: a version of its content that was never used in this memory."""
         if self._counter == MAX_COUNTER:
             self._next_generation()
             self._counter = 0
@@ -455,7 +453,7 @@ class BlockPool:
         self.stamped[block] = None
 
     def restamp_all(self, blocks: Ints) -> None:
-        """As `restamp` for each of these blocks, in this order; `stamped` is the caller's."""
+        """As `restamp` for each of these blocks, in this order; the caller updates `stamped`."""
         if self._counter + len(blocks) > MAX_COUNTER:
             for block in blocks.tolist():
                 self.restamp(block)
@@ -464,19 +462,19 @@ class BlockPool:
         self._counter += len(blocks)
 
     def _next_generation(self) -> None:
-        """The counter of this epoch is used up."""
-        assert self.generation < MAX_GENERATION, "10^12 stamps in one epoch"
+        """Start a new generation: the counter of this one is used up."""
+        assert self.generation < MAX_GENERATION, "the stamps of this epoch are used up"
         self.generation += 1
         self._stamp_base = Stamp(self.generation, self.epoch, 0).pack()
 
     @property
     def last_counter(self) -> int:
-        """Counter of the last stamp."""
+        """Counter part of the last stamp."""
         return self._counter
 
     def begin_epoch(self, epoch: int) -> None:
-        """Stamps from now on carry the epoch; counters and steps start again. The keys that are left are executed."""
-        assert epoch > self.epoch, f"epoch {epoch} after {self.epoch}: stamps would be used twice"
+        """Begin an epoch: its stamps contain its number, steps count from 1, remaining keys count as executed."""
+        assert epoch > self.epoch, f"epoch {epoch} after {self.epoch}: stamps would repeat"
         self.epoch, self.generation = epoch, 0
         self._stamp_base = Stamp(0, epoch, 0).pack()
         self._age_base += self.step

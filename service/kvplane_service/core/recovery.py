@@ -1,14 +1,16 @@
-"""Proves the entries of a store by what the page memory shows, for an unused pool.
+"""Verifies the entries of a store against the stamps of the page memory, for a pool that is not in use yet.
 
-A store may lose, repeat or reorder what it was given. An entry comes back only where the memory of every rank still
-shows the stamp that was told with it: no stamp is used twice in an incarnation, so equal stamps mean equal content.
+Entries and stamp tables come in, a `RecoveredState` goes out, whose columns the pool takes over. A store may lose,
+repeat or reorder what it was given. An entry is accepted only where the memory of every rank still shows the stamp that
+is stored with it: no stamp is used twice in an incarnation, so equal stamps mean equal content.
 
-A million rows must come back within moments, so rows are looked at in columns, and no row becomes an object. Nothing
-is shared with the pool before it takes the result, so that this can run beside whatever else goes on.
+Rows are processed in columns and never become objects, since a million of them must be recovered within a second.
+Nothing is shared with the pool before it takes the result, so this may run on another thread.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,9 +35,7 @@ from kvplane_service.core.columns import (
 )
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.freelist import Links
-from kvplane_service.core.keys import UNTOUCHED, Key
-from kvplane_service.core.keytable import KeyTable
-from kvplane_service.core.regained import Recovered, Regained
+from kvplane_service.core.keys import LAZY_KEY, Key, KeyTable
 
 _MAX_U32 = (1 << 32) - 1
 
@@ -43,12 +43,55 @@ Pairs = list[tuple[str, int]]  # (domain, group) by number
 
 
 @dataclass(frozen=True, slots=True)
+class RecoveryOutcome:
+    """How many rows were recovered, and how many were not, by reason.
+
+    Attributes:
+        kept: are keys of the pool.
+        unproven: the memory shows other stamps.
+        repeated: the block has the key already.
+        impossible: have a block, group or digest size that the pool does not have.
+    """
+
+    kept: int
+    unproven: int
+    repeated: int
+    impossible: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredState:
+    """The columns of a pool after a recovery; the pool takes ownership of them.
+
+    Attributes:
+        outcome: counts for logs and metrics.
+        epoch: the highest epoch of a stamp in the memory or the entries.
+        stamp, key_tokens: by block; 0 for blocks without a key.
+        key: by block, LAZY_KEY or None.
+        links: free blocks in eviction order.
+        table: the primary keys; several blocks may have one key.
+        shared: for each key of several blocks, these blocks.
+        further: keys other than the primary one of their block.
+    """
+
+    outcome: RecoveryOutcome
+    epoch: int
+    stamp: array[int]
+    key_tokens: array[int]
+    key: list[Key | None]
+    links: Links
+    table: KeyTable
+    shared: list[list[int]]
+    further: list[tuple[int, Key]]
+
+
+@dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What a recovery must know of the unused pool.
+    """The properties of an unused pool that a recovery depends on.
 
     Attributes:
         digest_size: bytes of a key's digest.
-        reserved: blocks that the pool holds for ever.
+        reserved: blocks that the pool never releases.
     """
 
     num_blocks: int
@@ -58,7 +101,7 @@ class PoolShape:
 
 
 class _Rows(NamedTuple):
-    """Rows in columns; `pair` is a number of `Pairs`, and each digest is a row of bytes."""
+    """Rows in columns; `pair` is an index of `Pairs`, and each digest is a row of bytes."""
 
     pair: Ints
     block: Ints
@@ -68,19 +111,19 @@ class _Rows(NamedTuple):
     digest: Bytes
 
     def select(self, wanted: Mask) -> _Rows:
-        """The rows that are wanted."""
+        """The rows where the mask is set."""
         if wanted.all():
             return self
         at = np.flatnonzero(wanted)
         return _Rows._make(column[at] for column in self)
 
 
-def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Regained:
-    """What the memory proves of these entries.
+def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
+    """Which of these entries the memory proves, as columns for the pool.
 
     Args:
-        tables: the stamps that each rank's memory shows, one per block.
-        stored: in any order; where two give one block its first key, the earlier does.
+        tables: the stamps in each rank's memory, one per block.
+        stored: in any order; where two have a primary key for one block, the first is taken.
     """
     entries, pairs = list(stored), Pairs()
     fitting = [one for one in entries if one.digest_size == shape.digest_size]
@@ -101,8 +144,8 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
     keyed = _eviction_order(first, _last_uses(first, fitting, num_tokens))
     free = np.setdiff1d(bare, [0, *shape.reserved], assume_unique=True)
     table = KeyTable(shape.num_blocks, pairs, first.pair, first.block, first.digest)
-    return Regained(
-        Recovered(
+    return RecoveredState(
+        RecoveryOutcome(
             kept=len(first.block) + len(further),
             unproven=len(possible.block) - len(first.block) - len(others.block),
             repeated=len(others.block) - len(further),
@@ -120,13 +163,13 @@ def regain(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[E
 
 
 def _epochs(*stamps: Words) -> set[int]:
-    """The highest of each."""
+    """The highest epoch in each array of stamps."""
     mask = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
     return {Stamp.unpack(int((some & mask).max())).epoch for some in stamps if some.size}
 
 
 def _stack(stored: list[Entries], digest_size: int, pairs: Pairs) -> _Rows:
-    """All rows, one after another; `pairs` gets what their pairs stand for."""
+    """All rows in one table; appends their (domain, group) pairs to `pairs`."""
     number: dict[tuple[str, int], int] = {}
     runs = [run for entries in stored for run in entries.runs]
     numbers = [number.setdefault((run.domain, run.group), len(number)) for run in runs]
@@ -147,16 +190,16 @@ def _join(columns: list[Sequence[int]], dtype: type[np.unsignedinteger[Any]]) ->
 
 
 def _are_possible(rows: _Rows, pairs: Pairs, shape: PoolShape) -> Mask:
-    """Rows of blocks and groups that the pool has."""
+    """Which rows have a block and a group of the pool."""
     group_exists = np.array([group < shape.num_groups for _, group in pairs], np.bool_)
     possible: Mask = (rows.block > 0) & (rows.block < shape.num_blocks) & group_exists[rows.pair]
     return possible
 
 
 def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
-    """Rows whose stamp every rank shows, given behind the last reset that any of them knows of.
+    """Which rows have a stamp that every rank shows, issued after the last reset that some rank shows.
 
-    A block that is held for ever is nobody's.
+    Reserved blocks are not proven: no key may be on them.
     """
     last_reset = max((int(table[NULL_BLOCK]) for table in shown if table.size), key=in_time, default=0)
     proven = (rows.stamp != 0) & behind_reset(rows.stamp, last_reset)
@@ -169,15 +212,15 @@ def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
 
 
 def _first_rows(rows: _Rows, num_blocks: int) -> Ints:
-    """By block, the first row that can give it its primary key; -1 = none can."""
+    """By block, the first row that can be its primary key; -1: none."""
     row_of = np.full(num_blocks, -1, np.int64)
     last_to_first = np.flatnonzero(rows.num_tokens)[::-1]
-    row_of[rows.block[last_to_first]] = last_to_first  # of several the last assignment stays
+    row_of[rows.block[last_to_first]] = last_to_first  # numpy keeps the last assignment, that of the first row
     return row_of
 
 
 def _without_doubles(first: _Rows, others: _Rows) -> tuple[_Rows, _Rows]:
-    """One stamp on two pages proves neither: such a memory says what no service told it."""
+    """Remove rows whose stamp is on two pages: no service issues a stamp twice, so such a memory proves neither."""
     stamps = np.sort(first.stamp)
     double = stamps[1:][stamps[1:] == stamps[:-1]]
     if not double.size:
@@ -186,7 +229,7 @@ def _without_doubles(first: _Rows, others: _Rows) -> tuple[_Rows, _Rows]:
 
 
 def _further_keys(others: _Rows, proven: _Rows, row_of: Ints, pairs: Pairs) -> list[tuple[int, Key]]:
-    """Keys beside the primary one of their block, each once."""
+    """Keys other than the primary one of their block, each once."""
     first = row_of[others.block]
     same = (proven.pair[first] == others.pair) & (proven.digest[first] == others.digest).all(axis=1)
     further = others.select((first >= 0) & ~same)
@@ -196,22 +239,22 @@ def _further_keys(others: _Rows, proven: _Rows, row_of: Ints, pairs: Pairs) -> l
 
 
 def _presence(num_tokens: Ints) -> list[Key | None]:
-    """What stands in the pool's column of keys. In pieces, so that other threads have their turn."""
+    """The pool's column of keys. In pieces, so that other threads can run in between."""
     present: list[Key | None] = []
     for start in range(0, len(num_tokens), SLICE_BLOCKS):
-        present += [UNTOUCHED if count else None for count in num_tokens[start : start + SLICE_BLOCKS].tolist()]
+        present += [LAZY_KEY if count else None for count in num_tokens[start : start + SLICE_BLOCKS].tolist()]
     return present
 
 
 def _without_key(blocks: Ints, num_blocks: int) -> Ints:
-    """The other blocks, with the null block."""
+    """All blocks but these, the null block included."""
     is_bare = np.ones(num_blocks, np.bool_)
     is_bare[blocks] = False
     return np.flatnonzero(is_bare)
 
 
 def _last_uses(first: _Rows, stored: list[Entries], num_tokens: Ints) -> Ints:
-    """Of each row of `first`, when its block was last used."""
+    """The time of the last use of each row's block."""
     used = _join([entries.used_block for entries in stored], np.uint32)
     if not used.size:
         return first.age
@@ -223,7 +266,7 @@ def _last_uses(first: _Rows, stored: list[Entries], num_tokens: Ints) -> Ints:
 
 
 def _eviction_order(first: _Rows, age: Ints) -> Ints:
-    """By the time of their last use, and among equals the longer prefix first."""
+    """Blocks by time of last use; of equal times the longer prefix first."""
     longest = int(first.num_tokens.max(initial=0))
     turn = age.astype(np.uint64)
     turn -= turn.min(initial=_MAX_U32)

@@ -1,9 +1,8 @@
-"""Admissions that were refused, and would be again as long as nothing that they depend on has changed.
+"""Remembered refusals of admissions, so that an engine can offer all its waiting requests in every step.
 
-An engine that offers all its waiting requests in every step asks the same thousands of questions each time. A refusal
-follows from the request, its row, its hit, which blocks of that are free, and how many blocks are free in all. So it is
-kept until one of the keys that its look-up asked for comes or goes, or a block of its hit is given back or taken; and
-used while fewer blocks are free than it wants. It changes no decision.
+A refusal depends on the request, its row, its hit, which blocks of the hit are free, and the number of free blocks. It
+is forgotten when a key that its look-up read is registered or removed, or when a block of its hit becomes free or held.
+It is used only while fewer blocks are free than the admission needs. So the answer is always that of a new look-up.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from typing import NamedTuple
 from kvplane.base.step import AdmitStatus
 from kvplane_service.core.keys import Key
 
-MOST_WATCHED = 512  # keys, and blocks, that a refusal may depend on; a longer look-up is done again
-MOST_WATCHED_OF_ALL = 1 << 18  # beyond, all is forgotten
+MOST_WATCHED = 512  # keys, and blocks, that a remembered refusal may depend on
+MOST_WATCHED_OF_ALL = 1 << 18  # keys and blocks; above this all refusals are forgotten
 
 
-class Row(NamedTuple):
-    """What an admission asks for, beside its request.
+class RowTerms(NamedTuple):
+    """The row of an admission.
 
     Attributes:
-        which: columns that are there, by number.
-        entries: the row's, in these.
-        runs: some request runs, so that the watermark counts.
+        which: numbers of the columns that the section has.
+        entries: of the row, in these columns.
+        runs: whether some request runs, so that the watermark applies.
     """
 
     which: tuple[int, ...]
@@ -32,11 +31,11 @@ class Row(NamedTuple):
     runs: bool
 
 
-class Asked(NamedTuple):
-    """A request, as it asked.
+class RequestVersion(NamedTuple):
+    """The request of an admission, as it was at its refusal.
 
     Attributes:
-        serial: of its stay in the slot.
+        serial: number of its life in the slot.
     """
 
     serial: int
@@ -44,17 +43,17 @@ class Asked(NamedTuple):
     num_digests: int
 
 
-class Refused(NamedTuple):
+class Refusal(NamedTuple):
     """A refusal.
 
     Attributes:
-        free_wanted: blocks that would have to be free.
-        room: tokens of a budget that does not limit the row.
+        free_wanted: blocks that must be free for the admission.
+        room: tokens of budget from which on the budget does not limit the row.
         hit_tokens, single_group_hit, status: the answer.
     """
 
-    asked: Asked
-    row: Row
+    asked: RequestVersion
+    row: RowTerms
     free_wanted: int
     room: int
     hit_tokens: int
@@ -63,23 +62,23 @@ class Refused(NamedTuple):
 
 
 class Refusals:
-    """By slot.
+    """The last refusal of each slot.
 
     Attributes:
-        by_digest, by_block: slots whose refusals depend on it.
+        by_digest, by_block: slots whose refusals depend on the digest or block.
     """
 
     def __init__(self) -> None:
         self.by_digest: dict[bytes, set[int]] = {}
         self.by_block: dict[int, set[int]] = {}
-        self._refused: dict[int, Refused] = {}
+        self._refused: dict[int, Refusal] = {}
 
-    def find(self, slot: int) -> Refused | None:
-        """The last refusal of this slot, if its hit is still the same, and the same of its blocks are free."""
+    def find(self, slot: int) -> Refusal | None:
+        """The last refusal of this slot, if its hit, and which blocks of that are free, have not changed."""
         return self._refused.get(slot)
 
-    def note(self, slot: int, refused: Refused, digests: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Remember a refusal that depends on these keys and on which of these blocks are free, unless they are many."""
+    def note(self, slot: int, refused: Refusal, digests: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Remember a refusal that depends on these digests and blocks; not if these exceed MOST_WATCHED."""
         if len(digests) > MOST_WATCHED or len(blocks) > MOST_WATCHED:
             return
         self._refused[slot] = refused
@@ -91,18 +90,18 @@ class Refusals:
             self.clear()
 
     def forget_keys(self, keys: Iterable[Key]) -> None:
-        """These keys came to a block or left one."""
+        """These keys were registered or removed."""
         for key in keys:
             if key.digest in self.by_digest:
                 self._forget(self.by_digest.pop(key.digest))
 
     def forget_blocks(self, blocks: Sequence[int]) -> None:
-        """These blocks are free now, or no longer are."""
+        """These blocks became free or held."""
         for block in self.by_block.keys() & blocks:
             self._forget(self.by_block.pop(block))
 
     def clear(self) -> None:
-        """Many keys came or went at once."""
+        """Forget all refusals: many keys were registered or removed at once."""
         for book in (self.by_digest, self.by_block, self._refused):
             book.clear()
 

@@ -1,4 +1,4 @@
-"""One engine instance's cache: the only door through which its state changes.
+"""The cache of one engine instance. A step comes in, its result goes out; no other call changes what requests have.
 
 apply(step):  validate -> executed_through -> for each part:
               facts -> cache -> news -> resume -> run -> admit -> peek -> result
@@ -33,19 +33,17 @@ from kvplane.base.step import (
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import words_of
 from kvplane_service.core.coordinator import Coordinator
-from kvplane_service.core.counters import Counters, GroupCounters, Residency
+from kvplane_service.core.counters import Counters, GroupCounters, Residency, count_by_group, count_common_blocks
 from kvplane_service.core.dropping import confirm, drop_all_keys, forget_all_keys, keyed_blocks
-from kvplane_service.core.entries import Entries, collect
-from kvplane_service.core.ledger import Ledger
+from kvplane_service.core.entries import Entries, collect, replay_events
+from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.pool import INSIDE
-from kvplane_service.core.program import Program
-from kvplane_service.core.recovery import PoolShape, regain
-from kvplane_service.core.regained import Recovered, Regained
+from kvplane_service.core.recovery import PoolShape, RecoveredState, RecoveryOutcome, verify_entries
 from kvplane_service.core.requests import Content, Requests
 from kvplane_service.core.resume import Resumption
-from kvplane_service.core.retelling import retell
 from kvplane_service.core.setup import check_spec
+from kvplane_service.core.step_applier import StepApplier
 from kvplane_service.core.validate import StepValidator
 
 
@@ -53,8 +51,8 @@ class Replica:
     """A block pool and its requests.
 
     Deterministic: the same spec and the same operations give the same results and the same digest. `apply` raises
-    KvplaneError subclasses for steps that cannot be applied, and changes nothing then. Whether a step may be applied
-    now (epoch, order, writer) is the caller's business.
+    KvplaneError subclasses for steps that cannot be applied, and changes nothing then. The caller checks whether a step
+    may be applied now: its epoch, order and writer.
     """
 
     def __init__(self, spec: ReplicaSpec) -> None:
@@ -64,31 +62,31 @@ class Replica:
         self.requests = Requests()
         self.coordinator = Coordinator(spec, self.requests)
         self.counters = Counters()
-        self.ledger = Ledger(self.coordinator, self.counters)
+        self.tracker = InFlightTracker(self.coordinator, self.counters)
         self._pool = self.coordinator.pool
         self._scheme = HashScheme.of(spec)
         self._pool.stamped.clear()
         self.seq = 0
-        self._keeps_keys = True  # False from when a life without stamps ends this one until it begins
-        self._shown: Sequence[int] = ()  # by the page memory when this engine life began, for a step that resumes
+        self._keeps_keys = True  # False while a life without stamps is about to begin
+        self._shown: Sequence[int] = ()  # stamps of the memory when this engine life began, for an image
 
-    # -- the door ----------------------------------------------------------------------------------------------------
+    # -- steps and engine lives --------------------------------------------------------------------------------------
 
     def apply(self, step: Step) -> StepResult:
-        """Apply the parts of a step and answer them."""
+        """Apply the parts of a step; raises InvalidArgument, and changes nothing, when it cannot be applied whole."""
         StepValidator(self.spec, self.requests, self._pool.executed_through, self._pool.busy).check(step)
         if any(part.resume is not None for part in step.parts):
-            Resumption(self.coordinator, self.ledger, self._shown).check(step)
+            Resumption(self.coordinator, self.tracker, self._shown).check(step)
         contents_of_news = [self._hash_news(part.news, f"parts[{n}].news") for n, part in enumerate(step.parts)]
         self.seq = max(self.seq, step.seq)
         self._pool.step = step.seq
-        self.ledger.executed(step.executed_through)
+        self.tracker.executed(step.executed_through)
         results = []
         for number, (part, contents) in enumerate(zip(step.parts, contents_of_news, strict=True)):
             opens = step.part + number == 0
             results.append(self._apply_part(part, contents, step.seq, opens))
         if step.last:
-            self.ledger.close_step(step.seq)
+            self.tracker.close_step(step.seq)
             self.counters.steps += 1
             results[-1].free_blocks = self._pool.num_free
         return StepResult(step.seq, step.part, results, self._pool.executed_through)
@@ -96,32 +94,32 @@ class Replica:
     def begin_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
-        """A new life of the engine: every request is freed; keys survive where the memory proves them.
+        """Begin a new engine life: all requests are freed, and keys are kept where the memory proves them.
 
-        Blocks that a load of the ended life may still write stay held, until `Cache.loads_over` names them.
+        Blocks that a load of the ended life may still write are held until `Cache.loads_over` names them.
 
         Args:
             epoch: above the current one.
-            stamp_table: what the page memory says, one stamp per block. A key survives if its block's stamp is there
-                and its step was executed. Empty: no key survives.
-            busy: further blocks that a load of an earlier life may still write, as movers and the engine say.
-            memory_is_new: no page is what it was, so no load of an earlier life writes to one.
+            stamp_table: stamps of the page memory, one per block. A key is kept if its block has the pool's stamp there
+                and its step was executed. Empty: no key is kept.
+            busy: further blocks that a load of an earlier life may still write, as movers and the engine report.
+            memory_is_new: the pages were allocated again, so no load of an earlier life writes to them.
 
         Returns:
-            Number of keys kept. `take_events` tells which were lost.
+            Number of keys kept. `take_events` returns the events of the others.
         """
         for _ in self.end_epoch(stamp_table):
             pass
         return self.enter_epoch(epoch, stamp_table, busy, memory_is_new)
 
     def end_epoch(self, stamp_table: Sequence[int] = ()) -> Generator[None]:
-        """What `begin_epoch` has to pass over, in slices: what requests hold, and blocks with a key.
+        """The long part of `begin_epoch`, in slices: release all requests, and verify or drop all keys.
 
-        Nothing may be applied before `enter_epoch`. The invariants hold between two slices, so this can be given up
-        half way: then what was lost is lost, and a later call goes through what is left.
+        No step may be applied before `enter_epoch`. The invariants hold after every slice, so the generator can be
+        dropped half way; a later call continues with what is left.
         """
         pool = self._pool
-        yield from self.ledger.abandon()
+        yield from self.tracker.abandon()
         if pool.has_keys:
             if not stamp_table and self._keeps_keys:
                 self._keeps_keys = False
@@ -133,8 +131,8 @@ class Replica:
     def enter_epoch(
         self, epoch: int, stamp_table: Sequence[int] = (), busy: Iterable[int] = (), memory_is_new: bool = False
     ) -> int:
-        """Begin the life that `end_epoch` has made room for, with the same stamps. As `begin_epoch`."""
-        under_load = self.ledger.close()
+        """The short part of `begin_epoch`, after `end_epoch` with the same stamps. Arguments as there."""
+        under_load = self.tracker.close()
         if memory_is_new:
             under_load = []
             self._pool.release_busy(sorted(self._pool.busy))
@@ -147,33 +145,34 @@ class Replica:
 
     def recover(
         self, epoch: int, tables: Sequence[Sequence[int]], stored: Iterable[Entries], busy: Iterable[int] = ()
-    ) -> Recovered:
-        """The first life of an engine on this object, on page memory that an earlier object knew.
+    ) -> RecoveryOutcome:
+        """Begin the first engine life of this object, on page memory that an earlier object managed.
 
         Args:
-            epoch: above every epoch in which stamps were given for this memory.
-            tables: what the memory of each rank says, one stamp per block.
-            stored: what was told by `entries`, as far as it is known; in any order.
+            epoch: above every epoch in which stamps were issued for this memory.
+            tables: stamps in the memory of each rank, one per block.
+            stored: results of `entries`, as far as they are stored; in any order.
             busy: as in `begin_epoch`.
         """
-        outcome = self.restore(self.regain(tables, stored))
+        outcome = self.install_recovered(self.verify_entries(tables, stored))
         self.enter_epoch(epoch, tables[0] if len(tables) == 1 else (), busy)
         return outcome
 
-    def regain(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> Regained:
-        """The first third of `recover`, which may run on another thread: it touches nothing."""
+    def verify_entries(self, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
+        """First part of `recover`. Changes nothing, so it may run on another thread."""
         pool = self._pool
         shape = PoolShape(pool.num_blocks, pool.num_groups, self._scheme.digest.size, tuple(pool.reserved))
-        return regain(shape, tables, stored)
+        return verify_entries(shape, tables, stored)
 
-    def restore(self, regained: Regained) -> Recovered:
-        """The second third: what `regain` gave becomes this unused replica's, in a moment; `enter_epoch` is the last.
+    def install_recovered(self, state: RecoveredState) -> RecoveryOutcome:
+        """Second part of `recover`: install the result of `verify_entries` in this unused replica, within milliseconds.
 
-        In `enter_epoch` stamps that every rank's memory shows are those where requests may resume.
+        `enter_epoch` is the third part. Its stamps, those that the memory of every rank shows, are the ones with which
+        requests may resume.
         """
         assert not self.requests.slots() and not self._pool.has_keys, "only an unused replica can recover"
-        self._pool.restore(regained)
-        return regained.outcome
+        self._pool.install_recovered(state)
+        return state.outcome
 
     def _drop_unproven(self, stamp_table: Sequence[int]) -> Generator[None]:
         shown = words_of(stamp_table)
@@ -187,29 +186,29 @@ class Replica:
             yield
 
     def store_empty_ranges(self) -> None:
-        """Emit STORED events without hashes where nothing was registered, as version 1 did: for replays."""
+        """Emit STORED events without hashes where nothing was registered, to replay recordings of version 1."""
         for manager in self.coordinator.managers:
             manager.stores_empty_ranges = True
 
     def take_events(self) -> CacheEvents:
-        """The cache events since the last call: of `begin_epoch`; those of a part are in its result."""
+        """Return and clear the cache events of `begin_epoch`; those of a part are in its result."""
         events, self._pool.events = self._pool.events, CacheEvents()
         return events
 
     # -- reads -------------------------------------------------------------------------------------------------------
 
     def lookup(self, digests: Sequence[bytes], domain: str, num_tokens: int) -> Hit:
-        """How long a prefix is cached, as others may know it (commit=safe: executed content only). Touches nothing."""
+        """The cached prefix as readers outside may see it (commit=safe: executed content only). Changes nothing."""
         horizon = self._pool.executed_through if self.spec.commit is CommitRule.SAFE else INSIDE
         return self.coordinator.lookup.find(digests, domain, num_tokens - 1, horizon)
 
     def digests_of(self, content: News) -> list[bytes]:
-        """Block hashes of a one-row News, whether it gives tokens or hashes; raises as a step with it would."""
+        """Block hashes of a one-row News, from its tokens or hashes; raises as a step with it would."""
         StepValidator(self.spec, Requests(), 0).check(Step(0, 1, [Part(news=content)]))
         return self._hash_news(content, "news")[0].digests
 
     def peek_slot(self, slot: int) -> Hit:
-        """How long the prefix of a known request is cached, as its own admission would see it."""
+        """The hit that an admission of this request would find now. Changes nothing."""
         return self.coordinator.find_hit(slot)
 
     def entries(self, blocks: Iterable[int] | None = None) -> Entries:
@@ -220,9 +219,9 @@ class Replica:
             blocks = chain(pool.free, held)
         return collect(pool, blocks, self._scheme.digest.size)
 
-    def retold(self) -> Iterator[CacheEvent]:
-        """STORED events of every key, for those who know nothing; after `recover`, when every key is published."""
-        return retell(self._pool, [manager.block_size for manager in self.coordinator.managers])
+    def replay_events(self) -> Iterator[CacheEvent]:
+        """STORED events of all keys, for a follower without state; after `recover`, when all keys are published."""
+        return replay_events(self._pool, [manager.block_size for manager in self.coordinator.managers])
 
     def count_keys(self) -> int:
         """Distinct keys of the prefix cache."""
@@ -235,12 +234,12 @@ class Replica:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can be handed out now."""
+        """Blocks that can be allocated now."""
         return self._pool.num_free
 
     @property
     def busy_blocks(self) -> tuple[int, ...]:
-        """Blocks that loads of earlier engine lives may still write, ascending; `Cache.loads_over` gives them back."""
+        """Blocks that loads of earlier engine lives may still write, ascending; `Cache.loads_over` releases them."""
         return tuple(sorted(self._pool.busy))
 
     @property
@@ -254,43 +253,17 @@ class Replica:
         return self.requests.num_running
 
     def group_counters(self) -> list[GroupCounters]:
-        """Per group. Counts by passing over the pool, 0.1 s per million blocks: for the rare look, not the hot path."""
-        pool = self._pool
-        cached = [0] * len(self.spec.groups)
-        for block in range(pool.num_blocks):
-            key = pool.key_of(block)
-            if key is not None:
-                cached[key.group] += 1
-        return [
-            GroupCounters(
-                used_blocks=len({block for table in manager.table for block in table if block}),
-                cached_blocks=cached[manager.group],
-                allocated_blocks=manager.allocated,
-                hit_blocks=manager.adopted,
-                evicted_blocks=pool.evicted_keys[manager.group],
-            )
-            for manager in self.coordinator.managers
-        ]
+        """Per group. Counts by passing over the pool, 0.1 s per million blocks: not for the hot path."""
+        return count_by_group(self._pool, self.coordinator.managers)
 
     @property
     def residency(self) -> Residency:
-        """How long blocks live; reads only."""
+        """Histograms of block lifetimes; do not change them."""
         return self._pool.residency
 
     def common_prefix_blocks(self) -> list[int]:
         """Per group, leading blocks that every running request shares (for cascade attention)."""
-        requests = self.requests
-        running = [slot for slot in requests.slots() if requests.running[slot]]
-        counts = []
-        for manager in self.coordinator.managers:
-            tables = [manager.table[slot] for slot in running]
-            shared = 0
-            for column in zip(*tables, strict=False):
-                if column[0] == 0 or any(block != column[0] for block in column):
-                    break
-                shared += 1
-            counts.append(shared)
-        return counts
+        return count_common_blocks(self.requests, self.coordinator.managers)
 
     # -- sections ----------------------------------------------------------------------------------------------------
 
@@ -304,19 +277,19 @@ class Replica:
             result.hashed_news = [b"".join(content.digests) for content in contents]
         if part.with_hashes:
             for content in contents:
-                _tell_hashes(content.digests, result)
+                _report_hashes(content.digests, result)
         if part.resume is not None:
-            Resumption(self.coordinator, self.ledger, self._shown).apply(part.resume)
+            Resumption(self.coordinator, self.tracker, self._shown).apply(part.resume)
         if opens:
             self.coordinator.new_step()
-        program = Program(self.coordinator, self.ledger, part.budget, result, seq)
+        applier = StepApplier(self.coordinator, self.tracker, part.budget, result, seq)
         if part.run.slot:
-            program.run(part.run)
+            applier.run(part.run)
         if part.admit.slot:
-            program.admit(part.admit)
+            applier.admit(part.admit)
             self.counters.refused += result.admit_status.count(int(AdmitStatus.REFUSED))
-        self.counters.unaligned_chunks += program.unaligned_chunks
-        self.counters.starved_chunks += program.starved_chunks
+        self.counters.unaligned_chunks += applier.unaligned_chunks
+        self.counters.starved_chunks += applier.starved_chunks
         self._peek(part.peek, result)
         if part.with_tables:
             self._add_all_tables(part, result)
@@ -352,20 +325,20 @@ class Replica:
             if facts.commit and facts.commit[row] != UNCHANGED:
                 self._commit(slot, facts.commit[row], seq)
             if part.with_hashes:
-                _tell_hashes(requests.content[slot].digests, result)
+                _report_hashes(requests.content[slot].digests, result)
             if end is not End.NONE:
                 self._end(slot, end, facts.fence[row] if facts.fence else 0, seq, result)
 
     def _correct(self, slot: int, computed: int, end: End, seq: int, result: PartResult) -> None:
-        """Drafts were rejected. Only a grant can raise the count: what was not granted was not computed.
+        """Lower a request's computed tokens after drafts were rejected. It is never raised: only grants compute tokens.
 
-        A request that goes back behind what it still holds starts again: it is preempted, unless it ends anyway (a
-        transfer may still want its pages).
+        A request whose tables lack blocks for that position is preempted, unless the same row ends it (its blocks may
+        be held for a transfer).
         """
         requests = self.requests
         if computed < requests.computed[slot] and self.spec.commit is CommitRule.SAFE:
             if end is End.NONE and not self.coordinator.can_rewind(slot, computed):
-                gone = self.ledger.preempt(slot, seq)
+                gone = self.tracker.preempt(slot, seq)
                 result.preempted.extend(gone)
                 result.went_back += len(gone)
                 return
@@ -374,17 +347,17 @@ class Replica:
                 self.coordinator.zero_unloaded(slot, computed)
         requests.ends_at[slot] = requests.launch_end(slot)
         requests.computed[slot] = min(requests.computed[slot], computed)
-        requests.wake(slot)
+        requests.invalidate_fast_path(slot)
 
     def _add_digests(self, slot: int, digests: Sequence[bytes]) -> None:
-        """Blocks of the request became full: there may be something to register."""
+        """Add hashes of blocks that became full; these may be registrable now."""
         if digests:
             self.requests.content[slot].digests.extend(digests)
             if self.spec.enable_caching:
-                self.requests.wake_keys(slot)
+                self.requests.invalidate_register_bound(slot)
 
     def _append_tokens(self, slot: int, tokens: Sequence[int]) -> bytes:
-        """Hash tokens that joined a request; the digests of the blocks that became full."""
+        """Hash appended tokens; returns the digests of the blocks that became full."""
         content = self.requests.content[slot]
         if content.hasher is None:
             return b""
@@ -393,49 +366,49 @@ class Replica:
         return made
 
     def _commit(self, slot: int, num_tokens: int, seq: int) -> None:
-        """Register what became true, never beyond what is computed; what is not in flight has been executed already."""
+        """Register a request's written blocks. Those of executed steps are published at once, others stay tentative."""
         requests, pool = self.requests, self._pool
-        self.ledger.load_is_over(slot)
+        self.tracker.load_is_over(slot)
         num_tokens = min(num_tokens, requests.computed[slot], requests.num_tokens[slot])
-        pool.step = pool.executed_through if self.ledger.is_executed(slot, num_tokens) else seq
+        pool.step = pool.executed_through if self.tracker.is_executed(slot, num_tokens) else seq
         requests.ends_at[slot] = requests.launch_end(slot)
         self.coordinator.commit(slot, num_tokens)
-        self.ledger.note_keys(slot, pool.step)
+        self.tracker.note_keys(slot, pool.step)
         pool.step = seq
-        requests.wake(slot)
+        requests.invalidate_fast_path(slot)
 
     def _end(self, slot: int, end: End, fence: int, seq: int, result: PartResult) -> None:
         if end is not End.HELD:
-            fence = self.ledger.load_is_over(slot, fence)
+            fence = self.tracker.load_is_over(slot, fence)
         if end is End.FREE:
-            result.preempted.extend(self.ledger.end(slot, seq, fence))
+            result.preempted.extend(self.tracker.end(slot, seq, fence))
         elif end is End.HELD:
-            result.preempted.extend(self.ledger.hold(slot, seq))
+            result.preempted.extend(self.tracker.hold(slot, seq))
         elif self.requests.running[slot]:
-            result.preempted.extend(gone for gone in self.ledger.preempt(slot, seq, fence) if gone != slot)
+            result.preempted.extend(gone for gone in self.tracker.preempt(slot, seq, fence) if gone != slot)
 
     def _cache(self, cache: Cache, result: PartResult) -> None:
         for failed in cache.failed_steps:
-            result.preempted.extend(self.ledger.fail_step(failed))
+            result.preempted.extend(self.tracker.fail_step(failed))
         dropped = [self._evict(block) for block in cache.evicted]
         if any(dropped):
-            self.coordinator.unsettle(cache.evicted)
-            self.requests.wake_all()
+            self.coordinator.register_again(cache.evicted)
+            self.requests.invalidate_all_fast_paths()
         for slot in cache.released:
-            result.preempted.extend(self.ledger.release_held(slot, self.seq))
+            result.preempted.extend(self.tracker.release_held(slot, self.seq))
         self._pool.release_busy(cache.loads_over)
         if cache.reset:
             result.reset_done = self._pool.reset()
 
     def _evict(self, block: int) -> bool:
-        """Take the keys of a block, and restamp it: a store may bring back keys that are not known here."""
+        """Drop the keys of a block, and restamp it even without any: a store may have keys that the pool lacks."""
         had_keys = self._pool.drop_keys(block, RemoveReason.DROPPED)
         if not had_keys:
             self._pool.restamp(block)
         return had_keys
 
     def _hash_news(self, news: News, field: str) -> list[Content]:
-        """Contents of the new requests; changes nothing. Raises InvalidArgument for bad extra keys."""
+        """Contents of the new requests. Changes nothing. Raises InvalidArgument for invalid extra keys."""
         contents, at = [], 0
         digests = split_hashes(news.hashes, len(news.hashes) // sum(news.num_hashes)) if news.hashes else []
         for row, num_tokens in enumerate(news.num_tokens):
@@ -485,13 +458,13 @@ class Replica:
 
 
 def _given_hashes(facts: Facts) -> dict[int, list[bytes]]:
-    """Digests by row, of the rows that bring some."""
+    """Digests by row, for rows that have any."""
     if not facts.hashes:
         return {}
     digests = iter(split_hashes(facts.hashes, len(facts.hashes) // sum(facts.num_hashes)))
     return {row: list(islice(digests, count)) for row, count in enumerate(facts.num_hashes) if count}
 
 
-def _tell_hashes(digests: list[bytes], result: PartResult) -> None:
+def _report_hashes(digests: list[bytes], result: PartResult) -> None:
     result.num_hashes.append(len(digests))
     result.last_hash.append(digests[-1] if digests else b"")

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from kvplane.base.hashing import RequestHasher
 
 MAX_SLOTS = 1 << 14
-QUIET_NEVER = 0
+NO_FAST_PATH = 0
 
 
 @dataclass(slots=True)
 class Content:
-    """What a request is made of, as far as the core must know.
+    """The content of a request as the core needs it.
 
     Attributes:
         digests: block hash of each full hash block, chained.
-        hasher: makes them from tokens, when the service hashes; None when the engine sends hashes.
+        hasher: computes the digests where the service hashes; None where the engine sends hashes.
     """
 
     digests: list[bytes]
@@ -26,43 +26,44 @@ class Content:
 class Requests:
     """One entry per slot and column; a slot is live from its news row until it ends.
 
-    `quiet_until` bounds the quiet zone of a running request: as long as its slots end there or before, no manager has
-    anything to do, and a step only adds numbers. It is the lowest of three bounds: up to `blocks_until` slots no block
-    starts, below `window_until` processed tokens (fewer than slots) none leaves a window, and below `keys_from` known
-    tokens none becomes registrable.
+    `fast_path_until` is where the fast path of a running request ends: a row whose slots end at or before it needs no
+    allocation, no window release and no registration, so a step only adds its tokens to the columns. It is safe because
+    it is the least of three bounds: up to `alloc_bound` slots the tables need no block, below `window_bound` processed
+    tokens no block leaves a window (processed tokens are fewer than slots), and below `register_bound` known tokens no
+    block can be registered. Whatever could lower a bound calls `invalidate_fast_path`.
     """
 
     def __init__(self) -> None:
         self.live: list[bool] = []
         self.running: list[bool] = []
         self.held: list[bool] = []
-        self.serial: list[int] = []  # counts lives of the slot
+        self.serial: list[int] = []  # number of the slot's present life, see `in_flight.Life`
         self.request_id: list[str] = []
         self.domain: list[str] = []
         self.skip_reading: list[bool] = []
-        self.by_service: list[bool] = []  # the service hashes its tokens
-        self.limit: list[int] = []  # most tokens it may reach
+        self.by_service: list[bool] = []  # the service hashes the request's tokens
+        self.limit: list[int] = []  # most tokens that the request may have
         self.num_prompt: list[int] = []
         self.num_tokens: list[int] = []
         self.computed: list[int] = []
         self.in_flight: list[int] = []
         self.single_group_hit: list[int] = []
         self.granted_step: list[int] = []  # last step that granted tokens
-        self.load_after: list[int] = []  # step before which the load of its external tokens must not start
+        self.load_after: list[int] = []  # the load of its external tokens must not start before this step is executed
         self.content: list[Content] = []
-        self.ends_at: list[int] = []  # tokens whose state the last launch leaves, drafts included; see `launch_end`
-        self.quiet_until: list[int] = []
-        self.blocks_until: list[int] = []
-        self.window_until: list[int] = []
-        self.keys_from: list[int] = []
-        self.asked: dict[int, tuple[int, int]] = {}  # by slot: last step whose row had drafts, tokens it would reach
-        self.unserved: dict[int, int] = {}  # by slot: rows in sequence that had room, but for less than a state block
+        self.ends_at: list[int] = []  # tokens at which the last launch ends, drafts included; see `launch_end`
+        self.fast_path_until: list[int] = []
+        self.alloc_bound: list[int] = []
+        self.window_bound: list[int] = []
+        self.register_bound: list[int] = []
+        self.asked: dict[int, tuple[int, int]] = {}  # by slot: last step with drafts, and where its row ended
+        self.unserved: dict[int, int] = {}  # by slot: consecutive rows that had room for less than a state block
         self.num_running = 0
-        self.loading: set[int] = set()  # slots whose pages a transfer still fills, running or preempted meanwhile
-        self.not_zeroed: set[int] = set()  # running slots with a load, over or not, and no grant since: it may fail yet
+        self.loading: set[int] = set()  # slots whose pages a transfer still writes, running or preempted since
+        self.not_zeroed: set[int] = set()  # running slots without a grant since their load began; it may fail
 
     def is_live(self, slot: int) -> bool:
-        """Whether the slot names a request, running or not."""
+        """Whether the slot has a request, running or not."""
         return 0 <= slot < len(self.live) and self.live[slot]
 
     def grow(self, slot: int) -> None:
@@ -90,14 +91,14 @@ class Requests:
             self.granted_step,
             self.load_after,
             self.ends_at,
-            self.quiet_until,
-            self.blocks_until,
-            self.window_until,
-            self.keys_from,
+            self.fast_path_until,
+            self.alloc_bound,
+            self.window_bound,
+            self.register_bound,
         )
 
     def add(self, slot: int, num_tokens: int, limit: int, content: Content) -> None:
-        """Begin a life of the slot."""
+        """Put a request into a free slot."""
         self.grow(slot)
         assert not self.live[slot], f"slot {slot} is taken"
         self.live[slot] = True
@@ -112,7 +113,7 @@ class Requests:
         self.stop(slot)
 
     def launch_end(self, slot: int) -> int:
-        """Tokens whose state the last launch leaves; `ends_at` is not kept up in the quiet zone, where none go back."""
+        """Tokens at which the last launch ends; on the fast path `ends_at` is not updated, `computed` is as high."""
         return max(self.ends_at[slot], self.computed[slot])
 
     def start(self, slot: int) -> None:
@@ -122,31 +123,31 @@ class Requests:
         self.num_running += 1
 
     def stop(self, slot: int) -> None:
-        """The request lost its blocks, or never had any."""
+        """The request has no blocks any more, or not yet."""
         if self.running[slot]:
             self.running[slot] = False
             self.num_running -= 1
         self.computed[slot] = self.in_flight[slot] = self.granted_step[slot] = 0
         self.not_zeroed.discard(slot)
         self.unserved.pop(slot, None)
-        self.wake(slot)
+        self.invalidate_fast_path(slot)
 
-    def wake(self, slot: int) -> None:
-        """Forget the quiet zone: the next row asks every manager."""
-        self.quiet_until[slot] = self.blocks_until[slot] = self.keys_from[slot] = QUIET_NEVER
-        self.window_until[slot] = QUIET_NEVER
+    def invalidate_fast_path(self, slot: int) -> None:
+        """The next row calls every manager."""
+        self.fast_path_until[slot] = self.alloc_bound[slot] = self.register_bound[slot] = NO_FAST_PATH
+        self.window_bound[slot] = NO_FAST_PATH
 
-    def wake_keys(self, slot: int) -> None:
-        """Something may have become registrable; tables and windows are as they were."""
-        self.quiet_until[slot] = self.keys_from[slot] = QUIET_NEVER
+    def invalidate_register_bound(self, slot: int) -> None:
+        """A block may have become registrable; tables and windows are unchanged."""
+        self.fast_path_until[slot] = self.register_bound[slot] = NO_FAST_PATH
 
-    def wake_all(self) -> None:
-        """Forget every quiet zone."""
+    def invalidate_all_fast_paths(self) -> None:
+        """The next row of every request calls every manager."""
         for slot in self.slots():
-            self.wake(slot)
+            self.invalidate_fast_path(slot)
 
     def end(self, slot: int) -> None:
-        """End the life of the slot."""
+        """Free the slot."""
         self.stop(slot)
         self.live[slot] = self.held[slot] = False
         self.loading.discard(slot)

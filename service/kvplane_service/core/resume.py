@@ -1,10 +1,10 @@
-"""Takes back what held blocks in an engine life before, so that requests run on with the blocks that they have.
+"""Resumes requests of an earlier engine life with the blocks that they have, from an image (`Part.resume`).
 
-    check    the whole image against the requests, the stamps that the memory showed, and the rules of every group
-    apply    tables, references, counts; a key that does not name what its page holds by this image is dropped
+    check    compares the whole image with the requests, the stamps of the memory, and the rules of every group
+    apply    installs tables, references and counts; drops keys that do not fit the content of their page
 
-Whatever an image says, the invariants hold behind it: a block stands in two tables only where it is full and names the
-same prefix in both, and no page without a proven stamp is anybody's.
+An accepted image cannot violate the invariants of the pool, whatever an engine sends: a block is in two tables only
+where it is full and has the same prefix in both, and every block of the image has a proven stamp.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from kvplane.base.stamps import Stamp
 from kvplane.base.step import Part, Resume, Step
 from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.dropping import any_key_has
+from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.ledger import Ledger
-from kvplane_service.core.managers.base import GroupManager, Standing
+from kvplane_service.core.managers.base import GroupManager
+from kvplane_service.core.managers.questions import RequestProgress
 from kvplane_service.core.requests import MAX_SLOTS, Content
 
 _BY_ROW = ("computed", "launch_end", "num_prompt", "single_group_hit", "loading")
@@ -29,25 +30,25 @@ _Name = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One running request."""
+    """One running request of an image."""
 
     slot: int
-    standing: Standing
+    progress: RequestProgress
     single_group_hit: int
     loading: bool
     tables: list[list[int]]
-    settled: list[int]
+    num_cached_blocks: list[int]
 
 
 class Resumption:
-    """One image on a replica that has given out no block in this engine life."""
+    """An image, for a replica that has allocated no block in this engine life."""
 
-    def __init__(self, coordinator: Coordinator, ledger: Ledger, shown: Sequence[int]) -> None:
-        """`shown`: one stamp per block, as the memory of every rank showed it when this life began."""
+    def __init__(self, coordinator: Coordinator, tracker: InFlightTracker, shown: Sequence[int]) -> None:
+        """`shown`: one stamp per block, as the memory of every rank showed them when this engine life began."""
         self._blocks = coordinator
         self._pool = coordinator.pool
         self._requests = coordinator.requests
-        self._ledger = ledger
+        self._tracker = tracker
         self._shown = shown
 
     # -- check -------------------------------------------------------------------------------------------------------
@@ -56,75 +57,80 @@ class Resumption:
         """Raise InvalidArgument naming the column at fault; changes nothing."""
         (part, *others) = step.parts
         alone = not others and step.part == 0 and step.last and replace(part, resume=None) == Part()
-        _require(alone and part.resume is not None, "parts", "an image stands alone in its step")
+        _require(alone and part.resume is not None, "parts", "an image must be alone in its step")
         assert part.resume is not None
         pool, resume = self._pool, part.resume
         _require(
-            pool.is_unused and not self._requests.num_running, "slot", "this engine life has given out blocks already"
+            pool.is_unused and not self._requests.num_running, "slot", "this engine life has allocated blocks already"
         )
         _require(len(self._shown) == pool.num_blocks, "blocks", "this engine life was opened without stamps")
         names = self._check_tables(resume)
         held = self._check_held(resume, names)
         self._check_stamps({*names, *held})
         late = min(self._busy_for_others(resume), default=NULL_BLOCK)
-        _require(late == NULL_BLOCK, "loading", f"a load may still write block {late} of a request that does not load")
+        _require(late == NULL_BLOCK, "loading", f"a load may still write block {late}; mark its request as loading")
 
     def _check_tables(self, resume: Resume) -> dict[int, _Name]:
-        """What each block of a table holds, by its owners' word; equal names are equal content."""
+        """The content of each block of a table according to the image; equal names mean equal content."""
         self._check_columns(resume)
         names: dict[int, _Name] = {}
         for row in self._rows(resume):
             for manager, table in zip(self._blocks.managers, row.tables, strict=True):
                 where = f"the table of slot {row.slot} in group {manager.group}"
-                settled = manager.settle(table, row.standing)
-                if settled is None:
-                    raise _refused("blocks", f"{where} does not hold what {row.standing.computed} tokens need")
-                used = [block for block in settled if block != NULL_BLOCK]
+                normalized = manager.normalize_table(table, row.progress)
+                if normalized is None:
+                    raise _refused("blocks", f"{where} lacks a block that {row.progress.computed} tokens need")
+                used = [block for block in normalized if block != NULL_BLOCK]
                 _require(len(set(used)) == len(used), "blocks", f"{where} has a block twice")
-                for index, block in enumerate(settled):
+                for index, block in enumerate(normalized):
                     if block != NULL_BLOCK:
                         name = self._name(manager, row, index)
                         same = names.setdefault(block, name) == name
-                        _require(same, "blocks", f"block {block} of {where} belongs to another one")
+                        _require(same, "blocks", f"block {block} of {where} has other content in another table")
         self._check_ids(list(names), "blocks")
         return names
 
     def _check_columns(self, resume: Resume) -> None:
         rows, requests, longest = len(resume.slot), self._requests, self._blocks.spec.max_model_len
-        _require(len(set(resume.slot)) == rows, "slot", "a slot stands twice")
+        _require(len(set(resume.slot)) == rows, "slot", "a slot is listed twice")
         for name in _BY_ROW:
             column = getattr(resume, name)
             given = len(column) == rows or (not column and name != "computed")
-            _require(given, name, f"not one entry for {rows} rows")
+            _require(given, name, f"expected one entry for each of {rows} rows")
         sizes = len(resume.num_blocks) == rows * len(self._blocks.managers)
-        _require(sizes and min(resume.num_blocks, default=0) >= 0, "num_blocks", "not one entry per row and group")
-        cached = resume.num_cached_blocks
-        counted = len(cached) in (0, len(resume.num_blocks)) and min(cached, default=0) >= 0
-        _require(counted, "num_cached_blocks", "not one entry per row and group")
-        _require(sum(resume.num_blocks) == len(resume.blocks), "blocks", "not as many as num_blocks adds up to")
+        _require(sizes and min(resume.num_blocks, default=0) >= 0, "num_blocks", "expected one entry per row and group")
+        given = (
+            len(resume.num_cached_blocks) in (0, len(resume.num_blocks))
+            and min(resume.num_cached_blocks, default=0) >= 0
+        )
+        _require(given, "num_cached_blocks", "expected one entry per row and group")
+        _require(sum(resume.num_blocks) == len(resume.blocks), "blocks", "expected the sum of num_blocks")
         for slot in resume.slot:
             waits = requests.is_live(slot) and not requests.held[slot]
-            _require(waits and bool(requests.num_tokens[slot]), "slot", f"slot {slot} names no request that waits")
+            _require(waits and bool(requests.num_tokens[slot]), "slot", f"slot {slot} has no waiting request")
         for row in self._rows(resume):
-            at, num_tokens = row.standing, requests.num_tokens[row.slot]
+            at, num_tokens = row.progress, requests.num_tokens[row.slot]
             _require(1 <= at.computed <= longest, "computed", f"{at.computed} tokens")
             _require(at.computed <= at.launch_end <= longest, "launch_end", f"{at.launch_end} for {at.computed} tokens")
             _require(1 <= at.num_prompt <= num_tokens, "num_prompt", f"{at.num_prompt} of {num_tokens} tokens")
-            alone = row.single_group_hit
-            _require(0 <= alone <= num_tokens, "single_group_hit", f"{alone} of {num_tokens} tokens")
+            _require(
+                0 <= row.single_group_hit <= num_tokens,
+                "single_group_hit",
+                f"{row.single_group_hit} of {num_tokens} tokens",
+            )
 
     def _check_held(self, resume: Resume, names: dict[int, _Name]) -> list[int]:
         slots, counts = resume.held_slot, resume.held_count
         taken = set(resume.slot)
-        _require(len(set(slots)) == len(slots) and not taken & set(slots), "held_slot", "a slot stands twice")
-        _require(len(counts) == len(slots), "held_count", f"not one entry for {len(slots)} rows")
+        _require(len(set(slots)) == len(slots) and not taken & set(slots), "held_slot", "a slot is listed twice")
+        _require(len(counts) == len(slots), "held_count", f"expected one entry for each of {len(slots)} rows")
         loading = len(resume.held_loading) in (0, len(slots))
-        _require(loading, "held_loading", f"not one entry for {len(slots)} rows")
+        _require(loading, "held_loading", f"expected one entry for each of {len(slots)} rows")
         total = sum(counts) == len(resume.held_blocks) and min(counts, default=0) >= 0
-        _require(total, "held_blocks", "not as many as held_count adds up to")
+        _require(total, "held_blocks", "expected as many blocks as the sum of held_count")
         for slot, blocks, _ in _held(resume):
             _require(0 <= slot < MAX_SLOTS, "held_slot", f"there is no slot {slot}")
-            _require(len(set(blocks)) == len(blocks), "held_blocks", f"slot {slot} holds a block twice")
+            _require(len(set(blocks)) == len(blocks), "held_blocks", f"slot {slot} lists a block twice")
             for block in blocks:
                 shared = block not in names or names[block][0] is not None
                 _require(shared, "held_blocks", f"a running request writes block {block}")
@@ -133,30 +139,30 @@ class Resumption:
 
     def _check_ids(self, blocks: list[int], column: str) -> None:
         within = not blocks or 0 < min(blocks) <= max(blocks) < self._pool.num_blocks
-        _require(within and not set(blocks) & set(self._pool.reserved), column, "a block that no request can have")
+        _require(within and not set(blocks) & set(self._pool.reserved), column, "a null, reserved or unknown block")
 
     def _check_stamps(self, blocks: set[int]) -> None:
-        """Each page shows a stamp of an earlier life on every rank, and no two pages that count show the same."""
+        """Every block has a stamp of an earlier life on all ranks, and shares it with no other or keyed block."""
         pool, shown = self._pool, self._shown
         stamps = {shown[block] for block in blocks}
         proven = 0 not in stamps and all(Stamp.unpack(stamp).epoch < pool.epoch for stamp in stamps)
-        _require(proven, "blocks", "the memory of some rank does not show the page of a block")
+        _require(proven, "blocks", "the memory of some rank shows another stamp of a block")
         single = len(stamps) == len(blocks) and not any_key_has(pool, stamps, blocks)
-        _require(single, "blocks", "two pages show one stamp")
+        _require(single, "blocks", "two blocks have one stamp")
 
     def _name(self, manager: GroupManager, row: _Row, index: int) -> _Name:
-        """What a table's entry holds: a prefix that others may share, or something of this request alone."""
-        digest = manager.sealed_prefix(row.slot, index, row.standing)
+        """The content of a table entry: a prefix that requests may share, or content of this request alone."""
+        digest = manager.sealed_prefix(row.slot, index, row.progress)
         domain = self._requests.domain[row.slot]
         return (digest, manager.group, domain) if digest else (None, manager.group, row.slot, index)
 
     def _busy_for_others(self, resume: Resume) -> set[int]:
-        """Blocks under a load of an earlier engine life that the image gives to who is not loading."""
+        """Blocks that a load of an earlier engine life may write and whose request is not marked as loading."""
         found = set[int]()
         for row in self._rows(resume) if self._pool.busy else ():
             if not row.loading:
                 for manager, table in zip(self._blocks.managers, row.tables, strict=True):
-                    found.update(manager.settle(table, row.standing) or ())
+                    found.update(manager.normalize_table(table, row.progress) or ())
         for slot, blocks, loading in _held(resume):
             if not (loading or self._requests.is_live(slot)):
                 found.update(blocks)
@@ -170,7 +176,7 @@ class Resumption:
             computed, num_tokens = resume.computed[number], self._requests.num_tokens[slot]
             yield _Row(
                 slot,
-                Standing(
+                RequestProgress(
                     computed,
                     resume.launch_end[number] if resume.launch_end else computed,
                     resume.num_prompt[number] if resume.num_prompt else num_tokens,
@@ -184,26 +190,26 @@ class Resumption:
     # -- apply -------------------------------------------------------------------------------------------------------
 
     def apply(self, resume: Resume) -> None:
-        """Make a checked image true."""
+        """Apply an image that `check` accepted."""
         for row in self._rows(resume):
             self._resume(row)
         for slot, blocks, loading in _held(resume):
             self._hold(slot, blocks, loading)
 
     def _resume(self, row: _Row) -> None:
-        slot, requests, standing = row.slot, self._requests, row.standing
+        slot, requests, progress = row.slot, self._requests, row.progress
         requests.start(slot)
-        requests.computed[slot], requests.ends_at[slot] = standing.computed, standing.launch_end
-        requests.num_prompt[slot], requests.single_group_hit[slot] = standing.num_prompt, row.single_group_hit
+        requests.computed[slot], requests.ends_at[slot] = progress.computed, progress.launch_end
+        requests.num_prompt[slot], requests.single_group_hit[slot] = progress.num_prompt, row.single_group_hit
         if row.loading:
             requests.loading.add(slot)
             requests.not_zeroed.add(slot)
-        for manager, table, num_cached_blocks in zip(self._blocks.managers, row.tables, row.settled, strict=True):
-            settled = manager.settle(table, standing)
-            assert settled is not None, f"slot {slot} was not checked"
-            self._take(settled)
-            manager.resume(slot, settled, standing, num_cached_blocks)
-        requests.wake(slot)
+        for manager, table, num_cached in zip(self._blocks.managers, row.tables, row.num_cached_blocks, strict=True):
+            normalized = manager.normalize_table(table, progress)
+            assert normalized is not None, f"slot {slot} was not checked"
+            self._take(normalized)
+            manager.resume(slot, normalized, progress, num_cached)
+        requests.invalidate_fast_path(slot)
 
     def _hold(self, slot: int, blocks: list[int], loading: bool) -> None:
         requests = self._requests
@@ -214,19 +220,19 @@ class Resumption:
         if loading or not requests.held[slot]:
             requests.loading.add(slot)
         self._take(blocks)
-        self._ledger.held[slot] = list(blocks)
+        self._tracker.held[slot] = list(blocks)
 
     def _take(self, blocks: Sequence[int]) -> None:
         pool = self._pool
         pool.touch(blocks)
-        pool.release_busy(sorted(pool.busy.intersection(blocks)))  # under the load of this request from now on
+        pool.release_busy(sorted(pool.busy.intersection(blocks)))  # this request's load may write them
         for block in blocks:
-            if block != NULL_BLOCK and Stamp.unpack(pool.stamp[block]).epoch != pool.epoch:  # not renewed since
+            if block != NULL_BLOCK and Stamp.unpack(pool.stamp[block]).epoch != pool.epoch:  # not restamped since
                 pool.stamp[block] = self._shown[block]
 
 
 def _held(resume: Resume) -> Iterator[tuple[int, list[int], bool]]:
-    """Slot, blocks, and whether it ended as held while a load filled these."""
+    """Slot, blocks, and whether a load still wrote these when the request ended as held."""
     start = 0
     loading = resume.held_loading or [0] * len(resume.held_slot)
     for slot, count, loads in zip(resume.held_slot, resume.held_count, loading, strict=True):
@@ -241,4 +247,4 @@ def _require(holds: bool, column: str, message: str) -> None:
 
 def _refused(column: str, message: str) -> InvalidArgument:
     field = column if column == "parts" else f"parts[0].resume.{column}"
-    return InvalidArgument(message, field=field, remedy="let the requests be preempted instead, by leaving resume out")
+    return InvalidArgument(message, field=field, remedy="leave resume out; the requests are preempted then")

@@ -1,4 +1,4 @@
-"""Refuses a replica spec whose parts contradict each other; `ReplicaSpec.validate` checks each field alone."""
+"""Refuses replica specs whose fields contradict each other; `ReplicaSpec.validate` checks each field alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_spec(spec: ReplicaSpec) -> None:
 
 
 def is_cached(group: GroupSpec) -> bool:
-    """Whether blocks of the group can be found again."""
+    """Whether look-ups can find blocks of the group."""
     if group.kind is GroupKind.MAMBA:
         return group.mamba_mode is MambaMode.ALIGN
     return group.kind not in _NEVER_CACHED
@@ -116,5 +116,5 @@ def _require(holds: bool, field: str, message: str) -> None:
 
 
 def states_for_drafts(spec: ReplicaSpec) -> int | None:
-    """Drafts that can be rejected without losing a state; None when there are no states."""
+    """Drafts that can be rejected without losing a state; None: the replica has no states."""
     return min((group.speculative_blocks for group in spec.groups if group.kind is GroupKind.MAMBA), default=None)

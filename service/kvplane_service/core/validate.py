@@ -1,8 +1,8 @@
-"""Refuses a step that cannot be applied whole, before anything is changed.
+"""Refuses steps that cannot be applied whole, before anything is changed.
 
-What a row may say depends on the rows before it (which slots are live, how many tokens they have), so the validator
-walks the parts in order over a small overlay of what would change. What depends on outcomes (who is running, what is
-cached) is never an error: such rows are answered with 0 tokens or a status.
+Whether a row is valid depends on the rows before it (which slots are live, how many tokens they have), so the validator
+goes through the parts in order, with an overlay of what they would change. What depends on results (which requests run,
+what is cached) is never an error: such rows are answered with 0 tokens or a status.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvplane_service.core.setup import states_for_drafts
 
 MAX_LOOKAHEAD = 4096
 MAX_TOKEN_ID = (1 << 32) - 1
-RESERVED_ALIGN, RESERVED_LOAD = 1, 32  # bits of flags: the first means nothing, the second is refused
+RESERVED_ALIGN, RESERVED_LOAD = 1, 32  # bits of flags: the first is ignored, the second is refused
 RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag))
 DIGEST_SIZES = (16, 32)
@@ -60,12 +60,12 @@ _ADMIT_COLUMNS = (
     "watermark",
     "flags",
 )
-_EMPTY = Part()  # sections that say nothing need no look
+_EMPTY = Part()  # sections equal to those of an empty part are skipped
 
 
 @dataclass(slots=True)
 class _Slot:
-    """What the validator believes of a slot."""
+    """A slot as it would be after the rows so far."""
 
     live: bool
     held: bool
@@ -77,7 +77,7 @@ class _Slot:
 
 
 class StepValidator:
-    """Checks one step against the state; reads only."""
+    """Checks one step against the state. Changes nothing."""
 
     def __init__(
         self, spec: ReplicaSpec, requests: Requests, executed_through: int, busy: Collection[int] = ()
@@ -87,23 +87,23 @@ class StepValidator:
         self._requests = requests
         self._executed_through = executed_through
         self._busy = busy
-        self._written_no_more: set[int] = set()  # of them
+        self._not_busy_any_more: set[int] = set()  # named by loads_over in this message
         self._slots: dict[int, _Slot] = {}
         self._num_parts = 0
-        self._plain: Sequence[int] = ()  # slots of facts that only grew
-        self._plain_tokens: Sequence[int] = ()  # that they have then
-        self._computed: dict[int, int] = {}  # that facts set
+        self._plain: Sequence[int] = ()  # slots of facts that only append tokens
+        self._plain_tokens: Sequence[int] = ()  # tokens of these slots after the facts
+        self._computed: dict[int, int] = {}  # by slot, as facts set it
         self._ended = False  # some slot ends in this step
         self._asked_to_load: set[int] = set()  # slots of admit rows of this message
-        self._loads_over: set[int] = set()  # slots whose request ends, or whose load is released, in this message
+        self._loads_over: set[int] = set()  # slots whose request or load ends in this message
         self._where = ""
 
     def check(self, step: Step) -> None:
         """Raise InvalidArgument naming the field at fault."""
         self._require(len(step.parts) > 0, "parts", "a step has at least one part")
-        told = step.executed_through
-        self._require(0 <= told < step.seq, "executed_through", f"step {told} is not before this one, {step.seq}")
-        self._executed_through = max(self._executed_through, told)
+        through = step.executed_through
+        self._require(0 <= through < step.seq, "executed_through", f"step {through} is not before step {step.seq}")
+        self._executed_through = max(self._executed_through, through)
         self._num_parts = len(step.parts)
         for number, part in enumerate(step.parts):
             self._where = f"parts[{number}]."
@@ -149,9 +149,10 @@ class StepValidator:
             self._fact_end(facts, row, known, seq)
 
     def _is_plain_growth(self, facts: Facts, size: int) -> bool:
-        """Whether the rows only say that distinct running requests of an engine that hashes grew within their limits,
-        as most rows of most steps do. Judged by whole columns, and only for a step of one part: no later row then needs
-        to know.
+        """Whether the rows only append tokens within limits to distinct running requests of an engine that hashes.
+
+        Most rows of most steps do. It is checked by whole columns, and only in a step of one part: no later facts then
+        depend on the overlay.
         """
         said = (facts.tokens, facts.computed, facts.commit, facts.end, facts.fence)
         if any(said) or self._num_parts > 1 or not facts.appended or not self._are_running(facts.slot):
@@ -167,7 +168,7 @@ class StepValidator:
         )
 
     def _are_running(self, slots: Sequence[int]) -> bool:
-        """Whether these are distinct slots of requests that run, and so are live and not held."""
+        """Whether these are distinct slots of running requests, which are live and not held."""
         running = self._requests.running
         return (
             min(slots, default=0) >= 0
@@ -177,7 +178,7 @@ class StepValidator:
         )
 
     def _are_due(self, facts: Facts, tokens: Sequence[int], size: int) -> bool:
-        """Whether every given hash is one of a full block, and like the ones before it."""
+        """Whether all hashes are of full blocks, and of the same size as earlier ones."""
         unit = self._spec.hash_block_size
         for row, count in enumerate(facts.num_hashes):
             if count:
@@ -215,11 +216,11 @@ class StepValidator:
         self._require(
             slot not in self._asked_to_load,
             f"facts.commit[{row}]",
-            f"an earlier part of this message asks for a load into slot {slot}; commit it when the answer is there",
+            f"an earlier part of this message requests a load into slot {slot}; commit it after its answer",
         )
 
     def _load_has_started(self, slot: int, field: str) -> None:
-        """What registers or runs a request ends its load, which cannot end before it was allowed to start."""
+        """A commit or a run row ends the load of its request, which cannot end before it was allowed to start."""
         requests = self._requests
         waits = slot in requests.loading and slot not in self._loads_over and requests.running[slot]
         if waits and requests.load_after[slot] > self._executed_through:
@@ -244,12 +245,12 @@ class StepValidator:
     def _fact_end(self, facts: Facts, row: int, known: _Slot, seq: int) -> None:
         end = facts.end[row] if facts.end else End.NONE
         fence = facts.fence[row] if facts.fence else 0
-        self._require(end in End._value2member_map_, f"facts.end[{row}]", f"{end} is not a way to end")
+        self._require(end in End._value2member_map_, f"facts.end[{row}]", f"{end} is not an End")
         self._require(0 <= fence <= seq, f"facts.fence[{row}]", f"step {fence} has not been sent")
         self._require(
-            fence == 0 or end != End.HELD, f"facts.fence[{row}]", "a held request waits for its release, not for a step"
+            fence == 0 or end != End.HELD, f"facts.fence[{row}]", "cache.released releases a held request, not a step"
         )
-        self._require(not known.held, f"facts.slot[{row}]", "the request ended as held; release it instead")
+        self._require(not known.held, f"facts.slot[{row}]", "the request ended as held; name it in cache.released")
         if end != End.NONE:
             self._loads_over.add(facts.slot[row])
         known.held = end == End.HELD
@@ -260,8 +261,8 @@ class StepValidator:
         for row, failed in enumerate(cache.failed_steps):
             field = f"cache.failed_steps[{row}]"
             self._require(0 < failed < seq, field, f"step {failed} was not sent before this one")
-            # Its keys are published by now; tell a failure before executed_through passes it.
-            self._require(failed > self._executed_through, field, f"step {failed} is said to be executed")
+            # Safe only before executed_through passes it: then its keys are published.
+            self._require(failed > self._executed_through, field, f"step {failed} is reported as executed")
         for row, block in enumerate(cache.evicted):
             self._require(
                 0 < block < self._spec.num_blocks, f"cache.evicted[{row}]", f"block {block} is not in the pool"
@@ -269,7 +270,7 @@ class StepValidator:
         for row, slot in enumerate(cache.released):
             known = self._known(slot, f"cache.released[{row}]")
             waits = known.held or slot in self._requests.loading
-            self._require(waits, f"cache.released[{row}]", f"slot {slot} is not held, and no load into it runs")
+            self._require(waits, f"cache.released[{row}]", f"slot {slot} is not held and has no load")
             self._loads_over.add(slot)
             if known.held:
                 known.held = known.live = False
@@ -277,13 +278,13 @@ class StepValidator:
 
         for row, block in enumerate(cache.loads_over):
             field = f"cache.loads_over[{row}]"
-            is_busy = block in self._busy and block not in self._written_no_more
+            is_busy = block in self._busy and block not in self._not_busy_any_more
             self._require(is_busy, field, f"no load of an earlier engine life holds block {block}")
-            self._written_no_more.add(block)
+            self._not_busy_any_more.add(block)
 
     def _news(self, news: News) -> None:
         self._columns(news, _NEWS_COLUMNS, "news")
-        self._require(len(news.num_tokens) == len(news.slot), "news.num_tokens", "every new request needs a length")
+        self._require(len(news.num_tokens) == len(news.slot), "news.num_tokens", "every new request needs an entry")
         by_service = bool(news.tokens)
         if by_service:
             self._require(
@@ -328,10 +329,10 @@ class StepValidator:
             self._drafts(run)
 
     def _drafts(self, run: Run) -> None:
-        """A launch with more drafts than states lie beside the running one could not go back when they are rejected.
+        """Refuse launches with more drafts than there are draft states: a rejection could not go back to its state.
 
-        Placeholders of steps whose answers may not be there yet are no drafts: what the last row asked for, until its
-        step is executed, and what is computed are taken for accepted.
+        Placeholders for tokens of steps without an answer yet are not drafts. Tokens that are computed, and those of
+        the last row until its step is executed, count as accepted.
         """
         most = states_for_drafts(self._spec)
         if most is None or max(run.extra) <= most:
@@ -371,9 +372,9 @@ class StepValidator:
             rows = zip(admit.slot, admit.external, admit.flags, strict=True)
             late = [slot for slot, external, flags in rows if external and flags & RowFlag.DELAY_CACHING]
             self._asked_to_load.update(late)
-        self._require(admit.on_refusal is not OnRefusal.PREEMPT, "admit.on_refusal", "an admission preempts nobody")
+        self._require(admit.on_refusal is not OnRefusal.PREEMPT, "admit.on_refusal", "an admission cannot preempt")
 
-    # -- words -------------------------------------------------------------------------------------------------------
+    # -- checks of values --------------------------------------------------------------------------------------------
 
     def _look(self, slot: int) -> _Slot:
         known = self._slots.get(slot)
@@ -396,7 +397,7 @@ class StepValidator:
 
     def _known(self, slot: int, field: str) -> _Slot:
         known = self._look(slot)
-        self._require(known.live, field, f"slot {slot} names no request")
+        self._require(known.live, field, f"slot {slot} has no request")
         return known
 
     def _live(self, slots: Sequence[int], field: str) -> None:
@@ -406,12 +407,12 @@ class StepValidator:
             return
         for row, slot in enumerate(slots):
             if not (overlay[slot].live if slot in overlay else requests.is_live(slot)):
-                self._require(False, f"{field}[{row}]", f"slot {slot} names no request")
+                self._require(False, f"{field}[{row}]", f"slot {slot} has no request")
 
     def _distinct(self, slots: Sequence[int], field: str) -> None:
         if len(set(slots)) != len(slots):
             twice = next(slot for row, slot in enumerate(slots) if slot in slots[:row])
-            self._require(False, field, f"slot {twice} stands twice")
+            self._require(False, field, f"slot {twice} is listed twice")
 
     def _digests_fit(self, known: _Slot, field: str) -> None:
         most = known.num_tokens // self._spec.hash_block_size
@@ -422,7 +423,7 @@ class StepValidator:
         )
 
     def _digest_size(self, hashes: bytes, counts: Sequence[int], section: str) -> int:
-        """Bytes per digest of a section; 0 when it gives none."""
+        """Bytes per digest of a section; 0: it has none."""
         if not hashes and not counts:
             return 0
         self._range(counts, 0, MAX_TOKENS, f"{section}.num_hashes")
@@ -436,7 +437,7 @@ class StepValidator:
         return size
 
     def _columns(self, section: Facts | News | Run | Admit, names: Sequence[str], where: str) -> None:
-        """One entry per row, or none at all."""
+        """Require one entry per row, or no entry."""
         rows = len(section.slot)
         for name in names:
             column = getattr(section, name)
@@ -445,7 +446,7 @@ class StepValidator:
 
     def _range(self, column: Sequence[int], low: int, high: int, field: str) -> None:
         if column and not (low <= min(column) and max(column) <= high):
-            self._require(False, field, f"every entry must lie in {low} to {high}")
+            self._require(False, field, f"every entry must be {low} to {high}")
 
     def _bits(self, column: Sequence[int], allowed: int, field: str) -> None:
         unknown = reduce(or_, column, 0) & ~allowed
@@ -454,7 +455,7 @@ class StepValidator:
             self._require(False, field, f"bit {unknown & -unknown} is {name}")
 
     def _token_ids(self, tokens: Sequence[int], field: str) -> None:
-        if not isinstance(tokens, array):  # its elements cannot be others
+        if not isinstance(tokens, array):  # an array of unsigned ints
             self._range(tokens, 0, MAX_TOKEN_ID, field)
 
     def _require(self, holds: bool, field: str, message: str) -> None:

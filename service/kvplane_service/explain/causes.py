@@ -1,6 +1,6 @@
 """Why a prompt, or a request, hit so much and not more.
 
-    Account (core)   what each group has alone, who cut the hit, which block it lacked
+    LookupExplanation (core)   what each group has alone, who cut the hit, which block it lacked
     History (log)    what became of that block's content
 
 An answer is exact or says that the log does not reach so far. It names positions, requests, domains and adapters, never
@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from kvplane.base.groups import GroupKind, ReplicaSpec
 from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
-from kvplane_service.core.account import Account, Lacking
+from kvplane_service.core.explain_lookup import LookupExplanation, MissingPrefix
 from kvplane_service.explain.history import NOW, History, KeyName, Known, Spot
 
 MAX_ALTERNATIVES = 32  # salts and adapters that a prompt is hashed anew with
@@ -62,7 +62,7 @@ class Why:
     """A cause and what is known of it.
 
     Attributes:
-        start, end: the tokens that were lacking; for DIFFERS, those among which the first different one is.
+        start, end: the tokens that were missing; for DIFFERS, those among which the first different one is.
         by: the request that evicted the block, the other domain, or the other adapter.
         epoch, seq, at_ns: the step in which it happened, and when; 0 when it is no event.
     """
@@ -111,7 +111,7 @@ class Explainer:
         self._history = history
         self._is_complete = is_complete and spec.events
 
-    def why(self, question: Question, account: Account) -> Why:
+    def why(self, question: Question, account: LookupExplanation) -> Why:
         """Why the account's hit is not longer."""
         if not self._spec.enable_caching:
             return Why(Cause.CACHING_OFF)
@@ -121,21 +121,21 @@ class Explainer:
             return Why(Cause.BELOW_ONE_BLOCK)
         if not account.cut_by:
             return Why(Cause.NOTHING)
-        if account.lacking is None:
+        if account.missing is None:
             return Why(Cause.LAST_BLOCK_DROPPED)
-        return self._of_block(question, account.lacking)
+        return self._of_block(question, account.missing)
 
-    def _of_block(self, question: Question, lacking: Lacking) -> Why:
+    def _of_block(self, question: Question, missing: MissingPrefix) -> Why:
         for look in (self._removed, self._elsewhere, self._differs):
-            found = look(question, lacking)
+            found = look(question, missing)
             if found is not None:
                 return found
         cause = Cause.NEVER_CACHED if self._is_complete else Cause.NOT_RECORDED
-        return Why(cause, lacking.start, lacking.end)
+        return Why(cause, missing.start, missing.end)
 
-    def _removed(self, question: Question, lacking: Lacking) -> Why | None:
+    def _removed(self, question: Question, missing: MissingPrefix) -> Why | None:
         """The key was there and went."""
-        key = KeyName(question.domain, lacking.group, question.digests[lacking.num_hashes - 1])
+        key = KeyName(question.domain, missing.group, question.digests[missing.num_hashes - 1])
         change = self._history.last_change(key, question.at)
         if change is None or change.kind is EventKind.STORED:
             return None
@@ -143,13 +143,13 @@ class Explainer:
         change = self._history.cleared_by_life(change.at, question.at) or change
         cause = Cause.RESET if change.reason is RemoveReason.NONE else _OF_REMOVAL[change.reason]
         cause = Cause.WITHOUT_STAMPS if change.without_stamps else cause
-        return Why(cause, lacking.start, lacking.end, change.by, change.epoch, change.seq, change.at_ns)
+        return Why(cause, missing.start, missing.end, change.by, change.epoch, change.seq, change.at_ns)
 
-    def _elsewhere(self, question: Question, lacking: Lacking) -> Why | None:
+    def _elsewhere(self, question: Question, missing: MissingPrefix) -> Why | None:
         """The content was computed, but for other groups, domains, salts or adapters."""
-        digest, span = question.digests[lacking.num_hashes - 1], (lacking.start, lacking.end)
+        digest, span = question.digests[missing.num_hashes - 1], (missing.start, missing.end)
         if self._was_computed(question.domain, digest, question):
-            kind = self._spec.groups[lacking.group].kind
+            kind = self._spec.groups[missing.group].kind
             if kind is GroupKind.MAMBA:
                 return Why(Cause.NO_STATE_AT_BOUNDARY, *span)
             if kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.CHUNKED_LOCAL):
@@ -159,7 +159,7 @@ class Explainer:
             if self._was_computed(domain, digest, question):
                 return Why(Cause.OTHER_DOMAIN, *span, by=domain)
         for keys, digests in question.alternatives:
-            if self._was_computed(question.domain, digests[lacking.num_hashes - 1], question):
+            if self._was_computed(question.domain, digests[missing.num_hashes - 1], question):
                 cause = _difference(question.own_keys, keys)
                 name = keys.lora[0] if keys.lora and cause is Cause.OTHER_LORA else ""
                 return Why(cause, *span, by=name)
@@ -179,7 +179,7 @@ class Explainer:
         """Those of a domain that had blocks by then."""
         return (request for request in self._history.admitted(question.at) if request.domain == domain)
 
-    def _differs(self, question: Question, lacking: Lacking) -> Why | None:
+    def _differs(self, question: Question, missing: MissingPrefix) -> Why | None:
         """Another prompt shares the start and goes on otherwise: the longest such start.
 
         Hashes of other salts, adapters and pictures differ though tokens are equal: they say nothing about tokens.
@@ -187,7 +187,7 @@ class Explainer:
         size, own = self._spec.hash_block_size, question.own_keys
         alike = [one.digests for one in self._requests(question.domain, question) if one.extra_keys == own]
         shared = max((_common(chain, question.digests) for chain in alike), default=0)
-        if shared >= lacking.num_hashes:
+        if shared >= missing.num_hashes:
             return None
         if any(len(chain) > shared and _common(chain, question.digests) == shared for chain in alike):
             return Why(Cause.DIFFERS, shared * size, (shared + 1) * size)
@@ -220,6 +220,6 @@ def _common(chain: Sequence[bytes], digests: Sequence[bytes]) -> int:
     return low
 
 
-def with_hit_checked(why: Why, account: Account, hit: int) -> Why:
+def with_hit_checked(why: Why, account: LookupExplanation, hit: int) -> Why:
     """NOT_RECORDED when the account does not come to the hit that was answered: the log does not tell enough."""
     return why if account.hit.num_tokens == hit else Why(Cause.NOT_RECORDED, start=hit)

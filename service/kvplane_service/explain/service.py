@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import CommitRule
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
-from kvplane_service.core.account import Account, Accountant, Lacking, Prefix
+from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, MissingPrefix, Prefix
 from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.decisions.log import Entry
@@ -28,7 +28,7 @@ class Explanation:
     """A look-up, its outcome and the reason. `status`, `seq` and `epoch` are those of a request's attempt."""
 
     num_tokens: int
-    account: Account
+    account: LookupExplanation
     why: Why
     is_complete: bool
     status: AdmitStatus = AdmitStatus.NOT_REACHED
@@ -58,9 +58,9 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     pool = replica.coordinator.pool
     horizon = pool.executed_through if spec.commit is CommitRule.SAFE else INSIDE
     prefix = Prefix(prompt.digests, prompt.domain, prompt.num_tokens - 1, horizon)
-    account = Accountant(spec, replica.coordinator.lookup, pool).account(prefix)
+    account = LookupExplainer(spec, replica.coordinator.lookup, pool).explain(prefix)
     is_complete = reaches_registration(host)
-    tentative = _tentative(host, prefix, account.lacking) if account.lacking else None
+    tentative = _tentative(host, prefix, account.missing) if account.missing else None
     if tentative is not None:
         return Explanation(prompt.num_tokens, account, tentative, is_complete)
     history = await _read(host, host.decisions)
@@ -123,7 +123,7 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
 
     max_tokens = 0 if request.skip_reading else request.num_tokens - 1
     prefix = Prefix(request.digests, request.domain, max_tokens, INSIDE)
-    account = Accountant.over(spec, find).account(prefix)
+    account = LookupExplainer.over(spec, find).explain(prefix)
     reads = not request.skip_reading
     question = Question(
         request.digests, request.domain, request.num_tokens, attempt.at, reads, own_keys=request.extra_keys
@@ -155,10 +155,10 @@ def _present(host: ReplicaHost, attempt: Attempt) -> Present:
     return present
 
 
-def _tentative(host: ReplicaHost, prefix: Prefix, lacking: Lacking) -> Why | None:
+def _tentative(host: ReplicaHost, prefix: Prefix, missing: MissingPrefix) -> Why | None:
     """The block is there, but its step has not been executed."""
-    pool, digest = host.replica.coordinator.pool, prefix.digests[lacking.num_hashes - 1]
-    found = pool.find(prefix.domain, (lacking.group,), digest, INSIDE)
+    pool, digest = host.replica.coordinator.pool, prefix.digests[missing.num_hashes - 1]
+    found = pool.find(prefix.domain, (missing.group,), digest, INSIDE)
     if found is None:
         return None
-    return Why(Cause.TENTATIVE, lacking.start, lacking.end, epoch=host.epoch, seq=pool.key_step[found[0]])
+    return Why(Cause.TENTATIVE, missing.start, missing.end, epoch=host.epoch, seq=pool.key_step[found[0]])

@@ -53,7 +53,7 @@ class Sizing:
                 hybrid=hybrid,
                 prefix_caching=self.prefix_caching,
                 tp_size=self.options.tensor_parallel,
-                drop_draft_block=self.options.drafter is not Drafter.NONE,
+                drops_last_block=self.options.drafter is not Drafter.NONE,
             ),
         )
 

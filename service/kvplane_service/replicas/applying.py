@@ -150,7 +150,7 @@ def _of_tables(part: Part, replica: Replica) -> int:
     seen = waiting + _sum(known, part.peek.slot) + (_sum(computed, facts.slot) if facts.end else 0)
     units = 0
     for manager in replica.coordinator.managers:
-        dense = 1 if manager.downward_closed else _SPARSE_BLOCKS
+        dense = 1 if manager.is_downward_closed() else _SPARSE_BLOCKS
         units += granted // manager.block_size // dense + seen // manager.block_size // _BLOCKS_SEEN
     return units
 

@@ -18,8 +18,8 @@ from kvplane.base.stamps import MAX_EPOCH
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.core.columns import are_equal
+from kvplane_service.core.entries import MAX_HASHES
 from kvplane_service.core.replica import Replica
-from kvplane_service.core.retelling import MAX_HASHES
 from kvplane_service.decisions.log import Life
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.replicas.recovery import Recovering
@@ -221,7 +221,7 @@ class EngineLives:
     def _announce(self) -> Work:
         """Publish a snapshot of the recovered keys, which replaces what subscribers knew."""
         yield from self._publish([CacheEvent(EventKind.CLEARED)])
-        yield from self._publish(self._replica.retold())
+        yield from self._publish(self._replica.replay_events())
 
     def _publish(self, events: Iterable[CacheEvent]) -> Work:
         """Publish in batches that fit a message."""

@@ -12,7 +12,7 @@ from kvplane.base.errors import Unavailable
 from kvplane.base.stamps import MAX_EPOCH
 from kvplane_service.core.columns import are_equal
 from kvplane_service.core.entries import Entries
-from kvplane_service.core.regained import Regained
+from kvplane_service.core.recovery import RecoveredState
 from kvplane_service.core.replica import Replica
 from kvplane_service.runtime.executors import Offload
 
@@ -24,7 +24,7 @@ class _Proof:
     """The entries that these stamps verify."""
 
     shown: Sequence[int]
-    regained: Regained
+    state: RecoveredState
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Recovering:
         """An epoch that cannot have given out stamps: above those in the store, those in the memory, and
         unstored ones.
         """
-        return max(self.epoch, self._proof_of(replica, shown).regained.epoch) + 1 + UNSTORED_EPOCHS
+        return max(self.epoch, self._proof_of(replica, shown).state.epoch) + 1 + UNSTORED_EPOCHS
 
     def observe_epoch(self, epoch: int) -> None:
         """Note that an engine reports this epoch as begun. Implausibly large ones are ignored."""
@@ -87,22 +87,22 @@ class Recovering:
             await asyncio.shield(self._proving)
 
     async def _prove(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
-        regained = await offload(partial(replica.regain, [shown], self.entries))
+        state = await offload(partial(replica.verify_entries, [shown], self.entries))
         if self.recovered is None:
-            self._proof = _Proof(shown, regained)
+            self._proof = _Proof(shown, state)
 
     def prove(self, replica: Replica, shown: Sequence[int], incarnation: int) -> None:
         """Install the entries that this memory verifies, before the first engine life, and drop the others."""
         if not self.belongs_to(incarnation):
             self.entries, self._proof = [], None
-        outcome = replica.restore(self._proof_of(replica, shown).regained)
+        outcome = replica.install_recovered(self._proof_of(replica, shown).state)
         self.entries, self._proof = [], None
         self.recovered = outcome.kept
 
     def _proof_of(self, replica: Replica, shown: Sequence[int]) -> _Proof:
         proof = self._proof
         if proof is None or not are_equal(proof.shown, shown):
-            self._proof = proof = _Proof(shown, replica.regain([shown], self.entries))
+            self._proof = proof = _Proof(shown, replica.verify_entries([shown], self.entries))
         return proof
 
 

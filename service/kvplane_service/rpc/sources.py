@@ -70,7 +70,7 @@ def _plan_model(source: replica_pb2.ModelSource) -> Planned:
     options = ModelOptions(mamba_mode=mode, drafter=_drafter(source), **given)
     layers = model_layers(source.model, options)
     drops = options.drafter is not Drafter.NONE
-    return _planned(source, [layers], _plan_options(source, tp_size=options.tensor_parallel, drop_draft_block=drops))
+    return _planned(source, [layers], _plan_options(source, tp_size=options.tensor_parallel, drops_last_block=drops))
 
 
 def _drafter(source: _Source) -> Drafter:
@@ -94,7 +94,7 @@ def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     options = _plan_options(
         source,
         layout=Layout.BLOCK_OUTERMOST if source.block_outermost else Layout.LAYER_OUTERMOST,
-        drop_draft_block=drafts,
+        drops_last_block=drafts,
         dcp_size=source.decode_context_parallel or 1,
     )
     return _planned(source, _stages(source, layers), options)

@@ -46,7 +46,7 @@ def latest_entries(newest_first: Iterable[Entries]) -> Iterator[Entries]:
     newer = set[int]()
     for entries in newest_first:
         is_latest = [block not in newer for block in entries.block]
-        newer.update(entries.block, entries.bare_block)
+        newer.update(entries.block, entries.unkeyed_block)
         if any(is_latest):
             yield _select(entries, is_latest)
 

@@ -78,7 +78,7 @@ class Past:
         """The state after these chunks; None stands for an unreadable one. Call it in a thread for long logs."""
         past = cls()
         for chunk, entries in chunks:
-            kept = _LogChunk(chunk.seq, len(chunk.raw), (*entries.block, *entries.bare_block) if entries else ())
+            kept = _LogChunk(chunk.seq, len(chunk.raw), (*entries.block, *entries.unkeyed_block) if entries else ())
             past.chunks.append(kept)
             past.home.update(dict.fromkeys(kept.blocks, kept))
             if entries:
@@ -246,7 +246,7 @@ class ReplicaJournal:
             rewritten = self._oldest_blocks(CHUNK_ROWS - len(blocks)) if self._is_long else None
             entries = self._source.entries(blocks | rewritten if rewritten else blocks)
             self._filter_unkeyed(entries, rewritten or {})
-            if entries.block or entries.bare_block or rewritten is not None:
+            if entries.block or entries.unkeyed_block or rewritten is not None:
                 self._pending = self._pack(entries)
         return self._pending
 
@@ -338,12 +338,12 @@ class ReplicaJournal:
     def _filter_unkeyed(self, entries: Entries, rewritten: dict[int, None]) -> None:
         """Keep an unkeyed block only if the log has an older entry of it, and not in the chunks about to be dropped."""
         kept = []
-        for block, stamp in zip(entries.bare_block, entries.bare_stamp, strict=True):
+        for block, stamp in zip(entries.unkeyed_block, entries.unkeyed_stamp, strict=True):
             if block in rewritten:
                 self._home.pop(block).live -= 1
             elif block in self._home:
                 kept.append((block, stamp))
-        entries.bare_block, entries.bare_stamp = [block for block, _ in kept], [stamp for _, stamp in kept]
+        entries.unkeyed_block, entries.unkeyed_stamp = [block for block, _ in kept], [stamp for _, stamp in kept]
 
     def _pack(self, entries: Entries) -> Batch:
         self._seq += 1
@@ -354,9 +354,9 @@ class ReplicaJournal:
         entries.used_block, entries.used_age = used, [self._tick] * len(used)
         entries.age = [self._age.get(block, self._tick) for block in entries.block]
         chunk = pack_chunk(self.log, self._seq, entries)
-        self._keep(_LogChunk(chunk.seq, len(chunk.raw), (*entries.block, *entries.bare_block)))
+        self._keep(_LogChunk(chunk.seq, len(chunk.raw), (*entries.block, *entries.unkeyed_block)))
         self._drop_finished()
-        return Batch(self.log, chunk, self._chunks[0].seq, len(entries) + len(entries.bare_block))
+        return Batch(self.log, chunk, self._chunks[0].seq, len(entries) + len(entries.unkeyed_block))
 
     def _keep(self, kept: _LogChunk) -> None:
         home = self._home

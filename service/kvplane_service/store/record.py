@@ -80,7 +80,7 @@ def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
     domains = sorted({run.domain for run in entries.runs})
     assert len(domains) <= _MAX_DOMAINS, "a chunk has fewer rows than that"
     number = {domain: index for index, domain in enumerate(domains)}
-    counts = (len(domains), len(entries.runs), len(entries), len(entries.bare_block), len(entries.used_block))
+    counts = (len(domains), len(entries.runs), len(entries), len(entries.unkeyed_block), len(entries.used_block))
     parts: list[bytes | memoryview] = [_CHUNK.pack(log.namespace, log.incarnation, seq, entries.digest_size, *counts)]
     for domain in domains:
         text = domain.encode()
@@ -141,8 +141,8 @@ def _columns(entries: Entries) -> tuple[tuple[Sequence[int], Code], ...]:
         (entries.num_tokens, "I"),
         (entries.age, "I"),
         (entries.stamp, "Q"),
-        (entries.bare_block, "I"),
-        (entries.bare_stamp, "Q"),
+        (entries.unkeyed_block, "I"),
+        (entries.unkeyed_stamp, "Q"),
         (entries.used_block, "I"),
         (entries.used_age, "I"),
     )

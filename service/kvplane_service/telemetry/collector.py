@@ -18,6 +18,7 @@ from prometheus_client.samples import Exemplar
 
 from kvplane.base.trace import parse_traceparent
 from kvplane_service.core.managers import GroupManager
+from kvplane_service.core.setup import is_cached
 from kvplane_service.decisions.counters import REFUSALS, REMOVALS, STEP_BOUNDS_NS, Example, StepTimes
 from kvplane_service.registry import Entry, Registry
 from kvplane_service.replicas.host import ReplicaHost, ReplicaState
@@ -79,7 +80,7 @@ def _by_kind(host: ReplicaHost, value: Callable[[GroupManager], float]) -> Value
 
 def _queried(host: ReplicaHost) -> Values:
     queried = host.replica.counters.queried_tokens
-    return _by_kind(host, lambda manager: queried if manager.cacheable else 0)
+    return _by_kind(host, lambda manager: queried if is_cached(manager.spec) else 0)
 
 
 def _hit(host: ReplicaHost) -> Values:

@@ -24,7 +24,7 @@ from kvplane.base.step import (
     StepResult,
 )
 from kvplane_service.config import Config
-from kvplane_service.core.program import align_chunk
+from kvplane_service.core.step_applier import align_chunk
 from kvplane_service.replicas.host import ReplicaHost, UnaryStep
 from kvplane_service.unary.calls import (
     AllocateCall,

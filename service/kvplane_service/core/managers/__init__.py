@@ -1,13 +1,14 @@
-"""One manager per KV cache group: what differs by attention kind is a method here, in the kind's own file."""
+"""One manager per KV cache group. What differs by kind of attention is a method, in a file per kind."""
 
 from __future__ import annotations
 
 from kvplane.base.groups import GroupKind, MambaMode
-from kvplane_service.core.managers.base import GroupManager, GroupSetup
+from kvplane_service.core.managers.base import GroupManager
 from kvplane_service.core.managers.chunked import ChunkedLocalManager
 from kvplane_service.core.managers.cross import CrossAttentionManager
 from kvplane_service.core.managers.full import FullAttentionManager, RetainedWindowManager, SinkManager
 from kvplane_service.core.managers.mamba import AlignedStateManager, UncachedStateManager
+from kvplane_service.core.managers.questions import GroupSetup
 from kvplane_service.core.managers.ring import RingManager
 from kvplane_service.core.managers.window import SlidingWindowManager
 

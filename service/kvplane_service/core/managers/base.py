@@ -1,116 +1,31 @@
-"""What every group manager does: a block table per slot, and the questions that the coordinator asks.
+"""The interface of a group manager, and what the kinds share: block tables by slot, allocation, registration.
 
     |<- computed ->|<-- hit -->|<- external ->|<--- new --->|<- lookahead ->|
     |                          |              |             |               |
     blocks it has   adopted     allocated in   allocated in `allocate`       |
                     by `adopt`  `allocate_external`
 
-Positions are tokens from the start of the request. A table entry covers `block_size` tokens; the null block stands
-where the kind needs no block any more, or never needed one.
+Positions are tokens from the start of the request. A table entry covers `block_size` tokens; it is the null block where
+the kind needs no block any more, or never needed one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
-from kvplane.base.groups import DENSE_RETENTION, CommitRule, GroupSpec, ReplicaSpec
-from kvplane.base.step import CacheEvent, EventKind, Orders, RemoveReason
+from kvplane.base.groups import DENSE_RETENTION, CommitRule
+from kvplane.base.step import CacheEvent, EventKind, RemoveReason
 from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.pool import BlockPool
-from kvplane_service.core.requests import Requests
+from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
+from kvplane_service.core.setup import is_cached
 
 NOT_TRACKED = -1
 FOREVER = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSetup:
-    """What a manager is made of.
-
-    Attributes:
-        drops: look-ups of its class drop the last matched block.
-        any_drops: some group of the replica drops.
-    """
-
-    group: int
-    spec: GroupSpec
-    replica: ReplicaSpec
-    pool: BlockPool
-    requests: Requests
-    orders: Orders
-    drops: bool
-    any_drops: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """A question for blocks: what would one allocation take from the free count?
-
-    Attributes:
-        slot: the request.
-        num_slots: tokens that need a slot in all, lookahead included.
-        num_main: the same without lookahead.
-        total_computed: tokens computed already, hit and external included.
-        local_computed: of these, not external.
-        num_encoder: encoder tokens.
-        capped: count what the whole sequence holds at once at most (admission), not what this call takes.
-    """
-
-    slot: int
-    num_slots: int
-    num_main: int
-    total_computed: int
-    local_computed: int
-    num_encoder: int = 0
-    capped: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """Where a request stands with nothing in flight.
-
-    Attributes:
-        computed: leading tokens whose pages are written.
-        launch_end: tokens of the last launch, rejected drafts included.
-        num_prompt: tokens it was first admitted with.
-    """
-
-    computed: int
-    launch_end: int
-    num_prompt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """A prefix look-up in groups that are looked up jointly.
-
-    Attributes:
-        digests: hashes of the request's full hash blocks.
-        domain: of the request.
-        groups: ids of the groups.
-        max_tokens: longest hit asked for.
-        drop_last: drop the last matched unit.
-        horizon: keys registered by later steps are not seen.
-    """
-
-    digests: Sequence[bytes]
-    domain: str
-    groups: tuple[int, ...]
-    max_tokens: int
-    drop_last: bool
-    horizon: int
-
-
 class GroupManager(ABC):
-    """Blocks of one group: tables by slot, and how its kind allocates, releases, caches and finds them."""
-
-    downward_closed = False  # a hit of n tokens implies every shorter aligned hit
-    cacheable = True
-    fine_grained = False  # look-ups can end inside a block
-    holds_one_prefix = False  # a page is overwritten whole, so it can have one key
-    never_drops = False  # look-ups ignore drop_last (no draft layers of this kind)
+    """The blocks of one group: allocates, releases, registers and finds them as its kind of attention requires."""
 
     def __init__(self, setup: GroupSetup) -> None:
         self.group = setup.group
@@ -119,15 +34,15 @@ class GroupManager(ABC):
         self.pool = setup.pool
         self.requests = setup.requests
         self.orders = setup.orders
-        self.drops = setup.drops
-        self.any_drops = setup.any_drops
+        joint = [group for group in setup.replica.groups if group.lookup_class == setup.spec.lookup_class]
+        self.drops_last_block = any(group.drops_last_block for group in joint)
         self.block_size = setup.spec.block_size
         self.hash_size = setup.replica.hash_block_size
         self.table: list[list[int]] = []
-        self.num_cached: list[int] = []  # leading blocks whose caching is settled; NOT_TRACKED before the first
-        self.partial_hit: dict[int, tuple[int, int]] = {}  # slot -> (index, shared block) that must be copied
-        self.copies: list[tuple[int, int]] = []  # (source, target) of this step; both ends are held
-        self.stores_empty_ranges = not self._safe  # the reference emits STORED also where nothing was registered
+        self.num_cached: list[int] = []  # leading blocks that need no registration; NOT_TRACKED: none yet
+        self.partial_hit: dict[int, tuple[int, int]] = {}  # slot -> (index, shared block) to copy before a write
+        self.copies: list[tuple[int, int]] = []  # (source, target) of this step; both are held until it is executed
+        self.stores_empty_ranges = not self._safe  # as the reference: STORED also where nothing was registered
         self.allocated = 0
         self.adopted = 0
 
@@ -140,7 +55,7 @@ class GroupManager(ABC):
         self.num_cached.extend([NOT_TRACKED] * missing)
 
     def take_all(self, slot: int) -> list[int]:
-        """Empty the slot's table; its blocks in order without leading nulls, references with the caller."""
+        """Empty the slot's table; its blocks in order without leading nulls, whose references the caller now owns."""
         blocks = self.table[slot]
         self.table[slot] = []
         self.num_cached[slot] = NOT_TRACKED
@@ -149,7 +64,7 @@ class GroupManager(ABC):
         return blocks[first:]
 
     def new_step(self) -> None:
-        """A step begins to allocate."""
+        """Called before the first allocation of a step."""
         return
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -160,7 +75,7 @@ class GroupManager(ABC):
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """Blocks that the allocation would take from the free count: new ones, adopted free ones, a copy target.
 
-        `hit` is what it would adopt of this group, nulls in front.
+        `hit`: the blocks of this group that it would adopt, nulls in front.
         """
         required = self._blocks_for(need.num_slots)
         if need.capped and self.spec.admission_cap_blocks:
@@ -174,14 +89,14 @@ class GroupManager(ABC):
         return new + self.pool.count_evictable(hit[max(0, skipped - has) :])
 
     def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
-        """Blocks that a running request would take to have `num_slots` slots, `num_main` of them not lookahead."""
+        """Blocks that a running request needs to reach `num_slots` slots, of which `num_main` are not lookahead."""
         del num_main
         return max(-(-num_slots // self.block_size) - len(self.table[slot]), 0)
 
     def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
-        """Take over hit blocks, nulls for what is skipped; note a block that must be copied before it is written."""
+        """Start the table with the hit, nulls for skipped blocks; note a block that must be copied before a write."""
         table = self.table[slot]
-        assert not table, f"slot {slot} has blocks and adopts more"
+        assert not table, f"slot {slot} already has blocks"
         skipped = max(self.skipped_tokens(total_computed), 0) // self.block_size
         adopted = list(hit[skipped:])
         self.pool.touch(adopted)
@@ -195,7 +110,7 @@ class GroupManager(ABC):
             self.num_cached[slot] = index
 
     def allocate_external(self, slot: int, local_computed: int, total_computed: int) -> None:
-        """Allocate blocks for tokens that come from outside, as far as they lie inside the window."""
+        """Allocate blocks for external tokens, as far as these are inside the window."""
         external = total_computed - max(local_computed, self.skipped_tokens(total_computed))
         if external <= 0:
             return
@@ -203,7 +118,7 @@ class GroupManager(ABC):
         self._extend(table, max(0, self._blocks_for(total_computed) - len(table)))
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """Extend the table to `num_slots` tokens; the new blocks, a copy target first. `blocks_needed` was granted."""
+        """Extend the table to `num_slots` tokens; the new blocks, a copy target first. `blocks_needed` are free."""
         del num_main, num_encoder
         copies = self._redirect_partial_hit(slot)
         table = self.table[slot]
@@ -226,11 +141,11 @@ class GroupManager(ABC):
         self.orders.zero_group.extend([self.group] * len(blocks))
 
     def blocks_between(self, slot: int, first: int, end: int) -> list[int]:
-        """The request's blocks that hold some of the tokens [first, end)."""
+        """The request's blocks for the tokens [first, end)."""
         return self.table[slot][first // self.block_size : self._blocks_for(end)]
 
     def zero_unloaded(self, slot: int, num_tokens: int) -> None:
-        """Zero the request's own blocks behind these tokens, where new blocks are zeroed."""
+        """Order zeroes for the request's own blocks behind these tokens, where the kind zeroes new blocks."""
         if self.spec.zero_new_blocks:
             rest = self.table[slot][self._blocks_for(num_tokens) :]
             self._order_zero([block for block in rest if self.pool.is_private(block)])
@@ -239,7 +154,7 @@ class GroupManager(ABC):
         return len(hit) > 0 and num_tokens % self.block_size != 0
 
     def _redirect_partial_hit(self, slot: int) -> list[int]:
-        """Replace a shared block that ends the hit by a private copy; both ends stay held until the copy has run."""
+        """Replace a shared block in which the hit ends by a private copy; both are held until the copy has run."""
         partial = self.partial_hit.pop(slot, None)
         if partial is None:
             return []
@@ -256,39 +171,39 @@ class GroupManager(ABC):
         self.pool.touch([target])
 
     def _order_copy(self, source: int, target: int) -> None:
-        """Ranks copy in the order in which rows asked; what holds both ends meanwhile is counted in `copies`."""
+        """Add a copy to the orders. Ranks copy in row order; `copies` keeps the references of both blocks."""
         self.copies.append((source, target))
         self.orders.copy_src.append(source)
         self.orders.copy_dst.append(target)
         self.orders.copy_group.append(self.group)
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """Most blocks that a request of so many tokens holds at once."""
+        """Most blocks that a request of `num_tokens` tokens holds at once."""
         del num_encoder
         need = self._blocks_for(num_tokens)
         return min(need, self.spec.admission_cap_blocks) if self.spec.admission_cap_blocks else need
 
     # -- image -------------------------------------------------------------------------------------------------------
 
-    def settle(self, table: list[int], at: Standing) -> list[int] | None:
-        """A table with nulls for what is needed no more; None when it lacks what is needed."""
+    def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
+        """The table with nulls for blocks that are not needed any more; None: a block that is needed is missing."""
         first = max(self.skipped_tokens(at.computed), 0) // self.block_size
         if len(table) < self._blocks_for(at.computed) or NULL_BLOCK in table[first:]:
             return None
         return [NULL_BLOCK] * first + table[first:]
 
-    def sealed_prefix(self, slot: int, index: int, at: Standing) -> bytes:
-        """Digest of the prefix whose end the block at this index holds for ever; b"" while it may be written."""
+    def sealed_prefix(self, slot: int, index: int, at: RequestProgress) -> bytes:
+        """Digest of the prefix that ends with this block of the table; b"" while the request may still write it."""
         end = (index + 1) * self.block_size
-        if not self.cacheable or end > at.computed:
+        if not is_cached(self.spec) or end > at.computed:
             return b""
         digests = self.requests.content[slot].digests
         return self._digest(digests, index) if end <= len(digests) * self.hash_size else b""
 
-    def resume(self, slot: int, table: list[int], at: Standing, num_cached_blocks: int) -> None:
-        """Go on with a settled table, whose references the slot has; keys that name something else are dropped.
+    def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int) -> None:
+        """Continue with a normalized table whose references the slot owns; removes keys that do not fit its content.
 
-        `num_cached_blocks`: leading blocks whose caching is settled, as far as that is known.
+        `num_cached_blocks`: leading blocks that need no registration, as far as known.
         """
         self.table[slot] = table
         self.num_cached[slot] = min(num_cached_blocks, len(table))
@@ -299,28 +214,28 @@ class GroupManager(ABC):
             if pool.key[block] is not None and not self._key_fits(slot, index, at):
                 pool.drop_keys(block, RemoveReason.DROPPED)
             is_named = pool.key[block] is not None and pool.key_tokens[block] == (index + 1) * size
-            if is_named or pool.references[block] > 1:  # the first of those that share it will name it
+            if is_named or pool.references[block] > 1:  # of several requests that share it, the first registers it
                 self.num_cached[slot] = max(self.num_cached[slot], index + 1)
 
-    def _key_fits(self, slot: int, index: int, at: Standing) -> bool:
-        """Whether the block at this index holds what its first key names, by what is known of the request."""
+    def _key_fits(self, slot: int, index: int, at: RequestProgress) -> bool:
+        """Whether the primary key of the block at this index fits the content of the request."""
         del at
         block = self.table[slot][index]
         key, num_tokens = self.pool.key[block], self.pool.key_tokens[block]
         count, rest = divmod(num_tokens, self.hash_size)
         in_block = index * self.block_size < num_tokens <= (index + 1) * self.block_size
         known = not rest and 0 < count <= len(self.requests.content[slot].digests)
-        return self.cacheable and in_block and known and key == self.key(slot, count)
+        return is_cached(self.spec) and in_block and known and key == self.key(slot, count)
 
     # -- window ------------------------------------------------------------------------------------------------------
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """Leading tokens that the next token does not attend to."""
+        """Leading tokens that the next token does not attend to, after `num_computed` tokens."""
         del num_computed
         return 0
 
     def release_skipped(self, slot: int, num_processed: int) -> None:
-        """Give back blocks that lie wholly in skipped tokens; `num_processed` tokens are computed and not in flight."""
+        """Release blocks of skipped tokens only; `num_processed`: tokens that are computed and not in flight."""
         skipped = self.skipped_tokens(num_processed)
         if skipped > 0:
             last = min(skipped // self.block_size, len(self.table[slot]))
@@ -331,22 +246,22 @@ class GroupManager(ABC):
         freed = []
         for index in range(min(last, len(table)) - 1, first - 1, -1):
             if table[index] == NULL_BLOCK:
-                break  # an earlier call gave back all that lies before it
+                break  # safe: earlier calls released from `first` on, and a hit has its nulls in front
             freed.append(table[index])
             table[index] = NULL_BLOCK
         self._give_up(slot, freed)
 
     def _give_up(self, slot: int, blocks: list[int]) -> None:
-        """Release blocks that a running request needs no more; its launches in flight may still read them."""
+        """Release blocks that a running request does not need any more; its launches in flight may still read them."""
         self.pool.note_use(blocks, self.requests.granted_step[slot])
         self.pool.release(blocks)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Register full blocks up to `num_tokens` (of this group's share) that can serve a hit.
+        """Register the full blocks of the first `num_tokens` tokens that can be part of a hit.
 
-        `boundaries` are the positions at which a later request that replays this prompt can resume.
+        `boundaries`: positions from which a later request with this prompt can continue.
         """
         digests = self.requests.content[slot].digests
         start = max(self.num_cached[slot], 0)
@@ -358,7 +273,7 @@ class GroupManager(ABC):
         reachable = list(boundaries)
         if single_group_hit:
             reachable.append(single_group_hit)
-            if self.drops:
+            if self.drops_last_block:
                 reachable.append(single_group_hit - self.block_size)
         keep = self.reachable_blocks(start, end, reachable)
         self._register_range(slot, start, end, keep)
@@ -375,7 +290,7 @@ class GroupManager(ABC):
                 continue
             key = Key(domain, self.group, digests[(index + 1) * per_block - 1])
             if self.pool.key_tokens[block] == (index + 1) * self.block_size:
-                continue  # it kept its key when one before it was evicted
+                continue  # registered already, and kept when a block before it lost its key
             self.promote(block, (index + 1) * self.block_size)
             self.pool.register(block, key, (index + 1) * self.block_size)
             hashes.append(key.digest)
@@ -399,92 +314,112 @@ class GroupManager(ABC):
                 )
             )
 
-    def unsettle(self, blocks: Collection[int]) -> None:
-        """Let requests that have these blocks register them again."""
+    def register_again(self, blocks: Collection[int]) -> None:
+        """Registration of requests that have one of these blocks starts again at that block."""
         for slot, table in enumerate(self.table):
             first = next((index for index, block in enumerate(table) if block in blocks), FOREVER)
             self.num_cached[slot] = min(self.num_cached[slot], first)
 
     def key(self, slot: int, num_hashes: int) -> Key:
-        """The name of the request's prefix of so many hash blocks in this group."""
+        """The key of the request's first `num_hashes` hash blocks in this group."""
         return Key(self.requests.domain[slot], self.group, self.requests.content[slot].digests[num_hashes - 1])
 
     def promote(self, block: int, num_tokens: int) -> None:
-        """A block that already has a key can only be growing: its shorter key goes."""
+        """Remove the key of a block that is filled further: it names a shorter prefix. No key: nothing to do."""
         if self.pool.key[block] is not None:
-            assert self.pool.key_tokens[block] < num_tokens, f"block {block} is registered twice"
+            assert self.pool.key_tokens[block] < num_tokens, f"block {block} has a key of as many tokens or more"
             self.pool.drop_keys(block, RemoveReason.PROMOTED)
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """Which of the blocks [start, end) can ever serve a hit; None = all."""
+        """Which of the blocks [start, end) can be part of a hit; None: all."""
         del start, end, boundaries
         return None
 
     @abstractmethod
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Longest cached prefix within query.max_tokens: blocks per group, nulls in front, and its length."""
+        """The longest cached prefix of at most query.max_tokens: blocks per group, nulls in front; its tokens."""
+
+    def is_downward_closed(self) -> bool:
+        """Whether a hit of n tokens implies every shorter aligned hit, so that one look-up serves all lengths."""
+        return False
+
+    def drop_margin(self) -> int:
+        """Tokens behind the wanted length that a look-up reads when it drops its last block."""
+        return self.block_size
+
+    def needed_ends(self, found: int, wanted: int) -> Iterator[int]:
+        """Ends of the prefixes that a hit of `wanted` tokens needs and one of `found` tokens may lack, ascending."""
+        del found
+        first = max(self.skipped_tokens(wanted), 0) // self.block_size
+        for index in range(first, self._blocks_for(wanted)):
+            yield min((index + 1) * self.block_size, wanted)
+
+    def may_have_keys(self, count: int) -> bool:
+        """Whether one block can have this number of keys: of prefixes that end at different tokens inside it."""
+        del count
+        return True
 
     def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
-        """Whether a hit of so many tokens can be adopted in this step.
+        """Whether a hit of `num_tokens` tokens can be adopted in this step.
 
-        A hit that ends inside a block is copied before the launch, so it must not be on a page that this very launch
-        writes. The reference does not ask.
+        A hit that ends inside a block is copied before the launch, so its page must not be written by this step's own
+        launch. The reference does not check this.
         """
         if not self._safe or not self._ends_inside_block(hit, num_tokens):
             return True
         return hit[-1] == NULL_BLOCK or self.pool.key_step[hit[-1]] < self.pool.step
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether the blocks are still there that tokens from `num_computed` on attend to and are written into."""
+        """Whether the table still has all blocks that computing from `num_computed` on reads or writes."""
         first = max(self.skipped_tokens(num_computed), 0) // self.block_size
         return NULL_BLOCK not in self.table[slot][first:]
 
     def rewind(self, slot: int, num_computed: int) -> None:
-        """Prepare for tokens from `num_computed` on to be computed again; an attention page gets the same content."""
+        """Tokens from `num_computed` on will be computed again; an attention page then gets the same content."""
         del slot, num_computed
 
     def note_written(self, slot: int) -> None:
-        """What the request has registered was written before this step."""
+        """The blocks that the request registered were written before this step."""
         return
 
     def _digest(self, digests: Sequence[bytes], index: int) -> bytes:
         return digests[(index + 1) * (self.block_size // self.hash_size) - 1]
 
-    # -- the quiet zone ----------------------------------------------------------------------------------------------
+    # -- fast path ---------------------------------------------------------------------------------------------------
 
-    def quiet_slots(self, slot: int) -> int:
-        """Slots up to which the table needs no block."""
+    def alloc_bound(self, slot: int) -> int:
+        """Slots up to which the table needs no further block."""
         if slot in self.partial_hit:
             return 0
         return len(self.table[slot]) * self.block_size
 
-    def quiet_window(self, slot: int, num_processed: int) -> int:
-        """Processed tokens below which nothing more leaves the window, after `release_skipped(slot, num_processed)`."""
+    def window_bound(self, slot: int, num_processed: int) -> int:
+        """Processed tokens below which no block leaves the window, after `release_skipped(slot, num_processed)`."""
         del slot, num_processed
         return FOREVER
 
-    def quiet_cache(self, slot: int) -> int:
-        """Tokens below which nothing becomes registrable; the replica caches. New hashes wake the request."""
+    def register_bound(self, slot: int) -> int:
+        """Tokens below which no block becomes registrable with the present hashes; new hashes end the fast path."""
         end = (max(self.num_cached[slot], 0) + 1) * self.block_size
         hashed = len(self.requests.content[slot].digests) * self.hash_size
         return end if end <= hashed else FOREVER
 
     def is_sound(self, slot: int) -> bool:
-        """Whether what is noted of the request beside its table fits that."""
+        """Whether the notes about the request agree with its table; for `inspect.check`."""
         del slot
         return True
 
     # -- digest ------------------------------------------------------------------------------------------------------
 
     def slot_state(self, slot: int) -> tuple[object, ...]:
-        """All that decisions on this request depend on."""
+        """The state of this request that later decisions depend on; for digests."""
         return self.table[slot], self.num_cached[slot], self.partial_hit.get(slot)
 
     def step_state(self) -> tuple[object, ...]:
-        """What decisions of the step under way depend on besides."""
+        """The state of the present step that decisions depend on; for digests."""
         return ()
 
-    # -- small words -------------------------------------------------------------------------------------------------
+    # -- options -----------------------------------------------------------------------------------------------------
 
     @property
     def _dense(self) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.managers.base import GroupManager, Query
+from kvplane_service.core.managers.base import GroupManager
+from kvplane_service.core.managers.questions import Query
 
 
 class ChunkedLocalManager(GroupManager):
-    """With chunks of 8: 13 computed tokens skip 8, and 8 computed tokens skip 8 (the next token opens a chunk).
+    """With chunks of 8: 13 computed tokens skip 8, and so do 8, since the next token begins a chunk.
 
     0 1 2 3 4 5 6 7 | 8 9 10 11 12 [13]
     |--- skipped ---|
@@ -17,13 +18,13 @@ class ChunkedLocalManager(GroupManager):
         """See GroupManager.skipped_tokens."""
         return num_computed // self.spec.chunk * self.spec.chunk
 
-    def quiet_window(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.quiet_window."""
+    def window_bound(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.window_bound."""
         del slot
         return (num_processed // self.spec.chunk + 1) * self.spec.chunk
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Nulls for the chunks before the one that holds the last position, then left to right until a miss."""
+        """Nulls for the chunks before that of the last position, then blocks from left to right until a miss."""
         size = self.block_size
         first = self.skipped_tokens(max(query.max_tokens, 0)) // size
         limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size

@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.managers.base import FOREVER, GroupManager, Need, Query, Standing
+from kvplane_service.core.managers.base import FOREVER, GroupManager
+from kvplane_service.core.managers.questions import Need, Query, RequestProgress
 
 
 class CrossAttentionManager(GroupManager):
-    """The encoder's output is the same for the whole request; another request's encoder saw another input."""
-
-    cacheable = False
+    """The encoder's output is fixed for the request, and differs between requests."""
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
-        """Blocks for the encoder tokens, at the first allocation."""
+        """Blocks for the encoder tokens, all at the first allocation."""
         encoder = replace(need, num_slots=need.num_encoder, num_main=need.num_encoder, total_computed=0)
         return super().blocks_needed(encoder, ())
 
@@ -43,8 +42,8 @@ class CrossAttentionManager(GroupManager):
         """Never cached."""
         return
 
-    def settle(self, table: list[int], at: Standing) -> list[int] | None:
-        """See GroupManager.settle; how long the encoder's input was is not known any more."""
+    def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
+        """See GroupManager.normalize_table. The number of encoder tokens is not known, so any length is accepted."""
         del at
         return table if NULL_BLOCK not in table else None
 
@@ -52,10 +51,10 @@ class CrossAttentionManager(GroupManager):
         """Never found."""
         return [[] for _ in query.groups], 0
 
-    def quiet_slots(self, slot: int) -> int:
-        """Decoder tokens need nothing."""
+    def alloc_bound(self, slot: int) -> int:
+        """Decoder tokens need no block."""
         return FOREVER
 
-    def quiet_cache(self, slot: int) -> int:
+    def register_bound(self, slot: int) -> int:
         """Never cached."""
         return FOREVER

@@ -1,19 +1,17 @@
-"""Full attention (and MLA, whose pages behave alike): every block stays until the request ends."""
+"""Full attention, and MLA, whose pages are managed alike: every block is kept until the request ends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query, Standing
+from kvplane_service.core.managers.base import GroupManager
+from kvplane_service.core.managers.questions import GroupSetup, Query, RequestProgress
 
 
 class FullAttentionManager(GroupManager):
     """Looks up left to right until a miss; with partial hits, also the inner boundaries of the first missing block."""
-
-    downward_closed = True
-    fine_grained = True
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """See GroupManager.find."""
@@ -24,7 +22,7 @@ class FullAttentionManager(GroupManager):
         fine = unit < self.block_size and self.block_size % unit == 0
         if fine:
             length = self._find_inside_next_block(query, limit, length, found)
-        if query.drop_last and length > 0:
+        if query.drops_last_block and length > 0:
             length -= min(unit, self.block_size)
         length -= length % unit
         for blocks in found:
@@ -53,6 +51,19 @@ class FullAttentionManager(GroupManager):
                 return end
         return length
 
+    def is_downward_closed(self) -> bool:
+        """True: every block from the start is needed, so a shorter hit needs fewer of the same blocks."""
+        return True
+
+    def drop_margin(self) -> int:
+        """With partial hits a look-up drops one hash block only."""
+        return min(self.hash_size, self.block_size) if self.replica.partial_hits else self.block_size
+
+    def needed_ends(self, found: int, wanted: int) -> Iterator[int]:
+        """Every aligned end behind what was found."""
+        step = min(self.replica.hit_alignment, self.block_size)
+        yield from range(found // step * step + step, wanted + 1, step)
+
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
         """See GroupManager.register_blocks; also the last hash boundary of the prompt when it lies inside a block."""
         super().register_blocks(slot, num_tokens, boundaries)
@@ -65,7 +76,7 @@ class FullAttentionManager(GroupManager):
             register_inside_block(self, slot, block, boundary)
 
     def _prompt_tail(self, slot: int) -> tuple[int, int]:
-        """Last hash boundary of the prompt that is known, and the block that it lies inside of; null when in none."""
+        """The prompt's last hash boundary with a known hash, and the block that it is inside of; null block: none."""
         size = self.hash_size
         boundary = min(self._prompt_limit(slot) // size, len(self.requests.content[slot].digests)) * size
         index = boundary // self.block_size
@@ -73,19 +84,19 @@ class FullAttentionManager(GroupManager):
         return boundary, self.table[slot][index] if inside else NULL_BLOCK
 
     def _prompt_limit(self, slot: int) -> int:
-        """A repeat of the prompt matches at most prompt - 1 tokens; a draft group reads all before it drops a unit."""
-        return self.requests.num_prompt[slot] - (0 if self.drops else 1)
+        """A repeat of the prompt matches at most prompt - 1 tokens; a look-up that drops a block reads one more."""
+        return self.requests.num_prompt[slot] - (0 if self.drops_last_block else 1)
 
-    def quiet_cache(self, slot: int) -> int:
-        """See GroupManager.quiet_cache; never as long as the prompt's last hash boundary may still be registered."""
-        return 0 if self._awaits_prompt_tail(slot) else super().quiet_cache(slot)
+    def register_bound(self, slot: int) -> int:
+        """See GroupManager.register_bound; 0 while the prompt's last hash boundary may still be registered."""
+        return 0 if self._awaits_prompt_tail(slot) else super().register_bound(slot)
 
     def _awaits_prompt_tail(self, slot: int) -> bool:
         if self.block_size == self.hash_size:
             return False
         digests = self.requests.content[slot].digests
         if len(digests) < self._prompt_limit(slot) // self.hash_size:
-            return True  # hashes that look ahead come later
+            return True  # with a hash look-ahead the last hashes arrive later
         boundary, block = self._prompt_tail(slot)
         if block == NULL_BLOCK:
             return False
@@ -93,7 +104,7 @@ class FullAttentionManager(GroupManager):
 
 
 def register_inside_block(manager: GroupManager, slot: int, block: int, num_tokens: int) -> Key:
-    """Register a key for the prefix of `num_tokens` that ends inside `block`; a shorter key of the block goes first."""
+    """Register the key of the prefix of `num_tokens` that ends inside `block`, instead of a shorter primary key."""
     pool = manager.pool
     key = manager.key(slot, num_tokens // manager.hash_size)
     if pool.has_key(block, key):
@@ -101,12 +112,12 @@ def register_inside_block(manager: GroupManager, slot: int, block: int, num_toke
     if pool.key[block] is not None and pool.key_tokens[block] < num_tokens:
         manager.promote(block, num_tokens)
     pool.register(block, key, num_tokens)
-    tell_stored_inside(manager, slot, block, key, num_tokens)
+    report_stored_inside(manager, slot, block, key, num_tokens)
     return key
 
 
-def tell_stored_inside(manager: GroupManager, slot: int, block: int, key: Key, num_tokens: int) -> None:
-    """The block has the key of a prefix of `num_tokens`: an event of its last hash block."""
+def report_stored_inside(manager: GroupManager, slot: int, block: int, key: Key, num_tokens: int) -> None:
+    """Emit STORED for the last hash block of the prefix of `num_tokens` that ends inside `block`."""
     if not manager.replica.events:
         return
     size = manager.hash_size
@@ -130,40 +141,40 @@ def tell_stored_inside(manager: GroupManager, slot: int, block: int, key: Key, n
 
 
 class SinkManager(FullAttentionManager):
-    """Full attention with sinks: the group holds the sink blocks for the life of the pool, outside every table."""
+    """Full attention with sinks: the group reserves the sink blocks, which are in no table."""
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
-        self.sink_blocks = setup.pool.reserve(setup.spec.sink_tokens // setup.spec.block_size)
+        setup.pool.reserve(setup.spec.sink_tokens // setup.spec.block_size)
 
 
 class RetainedWindowManager(FullAttentionManager):
-    """R-SWA: a request keeps its prompt and the last `window` tokens; the gap between them is given back.
+    """R-SWA: a request keeps its prompt and the last `window` tokens; blocks of the gap between them are released.
 
     |--- prompt ---|....... gap .......|<- window ->|
     """
 
     def release_skipped(self, slot: int, num_processed: int) -> None:
-        """Give back the blocks that lie wholly in the gap."""
+        """Release the blocks that are entirely in the gap."""
         prompt = self.requests.num_prompt[slot]
         window_start = max(prompt, num_processed - self.spec.window)
         self._release_range(slot, self._blocks_for(prompt), window_start // self.block_size)
 
-    def settle(self, table: list[int], at: Standing) -> list[int] | None:
-        """See GroupManager.settle."""
+    def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
+        """See GroupManager.normalize_table."""
         start = min(self._blocks_for(at.num_prompt), len(table))
         stop = max(start, max(at.num_prompt, at.computed - self.spec.window) // self.block_size)
-        settled = table[:start] + [NULL_BLOCK] * (stop - start) + table[stop:]
+        normalized = table[:start] + [NULL_BLOCK] * (stop - start) + table[stop:]
         needed = table[:start] + table[stop:]
-        return settled if len(table) >= self._blocks_for(at.computed) and NULL_BLOCK not in needed else None
+        return normalized if len(table) >= self._blocks_for(at.computed) and NULL_BLOCK not in needed else None
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """See GroupManager.can_rewind: the gap stays as it is while the window does not reach back into it."""
+        """See GroupManager.can_rewind: blocks of the gap are needed again once the window would include them."""
         window_start = max(self.requests.num_prompt[slot], num_computed - self.spec.window)
         return NULL_BLOCK not in self.table[slot][window_start // self.block_size :]
 
-    def quiet_window(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.quiet_window."""
+    def window_bound(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.window_bound."""
         prompt = self.requests.num_prompt[slot]
         start = max(prompt, num_processed - self.spec.window)
         return (start // self.block_size + 1) * self.block_size + self.spec.window
@@ -174,5 +185,5 @@ __all__ = [
     "RetainedWindowManager",
     "SinkManager",
     "register_inside_block",
-    "tell_stored_inside",
+    "report_stored_inside",
 ]

@@ -1,7 +1,7 @@
-"""Recurrent state (Mamba, linear attention): one block is one state; only the last state of a request is alive.
+"""Recurrent state (Mamba, linear attention): a block holds one state, and a request needs only its last one.
 
 In mode "align" a prefill chunk writes its end state into the block of its last token; blocks in between stay null. The
-running state lies in the last 1 + speculative blocks of the table:
+running state is in the last 1 + speculative blocks of the table:
 
     tokens   0..B-1   B..2B-1   2B..3B-1   3B..          (a chunk that ended in the fourth block)
     table     s0       null       null      run  spec spec
@@ -14,16 +14,15 @@ from dataclasses import replace
 
 from kvplane.base.step import RemoveReason
 from kvplane_service.core.keys import NULL_BLOCK, Key
-from kvplane_service.core.managers.base import FOREVER, GroupManager, GroupSetup, Need, Query, Standing
-from kvplane_service.core.managers.full import register_inside_block, tell_stored_inside
+from kvplane_service.core.managers.base import FOREVER, GroupManager
+from kvplane_service.core.managers.full import register_inside_block, report_stored_inside
+from kvplane_service.core.managers.questions import GroupSetup, Need, Query, RequestProgress
 
 NO_STATE = -1
 
 
 class UncachedStateManager(GroupManager):
-    """Mode "none": a block covers the longest request, so there is one state, and one per draft token beside it."""
-
-    cacheable = False
+    """Mode "none": a block covers the longest request, so there is one state, and one more per draft token."""
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """See GroupManager.blocks_needed."""
@@ -45,21 +44,21 @@ class UncachedStateManager(GroupManager):
         return super().allocate(slot, num_slots + extra, num_main, num_encoder)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """A state cannot go back further than the drafts whose states lie beside it."""
+        """A state can go back only by as many drafts as have a state of their own."""
         return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
 
     def skipped_tokens(self, num_computed: int) -> int:
         """Only the state of the last token is needed."""
         return num_computed - 1
 
-    def quiet_window(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.quiet_window."""
+    def window_bound(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.window_bound."""
         del slot
         return (max(num_processed - 1, 0) // self.block_size + 1) * self.block_size + 1
 
-    def quiet_slots(self, slot: int) -> int:
-        """See GroupManager.quiet_slots."""
-        return super().quiet_slots(slot) - self.block_size * self.spec.speculative_blocks
+    def alloc_bound(self, slot: int) -> int:
+        """See GroupManager.alloc_bound."""
+        return super().alloc_bound(slot) - self.block_size * self.spec.speculative_blocks
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
         """Never found."""
@@ -69,7 +68,7 @@ class UncachedStateManager(GroupManager):
         """Never cached."""
         return
 
-    def quiet_cache(self, slot: int) -> int:
+    def register_bound(self, slot: int) -> int:
         """Never cached."""
         return FOREVER
 
@@ -77,19 +76,18 @@ class UncachedStateManager(GroupManager):
 class AlignedStateManager(GroupManager):
     """Mode "align": states at block boundaries stay as cached prefixes while the request moves on."""
 
-    fine_grained = True
-    holds_one_prefix = True
-    never_drops = True  # draft models have no recurrent layers
-
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
-        self.last_state: list[int] = []  # index of the state that the last allocated block continues from
-        self.num_retired: list[int] = []  # leading entries already given back
+        self.last_state: list[int] = []  # index of the state from which the last allocated block continues
+        self.num_retired: list[int] = []  # leading entries that are released
         self.has_allocated: list[bool] = []
-        # slot -> index -> tokens of the state left there. Ends beyond the known tokens rest on drafts that nobody has
-        # verified: they name nothing before the tokens are known, and a rejection removes them (`rewind`).
+        # slot -> index -> tokens of the state that a launch left there. Ends beyond the known tokens depend on drafts
+        # that are unverified: no key is registered for them before the tokens are known, and `rewind` removes them.
         self._stopped_at: dict[int, dict[int, int]] = {}
-        self._registered_this_step: set[Key] = set()  # named content that this step's forward pass writes
+        # Draft models have no recurrent layers: look-ups here never drop a block. Those of other groups may, so that a
+        # repeat of a prompt resumes one hash block lower.
+        self._resumes_lower = any(group.drops_last_block for group in setup.replica.groups)
+        self._registered_this_step: set[Key] = set()  # keys of states that this step's launch writes
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
@@ -125,7 +123,7 @@ class AlignedStateManager(GroupManager):
     # -- allocation --------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
-        """One state, a copy target, and the draft states the first time; lookahead needs no state."""
+        """One state, a copy target, and the draft states at the first allocation; lookahead needs no state."""
         partial = self._ends_inside_block(hit, need.local_computed) or need.slot in self.partial_hit
         if self._safe and need.total_computed > need.local_computed:
             new = self._new_states_with_external(need, len(hit), partial)
@@ -134,7 +132,7 @@ class AlignedStateManager(GroupManager):
         return new + self.pool.count_evictable(hit)
 
     def _new_states_with_external(self, need: Need, num_hit: int, partial: bool) -> int:
-        """What `adopt`, `allocate_external` and `allocate` will take together; the reference counts one too few."""
+        """States that `adopt`, `allocate_external` and `allocate` take together; the reference counts one too few."""
         length = max(max(need.total_computed - 1, 0) // self.block_size, num_hit)
         external = max(self._blocks_for(need.total_computed) - length, 0)
         running = self._blocks_for(need.num_main)
@@ -156,7 +154,7 @@ class AlignedStateManager(GroupManager):
         return 1 + int(partial) + drafts
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """Put the running state of `num_main` tokens at the end, nulls in the gap; the new table entries."""
+        """Append the running state of `num_main` tokens, nulls in the gap before it; returns the new table entries."""
         table = self.table[slot]
         drafts = self.spec.speculative_blocks
         required = self._blocks_for(num_main) + drafts
@@ -188,17 +186,17 @@ class AlignedStateManager(GroupManager):
             self.last_state[slot] = len(self.table[slot]) - 1
 
     def _move_draft_state(self, table: list[int], index: int) -> None:
-        """A draft state that this step leaves behind moves to the end: it is private and holds nothing yet."""
+        """Reuse a draft state that is now behind the running one, at the end of the table: it is private and unused."""
         block = table[index]
         assert self.pool.is_private(block), f"draft state {block} is shared or keyed"
         table.append(block)
         table[index] = NULL_BLOCK
 
     def _split_shared_state(self, slot: int, partial: tuple[int, int], target: int) -> list[int]:
-        """Part a state that is both cached and about to be overwritten; the new table entries.
+        """Separate a cached state from the running one that would overwrite it; returns the new table entries.
 
-        A new request gets a private copy. A running one keeps its block (its worker's table only grows) and the cached
-        content moves into the copy, which is filled before the forward pass writes.
+        A new request gets a private copy. A running one keeps its block, since tables are append-only, and its keys
+        move to the copy. Both are safe because ranks copy before the launch.
         """
         index, source = partial
         if not self.has_allocated[slot]:
@@ -206,39 +204,39 @@ class AlignedStateManager(GroupManager):
             return [target]
         assert self.table[slot][index] == source, f"slot {slot}: state {source} is not at {index}"
         moved = self.pool.move_keys(source, target)
-        if self._safe:  # the reference tells of no move
-            self.pool.tell_removed([key for key, _ in moved], source, RemoveReason.MOVED)
+        if self._safe:  # the reference emits no event for a move
+            self.pool.report_removed([key for key, _ in moved], source, RemoveReason.MOVED)
             for key, num_tokens in moved:
-                tell_stored_inside(self, slot, target, key, num_tokens)
+                report_stored_inside(self, slot, target, key, num_tokens)
         self._order_copy(source, target)
         self.pool.touch([source])
         self._note_registered([target])
         return []
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """At most the state before, the running one, a copy target, and the draft states."""
+        """At most the previous state, the running one, a copy target, and the draft states."""
         return min(self._blocks_for(num_tokens), 3) + self.spec.speculative_blocks
 
     # -- image -------------------------------------------------------------------------------------------------------
 
-    def settle(self, table: list[int], at: Standing) -> list[int] | None:
-        """See GroupManager.settle. A block that moved to the end may still stand where it was."""
+    def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
+        """See GroupManager.normalize_table. A block that was moved to the end may also be at its old index."""
         first, running = (at.computed - 1) // self.block_size, self._running_index(at)
         if len(table) < running + 1 + self.spec.speculative_blocks:
             return None
-        settled = [NULL_BLOCK] * first
+        normalized = [NULL_BLOCK] * first
         for index in range(first, len(table)):
             moved = table[index] in table[index + 1 :]
-            settled.append(NULL_BLOCK if moved else table[index])
-        there = NULL_BLOCK not in settled[at.computed // self.block_size :] and settled[running] != NULL_BLOCK
-        return settled if there else None
+            normalized.append(NULL_BLOCK if moved else table[index])
+        there = NULL_BLOCK not in normalized[at.computed // self.block_size :] and normalized[running] != NULL_BLOCK
+        return normalized if there else None
 
-    def sealed_prefix(self, slot: int, index: int, at: Standing) -> bytes:
-        """See GroupManager.sealed_prefix; the running state and those behind it are written by the next launch."""
+    def sealed_prefix(self, slot: int, index: int, at: RequestProgress) -> bytes:
+        """See GroupManager.sealed_prefix; the next launch writes the running state and those behind it."""
         stays = index < self._running_index(at) or at.launch_end == at.computed
         return super().sealed_prefix(slot, index, at) if stays else b""
 
-    def resume(self, slot: int, table: list[int], at: Standing, num_cached_blocks: int) -> None:
+    def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int) -> None:
         """See GroupManager.resume."""
         super().resume(slot, table, at, num_cached_blocks)
         first, running = (at.computed - 1) // self.block_size, self._running_index(at)
@@ -247,21 +245,22 @@ class AlignedStateManager(GroupManager):
         before = [index for index in range(first, running) if table[index] != NULL_BLOCK]
         self.last_state[slot] = before[-1] if before else NO_STATE
         inside = self.pool.key[table[running]] is not None and at.launch_end % self.block_size
-        if inside:  # the next launch overwrites what has a name: it is copied before
+        if inside:  # the next launch would overwrite a keyed state: it is copied before
             self.partial_hit[slot] = (running, table[running])
             self.num_cached[slot] = running
-        # A store may have lost the name of a state, and find it again when that is overwritten: give it no proof.
+        # A store may have a key of this state that recovery has not seen, and prove it by the stamp after the state is
+        # overwritten: a new stamp prevents that.
         for block in table[running:]:
             if block != NULL_BLOCK and self.pool.key[block] is None:
                 self.pool.restamp(block)
 
-    def _key_fits(self, slot: int, index: int, at: Standing) -> bool:
-        """A state is what its key says only where the last launch ended, or before the running state."""
+    def _key_fits(self, slot: int, index: int, at: RequestProgress) -> bool:
+        """The state of a block fits its key only where the last launch ended, or before the running state."""
         end, running = self.pool.key_tokens[self.table[slot][index]], self._running_index(at)
         stays = end <= at.computed if index < running else index == running and end == at.computed == at.launch_end
         return stays and super()._key_fits(slot, index, at)
 
-    def _running_index(self, at: Standing) -> int:
+    def _running_index(self, at: RequestProgress) -> int:
         return self._blocks_for(at.launch_end) - 1
 
     # -- window ------------------------------------------------------------------------------------------------------
@@ -271,7 +270,7 @@ class AlignedStateManager(GroupManager):
         return num_computed - 1
 
     def release_skipped(self, slot: int, num_processed: int) -> None:
-        """Give back states before the last; the one that the running state continues from goes one step later."""
+        """Release states before the last; the one from which the running state continues is released one step later."""
         super().release_skipped(slot, num_processed)
         index = self.last_state[slot]
         if index != NO_STATE and index < self._blocks_for(num_processed) - 1:
@@ -288,8 +287,8 @@ class AlignedStateManager(GroupManager):
         table[first:last] = [NULL_BLOCK] * (last - first)
         self.num_retired[slot] = last
 
-    def quiet_window(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.quiet_window."""
+    def window_bound(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.window_bound."""
         del num_processed
         next_retired = (self.num_retired[slot] + 1) * self.block_size + 1
         index = self.last_state[slot]
@@ -297,14 +296,14 @@ class AlignedStateManager(GroupManager):
             return next_retired
         return min(next_retired, (index + 1) * self.block_size + 1)
 
-    def quiet_slots(self, slot: int) -> int:
-        """See GroupManager.quiet_slots; lookahead needs no state, so asking for it errs on the careful side."""
-        return super().quiet_slots(slot) - self.spec.speculative_blocks * self.block_size
+    def alloc_bound(self, slot: int) -> int:
+        """See GroupManager.alloc_bound. Lookahead needs no state, so the bound is lower than it could be."""
+        return super().alloc_bound(slot) - self.spec.speculative_blocks * self.block_size
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """The deepest cached state at an aligned boundary: nulls, then that state."""
+        """The last cached state at an aligned boundary: nulls, then that state."""
         unit, size = self.replica.hit_alignment, self.block_size
         fine = unit < size and size % unit == 0
         stride = unit if fine else size
@@ -318,8 +317,16 @@ class AlignedStateManager(GroupManager):
                 return [[NULL_BLOCK] * (self._blocks_for(end) - 1) + [block] for block in blocks], end
         return [[] for _ in query.groups], 0
 
+    def drop_margin(self) -> int:
+        """None: look-ups of states drop no block."""
+        return 0
+
+    def may_have_keys(self, count: int) -> bool:
+        """A state is of one prefix: the page is overwritten as a whole."""
+        return count <= 1
+
     def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
-        """A state is ready when the step that writes it has run; until then the request waits for the next step."""
+        """Whether the step that writes the state has run; until then the admission is deferred."""
         del num_tokens
         if not hit or hit[-1] == NULL_BLOCK:
             return True
@@ -336,45 +343,45 @@ class AlignedStateManager(GroupManager):
         self._registered_this_step.update(key for key in keys if key is not None)
 
     def is_sound(self, slot: int) -> bool:
-        """See GroupManager.is_sound: states lie inside the table, and none is longer than what launches leave."""
+        """See GroupManager.is_sound: states are inside the table, and none has more tokens than launches computed."""
         size, end = len(self.table[slot]), self.requests.launch_end(slot)
         ends = self._stopped_at.get(slot, {})
         inside = all(0 <= index < size and 0 < length <= end for index, length in ends.items())
         return inside and self.last_state[slot] < size and self.num_retired[slot] <= size
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """A state cannot go back further than the drafts whose states lie beside it, nor to a block that is gone."""
+        """A state can go back by as many drafts as have a state of their own, to blocks that the table still has."""
         back = self.requests.computed[slot] - num_computed
         there = NULL_BLOCK not in self.table[slot][num_computed // self.block_size :]
         return back <= self.spec.speculative_blocks and there
 
     def rewind(self, slot: int, num_computed: int) -> None:
-        """States are overwritten: what lies past `num_computed` is no longer what its key says."""
+        """Remove the keys of states after `num_computed`, which will be overwritten."""
         for block in self.table[slot][num_computed // self.block_size :]:
             if block != NULL_BLOCK:
                 self.pool.drop_keys(block, RemoveReason.DROPPED)
         self.partial_hit.pop(slot, None)
         self.num_cached[slot] = min(self.num_cached[slot], num_computed // self.block_size)
-        # Drafts were rejected. Launches in flight were planned behind them and run nearer to the start than planned: no
-        # state was left at an end beyond the tokens that were known before this fact.
+        # Drafts were rejected. Launches in flight were planned behind them and end earlier than planned, so no launch
+        # left a state at an end beyond the tokens that were known before this fact.
         verified = min(num_computed, self.requests.num_tokens[slot])
         left = self._stopped_at.get(slot, {})
         for index in [index for index, end in left.items() if end > verified]:
             del left[index]
 
     def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
-        """A state is named only where it ends: a chunk that ran past the boundary left another one in the block.
+        """Register only states that end at their block's end: a longer chunk left a later state in the block.
 
-        The length is verified: every token up to it is known, and no draft before it waits for its verdict.
+        Safe for drafts: all tokens up to `end` are known, so no unverified draft is among them.
         """
         if self._safe:
-            assert end * self.block_size <= self.requests.num_tokens[slot], f"slot {slot}: names a state of drafts"
+            assert end * self.block_size <= self.requests.num_tokens[slot], f"slot {slot}: registers unverified drafts"
             exact = [self._ends_in(slot, index) == (index + 1) * self.block_size for index in range(start, end)]
             keep = exact if keep is None else [one and other for one, other in zip(keep, exact, strict=True)]
         super()._register_range(slot, start, end, keep)
 
     def _ends_in(self, slot: int, index: int) -> int:
-        """Tokens of the state in the block at this index, once the launches so far have run."""
+        """Tokens of the state in this block once all launches so far have run; 0: not known."""
         ends_at = self.requests.ends_at[slot]
         if index == self._blocks_for(ends_at) - 1:
             return ends_at
@@ -412,12 +419,12 @@ class AlignedStateManager(GroupManager):
         if self._safe and self.requests.ends_at[slot] != num_tokens:
             return
         if num_tokens // self.hash_size > len(self.requests.content[slot].digests):
-            return  # the engine sends the hash later, or never
+            return  # the engine has not sent the hash
         index = self._blocks_for(num_tokens) - 1
         if index >= len(self.table[slot]):
             return
         block = self.table[slot][index]
-        # A block already keyed at this length was found or registered before: its key is not news of this step.
+        # A block with a key of this length was adopted or registered before, not written by this step.
         if block == NULL_BLOCK or self.pool.key_tokens[block] == num_tokens:
             return
         self._registered_this_step.add(register_inside_block(self, slot, block, num_tokens))
@@ -426,9 +433,9 @@ class AlignedStateManager(GroupManager):
             self.num_cached[slot] = index
 
     def _prompt_boundary(self, slot: int) -> int:
-        """Where a repeat of the prompt resumes: its last hash boundary, with tokens left to compute."""
+        """Where a repeat of the prompt continues: its last hash boundary that leaves tokens to compute."""
         prompt = self.requests.num_prompt[slot]
-        if self.any_drops:
+        if self._resumes_lower:
             return max(prompt // self.hash_size * self.hash_size - self.hash_size, 0)
         left = max(1, self.replica.hash_lookahead_tokens)
         return max((prompt - left) // self.hash_size * self.hash_size, 0)

@@ -1,17 +1,16 @@
-"""A ring buffer: one block per request for life, overwritten in place, never cached."""
+"""A ring buffer: one block per request, overwritten in place, never cached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.managers.base import FOREVER, GroupManager, Need, Query, Standing
+from kvplane_service.core.managers.base import FOREVER, GroupManager
+from kvplane_service.core.managers.questions import Need, Query, RequestProgress
 
 
 class RingManager(GroupManager):
-    """Scratch of sparse indexers and the like (vLLM's circular buffer)."""
-
-    cacheable = False
+    """Scratch memory, for example of sparse indexers (vLLM's circular buffer)."""
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
         """One, once."""
@@ -26,11 +25,11 @@ class RingManager(GroupManager):
         assert not hit, "a ring is never looked up"
 
     def allocate_external(self, slot: int, local_computed: int, total_computed: int) -> None:
-        """The one block serves external tokens too."""
+        """The same block serves external tokens."""
         self.allocate(slot, 0, 0, 0)
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """The one block, at the first call."""
+        """One block, at the first call."""
         del num_slots, num_main, num_encoder
         return [] if self.table[slot] else self._extend(self.table[slot], 1)
 
@@ -42,8 +41,8 @@ class RingManager(GroupManager):
         """One."""
         return 1
 
-    def settle(self, table: list[int], at: Standing) -> list[int] | None:
-        """See GroupManager.settle; the one block."""
+    def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
+        """See GroupManager.normalize_table; the table has exactly one block."""
         del at
         return table if len(table) == 1 and table[0] != NULL_BLOCK else None
 
@@ -51,10 +50,10 @@ class RingManager(GroupManager):
         """Never found."""
         return [[] for _ in query.groups], 0
 
-    def quiet_slots(self, slot: int) -> int:
+    def alloc_bound(self, slot: int) -> int:
         """The one block is enough."""
         return FOREVER if self.table[slot] else 0
 
-    def quiet_cache(self, slot: int) -> int:
+    def register_bound(self, slot: int) -> int:
         """Never cached."""
         return FOREVER

@@ -1,11 +1,12 @@
-"""Sliding window attention: blocks behind the window are given back, and a hit needs only the window before it."""
+"""Sliding window attention: blocks behind the window are released, and a hit needs only the window before its end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvplane_service.core.keys import NULL_BLOCK
-from kvplane_service.core.managers.base import GroupManager, GroupSetup, Query
+from kvplane_service.core.managers.base import GroupManager
+from kvplane_service.core.managers.questions import GroupSetup, Query
 
 
 class SlidingWindowManager(GroupManager):
@@ -22,28 +23,28 @@ class SlidingWindowManager(GroupManager):
         self._window = setup.spec.window
         self._margin = setup.spec.window - 1 + setup.spec.extra_retained_tokens
 
-    def _run_length(self, drop_last: bool) -> int:
-        """Cached blocks in a row that a hit needs; one more when the last is dropped."""
-        return self._blocks_for(self._window - 1) + int(drop_last)
+    def _run_length(self, drops_last_block: bool) -> int:
+        """Consecutive cached blocks that a hit needs; one more where the last one is dropped."""
+        return self._blocks_for(self._window - 1) + int(drops_last_block)
 
     def skipped_tokens(self, num_computed: int) -> int:
         """See GroupManager.skipped_tokens."""
         return max(0, num_computed - self._margin)
 
-    def quiet_window(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.quiet_window."""
+    def window_bound(self, slot: int, num_processed: int) -> int:
+        """See GroupManager.window_bound."""
         del slot
         released = self.skipped_tokens(num_processed) // self.block_size
         return (released + 1) * self.block_size + self._margin
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Search from the right for a run long enough to fill the window; a run from block 0 counts at any length.
+        """Search from the right for a run of blocks that fills the window; a run from block 0 may be shorter.
 
         index   0 1 2 3 4 5 6      run of 2 needed
         cached  . . . x x . x  ->  hit of 5 blocks: null null null b3 b4
         """
         found, start, end = self._find_run(query)
-        if query.drop_last and end > 0:
+        if query.drops_last_block and end > 0:
             end = self._align(end - 1)
         start = min(start, end)
         rows = [
@@ -55,7 +56,7 @@ class SlidingWindowManager(GroupManager):
     def _find_run(self, query: Query) -> tuple[dict[int, list[int]], int, int]:
         """Blocks by index, and the bounds [start, end) of the run."""
         unit, size = self.replica.hit_alignment, self.block_size
-        needed = self._run_length(query.drop_last)
+        needed = self._run_length(query.drops_last_block)
         limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size
         found: dict[int, list[int]] = {}
         run = 0
@@ -64,9 +65,9 @@ class SlidingWindowManager(GroupManager):
             if blocks is None:
                 run = 0
                 continue
-            hit_end = index if query.drop_last else index + 1
+            hit_end = index if query.drops_last_block else index + 1
             if run == 0 and hit_end * size % unit != 0:
-                continue  # a hit cannot end here
+                continue  # not a multiple of the hit alignment
             found[index] = blocks
             run += 1
             if run >= needed:
@@ -79,14 +80,14 @@ class SlidingWindowManager(GroupManager):
         return num_blocks
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """The windows that end at segment boundaries (dense or every n tokens) and at the given boundaries.
+        """The blocks of windows that end at segment boundaries (dense, or every n tokens) or at the given boundaries.
 
-        A draft group looks one block past the boundary and drops it, so its window ends one block later.
+        Where look-ups drop the last block they read one block past the boundary, so the window ends one block later.
         """
         unit, size = self.replica.hit_alignment, self.block_size
         if unit % size != 0:
-            return None  # a block cannot say "part of me": keep all rather than lose a hit
-        needed, shift = self._run_length(self.drops), int(self.drops)
+            return None  # a boundary can be inside a block: keep all blocks, so that no hit is lost
+        needed, shift = self._run_length(self.drops_last_block), int(self.drops_last_block)
         keep = [False] * (end - start)
         segment = unit if self._dense else self.replica.retention_interval
         if segment:

@@ -1,31 +1,30 @@
-"""The cache plan: from layers and memory to KV cache groups, blocks and places in memory.
+"""Cache plans: from a model's layers and memory to KV cache groups, blocks and their placement in memory.
 
-options, plan          what goes in, what comes out
-planner                the straight line: plan_cache
-whole_model            workers' layers as one model
-grouping               which rule decides; its rules are packing, equal_pages, full_allocation, hidden
-formats                layers on their way to groups
-granularity, checks    block sizes in tokens; options that do not suit
-capacity, placement    blocks; bytes
-to_groups              what the allocator core needs of a plan
+plan                   what goes in, what comes out
+planner                plan_cache: the order of the steps; workers' layers as one model; checks of options
+formats, grouping      formats before they are grouped, and the rules that group them
+packing                the rule for pages of different sizes in one block
+sizes                  tokens per block and hash, number of blocks, bytes and their placement
+exports                what the allocator and a worker need of a plan
 
-Plans equal those of vLLM 0.33 except where it fails or places wrongly. It refuses or crashes on full layers
-that compute with different windows, on latent windows without hybrid allocation, and on buckets that are no
-pattern but must be cut. It merges latent windows of different row sizes into the first one's, gives a pipeline
-stage places for layers of other stages, and counts cross attention among what is hashed.
+Plans equal those of vLLM 0.33 except where it fails or places wrongly. It refuses or crashes on full layers with
+different windows, on latent windows without hybrid allocation, and on buckets that are not a pattern but must be cut.
+It merges latent windows of different row sizes into the first, gives a pipeline stage memory for layers of other
+stages, and includes cross attention in the hash granularity.
 """
 
-from kvplane_service.core.planner.options import Layout, PlanOptions, Worker
+from kvplane_service.core.planner.exports import to_groups, to_rank_plan
 from kvplane_service.core.planner.plan import (
     CacheGroup,
     CachePlan,
+    Layout,
+    PlanOptions,
     PlanWarning,
     WarningCode,
+    Worker,
     WorkerPlan,
 )
 from kvplane_service.core.planner.planner import plan_cache
-from kvplane_service.core.planner.to_groups import to_groups
-from kvplane_service.core.planner.to_rank_plan import to_rank_plan
 
 __all__ = [
     "CacheGroup",

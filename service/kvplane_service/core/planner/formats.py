@@ -1,13 +1,21 @@
-"""Layers on their way to groups: their formats by name, in model order."""
+"""The formats of a model's layers before they are grouped, and the formats that must change first.
+
+Hidden-state layers take blocks whose size other groups have set; local layers become full attention where hybrid
+allocation is off, or where nothing else makes their pages equal.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from kvplane.base.layer_spec import LayerSpec
-from kvplane_service.core.planner.plan import CacheGroup, PlanWarning
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import GroupKind
+from kvplane.base.layer_spec import LayerSpec, ceil_div
+from kvplane.base.layers import HiddenStateSpec
+from kvplane_service.core.planner.plan import CacheGroup, PlanWarning, WarningCode
 
 # Ordered: group ids and places in memory follow the order of the layers.
 Formats: TypeAlias = dict[str, LayerSpec]
@@ -15,7 +23,7 @@ Formats: TypeAlias = dict[str, LayerSpec]
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups that hold every layer exactly once, and what was given away for them."""
+    """Groups that have every layer exactly once, and warnings about memory that they cost."""
 
     groups: tuple[CacheGroup, ...]
     warnings: tuple[PlanWarning, ...] = ()
@@ -41,10 +49,106 @@ def one_format(formats: Formats) -> LayerSpec | None:
 
 
 def is_uniform_type(formats: Formats) -> bool:
-    """True when all layers always need the same token slots, though their pages may differ."""
+    """Whether all layers always need the same token slots; their pages may differ."""
     return len({spec.uniform_key for spec in formats.values()}) == 1
 
 
 def page_sizes(formats: Formats) -> set[int]:
     """The different page sizes, in bytes."""
     return {spec.page_bytes for spec in formats.values()}
+
+
+HiddenFormats = dict[str, HiddenStateSpec]
+
+
+def split_hidden(formats: Formats) -> tuple[HiddenFormats, Formats]:
+    """Hidden-state layers, and all others."""
+    hidden = {name: spec for name, spec in formats.items() if isinstance(spec, HiddenStateSpec)}
+    return hidden, {name: spec for name, spec in formats.items() if name not in hidden}
+
+
+def with_hidden_groups(groups: tuple[CacheGroup, ...], hidden: HiddenFormats) -> tuple[CacheGroup, ...]:
+    """Groups of one page size, followed by groups of the hidden-state layers, fitted to that page.
+
+    Where one token's hidden state is larger than the page, all blocks grow until it fits.
+    """
+    if not hidden:
+        return groups
+    page_bytes = groups[0].spec.page_bytes
+    scale = ceil_div(max(spec.token_bytes for spec in hidden.values()), page_bytes)
+    scaled = tuple(merged_group(group.layer_names, _scaled(group.spec, scale)) for group in groups)
+    tokens = math.gcd(*(group.block_size for group in scaled))
+    fitted = {name: _fitted(spec, page_bytes * scale, tokens) for name, spec in hidden.items()}
+    return scaled + tuple(merged_group([name], spec) for name, spec in fitted.items())
+
+
+def _scaled(spec: LayerSpec, scale: int) -> LayerSpec:
+    page_bytes = spec.page_bytes * scale
+    scaled = replace(spec, block_size=spec.block_size * scale, padded_page_bytes=0)
+    return scaled if scaled.page_bytes == page_bytes else replace(scaled, padded_page_bytes=page_bytes)
+
+
+def _fitted(spec: HiddenStateSpec, page_bytes: int, tokens: int) -> HiddenStateSpec:
+    """As many tokens as the page holds, but a divisor of the other groups' `tokens`, padded to the page."""
+    most = max(page_bytes // spec.token_bytes, 1)
+    block_size = next(size for size in range(min(tokens, most), 0, -1) if tokens % size == 0)
+    return replace(spec, block_size=block_size, padded_page_bytes=page_bytes)
+
+
+def without_hybrid(formats: Formats) -> tuple[Formats, tuple[PlanWarning, ...]]:
+    """Formats that keep every token, for an engine without hybrid allocation.
+
+    Layers that context-parallel ranks replicate are converted separately from those that they split.
+
+    Raises:
+        InvalidArgument: the layers cannot all be allocated alike.
+    """
+    parts: dict[bool, Formats] = {}
+    for name, spec in formats.items():
+        replicated = not spec.is_state and not spec.dcp_sharded
+        parts.setdefault(replicated, {})[name] = spec
+    changed: Formats = {}
+    for part in parts.values():
+        promoted = _promoted(part)
+        if promoted is None:
+            raise InvalidArgument(
+                "the model's layers cannot be allocated alike",
+                field="hybrid",
+                remedy="turn it on for this model",
+            )
+        changed |= {name: spec for name, spec in promoted.items() if spec != part[name]}
+    if not changed:
+        return formats, ()
+    message = f"hybrid allocation is off: {len(changed)} local layers keep every token"
+    return {**formats, **changed}, (PlanWarning(WarningCode.HYBRID_OFF, message),)
+
+
+def rescued(formats: Formats) -> Grouping | None:
+    """One group for latent attention and a sliding-window draft whose pages cannot be made equal; else None."""
+    kinds = {spec.kind for spec in formats.values()}
+    unsupported = kinds & {GroupKind.SLIDING_WINDOW_MLA, GroupKind.CHUNKED_LOCAL}
+    if unsupported or not {GroupKind.MLA, GroupKind.SLIDING_WINDOW} <= kinds:
+        return None
+    if split_hidden(formats)[0]:
+        return None
+    promoted = _promoted(formats)
+    if promoted is None or not is_uniform_type(promoted):
+        return None
+    message = "page sizes cannot be made equal: sliding-window layers keep every token"
+    return Grouping((uniform_group(promoted),), (PlanWarning(WarningCode.FULL_ALLOCATION, message),))
+
+
+def _promoted(formats: Formats) -> Formats | None:
+    """Local layers as full attention, where the model has any; None: the result is not of one type."""
+    if _alike(formats):
+        return formats
+    full_block_sizes = {spec.block_size for spec in formats.values() if spec.holds_every_token}
+    if not full_block_sizes:
+        return None
+    common = full_block_sizes.pop() if len(full_block_sizes) == 1 else 0
+    promoted = {name: spec.as_full_attention(common or spec.block_size) for name, spec in formats.items()}
+    return promoted if _alike(promoted) else None
+
+
+def _alike(formats: Formats) -> bool:
+    return one_format(formats) is not None or is_uniform_type(formats)

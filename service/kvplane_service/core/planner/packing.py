@@ -1,11 +1,11 @@
-"""Grouping for the block-outermost layout, where layers with different pages lie side by side within a block.
+"""Grouping for the block-outermost layout, where a block has the pages of layers with different page sizes.
 
 Layers are put into buckets of one uniform type. A bucket whose page sizes have equally many layers is a
 repeating pattern (one layer of each size). Patterns are cut so that every group has about as many repeats:
 
     20 x (A + B + C) stays whole, so 43 x D is cut into 22 + 21
 
-States, rings and windows that nothing else fixes are cut until no group is wider than the rest needs.
+States, rings, and windows without a pattern are cut until none of their groups is wider than the other groups.
 Rules: vLLM 0.33, vllm/v1/core/kv_cache_planning.py.
 """
 
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from kvplane.base.groups import GroupKind
 from kvplane.base.layer_spec import ceil_div
 from kvplane_service.core.planner.formats import Formats, page_sizes, uniform_group
-from kvplane_service.core.planner.options import Layout
-from kvplane_service.core.planner.plan import CacheGroup
+from kvplane_service.core.planner.plan import CacheGroup, Layout
 
 _STATES = {GroupKind.MAMBA, GroupKind.RING}
 _WINDOWS = {GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA}
@@ -38,7 +37,7 @@ class _Bucket:
 
     @property
     def is_pattern(self) -> bool:
-        """Each page size has as many layers as any other."""
+        """Whether every page size has equally many layers."""
         return len({len(names) for names in self.names_by_page.values()}) == 1
 
     @property
@@ -54,7 +53,7 @@ class _Bucket:
         return sum(ceil_div(len(names), num_groups) * page for page, names in self.names_by_page.items())
 
     def cut(self, num_groups: int) -> list[CacheGroup]:
-        """Groups of every num_groups-th repeat. A bucket that is no pattern stays whole."""
+        """Groups of every num_groups-th repeat. A bucket that is not a pattern is not cut."""
         num_groups = min(num_groups, self.repeats)
         if num_groups == 1 or not self.is_pattern:
             return [uniform_group(self.formats)]
@@ -71,7 +70,7 @@ def packed_groups(formats: Formats, layout: Layout) -> tuple[CacheGroup, ...]:
     repeats_per_group = _repeats_per_group(buckets)
     cut_to_fit = _STATES if repeats_per_group else _STATES | _WINDOWS
     cuts = [_cuts_by_pattern(bucket, repeats_per_group) for bucket in buckets]
-    # What a block must hold however finely states are cut; they are then cut to fit into it.
+    # Bytes that a block needs even if states are cut as finely as possible; they are then cut to fit into it.
     needed_bytes = max(
         bucket.widest_bytes(len(bucket.formats) if bucket.kind in cut_to_fit else cut)
         for bucket, cut in zip(buckets, cuts, strict=True)
@@ -91,14 +90,14 @@ def _buckets(formats: Formats) -> list[_Bucket]:
 
 
 def _repeats_per_group(buckets: list[_Bucket]) -> int:
-    """Pattern repeats that a group should have; 0 when no pattern mixes page sizes."""
+    """Pattern repeats per group; 0: no pattern mixes page sizes."""
     patterns = [bucket for bucket in buckets if bucket.is_pattern]
     at_least = max((bucket.repeats for bucket in patterns if len(bucket.names_by_page) > 1), default=0)
     return _least_padding([bucket.repeats for bucket in patterns], at_least) if at_least else 0
 
 
 def _least_padding(counts: list[int], at_least: int) -> int:
-    """The size, `at_least` or more, to whose multiples counts are rounded up at least cost; the largest."""
+    """The largest size of at least `at_least` that pads the counts least when they are rounded up to its multiples."""
     candidates = range(at_least, max(counts) + 1)
     return min(candidates, key=lambda size: (sum(-count % size for count in counts), -size))
 

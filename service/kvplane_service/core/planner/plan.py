@@ -1,4 +1,4 @@
-"""The result of planning: KV cache groups, their blocks, and where each layer's pages lie."""
+"""What planning takes and what it makes: workers and options, groups, placements and the plan."""
 
 from __future__ import annotations
 
@@ -6,11 +6,99 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from kvplane.base.groups import GroupKind
-from kvplane.base.layer_spec import LayerSpec
-from kvplane.base.layers import KVSharingLayer
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import DENSE_RETENTION, MAX_BLOCKS, MAX_TOKENS, GroupKind
+from kvplane.base.layer_spec import LayerSpec, RequestLimits
+from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane.base.rank_plan import TensorPlacement
-from kvplane_service.core.planner.options import PlanOptions
+
+
+class Layout(Enum):
+    """Order of layers and blocks in memory. The value is the reference's name (L = layer, B = block).
+
+    LAYER_OUTERMOST: all blocks of a layer are contiguous.
+    BLOCK_OUTERMOST: all layers of a block are contiguous, so a block is one large transfer.
+    """
+
+    LAYER_OUTERMOST = "LBNHC"
+    BLOCK_OUTERMOST = "BLHNC"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """A rank. Tensor-parallel ranks have equal layers, pipeline stages different ones.
+
+    Attributes:
+        layers: in model order.
+        memory_bytes: cache memory; ignored when the number of blocks is given.
+    """
+
+    layers: tuple[Layer | KVSharingLayer, ...]
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """Settings of a plan.
+
+    Attributes:
+        max_model_len: longest request in tokens.
+        fit_max_model_len: shorten max_model_len to what fits instead of refusing the plan.
+        max_batched_tokens: most tokens scheduled in one step.
+        max_concurrent_batches: steps in flight.
+        max_encoder_tokens: longest encoder input, for cross attention.
+        num_blocks: blocks in the pool, independent of the memory; 0: as many as fit.
+        layout: order of layers and blocks in memory.
+        hybrid: release blocks that local layers do not need any more; off: every layer keeps every token.
+        prefix_caching: blocks are hashed and shared.
+        external_cache: a connector moves blocks by hash, even without prefix caching.
+        prefix_match_unit: tokens per block hash; 0: the most that every group allows.
+        retention_interval: tokens between kept tails of window and state groups; 0 and DENSE_RETENTION as in
+            `ReplicaSpec`.
+        drops_last_block: look-ups of draft groups drop the last matched block, which the drafter recomputes.
+        prefill_lookahead: drafts per step of a multi-module drafter.
+        tp_size, dcp_size: tensor-parallel and decode-context-parallel ranks.
+    """
+
+    max_model_len: int = 32768
+    fit_max_model_len: bool = False
+    max_batched_tokens: int = 8192
+    max_concurrent_batches: int = 1
+    max_encoder_tokens: int = 0
+    num_blocks: int = 0
+    layout: Layout = Layout.LAYER_OUTERMOST
+    hybrid: bool = True
+    prefix_caching: bool = True
+    external_cache: bool = False
+    prefix_match_unit: int = 0
+    retention_interval: int = 0
+    drops_last_block: bool = False
+    prefill_lookahead: int = 0
+    tp_size: int = 1
+    dcp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_batched_tokens", "max_concurrent_batches", "tp_size", "dcp_size"):
+            _require_range(name, getattr(self, name), 1, MAX_TOKENS)
+        for name in ("max_encoder_tokens", "prefix_match_unit", "prefill_lookahead"):
+            _require_range(name, getattr(self, name), 0, MAX_TOKENS)
+        _require_range("num_blocks", self.num_blocks, 0, MAX_BLOCKS)
+        _require_range("retention_interval", self.retention_interval, DENSE_RETENTION, MAX_TOKENS)
+
+    @property
+    def max_in_flight_tokens(self) -> int:
+        """Most tokens scheduled and not yet executed."""
+        return self.max_batched_tokens * self.max_concurrent_batches
+
+    @property
+    def limits(self) -> RequestLimits:
+        """The limits that bound the blocks of one request."""
+        return RequestLimits(self.max_model_len, self.max_in_flight_tokens, self.max_encoder_tokens, self.dcp_size)
+
+
+def _require_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidArgument(f"{value} is out of range", field=name, remedy=f"give {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +107,9 @@ class CacheGroup:
 
     Attributes:
         layer_names: in the group's order, which is their order in memory.
-        specs: the format of each layer, as it is allocated (after growing and padding).
+        specs: the format of each layer as allocated, after growing and padding.
         one_format: the layers were merged into one format; else each keeps its own, of one uniform type.
-        is_draft: holds draft layers whose last matched block is computed again.
+        is_draft: has draft layers, whose last matched block is computed again.
     """
 
     layer_names: tuple[str, ...]
@@ -31,7 +119,7 @@ class CacheGroup:
 
     @property
     def spec(self) -> LayerSpec:
-        """The format that stands for the group."""
+        """The format that represents the group."""
         return self.specs[0]
 
     @property
@@ -41,7 +129,7 @@ class CacheGroup:
 
     @property
     def kind(self) -> GroupKind:
-        """How the allocator treats the group. Kinds mix only where every layer keeps every token."""
+        """The kind of the group. Layers of several kinds are grouped only where every layer keeps every token."""
         kinds = {spec.kind for spec in self.specs}
         return kinds.pop() if len(kinds) == 1 else GroupKind.FULL_ATTENTION
 
@@ -61,7 +149,7 @@ class WorkerPlan:
 
 
 class WarningCode(Enum):
-    """What a plan is worth a warning for."""
+    """Reasons of warnings."""
 
     PADDING_LAYERS = "padding_layers"
     HYBRID_OFF = "hybrid_off"
@@ -71,7 +159,7 @@ class WarningCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlanWarning:
-    """Memory or hits given away. `figures` are the numbers of the message, for machines."""
+    """Memory or hits that the plan loses. `figures`: the numbers of the message."""
 
     code: WarningCode
     message: str
@@ -80,10 +168,10 @@ class PlanWarning:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Everything that follows from layers, memory and options.
+    """The result of planning.
 
     Attributes:
-        options: as given, with max_model_len shortened where that was asked for.
+        options: as given, with max_model_len shortened where that was requested.
         groups: the whole model's groups; the index is the group id.
         workers: one per worker given, in its order.
         bytes_per_block: the widest group with alignment, over all workers' layers.
@@ -95,7 +183,7 @@ class CachePlan:
         needs_zeroing: new blocks must be zeroed: a page can be read as another type, or before it is written.
         tp_replicas: consecutive tensor-parallel ranks that hold identical pages in every layer.
         shared_layers: layers without a cache of their own.
-        warnings: what a person should know.
+        warnings: for the operator.
     """
 
     options: PlanOptions
@@ -124,7 +212,7 @@ class CachePlan:
 
     @property
     def max_concurrency(self) -> float:
-        """Requests of max_model_len that fit at once; infinite when the model has no cache."""
+        """Requests of max_model_len that fit at once; infinite for a model without caches."""
         return self.num_blocks / self.blocks_per_request if self.blocks_per_request else math.inf
 
     @property

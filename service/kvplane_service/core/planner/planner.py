@@ -1,28 +1,33 @@
-"""Planning from end to end: merge the workers' layers, group them, count blocks, check, place."""
+"""Planning from end to end: merge the workers' layers, group them, count blocks, check the options, place."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvplane.base.errors import InvalidArgument
-from kvplane_service.core.planner.capacity import NULL_BLOCKS, blocks_per_request, fitting_options
-from kvplane_service.core.planner.checks import check_options
-from kvplane_service.core.planner.granularity import granularity
+from kvplane.base.layers import KVSharingLayer, Layer
 from kvplane_service.core.planner.grouping import group_layers
-from kvplane_service.core.planner.options import PlanOptions, Worker
-from kvplane_service.core.planner.placement import bytes_per_block, place, projected
-from kvplane_service.core.planner.plan import CacheGroup, CachePlan, PlanWarning, WarningCode
-from kvplane_service.core.planner.whole_model import WholeModel, whole_model
+from kvplane_service.core.planner.plan import CacheGroup, CachePlan, PlanOptions, PlanWarning, WarningCode, Worker
+from kvplane_service.core.planner.sizes import (
+    NULL_BLOCKS,
+    Granularity,
+    blocks_per_request,
+    bytes_per_block,
+    fitting_options,
+    granularity,
+    place,
+    projected,
+)
 
 
 def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
-    """The plan of a replica. Groups are those of the whole model; every worker gets the fewest blocks of any.
+    """The plan of a replica, with the groups of the whole model; all workers get as many blocks as the smallest fits.
 
     Raises:
-        InvalidArgument: naming the field at fault: layers that contradict each other or cannot share a pool,
-            memory that does not hold the longest request, options that do not suit the model.
+        InvalidArgument: with the field at fault: layers that contradict each other or cannot share a pool, memory
+            that is too small for the longest request, options that the model does not support.
     """
     model = whole_model(workers)
     formats = {layer.name: layer.spec.retaining(max(0, options.prefill_lookahead - 1)) for layer in model.layers}
@@ -53,8 +58,8 @@ def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
 def _with_draft_groups(
     groups: tuple[CacheGroup, ...], model: WholeModel, options: PlanOptions
 ) -> tuple[tuple[CacheGroup, ...], tuple[PlanWarning, ...]]:
-    """Mark the groups that hold draft layers, when drafts make a look-up drop a block."""
-    if not options.drop_draft_block:
+    """Mark the groups with draft layers, if look-ups drop a block for drafts."""
+    if not options.drops_last_block:
         return groups, ()
     drafts = {layer.name for layer in model.layers if layer.is_draft}
     marked = tuple(replace(group, is_draft=not drafts.isdisjoint(group.layer_names)) for group in groups)
@@ -65,7 +70,7 @@ def _with_draft_groups(
 
 
 def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGroup]], options: PlanOptions) -> int:
-    """Blocks that every worker can hold; a model without caches needs the null block alone."""
+    """Blocks that every worker has memory for; a model without caches needs only the null block."""
     if not per_worker[0]:
         return NULL_BLOCKS
     block_bytes = [bytes_per_block(own, options.layout) for own in per_worker]
@@ -80,9 +85,9 @@ def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGr
 
 
 def _needs_zeroing(groups: Sequence[CacheGroup], first_worker: Sequence[CacheGroup]) -> bool:
-    """A state is read before it is written; bytes left by another type can decode to NaN.
+    """Whether new blocks are zeroed: states are read before they are written, and bytes of another type may be NaN.
 
-    As in the reference, one layer stands for each group: its first on the first worker.
+    As in the reference, the first layer of a group on the first worker represents it.
     """
     if any(group.spec.is_state for group in groups):
         return True
@@ -93,3 +98,93 @@ def _needs_zeroing(groups: Sequence[CacheGroup], first_worker: Sequence[CacheGro
 def _tp_replicas(groups: Sequence[CacheGroup], options: PlanOptions) -> int:
     specs = (spec for group in groups for spec in group.specs)
     return math.gcd(options.tp_size, *(spec.tp_replicas(options.tp_size, options.dcp_size) for spec in specs))
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """Layers in the order of the workers, each once."""
+
+    layers: tuple[Layer, ...]
+    shared_layers: tuple[KVSharingLayer, ...]
+
+
+def whole_model(workers: Sequence[Worker]) -> WholeModel:
+    """Merge the workers' layers by name.
+
+    Raises:
+        InvalidArgument: no workers, a name twice on one worker, one name for different layers, or a layer
+            that shares the cache of one that its worker does not have.
+    """
+    if not workers:
+        raise InvalidArgument("there are no workers", field="workers", remedy="give at least one")
+    merged: dict[str, Layer | KVSharingLayer] = {}
+    for index, worker in enumerate(workers):
+        field = f"workers[{index}].layers"
+        _check_names(worker, field)
+        for layer in worker.layers:
+            if merged.setdefault(layer.name, layer) != layer:
+                raise InvalidArgument(
+                    f"{layer.name!r} differs between workers",
+                    field=field,
+                    remedy="equal names need equal layers",
+                )
+    return WholeModel(
+        tuple(layer for layer in merged.values() if isinstance(layer, Layer)),
+        tuple(layer for layer in merged.values() if isinstance(layer, KVSharingLayer)),
+    )
+
+
+def _check_names(worker: Worker, field: str) -> None:
+    owned = {layer.name for layer in worker.layers if isinstance(layer, Layer)}
+    shared = [layer for layer in worker.layers if isinstance(layer, KVSharingLayer)]
+    if len(worker.layers) != len(owned | {layer.name for layer in shared}):
+        raise InvalidArgument("a name occurs twice", field=field, remedy="give every layer its own name")
+    for layer in shared:
+        if layer.shares_with not in owned:
+            raise InvalidArgument(
+                f"{layer.name!r} shares the cache of {layer.shares_with!r}, which has none here",
+                field=field,
+                remedy="name a layer of the same worker that owns a cache",
+            )
+
+
+def check_options(groups: Sequence[CacheGroup], sizes: Granularity, options: PlanOptions) -> None:
+    """Raise InvalidArgument with the first option that these groups do not support."""
+    _check_retention(groups, sizes, options.retention_interval)
+    _check_lookahead(groups, sizes, options)
+    _check_context_parallel(groups, options.dcp_size)
+
+
+def _check_retention(groups: Sequence[CacheGroup], sizes: Granularity, interval: int) -> None:
+    if interval <= 0:
+        return
+    if not any(group.spec.sparse_retention for group in groups):
+        _refuse("retention_interval", f"{interval} has no effect on this model", "give 0")
+    if interval % sizes.scheduler_block_size:
+        unit = sizes.scheduler_block_size
+        _refuse("retention_interval", f"{interval} tokens are not whole blocks", f"give a multiple of {unit}")
+
+
+def _check_lookahead(groups: Sequence[CacheGroup], sizes: Granularity, options: PlanOptions) -> None:
+    """The dropped block must cover what the drafter wrote ahead of the accepted tokens."""
+    drops = options.prefix_caching and options.drops_last_block and groups
+    if drops and sizes.scheduler_block_size < options.prefill_lookahead:
+        unit = sizes.scheduler_block_size
+        _refuse(
+            "prefill_lookahead",
+            f"{options.prefill_lookahead} drafts exceed a block of {unit}",
+            "use larger blocks",
+        )
+
+
+def _check_context_parallel(groups: Sequence[CacheGroup], dcp_size: int) -> None:
+    if dcp_size == 1:
+        return
+    for group in groups:
+        if group.spec.dcp_sharded and not group.spec.supports_dcp:
+            name, kind = group.layer_names[0], group.kind.value
+            _refuse("dcp_size", f"{kind} layer {name!r} cannot be split by tokens", "set its dcp_sharded to false")
+
+
+def _refuse(field: str, message: str, remedy: str) -> None:
+    raise InvalidArgument(message, field=field, remedy=remedy)

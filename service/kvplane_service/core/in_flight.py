@@ -1,10 +1,11 @@
-"""What is in flight: grants, tentative keys and blocks whose return must wait, by the step that they belong to.
+"""What steps in flight granted and registered, and the blocks whose release waits for one of them, by step.
 
     free -> assigned -> executed -> published
 
-A step that was answered may still be on its way to the GPU, or never get there. Until `executed_through` reaches it,
-the keys it registered are tentative: the replica's own requests may hit them (states may not), nobody else sees them,
-and they are withdrawn when the step will not run for their request. Whoever adopted them is preempted with them.
+A step that was answered may be executed later, or never. Until `executed_through` reaches it, the keys that it
+registered are tentative: requests of this replica may hit them, which is safe because their steps run later (states may
+not be hit), and no reader outside sees them. They are withdrawn when the step will not run for their request; requests
+that adopted their blocks are preempted then.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SLICE_REQUESTS = 64  # a request of a few hundred blocks takes some 50 us to fr
 
 
 class Life(NamedTuple):
-    """One stay of a request in a slot, from an admission to its end or preemption."""
+    """A request in a slot, from an admission to its end or preemption."""
 
     slot: int
     serial: int
@@ -34,27 +35,27 @@ class Life(NamedTuple):
 
 @dataclass(slots=True)
 class Grants:
-    """Tokens given by one step, in columns: one entry per life and part."""
+    """Tokens that one step granted, in columns: one entry per life and part."""
 
     slot: list[int] = field(default_factory=list)
     serial: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
 
     def lives(self) -> list[Life]:
-        """Who was given tokens."""
+        """The lives that were granted tokens."""
         return [Life(slot, serial) for slot, serial in zip(self.slot, self.serial, strict=True)]
 
 
 class TentativeKey(NamedTuple):
-    """A key that one step registered for one life."""
+    """A key that a step in flight registered for a life."""
 
     block: int
     key: Key
     life: Life
 
 
-class Ledger:
-    """Books by step number, closed as steps are executed."""
+class InFlightTracker:
+    """Records by step number, which are removed once the step is executed."""
 
     def __init__(self, coordinator: Coordinator, counters: Counters) -> None:
         self._blocks = coordinator
@@ -63,16 +64,16 @@ class Ledger:
         self._safe = coordinator.spec.commit is CommitRule.SAFE
         self.grants: dict[int, Grants] = {}
         self.tentative: dict[int, list[TentativeKey]] = {}
-        self.adoptions: dict[int, list[tuple[int, Life]]] = {}  # (block with a key of that step, who hit it)
+        self.adoptions: dict[int, list[tuple[int, Life]]] = {}  # (block with a key of that step, life that adopted it)
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
-        self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (it ended as held) or fills
-        self.under_load: set[int] = set()  # of an epoch that ends: blocks that no mover has confirmed
-        self.filling: dict[int, list[int]] = {}  # step -> blocks that come from outside before its launch
+        self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (ended as held) or writes
+        self.under_load: set[int] = set()  # while an epoch ends: blocks whose loads are not confirmed to be over
+        self.filling: dict[int, list[int]] = {}  # step -> blocks that are loaded before its launch
 
     # -- notes -------------------------------------------------------------------------------------------------------
 
     def note_grants(self, slots: Sequence[int], num_tokens: Sequence[int], seq: int) -> None:
-        """These requests may compute so many tokens each in this step."""
+        """Record the tokens that each of these requests may compute in this step."""
         requests = self._requests
         if requests.not_zeroed:
             self.end_loads(slots)
@@ -87,12 +88,12 @@ class Ledger:
         self._counters.granted_tokens += sum(num_tokens)
 
     def end_loads(self, slots: Iterable[int]) -> None:
-        """These requests have tokens to run, so their loads have ended: a row asks for none before."""
+        """These requests were granted tokens, so their loads are over: an engine runs no request before that."""
         self._requests.loading.difference_update(slots)
         self._requests.not_zeroed.difference_update(slots)
 
     def granted_in(self, seq: int) -> tuple[int, int]:
-        """Rows that have tokens of this step so far, and how many; without those that lost them since."""
+        """Rows with tokens of this step so far, and these tokens; requests preempted since are left out."""
         requests, grants = self._requests, self.grants.get(seq, Grants())
         latest = dict(zip(grants.slot, zip(grants.serial, grants.num_tokens, strict=True), strict=True))
         kept = [
@@ -103,7 +104,7 @@ class Ledger:
         return len(kept), sum(kept)
 
     def note_admission(self, slot: int, num_hit: int, hit: Sequence[Sequence[int]]) -> None:
-        """A request was admitted with a hit; what it adopted may still be taken back."""
+        """Count an admission, and record the adopted blocks whose keys are still tentative."""
         self._counters.admitted += 1
         if not self._requests.skip_reading[slot]:
             self._counters.queried_tokens += self._requests.num_tokens[slot]
@@ -133,7 +134,7 @@ class Ledger:
         }
 
     def note_keys(self, slot: int, seq: int) -> None:
-        """What was registered since the last call belongs to this request and step."""
+        """Record the keys registered since the last call as this request's, in this step."""
         registered = self._blocks.pool.registered
         if not registered:
             return
@@ -149,12 +150,12 @@ class Ledger:
         return self._requests.running[life.slot] and self._requests.serial[life.slot] == life.serial
 
     def is_executed(self, slot: int, num_tokens: int) -> bool:
-        """Whether the pages of the request's first tokens are written: none in flight, nor adopted from such a step."""
+        """Whether the pages of the request's first `num_tokens` tokens are written, adopted ones included."""
         requests = self._requests
         if num_tokens > requests.computed[slot] - requests.in_flight[slot]:
             return False
         if requests.granted_step[slot] > self._blocks.pool.executed_through:
-            return False  # even a grant of no tokens may have ordered a copy
+            return False  # a grant of 0 tokens can order a copy too
         life = self._life(slot)
         return not any(adopter == life for book in self.adoptions.values() for _, adopter in book)
 
@@ -178,7 +179,7 @@ class Ledger:
             pool.release(self.waiting.popleft()[1])
 
     def release_later(self, blocks: list[int], fence: int) -> None:
-        """Release blocks in this order once the fence step is executed; at once if it is."""
+        """Release blocks in this order once step `fence` is executed; now, if it is."""
         if fence <= self._blocks.pool.executed_through:
             self._blocks.pool.release(blocks)
         elif blocks:
@@ -186,21 +187,22 @@ class Ledger:
             self.waiting.append((fence, blocks))
 
     def preempt(self, slot: int, seq: int, fence: int = 0) -> list[int]:
-        """Take a request's blocks, to be given back after the fence; the slots that lost theirs, this one first.
+        """Preempt a request; its blocks are released after the fence. Returns all preempted slots, this one first.
 
-        When the step under way had granted it tokens, that step will not run for it: its keys of the step are
-        withdrawn, and whoever adopted them is preempted too.
+        A step that granted it tokens and is still being applied will not run for it: the keys of that step are
+        withdrawn, and requests that adopted them are preempted too.
         """
-        never_runs_from = seq if self._requests.granted_step[slot] == seq else seq + 1
-        return self._lose([self._life(slot)], never_runs_from, fence)
+        cancelled_from_step = seq if self._requests.granted_step[slot] == seq else seq + 1
+        return self._preempt_cascade([self._life(slot)], cancelled_from_step, fence)
 
     def fail_step(self, seq: int) -> list[int]:
-        """A step will never run: the requests that it granted tokens to are preempted, and who adopted its keys."""
-        return self._lose(self.grants.get(seq, Grants()).lives(), seq)
+        """A step will never run: preempt the requests to which it granted tokens, and those that adopted its keys."""
+        return self._preempt_cascade(self.grants.get(seq, Grants()).lives(), seq)
 
-    def _lose(self, lives: Iterable[Life], from_step: int, fence: int = 0) -> list[int]:
-        """Steps from `from_step` on do not run for these lives: withdraw what they registered, and what was built on
-        it. Lives that still run are preempted; the others have ended, but their keys would outlive them.
+    def _preempt_cascade(self, lives: Iterable[Life], from_step: int, fence: int = 0) -> list[int]:
+        """Steps from `from_step` on do not run for these lives: withdraw their keys of these steps, and preempt them.
+
+        The same for every life that adopted a withdrawn key. Of lives that have ended only the keys are withdrawn.
         """
         queue, seen, preempted = deque(lives), set[Life](), list[int]()
         while queue:
@@ -208,11 +210,11 @@ class Ledger:
             if life in seen:
                 continue
             seen.add(life)
-            self._take_back(life, from_step)
+            self._cancel_grants(life, from_step)
             queue.extend(self._withdraw(life, from_step))
             if self._runs(life):
                 if life.slot in self._requests.loading:
-                    self._keep(life.slot)
+                    self._pin_for_transfer(life.slot)
                 else:
                     self._give_back(life.slot, fence)
                 self._requests.stop(life.slot)
@@ -221,8 +223,8 @@ class Ledger:
                 preempted.append(life.slot)
         return preempted
 
-    def _take_back(self, life: Life, from_step: int) -> None:
-        """Forget what steps from `from_step` on granted this life."""
+    def _cancel_grants(self, life: Life, from_step: int) -> None:
+        """Remove the grants of steps from `from_step` on for this life."""
         for grants in (grants for step, grants in self.grants.items() if step >= from_step):
             for row in reversed([row for row, one in enumerate(grants.lives()) if one == life]):
                 self._counters.granted_tokens -= grants.num_tokens[row]
@@ -230,7 +232,7 @@ class Ledger:
                     del column[row]
 
     def _withdraw(self, life: Life, from_step: int) -> list[Life]:
-        """Drop the keys that steps from `from_step` on registered for this life; who adopted their blocks."""
+        """Drop the keys that steps from `from_step` on registered for this life; the lives that adopted them."""
         pool, adopters = self._blocks.pool, list[Life]()
         for step in [step for step in self.tentative if step >= from_step]:
             mine = [one for one in self.tentative[step] if one.life == life]
@@ -244,7 +246,7 @@ class Ledger:
         return adopters
 
     def _note_use(self, slot: int) -> None:
-        """The request gives its blocks up while its launches may be in flight; the step under way runs without it."""
+        """Record that launches in flight may use the request's blocks; the present step runs without the request."""
         pool = self._blocks.pool
         last = min(self._requests.granted_step[slot], pool.step - 1)
         if last > pool.executed_through:
@@ -252,22 +254,22 @@ class Ledger:
                 pool.note_use(table, last)
 
     def _give_back(self, slot: int, fence: int) -> None:
-        """At once group by group; after a fence in one call over all groups, as the reference's deferred frees."""
+        """Release now, group by group; or after the fence all groups in one call, as the reference's deferred frees."""
         self._note_use(slot)
         if fence > self._blocks.pool.executed_through:
             self.release_later(self._blocks.take_all(slot)[::-1], fence)
         else:
             self._blocks.free(slot)
 
-    def _keep(self, slot: int) -> None:
-        """A transfer cannot be stopped from here: its pages are no others' until it is told to be over."""
+    def _pin_for_transfer(self, slot: int) -> None:
+        """Hold a request's blocks: a transfer in flight cannot be cancelled, so they wait until its end is reported."""
         self._note_use(slot)
         self.held[slot] = self.held.pop(slot, []) + self._blocks.take_all(slot)[::-1]
 
     def load_is_over(self, slot: int, fence: int = 0) -> int:
-        """The transfer into a request's pages has ended or failed; if it was preempted meanwhile, they return.
+        """The transfer into a request's pages has ended or failed; release them if the request was preempted since.
 
-        Returns the step after which the pages of the request may return: not before the launches in front of the load.
+        Returns the step after which the request's pages may be released: launches before the load may still use them.
         """
         requests = self._requests
         if slot in requests.loading:
@@ -278,12 +280,13 @@ class Ledger:
         return fence
 
     def _is_ready(self, slot: int) -> bool:
-        """Whether the load of a request that is loading may have started."""
+        """Whether the load of a loading request is allowed to start."""
         return self._requests.load_after[slot] <= self._blocks.pool.executed_through
 
     def cannot_run(self, seq: int) -> frozenset[int]:
-        """Slots that get no tokens in this part: a load into them has not started, or they ran in an earlier part (a
-        request runs once a step, unless commit=reference).
+        """Slots that get no tokens in this part: their load cannot have started, or they ran in an earlier part.
+
+        A request runs once a step, except with commit=reference.
         """
         ran = frozenset(self.grants[seq].slot) if self._safe and seq in self.grants else frozenset()
         loading = self._requests.loading
@@ -300,26 +303,26 @@ class Ledger:
         return self._requests.load_after[slot]
 
     def end(self, slot: int, seq: int, fence: int) -> list[int]:
-        """End a request and give its blocks back after the fence; the adopters of withdrawn keys are preempted."""
+        """End a request and release its blocks after the fence; the slots preempted for adopting withdrawn keys."""
         adopters = self._forget_ungranted(slot, seq)
         self._give_back(slot, fence)
         self._requests.end(slot)
         self._counters.ended += 1
-        return self._lose(adopters, seq)
+        return self._preempt_cascade(adopters, seq)
 
     def hold(self, slot: int, seq: int) -> list[int]:
-        """End a request but keep its blocks until `release_held`; a load into them may go on until then."""
+        """End a request but hold its blocks until `release_held`; transfers may use them until then."""
         adopters = self._forget_ungranted(slot, seq)
-        self._keep(slot)
+        self._pin_for_transfer(slot)
         self._requests.stop(slot)
         self._requests.held[slot] = True
         self._counters.ended += 1
-        return self._lose(adopters, seq)
+        return self._preempt_cascade(adopters, seq)
 
     def release_held(self, slot: int, seq: int) -> list[int]:
-        """The transfers of a held request are done, or the load of another one is; the slots that lost their blocks.
+        """The transfers of a held request are over, or the load of a running one. Returns the preempted slots.
 
-        A load that is over before it was allowed to start brought nothing: its request is preempted.
+        A load that is over before it was allowed to start provided nothing: its request is preempted.
         """
         if not self._requests.held[slot]:
             ready = self._is_ready(slot)
@@ -335,16 +338,16 @@ class Ledger:
         return []
 
     def close_step(self, seq: int) -> None:
-        """The step is complete: both ends of its copies return when it has run (at once as the reference does)."""
+        """The step is complete: release the blocks of its copies once it is executed (now with commit=reference)."""
         copies = self._blocks.take_copies()
         self._blocks.pool.note_use(copies, seq)
         self.release_later(copies, seq if self._safe else 0)
 
     def abandon(self) -> Generator[None]:
-        """The epoch ends: nothing that was in flight will be told executed; all blocks return.
+        """The epoch ends and no step in flight will be reported as executed: release all blocks.
 
-        In slices of some requests, or of one with many blocks. When it is given up half way a later call goes on; the
-        books stay until `close`, with the blocks that a load may still write.
+        In slices of some requests, or of one with many blocks. After a generator that was dropped half way a further
+        call continues. The records, and the blocks that a load may still write, are kept until `close`.
         """
         self.under_load |= self._under_load()
         pool, returned = self._blocks.pool, self._blocks.pool.num_free
@@ -362,7 +365,7 @@ class Ledger:
         pool.release(self._blocks.take_copies())
 
     def close(self) -> list[int]:
-        """The epoch has ended: no step of it is in the books. Blocks that its loads may still write, ascending."""
+        """The epoch has ended: clear all records. Returns the blocks that its loads may still write, ascending."""
         busy = sorted(self.under_load)
         self.under_load.clear()
         for book in (self.grants, self.tentative, self.adoptions, self.filling):
@@ -370,7 +373,7 @@ class Ledger:
         return busy
 
     def _under_load(self) -> set[int]:
-        """Blocks that no mover has confirmed; of a load's table those with a key are its hit, which no load writes."""
+        """Blocks that loads may still write. Keyed blocks of a loading request are its hit, which no load writes."""
         requests, pool = self._requests, self._blocks.pool
         found = {block for blocks in self.filling.values() for block in blocks}
         for slot in requests.loading:

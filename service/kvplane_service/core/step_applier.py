@@ -1,8 +1,8 @@
-"""The run and admit sections of a part: the scheduler's loop over amounts and refusals, run next to the blocks.
+"""Applies the run and admit sections of a part: grants tokens to rows in order, within budgets and free blocks.
 
-A scheduler decides amounts from refusals, and refusals follow from earlier amounts. Told the order and the budgets, the
-core runs that loop itself, so that a whole step takes one message. Budgets are plain arithmetic: a row takes the
-minimum, a victim's tokens are given back.
+The amount of a row depends on refusals before it, and refusals depend on earlier amounts. The engine sends the order of
+its rows and its budgets, and this loop decides the amounts, so that a step takes one message. A row gets the least of
+what it wants and what the budgets leave; a preempted row's tokens return to the budgets.
 """
 
 from __future__ import annotations
@@ -22,39 +22,41 @@ from kvplane.base.step import (
     Watermark,
 )
 from kvplane_service.core.coordinator import Admission, Coordinator
-from kvplane_service.core.ledger import Ledger
+from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
-from kvplane_service.core.refusals import Asked, Refused, Row
+from kvplane_service.core.refusals import Refusal, RequestVersion, RowTerms
 from kvplane_service.core.requests import Requests
 
 # Plain integers: an enum's operators cost more than the rest of a row.
 UNALIGNED, DELAY_CACHING = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING)
 
-PATIENT_ROWS = 64  # a busy step or two leave no room for a state block; so many in sequence leave a request behind
+PATIENT_ROWS = 64  # more rows than this in sequence without room for a state block count as starved
 
 
-class Program:
+class StepApplier:
     """Runs the run and admit rows of one part.
 
     Args:
         coordinator: the blocks.
-        ledger: what is in flight; takes note of grants and undoes them.
+        tracker: records grants, and removes them on preemption.
         budget: of the part.
-        result: filled in.
-        seq: the step under way.
+        result: is filled in.
+        seq: the step being applied.
     """
 
-    def __init__(self, coordinator: Coordinator, ledger: Ledger, budget: Budget, result: PartResult, seq: int) -> None:
+    def __init__(
+        self, coordinator: Coordinator, tracker: InFlightTracker, budget: Budget, result: PartResult, seq: int
+    ) -> None:
         self._blocks = coordinator
         self._requests: Requests = coordinator.requests
-        self._ledger = ledger
+        self._tracker = tracker
         self._tokens_left = budget.tokens
-        self._input_left = budget.input - budget.overhead  # for tokens of the next row
+        self._input_left = budget.input - budget.overhead  # tokens of input that the next row may have
         self._overhead = budget.overhead
         self._result = result
         self._seq = seq
         self._aligns = coordinator.spec.align.block_size > 0
-        self._unnoted: list[int] = []  # tokens of run rows, until the ledger has them
+        self._unnoted: list[int] = []  # tokens of run rows that the tracker has not recorded yet
         self.unaligned_chunks = self.starved_chunks = 0
         self._run_slots: list[int] = []
         self._new: dict[int, Sequence[list[int]]] = {}  # by run row
@@ -64,7 +66,7 @@ class Program:
         return min(self._tokens_left, self._input_left)
 
     def _spend(self, num_tokens: int) -> int:
-        """Take a row's tokens from the budget; tokens that the next row may have."""
+        """Subtract a row's tokens from the budget; returns the tokens that the next row may have."""
         self._tokens_left -= num_tokens
         self._input_left -= num_tokens + self._overhead
         return min(self._tokens_left, self._input_left)
@@ -72,18 +74,18 @@ class Program:
     # -- run ---------------------------------------------------------------------------------------------------------
 
     def run(self, rows: Run) -> None:
-        """Give each running request its tokens in row order, preempting victims when blocks run out."""
+        """Grant tokens to running requests in row order; preempts victims when too few blocks are free."""
         requests = self._requests
         running, num_tokens, computed = requests.running, requests.num_tokens, requests.computed
-        quiet_until, lookahead = requests.quiet_until, rows.lookahead
+        fast_path_until, lookahead = requests.fast_path_until, rows.lookahead
         self._run_slots = rows.slot
         if rows.extra and self._blocks.has_states:
             for slot, extra in zip(rows.slot, rows.extra, strict=True):
                 requests.asked[slot] = (self._seq, num_tokens[slot] + extra)
         granted = self._result.granted = self._unnoted = [0] * len(rows.slot)
-        victims, cannot_run = self._victims(rows), self._ledger.cannot_run(self._seq)
+        victims, cannot_run = self._victims(rows), self._tracker.cannot_run(self._seq)
         plain = not (rows.extra or rows.cap or rows.flags)
-        most = 1 if self._aligns else UNLIMITED  # one known token is all there is: nothing to align
+        most = 1 if self._aligns else UNLIMITED  # a row with one known token needs no alignment
         room = self._room()
         for row, slot in enumerate(rows.slot):
             if room <= 0:
@@ -98,7 +100,7 @@ class Program:
             if wanted <= 0:
                 continue
             slots = computed[slot] + wanted + (lookahead[row] if lookahead else 0)
-            if slots > quiet_until[slot] and not self._extend(rows, row, wanted, victims):
+            if slots > fast_path_until[slot] and not self._extend(rows, row, wanted, victims):
                 if rows.on_refusal is OnRefusal.STOP:
                     break
                 room = self._room()
@@ -109,10 +111,10 @@ class Program:
         self._note_grants(rows.slot, granted)
         self._unnoted = []
         for row, blocks in sorted(self._new.items()):
-            self._tell_new(row, blocks)
+            self._report_new_blocks(row, blocks)
 
     def _limited(self, rows: Run, row: int, slot: int, wanted: int, room: int) -> int:
-        """What the row asks for beside its known tokens, up to its cap, the longest request and the room; aligned."""
+        """Tokens wanted with `extra`, limited by the cap, the longest request and the room, and aligned."""
         computed = self._requests.computed[slot]
         aligns = self._aligns and (wanted > 1 or computed < self._requests.num_prompt[slot])
         wanted += rows.extra[row] if rows.extra else 0
@@ -124,9 +126,9 @@ class Program:
         return wanted
 
     def _aligned(self, slot: int, start: int, wanted: int, cap: int) -> int:
-        """The chunk clipped for states; where no row of such a step could hold a block, it advances within one.
+        """The chunk, clipped to where states can be cached; inside a block only if no row of this step can hold one.
 
-        Where other rows leave less than a block it waits, as in the reference. That may last, so it is counted.
+        Where other rows leave less than a block it gets nothing, as in the reference; such rows are counted.
         """
         clipped = align_chunk(self._blocks, slot, start, wanted)
         if clipped <= 0 < wanted:
@@ -142,8 +144,8 @@ class Program:
         return clipped
 
     def _budget_of_step(self) -> int:
-        """Tokens that a row alone could have had: the rest of a large budget is no small one, also in a later part."""
-        rows, tokens = self._ledger.granted_in(self._seq)
+        """Tokens that a single row of this step could have had; parts of a step share its budget."""
+        rows, tokens = self._tracker.granted_in(self._seq)
         rows += len(self._unnoted) - self._unnoted.count(0)
         tokens += sum(self._unnoted)
         return tokens + min(self._tokens_left, self._input_left + rows * self._overhead)
@@ -153,10 +155,10 @@ class Program:
             slots = [slot for slot, count in zip(slots, granted, strict=True) if count]
             granted = [count for count in granted if count]
         if slots:
-            self._ledger.note_grants(slots, granted, self._seq)
+            self._tracker.note_grants(slots, granted, self._seq)
 
     def _extend(self, rows: Run, row: int, wanted: int, victims: Iterator[int]) -> bool:
-        """Ask the managers for the row's blocks, preempting until they are there; False when the row gets none."""
+        """Allocate the row's blocks, preempting victims until enough are free; False: the row gets no tokens."""
         slot = rows.slot[row]
         in_flight = rows.in_flight[row] if rows.in_flight else -1
         if in_flight < 0:
@@ -166,7 +168,7 @@ class Program:
         while True:
             new = self._blocks.extend(slot, wanted, lookahead, in_flight, delay_caching)
             if new is not None:
-                self._ledger.note_keys(slot, self._seq)
+                self._tracker.note_keys(slot, self._seq)
                 if new:
                     self._new[row] = new
                 return True
@@ -180,18 +182,18 @@ class Program:
                 return False
 
     def _victims(self, rows: Run) -> Iterator[int]:
-        """Slots to preempt, first to go first; those that no longer run are passed over."""
+        """Slots to preempt, in order; those that no longer run are skipped."""
         order = rows.victims or reversed(rows.slot)
         return (slot for slot in order if self._requests.running[slot])
 
     def _preempt(self, slot: int) -> None:
-        """Take the blocks of a request and of its adopters; what this part granted them goes back to the budget."""
+        """Preempt a request and those that adopted its keys of this step; their tokens return to the budget."""
         granted = self._result.granted
         row_of = {one: row for row, one in enumerate(self._run_slots) if granted[row]}
-        self._ledger.end_loads(row_of)  # at its grant, as when the row is a part of its own
-        if slot in row_of:  # its grant is noted at the end of the section, and it will not run
+        self._tracker.end_loads(row_of)  # a grant ends a load, also where it is recorded after this
+        if slot in row_of:  # its grant is not recorded yet, and it will not run
             self._requests.granted_step[slot] = self._seq
-        gone = self._ledger.preempt(slot, self._seq)
+        gone = self._tracker.preempt(slot, self._seq)
         self._result.preempted.extend(gone)
         for row in (row_of[one] for one in gone if one in row_of):
             self._tokens_left += granted[row]
@@ -199,7 +201,7 @@ class Program:
             granted[row] = 0
             self._new.pop(row, None)
 
-    def _tell_new(self, row: int, blocks: Sequence[list[int]]) -> None:
+    def _report_new_blocks(self, row: int, blocks: Sequence[list[int]]) -> None:
         for group, ids in enumerate(blocks):
             if ids:
                 self._result.new_blocks.add(row, group, ids)
@@ -207,7 +209,7 @@ class Program:
     # -- admit -------------------------------------------------------------------------------------------------------
 
     def admit(self, rows: Admit) -> None:
-        """Admit waiting requests in row order, each with the prefix that is cached now."""
+        """Admit waiting requests in row order, each with its longest hit at that moment."""
         result, count = self._result, len(rows.slot)
         result.admit_status = [int(AdmitStatus.NOT_REACHED)] * count
         result.admit_hit = [0] * count
@@ -223,19 +225,19 @@ class Program:
             if self._requests.running[slot] or self._requests.held[slot]:
                 result.admit_status[row] = int(AdmitStatus.NOT_WAITING)
                 continue
-            wish = Row(which, tuple([column[row] for column in columns]), self._requests.num_running > 0)
-            status = self._refused_before(row, slot, wish)
+            terms = RowTerms(which, tuple([column[row] for column in columns]), self._requests.num_running > 0)
+            status = self._refused_before(row, slot, terms)
             if status is None:
-                status = self._admit_row(rows, row, slot, wish)
+                status = self._admit_row(rows, row, slot, terms)
             result.admit_status[row] = int(status)
             if status is not AdmitStatus.GRANTED and rows.on_refusal is not OnRefusal.SKIP:
                 break
 
-    def _refused_before(self, row: int, slot: int, wish: Row) -> AdmitStatus | None:
-        """The answer to a row that would be refused as it was; None when that is not known."""
+    def _refused_before(self, row: int, slot: int, terms: RowTerms) -> AdmitStatus | None:
+        """The status of a row whose last refusal still holds; None: look it up again."""
         pool, result = self._blocks.pool, self._result
         refused = pool.refusals.find(slot)
-        if refused is None or refused.row != wish or refused.asked != self._asked(slot):
+        if refused is None or refused.row != terms or refused.asked != self._asked(slot):
             return None
         if pool.num_free >= refused.free_wanted or self._room() < refused.room or slot in self._requests.loading:
             return None
@@ -243,20 +245,20 @@ class Program:
         result.admit_single_group_hit[row] = self._requests.single_group_hit[slot] = refused.single_group_hit
         return refused.status
 
-    def _note_refusal(self, slot: int, wish: Row, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
-        """Remember it, unless the room limits the row: then it may ask for less another time."""
+    def _note_refusal(self, slot: int, terms: RowTerms, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
+        """Remember a refusal, unless the room limits the row: it could fit with less room later."""
         requests, room = self._requests, self._requests.num_tokens[slot]
         if self._room() >= room:
             keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests)
             blocks = [block for blocks in hit.blocks for block in blocks]
-            refused = Refused(self._asked(slot), wish, free_wanted, room, hit.num_tokens, hit.single_group_hit, status)
+            refused = Refusal(self._asked(slot), terms, free_wanted, room, hit.num_tokens, hit.single_group_hit, status)
             self._blocks.pool.refusals.note(slot, refused, keys, blocks)
 
-    def _asked(self, slot: int) -> Asked:
+    def _asked(self, slot: int) -> RequestVersion:
         requests = self._requests
-        return Asked(requests.serial[slot], requests.num_tokens[slot], len(requests.content[slot].digests))
+        return RequestVersion(requests.serial[slot], requests.num_tokens[slot], len(requests.content[slot].digests))
 
-    def _admit_row(self, rows: Admit, row: int, slot: int, wish: Row) -> AdmitStatus:
+    def _admit_row(self, rows: Admit, row: int, slot: int, terms: RowTerms) -> AdmitStatus:
         requests, result, unaligned = self._requests, self._result, self.unaligned_chunks
         if slot in requests.loading:
             return AdmitStatus.DEFERRED
@@ -278,22 +280,22 @@ class Program:
         if free_wanted > self._blocks.pool.num_free:
             status = self._refusal(rows, row, slot)
             if self.unaligned_chunks == unaligned and not rows.extra:
-                self._note_refusal(slot, wish, hit, free_wanted, status)
+                self._note_refusal(slot, terms, hit, free_wanted, status)
             return status
         new = self._blocks.admit(admission)
         requests.start(slot)
         requests.computed[slot] = hit.num_tokens + external + wanted
         self._spend(wanted)
-        self._ledger.note_grants([slot], [wanted], self._seq)
+        self._tracker.note_grants([slot], [wanted], self._seq)
         if external and self._flag(rows, row, RowFlag.DELAY_CACHING):
-            self._note_load(row, self._ledger.note_load(slot, hit.blocks))
+            self._note_load(row, self._tracker.note_load(slot, hit.blocks))
         elif external:
-            self._ledger.note_filling(slot, hit.blocks, self._seq)
-        self._ledger.note_keys(slot, self._seq)
-        self._ledger.note_admission(slot, hit.num_tokens, hit.blocks)
+            self._tracker.note_filling(slot, hit.blocks, self._seq)
+        self._tracker.note_keys(slot, self._seq)
+        self._tracker.note_admission(slot, hit.num_tokens, hit.blocks)
         result.admit_granted[row] = wanted
         number = len(result.granted) + row
-        self._tell_new(number, new)
+        self._report_new_blocks(number, new)
         for group, table in enumerate(self._blocks.tables(slot)):
             result.tables.add(number, group, table)
         return AdmitStatus.GRANTED
@@ -305,7 +307,7 @@ class Program:
             result.admit_load_after[row] = load_after
 
     def _wanted_at_admission(self, rows: Admit, row: int, slot: int, start: int) -> int:
-        """Tokens of the first chunk; -1 when the row does not fit the budget whole."""
+        """Tokens of the first chunk; -1: a WHOLE row exceeds the budget."""
         wanted = self._requests.num_tokens[slot] + (rows.extra[row] if rows.extra else 0) - start
         if rows.cap and rows.cap[row] != UNLIMITED:
             wanted = min(wanted, rows.cap[row])
@@ -346,7 +348,7 @@ class Program:
 
 
 def _columns(rows: Admit) -> tuple[Sequence[int], ...]:
-    """What an admission may say of a row beside its slot."""
+    """The columns of an admit row, except its slot."""
     return (
         rows.extra,
         rows.cap,
@@ -363,9 +365,9 @@ def _columns(rows: Admit) -> tuple[Sequence[int], ...]:
 def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, most: int = UNLIMITED) -> int:
     """Clip a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
 
-    Chunks end at multiples of the state block; they also stop at the prompt's last block and hash boundaries and at the
-    single-group hit. A block larger than any chunk (of up to `most` tokens) advances in parts. Returns 0
-    when nothing can be computed.
+    Chunks end at multiples of the state block, at the prompt's last block and hash boundaries, and at the longest hit
+    of a single group. A chunk ends inside a block only if no chunk of up to `most` tokens can hold a block. Returns
+    the tokens of the chunk; 0: none.
     """
     requests, align = coordinator.requests, coordinator.spec.align
     size, prompt, num_tokens = align.block_size, requests.num_prompt[slot], requests.num_tokens[slot]

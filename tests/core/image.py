@@ -60,9 +60,9 @@ class Image:
 
 def image_of(replica: Replica) -> Image:
     """The image; touches nothing. Raises FailedPrecondition while something is in flight."""
-    requests, ledger = replica.requests, replica.ledger
+    requests, tracker = replica.requests, replica.tracker
     copies = any(manager.copies for manager in replica.coordinator.managers)
-    if ledger.grants or ledger.tentative or ledger.waiting or copies:
+    if tracker.grants or tracker.tentative or tracker.waiting or copies:
         raise FailedPrecondition("steps are in flight", remedy="say that they are executed first")
     return Image(
         replica.spec,
@@ -97,10 +97,19 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
     (told,) = replica.apply(Step(epoch, 1, [Part(resume=image.resume)])).parts
     free = replica.coordinator.pool.free
     for key, blocks in image.shared:
-        replica.coordinator.pool.prefer(key, blocks)
+        _prefer(replica.coordinator.pool, key, blocks)
     if set(free) == set(image.free):
         free.rebuild(image.free)
     return replica, told.orders
+
+
+def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:
+    """Let look-ups find the blocks of a key in this order, unless the key has other blocks."""
+    maps = pool.index.get(key.domain)
+    entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
+    if not isinstance(entry, int) and sorted(entry) == sorted(blocks):
+        entry[:] = blocks
+        pool.refusals.clear()
 
 
 def _request_image(replica: Replica, slot: int) -> RequestImage:
@@ -134,7 +143,7 @@ def _resume_of(replica: Replica) -> Resume:
         for table in replica.coordinator.tables(slot):
             resume.num_blocks.append(len(table))
             resume.blocks.extend(table)
-    for slot, blocks in replica.ledger.held.items():
+    for slot, blocks in replica.tracker.held.items():
         blocks = [block for block in blocks if block != NULL_BLOCK]
         resume.held_slot.append(slot)
         resume.held_loading.append(int(slot in requests.loading))

@@ -1,11 +1,12 @@
-"""A plan reduced to what the allocator needs: how each group spends blocks over tokens."""
+"""Parts of a plan for other components: group specs for the allocator, a rank plan for a worker."""
 
 from __future__ import annotations
 
 from kvplane.base.groups import GroupSpec
 from kvplane.base.layer_spec import LayerSpec
-from kvplane_service.core.planner.granularity import effective_block_size
+from kvplane.base.rank_plan import GroupLayers, RankPlan
 from kvplane_service.core.planner.plan import CacheGroup, CachePlan
+from kvplane_service.core.planner.sizes import effective_block_size
 
 
 def to_groups(plan: CachePlan) -> tuple[GroupSpec, ...]:
@@ -30,14 +31,32 @@ def to_groups(plan: CachePlan) -> tuple[GroupSpec, ...]:
 
 
 def _lookup_classes(groups: tuple[CacheGroup, ...]) -> list[int]:
-    """Groups whose first layers have equal formats are looked up jointly: one number per such set."""
+    """One number per set of groups whose first layers have equal formats: these are looked up jointly."""
     number_of: dict[LayerSpec, int] = {}
     return [number_of.setdefault(group.spec, len(number_of)) for group in groups]
 
 
 def _dropping_classes(plan: CachePlan, classes: list[int]) -> set[int]:
-    """Look-up classes that drop a block: those with a draft group, or all when no group is one."""
-    if not plan.options.drop_draft_block:
+    """Look-up classes that drop a block: those with a draft group; without any, all."""
+    if not plan.options.drops_last_block:
         return set()
     with_drafts = {c for group, c in zip(plan.groups, classes, strict=True) if group.is_draft}
     return with_drafts or set(classes)
+
+
+def to_rank_plan(plan: CachePlan, worker: int = 0) -> RankPlan:
+    """The memory of the worker with this index; groups without a layer of it are empty, so that ids stay."""
+    own = plan.workers[worker]
+    held = {name for tensor in own.tensors for name in tensor.layer_names}
+    groups = []
+    for group in plan.groups:
+        kept = [(n, spec) for n, spec in zip(group.layer_names, group.specs, strict=True) if n in held]
+        groups.append(GroupLayers(tuple(n for n, _ in kept), tuple(spec for _, spec in kept)))
+    return RankPlan(
+        num_blocks=plan.num_blocks,
+        size_bytes=own.size_bytes,
+        bytes_per_block=own.bytes_per_block,
+        groups=tuple(groups),
+        tensors=own.tensors,
+        shared_layers=tuple(layer for layer in plan.shared_layers if layer.shares_with in held),
+    )

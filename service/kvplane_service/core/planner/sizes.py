@@ -1,0 +1,199 @@
+"""The sizes of a plan: tokens of blocks, hashes and hits, number of blocks, and bytes with their placement.
+
+A worker has one allocation; every group's layers are laid over it from byte 0.
+
+layer outermost    group 0: | A [ block 0 | block 1 | .. ] | B [ block 0 | block 1 | .. ] |
+                   group 1: | C [ block 0 | block 1 | .. ] | D [ block 0 | block 1 | .. ] |
+
+block outermost    group 0: | block 0 [ A | B | - ] | block 1 [ A | B | - ] | ..
+                   group 1: | block 0 [  C  |  D  ] | block 1 [  C  |  D  ] | ..
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import MambaMode
+from kvplane.base.layer_spec import LayerSpec, RequestLimits, round_up
+from kvplane.base.rank_plan import TensorPlacement
+from kvplane_service.core.planner.plan import CacheGroup, Layout, PlanOptions, WorkerPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """Block sizes in tokens; `partial_hits`: hits end at hash blocks, not at scheduler blocks."""
+
+    scheduler_block_size: int
+    hash_block_size: int
+    partial_hits: bool = False
+
+
+def effective_block_size(spec: LayerSpec, dcp_size: int) -> int:
+    """Tokens of a block over the context-parallel ranks that share it."""
+    return spec.block_size * (dcp_size if spec.dcp_sharded else 1)
+
+
+def granularity(groups: Sequence[CacheGroup], options: PlanOptions) -> Granularity:
+    """Scheduler block: the least common multiple of all groups' blocks. Hash block: their greatest common divisor.
+
+    Raises:
+        InvalidArgument: `prefix_match_unit` does not fit the groups.
+    """
+    sizes = [effective_block_size(group.spec, options.dcp_size) for group in groups]
+    scheduler_block_size = math.lcm(*sizes)
+    if len(groups) <= 1:
+        return _single(scheduler_block_size, options)
+    if not _hashes_blocks(options) or _has_uncached_state(groups):
+        return Granularity(scheduler_block_size, scheduler_block_size)
+    cacheable = [size for group, size in zip(groups, sizes, strict=True) if group.spec.prefix_cacheable]
+    hash_block_size = options.prefix_match_unit or math.gcd(*(cacheable or sizes))
+    if any(size % hash_block_size for size in cacheable):
+        _refuse_unit(hash_block_size, f"it must divide the block sizes {sorted(set(cacheable))}")
+    finer = _allows_hits_inside_states(groups, hash_block_size, options.dcp_size)
+    _check_compression(groups, hash_block_size if finer else scheduler_block_size, hash_block_size)
+    partial = options.prefix_caching and finer and _all_look_up(groups, hash_block_size, options.dcp_size)
+    return Granularity(scheduler_block_size, hash_block_size, partial)
+
+
+def _single(block_size: int, options: PlanOptions) -> Granularity:
+    if _hashes_blocks(options) and options.prefix_match_unit not in (0, block_size):
+        _refuse_unit(options.prefix_match_unit, f"the only group has blocks of {block_size}")
+    return Granularity(block_size, block_size)
+
+
+def _hashes_blocks(options: PlanOptions) -> bool:
+    return options.prefix_caching or options.external_cache
+
+
+def _has_uncached_state(groups: Sequence[CacheGroup]) -> bool:
+    return any(group.spec.mamba_mode is MambaMode.NONE for group in groups)
+
+
+def _allows_hits_inside_states(groups: Sequence[CacheGroup], hash_block_size: int, dcp_size: int) -> bool:
+    """States are cached at boundaries, and hashes are finer (with context parallelism: no coarser)."""
+    finest = hash_block_size + 1 if dcp_size == 1 else hash_block_size
+    return any(g.spec.mamba_mode is MambaMode.ALIGN and g.block_size >= finest for g in groups)
+
+
+def _all_look_up(groups: Sequence[CacheGroup], hash_block_size: int, dcp_size: int) -> bool:
+    """Every cacheable group can end a look-up at any hash boundary."""
+    return all(
+        group.spec.fine_grained_hits or effective_block_size(group.spec, dcp_size) == hash_block_size
+        for group in groups
+        if group.spec.prefix_cacheable
+    )
+
+
+def _check_compression(groups: Sequence[CacheGroup], hit_alignment: int, hash_block_size: int) -> None:
+    """A hit must not end inside a compressed entry."""
+    for spec in (spec for group in groups for spec in group.specs):
+        if spec.prefix_cacheable and hit_alignment % spec.hit_unit:
+            _refuse_unit(hash_block_size, f"hits must be multiples of {spec.hit_unit} tokens, one entry")
+
+
+def _refuse_unit(unit: int, remedy: str) -> None:
+    raise InvalidArgument(f"{unit} does not fit the groups", field="prefix_match_unit", remedy=remedy)
+
+
+# Block 0 means "no block" and is never allocated.
+NULL_BLOCKS = 1
+
+
+def blocks_per_request(groups: Sequence[CacheGroup], limits: RequestLimits) -> int:
+    """Blocks that one request of max_model_len holds in all groups, which share one pool."""
+    return sum(max(spec.blocks_per_request(limits) for spec in group.specs) for group in groups)
+
+
+def fitting_options(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions) -> PlanOptions:
+    """The options, with max_model_len shortened to what fits where that was requested.
+
+    Raises:
+        InvalidArgument: not even one request fits in addition to the null block.
+    """
+    if _fits(groups, num_blocks, options, options.max_model_len):
+        return options
+    longest = _longest(groups, num_blocks, options)
+    if options.fit_max_model_len and longest:
+        return replace(options, max_model_len=longest)
+    needed = blocks_per_request(groups, options.limits) + NULL_BLOCKS
+    shorten = f"shorten max_model_len to {longest} or " if longest else ""
+    raise InvalidArgument(
+        f"a request of {options.max_model_len} tokens needs {needed} blocks with the null block, "
+        f"there are {num_blocks}",
+        field="num_blocks" if options.num_blocks else "memory_bytes",
+        remedy=f"{shorten}give more",
+    )
+
+
+def _fits(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions, max_model_len: int) -> bool:
+    limits = replace(options.limits, max_model_len=max_model_len)
+    return num_blocks >= NULL_BLOCKS + blocks_per_request(groups, limits)
+
+
+def _longest(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions) -> int:
+    """The longest request that fits, by bisection (need never falls with length); 0 when none does."""
+    fits, too_long = 0, options.max_model_len
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if _fits(groups, num_blocks, options, middle):
+            fits = middle
+        else:
+            too_long = middle
+    return fits
+
+
+def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:
+    """Bytes of one block of the pool: the widest group, aligned; 0 without groups."""
+    if not groups:
+        return 0
+    if layout is Layout.LAYER_OUTERMOST:
+        return max(sum(_stride(spec, groups) for spec in group.specs) for group in groups)
+    return round_up(max(group.bytes_per_block for group in groups), _common_alignment(groups))
+
+
+def projected(groups: Sequence[CacheGroup], layer_names: set[str]) -> tuple[CacheGroup, ...]:
+    """The groups with the layers of one worker only; a group may be empty, so that ids stay."""
+    return tuple(_projected(group, layer_names) for group in groups)
+
+
+def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> WorkerPlan:
+    """Strides and offsets of a worker's layers. `groups` are projected to it."""
+    block_bytes = bytes_per_block(groups, layout)
+    tensors: list[TensorPlacement] = []
+    for index, group in enumerate(groups):
+        offset = 0
+        for spec, names in _by_format(group).items():
+            if layout is Layout.LAYER_OUTERMOST:
+                block_stride = _stride(spec, groups)
+                layer_stride = region = block_stride * num_blocks
+            else:
+                layer_stride, block_stride, region = spec.page_bytes, block_bytes, spec.page_bytes
+            tensors.append(TensorPlacement(index, tuple(names), offset, layer_stride, block_stride))
+            offset += len(names) * region
+    return WorkerPlan(block_bytes, block_bytes * num_blocks, tuple(tensors))
+
+
+def _stride(spec: LayerSpec, groups: Sequence[CacheGroup]) -> int:
+    """Bytes from block to block of a layer. Groups that share blocks have equal pages and need equal strides."""
+    alone = sum(bool(group.specs) for group in groups) == 1
+    return round_up(spec.page_bytes, spec.block_stride_alignment if alone else _common_alignment(groups))
+
+
+def _common_alignment(groups: Sequence[CacheGroup]) -> int:
+    return math.lcm(*(spec.block_stride_alignment for group in groups for spec in group.specs))
+
+
+def _projected(group: CacheGroup, layer_names: set[str]) -> CacheGroup:
+    kept = [i for i, name in enumerate(group.layer_names) if name in layer_names]
+    names = tuple(group.layer_names[i] for i in kept)
+    return CacheGroup(names, tuple(group.specs[i] for i in kept), group.one_format, group.is_draft)
+
+
+def _by_format(group: CacheGroup) -> dict[LayerSpec, list[str]]:
+    names_of: dict[LayerSpec, list[str]] = {}
+    for name, spec in zip(group.layer_names, group.specs, strict=True):
+        names_of.setdefault(spec, []).append(name)
+    return names_of
