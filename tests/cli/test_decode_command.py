@@ -61,4 +61,4 @@ def test_ended_loads_are_printed(kvplane):
 def test_invalid_text_is_wrong_use(kvplane):
     code, out, errors = kvplane("decode", "nonsense")
     assert (code, out) == (2, "")
-    assert "no packed operations" in errors
+    assert "not the operations of a step" in errors

@@ -58,7 +58,8 @@ def test_a_service_starts_while_its_store_hangs_and_reads_it_later(tmp_path):
             session.apply(Part())
             service.check_answers("unary call", "new session")
             redis.resume()
-            wait_until(lambda: len(list(client.list_replicas())) > REPLICAS, "the store was read")
+            stored = {f"r{number}" for number in range(REPLICAS)}
+            wait_until(lambda: stored <= {one.replica for one in client.list_replicas()}, "the store was read")
             states = {one.replica: client.describe_replica(one.replica).state for one in client.list_replicas()}
             recovering, live, idle = pb.REPLICA_STATE_RECOVERING, pb.REPLICA_STATE_LIVE, pb.REPLICA_STATE_IDLE
             assert (states["r3"], states["r4"], states["new"], states["r9"]) == (recovering, live, idle, recovering)
