@@ -1,4 +1,4 @@
-"""Engine replicas on a fleet of services: each in a thread of its own, at work until it is told to stop."""
+"""Engine replicas on a fleet of services: each on a thread of its own, until it is stopped."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class EngineThread(threading.Thread):
     """One replica and its engine. Read the counts from any thread.
 
     Attributes:
-        asked, answered: requests. compared, differing: output tokens, beside the dense twin. hit: prompt tokens.
+        asked, answered: requests. compared, differing: output tokens, compared with the dense twin. hit: prompt tokens.
         epochs: one for each service that had the replica.
-        failure: what ended the thread before it was told to stop.
+        failure: what ended the thread before it was stopped.
     """
 
     def __init__(self, name: str, home: str, addresses: str, seed: int) -> None:
@@ -95,8 +95,8 @@ class EngineThread(threading.Thread):
         self.answered += 1
 
     def wait_for(self, answered: int) -> None:
-        """Wait until so many requests are answered."""
-        wait_until(lambda: self.answered >= answered or self.failure is not None, f"{self.name} goes on", LIMIT_S)
+        """Wait until this number of requests is answered."""
+        wait_until(lambda: self.answered >= answered or self.failure is not None, f"{self.name} continues", LIMIT_S)
         assert self.failure is None, f"{self.name}: {self.failure}"
 
     def finish(self) -> None:
@@ -108,7 +108,7 @@ class EngineThread(threading.Thread):
 
 
 def all_go_on(engines: Sequence[EngineThread], requests: int = 1) -> None:
-    """Wait until each has answered so many more requests."""
+    """Wait until each has answered this number of further requests."""
     wanted = [engine.answered + requests for engine in engines]
     for engine, number in zip(engines, wanted, strict=True):
         engine.wait_for(number)

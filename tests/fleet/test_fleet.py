@@ -61,7 +61,7 @@ class Fleet:
         )
 
     def _is_home(self, replica: str, number: int) -> bool:
-        with Client(open_channel(self.addresses[number])) as client:  # which follows nobody
+        with Client(open_channel(self.addresses[number])) as client:  # a client that does not follow redirects
             try:
                 client.describe_replica(replica)
             except Moved:

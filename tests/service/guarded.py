@@ -45,7 +45,7 @@ class Guard:
 
 
 class Caller(Service):
-    """The service as somebody sees it who shows a token."""
+    """The service as seen with a token."""
 
     def __init__(self, service: Service, token: str, tls: Tls | None = None) -> None:
         super().__init__(service.app, service.address, service.loop)

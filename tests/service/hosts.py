@@ -74,8 +74,8 @@ class Engine:
     def __init__(self, host: ReplicaHost, epoch: int = 0, **fields) -> None:
         self.host = host
         self.nonce = next(NONCES)
-        self.told: list[KvplaneError] = []
-        self.opened: Opened = host.open(OpenRequest("r", self.nonce, epoch, **fields), self.told.append)
+        self.ended: list[KvplaneError] = []
+        self.opened: Opened = host.open(OpenRequest("r", self.nonce, epoch, **fields), self.ended.append)
         self.seq = self.opened.seq
 
     def step(self, *parts: Part, content: bytes = b"", **fields) -> StepResult:

@@ -62,7 +62,8 @@ class Pages:
 
 
 def demo(pools: Mapping[str, int], num_pages: int = 60) -> Pages:
-    """Chats and agents on replicas of these names of `SPECS`, with pools of so many blocks, looked at now and then.
+    """Chats and agents on replicas of these names of `SPECS`, with pools of this number of blocks, scraped
+    periodically.
 
     What they publish is stored between two looks.
     """

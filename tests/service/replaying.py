@@ -50,7 +50,7 @@ SPECS = {
 
 
 def text(stream: int, num_tokens: int, start: int = 0) -> TokenSource:
-    """A piece of a text that is told apart by its stream."""
+    """A piece of text, identified by its stream."""
     return TokenSource((Span(stream, start, start + num_tokens),))
 
 

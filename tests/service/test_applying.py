@@ -1,4 +1,4 @@
-"""A long step is applied beside the event loop: it comes to the same, and nobody sees the replica meanwhile."""
+"""A long step is applied on a thread: the result is the same, and the replica cannot be read meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def every_step_is_long(monkeypatch):
 
 
 class Hand:
-    """An offload whose calls begin and return when a test says so."""
+    """An offload whose calls begin and return when the test allows it."""
 
     def __init__(self):
         self.may_begin, self.may_return = asyncio.Event(), asyncio.Event()
@@ -134,7 +134,7 @@ def part_at_random(random, live):
     return part
 
 
-async def test_who_reads_waits_and_who_cannot_wait_is_refused():
+async def test_reads_wait_for_a_long_step_and_sync_calls_are_refused():
     one = Stepping()
     await turns()
     for act in (
@@ -148,7 +148,7 @@ async def test_who_reads_waits_and_who_cannot_wait_is_refused():
     ):
         with pytest.raises(Busy, match="long step"):
             act()
-    reader = asyncio.ensure_future(one.host.settled())
+    reader = asyncio.ensure_future(one.host.idle())
     await turns()
     assert not reader.done()
     one.hand.may_begin.set()
@@ -180,7 +180,7 @@ async def test_a_cancelled_step_is_applied_and_its_answer_kept():
         await one.host.step_aside(nonce, one.next, b"2", one.hand)
 
 
-async def test_a_refused_step_changes_nothing_and_the_session_goes_on():
+async def test_a_refused_long_step_changes_nothing_and_the_session_continues():
     one = Stepping(Part(admit=Admit([7])))
     one.hand.go()
     with pytest.raises(InvalidArgument, match="names no request"):
@@ -191,7 +191,7 @@ async def test_a_refused_step_changes_nothing_and_the_session_goes_on():
     assert answer.parts[0].admit_granted == [64]
 
 
-async def test_a_step_that_no_thread_takes_changes_nothing():
+async def test_a_long_step_refused_as_busy_changes_nothing():
     async def busy(_):
         raise Busy("too many", remedy="later")
 
@@ -214,7 +214,7 @@ async def test_a_session_does_not_lapse_while_its_step_is_applied():
     assert one.host.lease_left_ns == 0
 
 
-async def test_a_core_that_fails_is_not_used_again(monkeypatch, caplog):
+async def test_a_failed_core_is_not_used_again(monkeypatch, caplog):
     one = Stepping()
 
     def fail(_):
@@ -224,7 +224,7 @@ async def test_a_core_that_fails_is_not_used_again(monkeypatch, caplog):
     one.work.cancel()
     one.work = one.step(one.next)
     await turns()
-    one.work.cancel()  # nobody is there to hear of it
+    one.work.cancel()  # no caller is left to receive the error
     one.hand.go()
     with caplog.at_level(logging.ERROR), suppress(asyncio.CancelledError):
         await one.work
@@ -241,7 +241,7 @@ async def test_a_replica_is_removed_while_its_step_is_applied():
     one.host.retire(NotFound("gone", remedy="x"))
     one.hand.go()
     await one.work
-    assert [type(reason) for reason in one.engine.told] == [NotFound]
+    assert [type(reason) for reason in one.engine.ended] == [NotFound]
     with pytest.raises(NotFound):
         one.host.check_readable()
     with pytest.raises(NotFound):
@@ -262,14 +262,14 @@ class TestClose:
         assert here.digest == aside.digest
         assert here.host.seq == aside.host.seq == 3
 
-    async def test_who_opens_meanwhile_waits(self):
+    async def test_an_opening_waits_for_a_long_step(self):
         one = Stepping()
         one.hand.go()
         await one.work
         one.hand = Hand()
         closing = one.close()
         await turns()
-        opening, reader = one.open(), asyncio.ensure_future(one.host.settled())
+        opening, reader = one.open(), asyncio.ensure_future(one.host.idle())
         await turns()
         assert not opening.done()
         with pytest.raises(Busy):
@@ -292,7 +292,7 @@ class TestClose:
         await turns()
         one.host.lost(one.engine.nonce)
         one.hand.go()
-        await one.host.settled()
+        await one.host.idle()
         assert one.host.state is ReplicaState.IDLE
         assert not one.host.replica.requests.slots()
         with pytest.raises(OtherWriter):
@@ -300,7 +300,7 @@ class TestClose:
         assert one.host.events.subscribe(None, lambda: None).take()[-1].withdrawn
 
 
-async def test_what_others_see_comes_in_order_though_the_session_breaks_off():
+async def test_events_stay_in_order_when_the_session_breaks_during_a_long_step():
     one = Stepping()
     follower = one.host.events.subscribe(None, lambda: None)
     await turns()

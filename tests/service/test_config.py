@@ -16,7 +16,7 @@ def write(tmp_path, text: str):
     return path
 
 
-def test_the_issue_s_limits_are_the_defaults():
+def test_default_limits():
     config = Config()
     assert config.max_rows_per_step == 4096
     assert config.max_message_bytes == 32 << 20
@@ -38,7 +38,7 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     assert (sources["max_replicas"], sources["max_groups"]) == (str(file), "default")
 
 
-def test_what_is_printed_says_the_same_as_a_file(tmp_path):
+def test_printed_configuration_loads_as_a_file(tmp_path):
     loaded = load({"listen": "unix:x.sock", "reflection": "false"}, {}, None)
     text = loaded.as_yaml()
     assert "listen: unix:x.sock  # flag" in text
@@ -46,7 +46,7 @@ def test_what_is_printed_says_the_same_as_a_file(tmp_path):
     assert set(yaml.safe_load(text)) == set(KEYS)
 
 
-def test_an_empty_file_says_nothing(tmp_path):
+def test_an_empty_file_sets_nothing(tmp_path):
     assert load({}, {}, write(tmp_path, "")).config == Config()
 
 
@@ -65,7 +65,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path, source):
     assert "lease_ms" in caught.value.remedy.lower()
 
 
-def test_variables_that_kubernetes_makes_for_a_service_of_our_name_are_not_ours():
+def test_kubernetes_service_variables_are_ignored():
     environment = {"KVPLANE_SERVICE_HOST": "10.0.0.1", "KVPLANE_PORT": "tcp://10.0.0.1:7070", "PATH": "x"}
     assert load({}, environment, None).config == Config()
 
@@ -88,7 +88,7 @@ def test_variables_that_kubernetes_makes_for_a_service_of_our_name_are_not_ours(
         ("max_message_bytes", "-1"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_name(key, value):
+def test_an_invalid_value_is_refused_by_key(key, value):
     with pytest.raises(InvalidArgument) as caught:
         load({}, {f"KVPLANE_{key.upper()}": value}, None)
     assert caught.value.field == key
@@ -144,6 +144,6 @@ def test_reflection_is_a_word_that_yaml_reads_as_a_truth_value(given):
     assert Config().reflection == "auto"
 
 
-def test_variables_of_clients_are_no_slips_of_a_key():
+def test_client_variables_are_not_typos():
     names = ("TLS_CA", "CA_FILE", "CERT_FILE", "KEY_FILE", "TOKEN_FILE", "TOKEN", "SERVICE", "ADDRESS", "CONFIG")
     assert load({}, {f"KVPLANE_{name}": "x" for name in names}, None).config == Config()

@@ -137,7 +137,7 @@ class Scenario:
 
 
 def down() -> Series:
-    """What Prometheus itself notes when nobody answers, see test_prometheus_scrapes_a_service."""
+    """What Prometheus itself records when no target answers, see test_prometheus_scrapes_a_service."""
     return {'up{job="kvplane"}': [1.0] * 5 + [0.0] * 35}
 
 
@@ -239,7 +239,7 @@ def restarts() -> Series:
 def store_away() -> Series:
     store = Away()
     bench = Bench(store)
-    store.error = StoreUnavailable("nobody there")
+    store.error = StoreUnavailable("no answer")
     registry = Registry(Config(), lambda: 0)
     registry.register("r", Registration(spec_of()))
     pages = Pages(ServiceCollector(registry, lambda _: bench.report))
@@ -340,10 +340,10 @@ def test_no_alert_fires_when_all_is_well(tmp_path):
 
 
 def test_the_document_names_every_metric_and_no_other():
-    assert told_metrics() == emitted_metrics()
+    assert documented_metrics() == emitted_metrics()
 
 
-def told_metrics() -> set[str]:
+def documented_metrics() -> set[str]:
     text = (ROOT / "docs" / "metrics.md").read_text()
     return set(re.findall(r"^\| `(kvplane_\w+)", text, flags=re.MULTILINE))
 

@@ -35,7 +35,7 @@ def health(service, name: str) -> int:
     return stub.Check(health_pb2.HealthCheckRequest(service=name)).status
 
 
-def test_a_session_is_asked_to_finish_and_the_service_waits_for_it(service):
+def test_drain_notifies_sessions_and_waits_for_them(service):
     stream = service.open()
     done = drain(service)
     notice = stream.receive()
@@ -47,7 +47,7 @@ def test_a_session_is_asked_to_finish_and_the_service_waits_for_it(service):
     done.result(WAIT_S)
 
 
-def test_probes_see_it_and_the_process_stays_alive_for_them(service):
+def test_drain_is_not_ready_but_alive(service):
     stream = service.open()
     done = drain(service)
     stream.receive()
@@ -57,7 +57,7 @@ def test_probes_see_it_and_the_process_stays_alive_for_them(service):
     done.result(WAIT_S)
 
 
-def test_nothing_new_begins_meanwhile_and_what_is_there_can_be_read(service):
+def test_drain_refuses_new_work_and_allows_reads(service):
     stream = service.open()
     done = drain(service)
     stream.receive()
@@ -73,7 +73,7 @@ def test_nothing_new_begins_meanwhile_and_what_is_there_can_be_read(service):
     done.result(WAIT_S)
 
 
-def test_a_session_that_does_not_leave_is_cut_with_a_word():
+def test_drain_ends_remaining_sessions_with_a_reason():
     with running(Config(listen="127.0.0.1:0", drain_grace_ms=50)) as service:
         service.register()
         stream = service.open()
@@ -85,7 +85,7 @@ def test_a_session_that_does_not_leave_is_cut_with_a_word():
         assert service.app.registry.get("r").host.state.value == "lapsed"
 
 
-def test_a_client_that_is_gone_or_does_not_read_holds_nobody_up():
+def test_drain_does_not_wait_for_unresponsive_clients():
     with running(Config(listen="127.0.0.1:0", drain_grace_ms=50)) as service:
         for name in ("gone", "deaf"):
             service.register(name)
@@ -101,7 +101,7 @@ def test_a_client_that_is_gone_or_does_not_read_holds_nobody_up():
         drain(service).result(WAIT_S)
 
 
-def test_subscribers_are_told(service):
+def test_drain_ends_subscriptions(service):
     events = service.events.Subscribe(events_pb2.SubscribeRequest(replica="r"), timeout=WAIT_S)
     log = service.app.registry.get("r").host.events
     until(lambda: bool(service.in_loop(lambda: len(log._subscribers))))

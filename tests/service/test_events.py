@@ -28,7 +28,7 @@ CLEARED = CacheEvent(EventKind.CLEARED)
 
 
 class TestPublicationHold:
-    def test_what_a_step_stored_waits_for_its_execution(self):
+    def test_stored_keys_are_held_until_execution(self):
         hold = PublicationHold()
         assert hold.add(1, [stored(1)]) == []
         assert hold.add(2, [stored(2)]) == []
@@ -43,7 +43,7 @@ class TestPublicationHold:
         hold.release(1)
         assert hold.add(2, [removed(1), stored(2)]) == [removed(1)]
 
-    def test_a_key_that_is_removed_while_held_is_never_shown(self):
+    def test_a_key_removed_while_held_is_never_published(self):
         hold = PublicationHold()
         hold.add(1, [stored(1, 2, 3), stored(4)])
         assert hold.add(2, [removed(2), removed(4)]) == []
@@ -73,7 +73,7 @@ class TestPublicationHold:
         assert gone.blocks == (1,)
         assert hold.release(3) == [held]
 
-    def test_of_a_run_of_removals_those_of_shown_keys_are_told(self):
+    def test_a_run_of_removals_publishes_only_published_keys(self):
         hold = PublicationHold()
         hold.add(1, [stored(1, 2)])
         hold.release(1)
@@ -81,11 +81,11 @@ class TestPublicationHold:
         run = CacheEvents()
         for block in (1, 3, 2):
             run.removed(block, [Key("", 0, str(block).encode())], RemoveReason.EVICTED)
-        (told,) = hold.add(3, run.runs)
-        assert list(told.blocks) == [1, 2]
+        (removal,) = hold.add(3, run.runs)
+        assert list(removal.blocks) == [1, 2]
         assert hold.release(2) == [copy_of(b"longer", 2)]
 
-    def test_a_new_life_shows_what_it_kept_of_what_was_held(self):
+    def test_a_new_life_publishes_held_keys_that_it_kept(self):
         hold = PublicationHold()
         hold.add(1, [stored(1)])
         hold.release(1)
@@ -160,7 +160,7 @@ class Cache:
 
 
 class Watched:
-    """A cache that is published, and two followers of its log: one reads at once, the other now and then."""
+    """A cache that is published, and two followers of its log: one reads at once, the other sometimes."""
 
     def __init__(self) -> None:
         self.cache, self.hold = Cache(), PublicationHold()
@@ -220,7 +220,7 @@ ACTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 15), st.integer
 
 @settings(max_examples=300)
 @given(ACTS)
-def test_a_follower_knows_what_is_cached_and_executed(acts):
+def test_a_subscriber_view_equals_the_executed_cache(acts):
     watched = Watched()
     for number, act in enumerate(acts):
         watched.act(*act)
@@ -246,7 +246,7 @@ class TestEventLog:
         for block in range(count):
             log.publish(1, [stored(block)])
 
-    def test_batches_have_numbers_and_nothing_makes_no_batch(self, log):
+    def test_batches_are_numbered_and_never_empty(self, log):
         subscription = log.subscribe(None, nothing)
         log.publish(1, [])
         log.publish(1, [stored(1)])
@@ -280,14 +280,14 @@ class TestEventLog:
             publish(block)
         assert numbers(log.subscribe(4, nothing).take()) == [5, 6, 7]
 
-    def test_from_now_on_shows_nothing_old(self, log):
+    def test_subscribing_from_now_skips_old_batches(self, log):
         self.fill(log, 3)
         subscription = log.subscribe(None, nothing)
         assert subscription.take() == []
         self.fill(log, 1)
         assert numbers(subscription.take()) == [4]
 
-    def test_a_number_from_the_future_is_refused(self, log):
+    def test_subscribing_after_an_unreached_batch_is_refused(self, log):
         self.fill(log, 3)
         with pytest.raises(InvalidArgument, match="the last batch, 3"):
             log.subscribe(4, nothing)
@@ -299,7 +299,7 @@ class TestEventLog:
         assert numbers(rest) == [4, 5, 6, 7]
         assert numbers(log.subscribe(3, nothing).take()) == [4, 5, 6, 7]
 
-    def test_who_is_too_slow_is_ended_and_told_where_to_go_on(self, log):
+    def test_a_slow_subscriber_is_ended_with_its_position(self, log):
         slow, quick = log.subscribe(None, nothing), log.subscribe(None, nothing)
         self.fill(log, 4)
         quick.take()
@@ -324,20 +324,20 @@ class TestEventLog:
         log.withdraw()
         assert len(woken) == 3
 
-    def test_a_lapse_and_the_return_are_told_once(self, log):
+    def test_lapse_and_restoration_are_published_once(self, log):
         subscription = log.subscribe(None, nothing)
         for act in (log.withdraw, log.withdraw, log.restore, log.restore):
             act()
         assert [(batch.withdrawn, batch.restored) for batch in subscription.take()] == [(True, False), (False, True)]
 
-    def test_who_comes_during_a_lapse_is_told_of_it(self, log):
+    def test_a_late_subscriber_gets_the_lapse(self, log):
         log.publish(1, [stored(1)])
         log.withdraw()
         assert [batch.withdrawn for batch in log.subscribe(None, nothing).take()] == [True]
         assert [batch.withdrawn for batch in log.subscribe(1, nothing).take()] == [True]
 
     @pytest.mark.parametrize("restored", [False, True])
-    def test_a_gap_says_whether_the_lapse_was_before_it(self, log, restored):
+    def test_a_gap_has_the_lapse_state_before_it(self, log, restored):
         log.withdraw()
         if restored:
             log.restore()

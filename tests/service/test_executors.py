@@ -1,4 +1,4 @@
-"""A resource that hangs keeps its own callers waiting, so many at most, and nothing else."""
+"""A resource that hangs delays a bounded number of its own callers and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvplane_service.runtime.executors import Busy, Executor
 from tests.store.servers import wait_until
 
 
-async def test_what_hangs_is_refused_by_name_when_its_queue_is_full_and_its_neighbour_answers():
+async def test_a_full_executor_is_busy_and_others_answer():
     end = threading.Event()
     hung, neighbour = Executor("the store", max_waiting=3), Executor("hashing")
     calls = [asyncio.create_task(hung(end.wait)) for _ in range(4)]
@@ -28,7 +28,7 @@ async def test_what_hangs_is_refused_by_name_when_its_queue_is_full_and_its_neig
     assert await hung(int) == 0
 
 
-async def test_calls_run_in_order_and_so_many_at_a_time():
+async def test_calls_run_in_order_with_bounded_concurrency():
     one, order = Executor("one"), list[int]()
     await asyncio.gather(*(one(partial(order.append, at)) for at in range(100)))
     assert order == list(range(100))
@@ -37,14 +37,14 @@ async def test_calls_run_in_order_and_so_many_at_a_time():
     await asyncio.gather(*(many(lambda: together.wait(20)) for _ in range(3)))
 
 
-async def test_an_error_is_the_callers_and_the_thread_goes_on():
+async def test_exceptions_are_raised_in_the_caller():
     one = Executor("one")
     with pytest.raises(ZeroDivisionError):
         await one(lambda: 1 // 0)
     assert await one(lambda: 1) == 1
 
 
-async def test_a_caller_that_gives_up_leaves_no_work_behind_that_had_not_begun():
+async def test_cancelled_waiting_calls_do_not_run():
     begun, end, ran = threading.Event(), threading.Event(), list[int]()
     one = Executor("one")
 
@@ -78,7 +78,7 @@ async def test_threads_end_when_there_is_nothing_to_do_and_begin_again(monkeypat
     assert all(not thread.name.startswith("kvplane a resource") or thread.daemon for thread in threading.enumerate())
 
 
-async def test_what_was_computed_is_not_kept():
+async def test_results_are_not_kept_in_memory():
     class Large:
         pass
 

@@ -1,4 +1,4 @@
-"""Explanations: each cause is brought about and told exactly; beyond the log, "not recorded"."""
+"""Explanations: each cause is produced and reported exactly; beyond the log, "not recorded"."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class Desk:
     def why(self, text: str, domain: str = "", keys: ExtraKeys = NO_EXTRA_KEYS) -> Explanation:
         """Of a prompt, now."""
         before = self.world.digest
-        told = self.explain(text, domain, keys)
+        found = self.explain(text, domain, keys)
         assert self.world.digest == before
-        SEEN.add(told.why.cause)
-        return told
+        SEEN.add(found.why.cause)
+        return found
 
     def explain(self, text: str, domain: str, keys: ExtraKeys) -> Explanation:
         prompt = Prompt(self.digests(text, keys), len(text), domain, keys, partial(self.digests, text))
@@ -95,34 +95,34 @@ class Desk:
         return split_hashes(hash_tokens(scheme, tokens, keys, None).hashes, scheme.digest.size)
 
     def why_request(self, name: str) -> Explanation:
-        told = asyncio.run(explain_request(self.world.host, name, Executor("explanations")))
-        SEEN.add(told.why.cause)
-        return told
+        found = asyncio.run(explain_request(self.world.host, name, Executor("explanations")))
+        SEEN.add(found.why.cause)
+        return found
 
 
-def told(explanation: Explanation) -> tuple[object, ...]:
-    """Cause, hit, who cut it, which tokens, by whom, in which step."""
+def summary(explanation: Explanation) -> tuple[object, ...]:
+    """Cause, hit, limiting groups, which tokens, by which request, in which step."""
     account, why = explanation.account, explanation.why
     return why.cause, account.hit.num_tokens, account.cut_by, (why.start, why.end), why.by, why.seq
 
 
-NOBODY = ("", 0)
+NO_STEP = ("", 0)
 
 
 def test_nothing_cuts_a_whole_hit():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
-    assert told(desk.why("aaaabbbbc")) == (Cause.NOTHING, 8, (), (0, 0), *NOBODY)
-    assert told(desk.why("aaaabbbb")) == (Cause.NOTHING, 4, (), (0, 0), *NOBODY)
+    assert summary(desk.why("aaaabbbbc")) == (Cause.NOTHING, 8, (), (0, 0), *NO_STEP)
+    assert summary(desk.why("aaaabbbb")) == (Cause.NOTHING, 4, (), (0, 0), *NO_STEP)
 
 
-def test_evicted_tells_when_and_by_whom():
+def test_evicted_has_step_and_request():
     desk = Desk()
     desk.serve("old", "aaaabbbbcccc")
     desk.admit("big", "1111222233334444555566667777")  # all but one block; the tail of "old" goes first
     desk.world.now_ns += 5_000_000_000
     explanation = desk.why("aaaabbbbccccd")
-    assert told(explanation) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
+    assert summary(explanation) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
     assert desk.world.host.age_ns(explanation.why.at_ns) == 5_000_000_000
 
 
@@ -130,20 +130,20 @@ def test_dropped_by_the_engine():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.step(Part(cache=Cache(evicted=[2])))
-    assert told(desk.why("aaaabbbbc")) == (Cause.DROPPED, 4, (0,), (4, 8), "", 3)
+    assert summary(desk.why("aaaabbbbc")) == (Cause.DROPPED, 4, (0,), (4, 8), "", 3)
 
 
 def test_withdrawn_with_its_step():
     desk = Desk()
     desk.admit("a", "aaaabbbbc")
     desk.step(Part(cache=Cache(failed_steps=[1])), executed_through=0)
-    assert told(desk.why("aaaabbbbc")) == (Cause.WITHDRAWN, 0, (0,), (0, 4), "", 2)
+    assert summary(desk.why("aaaabbbbc")) == (Cause.WITHDRAWN, 0, (0,), (0, 4), "", 2)
 
 
 def test_tentative_until_its_step_was_executed():
     desk = Desk()
     desk.admit("a", "aaaabbbbc")
-    assert told(desk.why("aaaabbbbc")) == (Cause.TENTATIVE, 0, (0,), (0, 4), "", 1)
+    assert summary(desk.why("aaaabbbbc")) == (Cause.TENTATIVE, 0, (0,), (0, 4), "", 1)
     desk.step()
     assert desk.why("aaaabbbbc").why.cause is Cause.NOTHING
 
@@ -152,7 +152,7 @@ def test_reset():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.step(Part(cache=Cache(reset=True)))
-    assert told(desk.why("aaaabbbbc")) == (Cause.RESET, 0, (0,), (0, 4), "", 3)
+    assert summary(desk.why("aaaabbbbc")) == (Cause.RESET, 0, (0,), (0, 4), "", 3)
 
 
 def test_what_was_evicted_before_a_reset_was_evicted():
@@ -160,9 +160,9 @@ def test_what_was_evicted_before_a_reset_was_evicted():
     desk.serve("old", "aaaabbbbcccc")
     desk.serve("big", "1111222233334444555566667777")
     desk.step(Part(cache=Cache(reset=True)))
-    assert told(desk.why("aaaabbbbccccd")) == (Cause.RESET, 0, (0,), (0, 4), "", 5)
+    assert summary(desk.why("aaaabbbbccccd")) == (Cause.RESET, 0, (0,), (0, 4), "", 5)
     desk.serve("again", "aaaa")
-    assert told(desk.why("aaaabbbbccccd")) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
+    assert summary(desk.why("aaaabbbbccccd")) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
 
 
 def test_a_life_without_stamps_keeps_nothing():
@@ -170,7 +170,7 @@ def test_a_life_without_stamps_keeps_nothing():
     desk.serve("a", "aaaabbbbc")
     desk.engine = desk.world.open()
     explanation = desk.why("aaaabbbbc")
-    assert told(explanation) == (Cause.WITHOUT_STAMPS, 0, (0,), (0, 4), "", 0)
+    assert summary(explanation) == (Cause.WITHOUT_STAMPS, 0, (0,), (0, 4), "", 0)
     assert explanation.why.epoch == desk.engine.opened.epoch
 
 
@@ -179,12 +179,14 @@ def test_unverified_where_the_memory_shows_other_stamps():
     desk.serve("a", "aaaabbbbc")
     desk.engine = desk.world.open(stamp_table=(0,) * 9)
     explanation = desk.why("aaaabbbbc")
-    assert told(explanation) == (Cause.UNVERIFIED, 0, (0,), (0, 4), "", 0)
+    assert summary(explanation) == (Cause.UNVERIFIED, 0, (0,), (0, 4), "", 0)
     assert explanation.why.epoch == desk.engine.opened.epoch
 
 
 def test_what_was_evicted_before_a_life_without_stamps_is_missing_because_of_that_life():
-    """In step 1 of life 2 an eviction "in step 3" would read as if it lay ahead; and that life dropped all keys."""
+    """In step 1 of life 2 an eviction "in step 3" would read as if it were in the future; and that life dropped
+    all keys.
+    """
     desk = Desk()
     desk.serve("old", "aaaabbbbcccc")
     desk.serve("big", "1111222233334444555566667777")
@@ -211,60 +213,60 @@ def test_an_eviction_of_an_earlier_life_whose_keys_were_kept_names_its_life():
 def test_an_inner_boundary_outlives_the_block_s_longer_key():
     spec = replica_spec(full(8), full(4, lookup_class=1), num_blocks=40, hash_block_size=4, partial_hits=True)
     desk = Desk(spec)
-    desk.serve("a", "aaaabbbbcccc1")  # the prompt's last hash boundary lies inside its second block
-    assert told(desk.why("aaaabbbbccccX")) == (Cause.NOTHING, 12, (), (0, 0), *NOBODY)
-    assert told(desk.why("aaaabbbbXcccX")) == (Cause.DIFFERS, 8, (0,), (8, 12), *NOBODY)
+    desk.serve("a", "aaaabbbbcccc1")  # the prompt's last hash boundary is inside its second block
+    assert summary(desk.why("aaaabbbbccccX")) == (Cause.NOTHING, 12, (), (0, 0), *NO_STEP)
+    assert summary(desk.why("aaaabbbbXcccX")) == (Cause.DIFFERS, 8, (0,), (8, 12), *NO_STEP)
 
 
 def test_below_one_block():
     desk = Desk()
     desk.serve("a", "aaaa")
-    assert told(desk.why("aaaa")) == (Cause.BELOW_ONE_BLOCK, 0, (), (0, 0), *NOBODY)
+    assert summary(desk.why("aaaa")) == (Cause.BELOW_ONE_BLOCK, 0, (), (0, 0), *NO_STEP)
 
 
 def test_never_cached():
     desk = Desk()
-    assert told(desk.why("aaaabbbbc")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NOBODY)
+    assert summary(desk.why("aaaabbbbc")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NO_STEP)
     desk.serve("a", "aaaabbbbc")
-    assert told(desk.why("aaaabbbbccccd")) == (Cause.NEVER_CACHED, 8, (0,), (8, 12), *NOBODY)
+    assert summary(desk.why("aaaabbbbccccd")) == (Cause.NEVER_CACHED, 8, (0,), (8, 12), *NO_STEP)
 
 
 def test_differs_by_position():
     desk = Desk(replace(FULL, num_blocks=40))
     desk.serve("a", "aaaabbbbccccdddde")
     desk.serve("b", "aaaaxxxxyyyyz")
-    assert told(desk.why("aaaabbbbCcccddddeeee")) == (Cause.DIFFERS, 8, (0,), (8, 12), *NOBODY)
-    assert told(desk.why("Xaaabbbbc")) == (Cause.DIFFERS, 0, (0,), (0, 4), *NOBODY)
+    assert summary(desk.why("aaaabbbbCcccddddeeee")) == (Cause.DIFFERS, 8, (0,), (8, 12), *NO_STEP)
+    assert summary(desk.why("Xaaabbbbc")) == (Cause.DIFFERS, 0, (0,), (0, 4), *NO_STEP)
 
 
 def test_another_domain_has_it():
     desk = Desk()
     desk.serve("a", "aaaabbbbc", domain="tenant-1")
-    assert told(desk.why("aaaabbbbc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 0, (0,), (0, 4), "tenant-1", 0)
+    assert summary(desk.why("aaaabbbbc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 0, (0,), (0, 4), "tenant-1", 0)
 
 
-def test_another_salt_is_told_without_the_salt():
+def test_other_salt_is_reported_without_the_salt():
     desk = Desk()
     desk.serve("a", "aaaabbbbc", extra_keys=ExtraKeys(salt="secret"))
     explanation = desk.why("aaaabbbbc", keys=ExtraKeys(salt="mine"))
-    assert told(explanation) == (Cause.OTHER_SALT, 0, (0,), (0, 4), *NOBODY)
+    assert summary(explanation) == (Cause.OTHER_SALT, 0, (0,), (0, 4), *NO_STEP)
     assert "secret" not in repr(explanation)
 
 
-def test_what_is_not_computed_yet_is_claimed_of_nobody():
+def test_uncomputed_content_is_not_attributed():
     desk = Desk(replace(FULL, num_blocks=40))
     slot = desk._slots["long"] = 0
     part = desk.admission("long", "aaaabbbbccccdddde", domain="tenant-1")
     part.admit.cap = [4]
     desk.step(part)
-    assert told(desk.why("aaaabbbbc", domain="tenant-1")) == (Cause.TENTATIVE, 0, (0,), (0, 4), "", 1)
+    assert summary(desk.why("aaaabbbbc", domain="tenant-1")) == (Cause.TENTATIVE, 0, (0,), (0, 4), "", 1)
     desk.step()
-    assert told(desk.why("aaaabbbbcccc", domain="tenant-1")) == (Cause.NEVER_CACHED, 4, (0,), (4, 8), *NOBODY)
+    assert summary(desk.why("aaaabbbbcccc", domain="tenant-1")) == (Cause.NEVER_CACHED, 4, (0,), (4, 8), *NO_STEP)
     desk.serve("other", "aaaac", domain="tenant-2")
-    assert told(desk.why("aaaabbbbcccc", domain="tenant-2")) == (Cause.NEVER_CACHED, 4, (0,), (4, 8), *NOBODY)
+    assert summary(desk.why("aaaabbbbcccc", domain="tenant-2")) == (Cause.NEVER_CACHED, 4, (0,), (4, 8), *NO_STEP)
     desk.step(Part(run=Run(slot=[slot])))
     desk.step()
-    assert told(desk.why("aaaabbbbcccc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 4, (0,), (4, 8), "tenant-1", 0)
+    assert summary(desk.why("aaaabbbbcccc", domain="tenant-2")) == (Cause.OTHER_DOMAIN, 4, (0,), (4, 8), "tenant-1", 0)
 
 
 def test_a_state_between_two_chunks_was_computed():
@@ -274,16 +276,16 @@ def test_a_state_between_two_chunks_was_computed():
     part.admit.cap = [4]
     desk.step(part)
     desk.step()
-    assert told(desk.why("aaaabbbbX")) == (Cause.NEVER_CACHED, 0, (0,), (4, 8), *NOBODY)
+    assert summary(desk.why("aaaabbbbX")) == (Cause.NEVER_CACHED, 0, (0,), (4, 8), *NO_STEP)
     desk.step(Part(run=Run(slot=[slot])))
     desk.step()
-    assert told(desk.why("aaaabbbbX")) == (Cause.NO_STATE_AT_BOUNDARY, 0, (0,), (4, 8), *NOBODY)
+    assert summary(desk.why("aaaabbbbX")) == (Cause.NO_STATE_AT_BOUNDARY, 0, (0,), (4, 8), *NO_STEP)
 
 
 def test_another_adapter():
     desk = Desk()
     desk.serve("a", "aaaabbbbc", extra_keys=ExtraKeys(lora=("sql", "path")))
-    assert told(desk.why("aaaabbbbc")) == (Cause.OTHER_LORA, 0, (0,), (0, 4), "sql", 0)
+    assert summary(desk.why("aaaabbbbc")) == (Cause.OTHER_LORA, 0, (0,), (0, 4), "sql", 0)
 
 
 def test_another_picture():
@@ -291,14 +293,14 @@ def test_another_picture():
     picture = ExtraKeys(multimodal=(Multimodal("cat", 4, 4),))
     desk.serve("a", "aaaabbbbccccd", extra_keys=picture)
     other = ExtraKeys(multimodal=(Multimodal("dog", 4, 4),))
-    assert told(desk.why("aaaabbbbccccd", keys=other)) == (Cause.OTHER_MULTIMODAL, 4, (0,), (4, 8), *NOBODY)
+    assert summary(desk.why("aaaabbbbccccd", keys=other)) == (Cause.OTHER_MULTIMODAL, 4, (0,), (4, 8), *NO_STEP)
 
 
 def test_a_window_that_was_not_kept():
     desk = Desk(replica_spec(full(), window(8), num_blocks=60, **SPARSE))
     desk.serve("a", "aaaabbbbccccddddeeeeffffg")
     explanation = desk.why("aaaabbbbccccdX")  # its window ends at 12; the one kept ends at 24
-    assert told(explanation) == (Cause.WINDOW_NOT_RESIDENT, 0, (1,), (4, 8), *NOBODY)
+    assert summary(explanation) == (Cause.WINDOW_NOT_RESIDENT, 0, (1,), (4, 8), *NO_STEP)
     assert explanation.account.alone == (12, 0)
     assert explanation.account.wanted == 12
 
@@ -307,16 +309,16 @@ def test_a_chunk_needs_its_own_blocks_alone():
     desk = Desk(replica_spec(full(), chunked(8), num_blocks=60))
     desk.serve("a", "aaaabbbbccccd")
     desk.step(Part(cache=Cache(evicted=[5])))  # of the chunk before
-    assert told(desk.why("aaaabbbbccccd"))[:2] == (Cause.NOTHING, 12)
+    assert summary(desk.why("aaaabbbbccccd"))[:2] == (Cause.NOTHING, 12)
     desk.step(Part(cache=Cache(evicted=[7])))
-    assert told(desk.why("aaaabbbbccccd")) == (Cause.DROPPED, 8, (1,), (8, 12), "", 4)
+    assert summary(desk.why("aaaabbbbccccd")) == (Cause.DROPPED, 8, (1,), (8, 12), "", 4)
 
 
 def test_a_state_that_was_not_kept():
     desk = Desk(replica_spec(full(), state(), num_blocks=60, **SPARSE))
     desk.serve("a", "aaaabbbbccccddddeeee")
     explanation = desk.why("aaaabbbbccX")
-    assert told(explanation) == (Cause.NO_STATE_AT_BOUNDARY, 0, (1,), (4, 8), *NOBODY)
+    assert summary(explanation) == (Cause.NO_STATE_AT_BOUNDARY, 0, (1,), (4, 8), *NO_STEP)
     assert explanation.account.alone == (8, 0)
 
 
@@ -324,13 +326,13 @@ def test_a_draft_group_drops_the_last_block():
     desk = Desk(replica_spec(full(), full(is_draft=True, drops_last_block=True, lookup_class=1), num_blocks=60))
     desk.serve("a", "aaaabbbbccccd")
     explanation = desk.why("aaaabbbbccccd")
-    assert told(explanation) == (Cause.LAST_BLOCK_DROPPED, 8, (1,), (0, 0), *NOBODY)
+    assert summary(explanation) == (Cause.LAST_BLOCK_DROPPED, 8, (1,), (0, 0), *NO_STEP)
 
 
 def test_caching_is_off():
     desk = Desk(replace(FULL, enable_caching=False))
     desk.serve("a", "aaaabbbbc")
-    assert told(desk.why("aaaabbbbc"))[0] is Cause.CACHING_OFF
+    assert summary(desk.why("aaaabbbbc"))[0] is Cause.CACHING_OFF
 
 
 def test_beyond_the_log_it_is_not_recorded():
@@ -340,7 +342,7 @@ def test_beyond_the_log_it_is_not_recorded():
     desk.step()
     desk.step()
     explanation = desk.why("aaaabbbbccccd")
-    assert told(explanation) == (Cause.NOT_RECORDED, 4, (0,), (4, 8), *NOBODY)
+    assert summary(explanation) == (Cause.NOT_RECORDED, 4, (0,), (4, 8), *NO_STEP)
     assert not explanation.is_complete
 
 
@@ -360,7 +362,7 @@ def test_a_request_is_explained_as_the_cache_was():
     desk.free("late")
     desk.serve("other", "9999888877776666555544443333")  # what happens later is no part of it
     explanation = desk.why_request("late")
-    assert told(explanation) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
+    assert summary(explanation) == (Cause.EVICTED, 4, (0,), (4, 8), "big", 3)
     assert (explanation.status, explanation.seq) == (AdmitStatus.GRANTED, 5)
 
 
@@ -368,8 +370,8 @@ def test_the_first_request_was_never_cached_though_it_is_now():
     desk = Desk()
     desk.serve("first", "aaaabbbbc")
     desk.serve("second", "aaaabbbbc")
-    assert told(desk.why_request("first")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NOBODY)
-    assert told(desk.why_request("second")) == (Cause.NOTHING, 8, (), (0, 0), *NOBODY)
+    assert summary(desk.why_request("first")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NO_STEP)
+    assert summary(desk.why_request("second")) == (Cause.NOTHING, 8, (), (0, 0), *NO_STEP)
 
 
 def test_a_request_of_another_salt_is_not_said_to_have_other_tokens():
@@ -377,9 +379,9 @@ def test_a_request_of_another_salt_is_not_said_to_have_other_tokens():
     desk = Desk(replace(FULL, num_blocks=40))
     desk.serve("first", "aaaabbbbc")
     desk.serve("salted", "aaaabbbbc", extra_keys=ExtraKeys(salt="secret"))
-    assert told(desk.why_request("salted")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NOBODY)
+    assert summary(desk.why_request("salted")) == (Cause.NEVER_CACHED, 0, (0,), (0, 4), *NO_STEP)
     desk.serve("again", "aaaaXbbbc", extra_keys=ExtraKeys(salt="secret"))
-    assert told(desk.why_request("again")) == (Cause.DIFFERS, 4, (0,), (4, 8), *NOBODY)
+    assert summary(desk.why_request("again")) == (Cause.DIFFERS, 4, (0,), (4, 8), *NO_STEP)
 
 
 def test_two_requests_of_one_step():
@@ -387,15 +389,15 @@ def test_two_requests_of_one_step():
     text = [ord(letter) for letter in "aaaabbbbc"]
     news = News(slot=[0, 1], num_tokens=[9, 9], tokens=text * 2, request_id=["one", "two"])
     desk.step(Part(news=news, admit=Admit(slot=[0, 1])))
-    assert told(desk.why_request("one"))[:2] == (Cause.NEVER_CACHED, 0)
-    assert told(desk.why_request("two"))[:2] == (Cause.NOTHING, 8)
+    assert summary(desk.why_request("one"))[:2] == (Cause.NEVER_CACHED, 0)
+    assert summary(desk.why_request("two"))[:2] == (Cause.NOTHING, 8)
 
 
 def test_a_request_that_asked_for_no_look_up():
     desk = Desk()
     desk.serve("a", "aaaabbbbc")
     desk.serve("b", "aaaabbbbc", skip_reading=1)
-    assert told(desk.why_request("b"))[:2] == (Cause.NOT_READ, 0)
+    assert summary(desk.why_request("b"))[:2] == (Cause.NOT_READ, 0)
 
 
 def test_a_refused_request():
@@ -413,13 +415,13 @@ def test_a_request_whose_past_is_beyond_the_log():
     desk.step(Part(cache=Cache(evicted=[2])))
     desk.step()
     desk.admit("late", "aaaabbbbccccd")
-    assert told(desk.why_request("late"))[:2] == (Cause.NOT_RECORDED, 4)
+    assert summary(desk.why_request("late"))[:2] == (Cause.NOT_RECORDED, 4)
 
 
-def test_a_request_that_nobody_recorded():
+def test_an_unrecorded_request_is_not_found():
     desk = Desk()
-    with pytest.raises(NotFound, match="no attempt to admit 'nobody'"):
-        desk.why_request("nobody")
+    with pytest.raises(NotFound, match="no attempt to admit 'unknown'"):
+        desk.why_request("unknown")
 
 
 @pytest.mark.parametrize("commit", CommitRule)
@@ -428,11 +430,11 @@ def test_the_account_of_a_prompt_is_the_look_up(commit):
     for number, text in enumerate(["aaaabbbbccccddddeeee", "aaaabbbbXXXXddddeeee", "aaaabbbbccccddddffffgggg"] * 4):
         desk.admit(f"{number}", text)
         for question in ("aaaabbbbccccddddeeeef", "aaaabbbbXXXXd", "aaaab"):
-            told = desk.why(question)
+            found = desk.why(question)
             news = News(slot=[0], num_tokens=[len(question)], tokens=[ord(letter) for letter in question])
             replica = desk.world.host.replica
             hit = replica.lookup(replica.digests_of(news), "", len(question))
-            assert told.account.hit == hit
+            assert found.account.hit == hit
         desk.free(f"{number}")
     for number in range(12):
         assert desk.why_request(f"{number}").why.cause is not Cause.NOT_RECORDED

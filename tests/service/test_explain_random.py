@@ -81,13 +81,13 @@ class Model:
         requests = {name: replace(one) for name, one in self.requests.items()}
         return Model(self.desk, requests, set(self.present), dict(self.gone))
 
-    def check(self, told: Explanation, place: Place, text: str, digests: list[bytes]) -> Cause:
+    def check(self, found: Explanation, place: Place, text: str, digests: list[bytes]) -> Cause:
         """The explanation is the model's. Of a request tokens are not known, so other salts are not looked at."""
-        self.of_request = bool(told.seq)
-        why, missing = told.why, told.account.missing
+        self.of_request = bool(found.seq)
+        why, missing = found.why, found.account.missing
         if missing is None:
             expected = Cause.NOTHING if len(text) > SIZE else Cause.BELOW_ONE_BLOCK
-            assert (why.cause, told.account.hit.num_tokens) == (expected, told.account.longest)
+            assert (why.cause, found.account.hit.num_tokens) == (expected, found.account.longest)
             return expected
         key = (place.domain, missing.group, digests[missing.num_hashes - 1])
         if key in self.present:
@@ -146,7 +146,7 @@ class Story:
         self._texts = ["".join(random.choices("ab", k=40)) for _ in range(3)]
 
     def text(self) -> str:
-        """Shares its start with others, and may go on otherwise."""
+        """Shares its prefix with others, and may differ after it."""
         random = self.random
         text = random.choice(self._texts)[: random.randint(3, 30)]
         if random.random() < 0.5:
@@ -169,33 +169,33 @@ class Story:
         part = self.desk.admission(name, text, domain=place.domain, extra_keys=ExtraKeys(salt=place.salt))
         part.admit.cap = [cap]
         before = self.model.as_it_is()
-        told = self.desk.step(part).parts[0]
+        found = self.desk.step(part).parts[0]
         self._explain_request(before, name, place, text)
-        if told.admit_status[0] == AdmitStatus.GRANTED:
+        if found.admit_status[0] == AdmitStatus.GRANTED:
             self.live.append(name)
-            self.model.requests[name] = Known(place, text, told.admit_hit[0] + told.admit_granted[0])
+            self.model.requests[name] = Known(place, text, found.admit_hit[0] + found.admit_granted[0])
         self.model.look({Cause.EVICTED, Cause.DROPPED}, name)
-        if told.admit_status[0] != AdmitStatus.GRANTED:
+        if found.admit_status[0] != AdmitStatus.GRANTED:
             self._end(name)
         assert slot == self._count
 
     def _explain_request(self, before: Model, name: str, place: Place, text: str) -> None:
-        told = asyncio.run(explain_request(self.desk.world.host, name, Executor("explanations")))
-        if told.why.cause is Cause.NOT_RECORDED:
+        found = asyncio.run(explain_request(self.desk.world.host, name, Executor("explanations")))
+        if found.why.cause is Cause.NOT_RECORDED:
             self.num_unknown += 1
         else:
-            before.check(told, place, text, self.desk.digests(text, ExtraKeys(salt=place.salt)))
+            before.check(found, place, text, self.desk.digests(text, ExtraKeys(salt=place.salt)))
 
     def run(self) -> None:
         if self.live:
             name = self.random.choice(self.live)
             slot = self.desk._slots[name]
-            told = self.desk.step(Part(run=Run(slot=[slot], cap=[2 * SIZE]))).parts[0]
-            if told.preempted:
+            found = self.desk.step(Part(run=Run(slot=[slot], cap=[2 * SIZE]))).parts[0]
+            if found.preempted:
                 self.live.remove(name)
-            self.model.requests[name].computed += told.granted[0]
+            self.model.requests[name].computed += found.granted[0]
             self.model.look({Cause.EVICTED, Cause.DROPPED}, name)
-            if told.preempted:
+            if found.preempted:
                 self._end(name)
 
     def free(self) -> None:
@@ -220,8 +220,8 @@ class Story:
         if not self.desk.engine.seq:
             return
         done = self.desk.world.host.replica.executed_through
-        told = self.desk.step(Part(cache=Cache(failed_steps=[self.desk.engine.seq])), executed_through=done)
-        taken = {name for name in self.live if self.desk._slots[name] in told.parts[0].preempted}
+        found = self.desk.step(Part(cache=Cache(failed_steps=[self.desk.engine.seq])), executed_through=done)
+        taken = {name for name in self.live if self.desk._slots[name] in found.parts[0].preempted}
         self.live = [name for name in self.live if name not in taken]
         self.model.look({Cause.WITHDRAWN})
         for name in sorted(taken):
@@ -240,8 +240,8 @@ class Story:
     def ask(self) -> Cause:
         place, text = self.place(), self.text()
         keys = ExtraKeys(salt=place.salt) if place.salt else NO_EXTRA_KEYS
-        told = self.desk.explain(text, place.domain, keys)
-        return self.model.check(told, place, text, self.desk.digests(text, keys))
+        found = self.desk.explain(text, place.domain, keys)
+        return self.model.check(found, place, text, self.desk.digests(text, keys))
 
 
 SEEN: set[Cause] = set()
@@ -257,5 +257,5 @@ def test_every_explanation_is_that_of_the_model(name):
         assert story.num_unknown == 0
 
 
-def test_the_stories_bring_about_most_causes():
+def test_random_scenarios_cover_most_causes():
     assert len(SEEN) >= 13, SEEN

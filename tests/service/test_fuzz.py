@@ -55,7 +55,7 @@ LAYERS = LayerSource(
     stages=[{"layer_names": ["a", "b"]}, {"layer_names": ["c"]}],
 )
 
-# States beside attention, hits inside blocks, drafts; SPEC has windows.
+# States next to attention, hits inside blocks, drafts; SPEC has windows.
 STATES = ReplicaSpec(
     groups=[
         GroupSpec(

@@ -12,15 +12,15 @@ def lines_of(program: str) -> list[str]:
     ).stdout.splitlines()
 
 
-def test_what_the_decision_log_keeps_is_not_visited_again_and_again():
+def test_decision_log_is_not_traversed_by_the_gc():
     collections = lines_of(
         """
 import gc
 from kvplane_service.process import gc_policy
 from tests.bench.overhead import Side, always_on
 
-for settle in (lambda: None, gc_policy.apply):
-    settle()
+for prepare in (lambda: None, gc_policy.apply):
+    prepare()
     before = gc.get_stats()[1]["collections"]
     side = Side(900, always_on)
     side.begin()
@@ -48,7 +48,7 @@ print(first() is None)
     assert lines_of(program) == ["True"]
 
 
-def test_a_service_settles_before_it_says_that_it_is_ready():
+def test_a_service_sets_gc_thresholds_before_it_is_ready():
     program = """
 import asyncio, gc, os, signal
 from kvplane_service.process import gc_policy

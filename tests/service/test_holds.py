@@ -32,7 +32,7 @@ def until_seen(monitor, text=""):
         if monitor.seen and text in monitor.seen:
             return
         time.sleep(0.01)
-    raise AssertionError("nobody looked")
+    raise AssertionError("no sample was taken")
 
 
 async def until(condition):
@@ -43,7 +43,7 @@ async def until(condition):
     raise AssertionError("it did not happen")
 
 
-def test_a_thread_that_does_not_come_back_is_looked_at(monkeypatch):
+def test_a_busy_thread_is_sampled(monkeypatch):
     monkeypatch.setattr(holds, "_LONG_S", 0.02)
     monitor = LoopMonitor(threading.get_ident())
     monitor.start()
@@ -53,7 +53,7 @@ def test_a_thread_that_does_not_come_back_is_looked_at(monkeypatch):
     assert monitor.take() == "by the machine, or by code outside of kvplane_service"
 
 
-def test_what_is_not_ours_is_not_blamed():
+def test_foreign_code_is_not_named():
     seen = []
     for module in ("kvplane_service.cli.server", "json.decoder", "kvplane_service.replicas.host"):
         handler_of_ours(module)(lambda: seen.append(holds._describe(sys._getframe())))

@@ -57,12 +57,12 @@ class TestOpening:
         assert (second.opened.seq, second.opened.next_part, second.opened.free_blocks) == (0, 0, 20)
         assert second.opened.kept_keys == 0
 
-    def test_the_answer_tells_the_limits(self):
+    def test_open_returns_the_limits(self):
         config = Config(max_steps_in_flight=3, max_rows_per_step=7, lease_ms=11)
         opened = HostWorld(config).open().opened
         assert (opened.max_steps_in_flight, opened.max_rows, opened.lease_ms) == (3, 7, 11)
 
-    def test_a_resumed_life_goes_on_where_it_was(self, world):
+    def test_a_resumed_life_continues_at_its_step(self, world):
         engine = world.open()
         engine.step(admit())
         engine.step(part_of(RunRow(0)), last=False)
@@ -71,22 +71,22 @@ class TestOpening:
         assert (again.opened.epoch, again.opened.seq, again.opened.next_part) == (engine.opened.epoch, 1, 1)
         again.step(Part(), part=1)
 
-    def test_the_newer_session_wins_and_the_older_is_told(self, world):
+    def test_a_newer_session_replaces_and_notifies_the_older_one(self, world):
         older = world.open()
         newer = world.open(older.opened.epoch)
-        assert [type(error) for error in older.told] == [OtherWriter]
+        assert [type(error) for error in older.ended] == [OtherWriter]
         with world.refuses(OtherWriter, "newer"):
             older.step(admit())
         newer.step(admit())
-        assert newer.told == []
+        assert newer.ended == []
 
-    def test_an_older_session_that_is_gone_is_not_told(self, world):
+    def test_a_broken_older_session_is_not_notified(self, world):
         older = world.open()
         world.host.lost(older.nonce)
         world.open()
-        assert older.told == []
+        assert older.ended == []
 
-    def test_a_broken_stream_of_an_older_session_is_nobody_s_loss(self, world):
+    def test_a_broken_stream_of_an_older_session_has_no_effect(self, world):
         older = world.open()
         world.open()
         world.host.lost(older.nonce)
@@ -113,28 +113,28 @@ class TestOpening:
         with world.refuses(InvalidArgument, f"steps of version {version}", "step_version"):
             world.open(step_version=version)
 
-    def test_a_client_s_name_has_a_limit(self, world):
+    def test_client_name_length_is_limited(self, world):
         with world.refuses(InvalidArgument, field="client"):
             world.open(client="x" * 129)
         world.open(client="x" * 128)
         assert world.host.client == "x" * 128
 
     @pytest.mark.parametrize("size", [1, 20, 22])
-    def test_a_stamp_table_is_of_this_pool(self, world, size):
+    def test_a_stamp_table_of_another_size_is_refused(self, world, size):
         with world.refuses(InvalidArgument, field="stamp_table"):
             world.open(stamp_table=(0,) * size)
 
     @pytest.mark.parametrize("named", [(0,), (21,), (3, 99)])
-    def test_busy_blocks_are_of_this_pool(self, world, named):
+    def test_busy_blocks_outside_of_the_pool_are_refused(self, world, named):
         with world.refuses(InvalidArgument, "blocks", field="busy_blocks"):
             world.open(busy_blocks=named)
 
-    def test_a_new_life_is_numbered_above_the_owner_that_the_memory_shows(self, world):
+    def test_a_new_epoch_is_above_the_owner_epoch_of_the_memory(self, world):
         assert world.open(owner_epoch=40).opened.epoch == 41
         assert world.open(owner_epoch=7).opened.epoch == 42
         assert world.open(42, owner_epoch=50).opened.epoch == 42, "who resumes begins no life"
 
-    def test_only_the_life_that_a_session_began_is_resumed_under_its_number(self, world):
+    def test_a_life_of_equal_epoch_begun_by_another_session_is_not_resumed(self, world):
         engine = world.open(owner_epoch=40)
         with world.refuses(ServiceRestarted, "another engine life with this number", field="epoch"):
             world.open(41, life_nonce=engine.nonce + 1)
@@ -144,11 +144,11 @@ class TestOpening:
             world.open(41, life_nonce=again.nonce)
 
     @pytest.mark.parametrize("owner", [-1, MAX_EPOCH, 1 << 63])
-    def test_an_owner_epoch_that_no_life_can_follow_is_refused(self, world, owner):
+    def test_the_maximum_owner_epoch_is_refused(self, world, owner):
         with world.refuses(InvalidArgument, "owner_epoch"):
             world.open(owner_epoch=owner)
 
-    def test_epochs_have_an_end(self, world):
+    def test_opening_beyond_the_last_epoch_is_refused(self, world):
         world.host.epoch = MAX_EPOCH
         with world.refuses(LimitExceeded, "epochs are used"):
             world.open()
@@ -163,47 +163,47 @@ class TestLoads:
         engine.step(part_of(NewsRow(0, PROMPT), LOAD))
         return engine
 
-    def test_a_new_life_is_told_which_are_held(self, world, engine):
+    def test_a_new_life_gets_the_busy_blocks(self, world, engine):
         opened = world.open(incarnation=5).opened
         assert (opened.busy_blocks, opened.free_blocks) == ((1, 2), 18)
 
-    def test_who_resumes_is_told_too(self, world, engine):
+    def test_a_resumed_session_gets_the_busy_blocks(self, world, engine):
         following = world.open(incarnation=5)
         assert world.open(following.opened.epoch).opened.busy_blocks == (1, 2)
         again = world.open(following.opened.epoch)
         again.step(Part(cache=Cache(loads_over=[1])))
         assert world.open(following.opened.epoch).opened.busy_blocks == (2,)
 
-    def test_what_the_engine_names_is_held_as_well(self, world, engine):
+    def test_busy_blocks_of_the_engine_are_held(self, world, engine):
         assert world.open(busy_blocks=(2, 7)).opened.busy_blocks == (1, 2, 7)
 
-    def test_new_memory_has_none_of_the_old_loads(self, world, engine):
+    def test_new_memory_has_no_busy_blocks(self, world, engine):
         assert world.open(incarnation=6).opened.busy_blocks == ()
 
-    def test_memory_without_a_name_may_be_the_same(self, world, engine):
+    def test_memory_without_incarnation_keeps_busy_blocks(self, world, engine):
         assert world.open().opened.busy_blocks == (1, 2)
 
-    def test_with_several_ranks_another_name_may_be_of_one_rank_s_memory_alone(self):
+    def test_with_several_ranks_another_incarnation_keeps_busy_blocks(self):
         world = HostWorld()
         world.host = ReplicaHost("r", new_replica(spec_of()), world.config, lambda: 0, num_ranks=2)
         world.open(incarnation=5).step(part_of(NewsRow(0, PROMPT), LOAD))
         assert world.open(incarnation=6).opened.busy_blocks == (1, 2)
 
-    def test_an_engine_that_leaves_does_not_end_its_loads(self, world, engine):
+    def test_busy_blocks_stay_held_after_a_close(self, world, engine):
         engine.step(part_of(NewsRow(1, PROMPT), AdmitRow(1)))
         engine.step(part_of(NewsRow(2, PROMPT), AdmitRow(2), FactRow(1, end=End.HELD)))
         world.host.close(engine.nonce)
         assert world.host.replica.free_blocks == 18
         assert world.open(incarnation=5).opened.busy_blocks == (1, 2)
 
-    def test_a_reset_is_done_beside_them_and_a_session_of_unary_calls_too(self, world, engine):
+    def test_reset_and_unary_calls_work_with_busy_blocks(self, world, engine):
         world.host.close(engine.nonce)
         world.host.begin_unary(UnaryStep())
-        (told,) = world.host.apply_unary(UnaryStep(), [Part(cache=Cache(reset=True))]).parts
-        assert told.reset_done
+        (result,) = world.host.apply_unary(UnaryStep(), [Part(cache=Cache(reset=True))]).parts
+        assert result.reset_done
         assert world.host.replica.busy_blocks == (1, 2)
 
-    def test_after_a_restart_only_what_is_named_is_held(self):
+    def test_after_a_restart_only_reported_busy_blocks_are_held(self):
         world = HostWorld()
         world.host.recover(Recovering(1, 5, loading=False))
         assert world.open(incarnation=5, busy_blocks=(4,)).opened.busy_blocks == (4,)
@@ -220,7 +220,7 @@ class TestSteps:
         assert engine.step(admit(), seq=1, executed_through=0, content=b"a") is first
         assert world.digest == before
 
-    def test_a_number_is_used_for_one_content(self, world, engine):
+    def test_a_step_number_with_other_content_is_refused(self, world, engine):
         engine.step(admit(), content=b"a")
         with world.refuses(SequenceError, "other content"):
             engine.step(admit(1), seq=1, executed_through=0, content=b"b")
@@ -231,7 +231,7 @@ class TestSteps:
         with world.refuses(SequenceError, field="seq"):
             engine.step(seq=seq, part=part)
 
-    def test_a_repeat_beyond_the_store_is_refused(self, world, engine):
+    def test_a_repeat_without_a_stored_answer_is_refused(self, world, engine):
         for _ in range(5):
             engine.step()
         engine.step(seq=2)
@@ -249,7 +249,7 @@ class TestSteps:
             engine.step(epoch=epoch)
 
     @pytest.mark.parametrize("through", [0, 3, 4, 2**64 - 1])
-    def test_executed_is_between_what_was_said_and_what_was_answered(self, world, engine, through):
+    def test_executed_through_is_monotonic_and_at_most_the_last_step(self, world, engine, through):
         engine.step()
         engine.step(executed_through=1)
         with world.refuses(InvalidArgument, field="executed_through"):
@@ -281,13 +281,13 @@ class TestSteps:
         (event,) = with_events.step(admit()).parts[0].events
         assert event.kind is EventKind.STORED
 
-    def test_what_may_be_seen_follows_what_was_executed(self, engine):
+    def test_published_through_follows_executed_through(self, engine):
         assert engine.step(admit(), executed_through=0).published_through == 0
         assert engine.step(executed_through=1).published_through == 1
 
 
 class TestTokens:
-    def test_many_at_once_are_refused_because_hashing_them_takes_long(self):
+    def test_too_many_tokens_in_one_message_are_refused(self):
         world = HostWorld(Config(max_tokens_per_message=40))
         engine = world.open()
         many = [part_of(NewsRow(slot, range(20))) for slot in range(3)]
@@ -299,7 +299,7 @@ class TestTokens:
 
 
 class TestLease:
-    def test_a_silent_session_lapses_and_any_message_brings_it_back(self, world):
+    def test_a_silent_session_lapses_and_any_message_restores_it(self, world):
         engine = world.open()
         engine.step(admit())
         engine.step()
@@ -318,14 +318,14 @@ class TestLease:
             assert world.host.state is ReplicaState.LIVE
             engine.step()
 
-    def test_a_refused_message_renews_it_too(self, world):
+    def test_a_refused_message_renews_the_lease(self, world):
         engine = world.open()
         world.pass_lease()
         with pytest.raises(SequenceError):
             engine.step(seq=9)
         assert world.host.state is ReplicaState.LIVE
 
-    def test_others_are_told_of_the_lapse_and_the_return_once(self, world):
+    def test_subscribers_are_notified_once_of_lapse_and_restoration(self, world):
         engine = world.open()
         world.host.expire()
         world.pass_lease()
@@ -349,7 +349,7 @@ class TestLease:
         assert world.host.state is ReplicaState.IDLE
         assert shown(world) == []
 
-    def test_the_next_session_takes_a_lapsed_replica_over(self, world):
+    def test_the_next_session_restores_a_lapsed_replica(self, world):
         engine = world.open()
         engine.step(admit())
         engine.step()
@@ -361,7 +361,7 @@ class TestLease:
 
 
 class TestPublication:
-    def test_a_step_s_keys_are_shown_once_it_was_executed(self, world):
+    def test_keys_are_published_once_their_step_is_executed(self, world):
         engine = world.open()
         engine.step(admit())
         assert shown(world) == []
@@ -371,7 +371,7 @@ class TestPublication:
         ((kind, hashes),) = shown(world)
         assert (kind, len(hashes)) == (EventKind.STORED, 2)
 
-    def test_keys_of_a_step_that_failed_are_never_shown(self, world):
+    def test_keys_of_a_failed_step_are_never_published(self, world):
         engine = world.open(with_events=True)
         engine.step(admit())
         answer = engine.step(Part(cache=Cache(failed_steps=[1])), executed_through=0)
@@ -386,7 +386,7 @@ class TestPublication:
         engine.step(Part(cache=Cache(evicted=blocks[:1])), executed_through=1)
         assert [kind for kind, _ in shown(world)] == [EventKind.STORED, EventKind.REMOVED]
 
-    def test_keys_that_a_new_life_proves_stay_and_the_others_are_removed(self, world):
+    def test_a_new_life_keeps_verified_keys_and_removes_others(self, world):
         engine = world.open()
         orders = engine.step(admit()).parts[0].orders
         engine.step()
@@ -410,7 +410,7 @@ class TestPublication:
 
 
 class TestClosing:
-    def test_the_requests_are_freed(self, world):
+    def test_close_frees_the_requests(self, world):
         engine = world.open()
         engine.step(part_of(NewsRow(0, PROMPT), NewsRow(1, PROMPT), NewsRow(2, PROMPT), AdmitRow(0), AdmitRow(1)))
         engine.step(part_of(FactRow(0, end=End.HELD)), executed_through=0)
@@ -420,13 +420,13 @@ class TestClosing:
         assert world.host.state is ReplicaState.IDLE
         assert world.digest
 
-    def test_also_in_the_middle_of_a_step(self, world):
+    def test_close_frees_the_requests_in_the_middle_of_a_step(self, world):
         engine = world.open()
         engine.step(admit(), last=False)
         world.host.close(engine.nonce)
         assert world.host.replica.free_blocks == 20
 
-    def test_the_keys_wait_for_a_life_that_can_prove_them(self, world):
+    def test_keys_are_kept_until_a_new_life_verifies_them(self, world):
         engine = world.open()
         orders = engine.step(admit()).parts[0].orders
         engine.step()
@@ -436,7 +436,7 @@ class TestClosing:
             stamps[block] = stamp
         assert world.open(stamp_table=tuple(stamps)).opened.kept_keys == 2
 
-    def test_nobody_reads_them_meanwhile(self, world):
+    def test_reads_are_refused_after_a_close(self, world):
         engine = world.open()
         engine.step(admit())
         engine.step()
@@ -454,7 +454,7 @@ class TestClosing:
         with world.refuses(StaleEpoch):
             world.open(engine.opened.epoch)
 
-    def test_unary_calls_begin_a_life_of_their_own(self, world):
+    def test_unary_calls_after_a_close_begin_a_new_life(self, world):
         engine = world.open()
         engine.step(admit())
         engine.step()
@@ -467,16 +467,16 @@ class TestClosing:
         assert hit.parts[0].peek_hit == [0]
         assert shown(world)[-2:] == [(EventKind.CLEARED, ()), "restored"]
 
-    def test_a_removed_replica_tells_its_session_and_its_subscribers(self, world):
+    def test_removal_ends_session_and_subscriptions(self, world):
         engine = world.open()
         subscription = world.host.events.subscribe(None, lambda: None)
         gone = NotFound("gone")
         world.host.retire(gone)
-        assert engine.told == [gone]
+        assert engine.ended == [gone]
         with pytest.raises(NotFound):
             subscription.take()
 
-    def test_who_still_holds_a_removed_replica_is_refused_by_name(self, world):
+    def test_calls_of_a_removed_host_are_refused(self, world):
         engine = world.open()
         world.host.retire(NotFound("r was deregistered"))
         acts = (
@@ -493,17 +493,17 @@ class TestClosing:
 
 
 class TestUnaryWriters:
-    def test_calls_are_steps_in_a_row(self, world):
+    def test_unary_calls_are_consecutive_steps(self, world):
         results = [world.host.apply_unary(UnaryStep(), [Part()]) for _ in range(2)]
         assert [(one.seq, one.part) for one in results] == [(1, 0), (2, 0)]
         assert world.host.replica.executed_through == 1
 
-    def test_calls_can_share_a_step(self, world):
+    def test_unary_calls_with_more_share_a_step(self, world):
         results = [world.host.apply_unary(UnaryStep(more=more), [Part()]) for more in (True, True, False, True)]
         assert [(one.seq, one.part) for one in results] == [(1, 0), (1, 1), (1, 2), (2, 0)]
 
     @pytest.mark.parametrize("lapsed", [False, True])
-    def test_a_session_keeps_them_out(self, world, lapsed):
+    def test_unary_calls_are_refused_during_a_session(self, world, lapsed):
         engine = world.open()
         if lapsed:
             world.host.lost(engine.nonce)
@@ -511,12 +511,12 @@ class TestUnaryWriters:
             world.host.apply_unary(UnaryStep(), [Part()])
 
     @pytest.mark.parametrize("epoch", [2, 99])
-    def test_another_life_is_refused(self, world, epoch):
+    def test_unary_calls_of_another_epoch_are_refused(self, world, epoch):
         with world.refuses(StaleEpoch, field="epoch"):
             world.host.apply_unary(UnaryStep(epoch), [Part()])
         world.host.apply_unary(UnaryStep(1), [Part()])
 
-    def test_limits_hold_for_them_too(self, world):
+    def test_unary_calls_have_the_limits_of_steps(self, world):
         with world.refuses(InvalidArgument, field="executed_through"):
             world.host.apply_unary(UnaryStep(executed_through=1), [Part()])
         for _ in range(4):
@@ -526,7 +526,7 @@ class TestUnaryWriters:
 
 
 class TestBrokenCore:
-    def test_a_replica_whose_core_broke_promises_nothing_more(self, world, monkeypatch):
+    def test_a_replica_whose_core_failed_refuses_every_call(self, world, monkeypatch):
         engine = world.open()
 
         def breaks(_: Step):

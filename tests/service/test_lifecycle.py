@@ -24,7 +24,9 @@ STALL_S = 3.0
 
 
 def stand_still(service) -> int:
-    """How often the replica was withdrawn: its engine beats before and after, and nobody can hear it meanwhile."""
+    """How often the replica was withdrawn: its engine sends heartbeats before and after, which are not read
+    meanwhile.
+    """
     service.register()
     stream = service.open()
     host = service.app.registry.get("r").host
@@ -36,10 +38,10 @@ def stand_still(service) -> int:
     return host.events.num_withdrawals
 
 
-def test_a_service_that_stood_still_does_not_take_its_engines_for_silent():
+def test_a_stalled_service_extends_leases():
     with running(Config(listen="127.0.0.1:0", lease_ms=LEASE_MS)) as service:
         assert stand_still(service) == 0
-        until(lambda: service.state() == "LAPSED")  # who is silent while it could be heard is silent
+        until(lambda: service.state() == "LAPSED")  # a silent engine lapses while the service can read
 
 
 def test_lapse_by_own_delay_is_caught():
@@ -47,7 +49,7 @@ def test_lapse_by_own_delay_is_caught():
         assert stand_still(service) == 1
 
 
-def test_a_stream_that_never_opens_is_cut(monkeypatch):
+def test_a_stream_without_open_is_ended(monkeypatch):
     monkeypatch.setattr(session, "FIRST_MESSAGE_S", 0.05)
     with running() as service:
         mute = Stream(service.channel)
@@ -72,12 +74,12 @@ class Running:
         assert self.ready.wait(WAIT_S)
 
     def _run(self, config: Config) -> None:
-        def tell(app_: app.App) -> None:
+        def ready(app_: app.App) -> None:
             self.service = Service(app_, app_.address, asyncio.get_running_loop())
             self.ready.set()
 
         try:
-            asyncio.run(serve(config, tell))
+            asyncio.run(serve(config, ready))
         except InternalError as error:
             self.error = error
 
@@ -86,7 +88,7 @@ class Running:
         assert not self._thread.is_alive()
 
 
-def test_a_task_that_ends_by_a_bug_ends_the_service_in_order(tmp_path, monkeypatch, caplog):
+def test_a_failed_background_task_drains_the_service(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(asyncio.BaseEventLoop, "add_signal_handler", lambda *_: None, raising=False)
     monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", lambda *_: None)
     path = tmp_path / "entries.db"
@@ -110,7 +112,7 @@ def test_a_task_that_ends_by_a_bug_ends_the_service_in_order(tmp_path, monkeypat
         assert [name for name, _ in store.records()] == ["r"], "what waited was written"
 
 
-async def test_parts_that_hang_at_the_end_are_left_behind_and_named(monkeypatch, caplog):
+async def test_parts_that_hang_at_shutdown_are_logged(monkeypatch, caplog):
     hang = threading.Event()
     service = app.App(Config(listen="127.0.0.1:0", audit_log="-"))
     await service.start()
@@ -139,7 +141,7 @@ async def test_parts_that_hang_at_the_end_are_left_behind_and_named(monkeypatch,
         ("unix:/run/kvplane", False),
     ],
 )
-def test_an_address_that_everybody_reaches_is_known(listen, is_open):
+def test_open_addresses_are_detected(listen, is_open):
     assert is_open_to_all(Config(listen=listen)) is is_open
     assert not is_open_to_all(Config(listen=listen, tls_cert="cert.pem", tls_key="key.pem"))
     assert not is_open_to_all(Config(listen=listen, auth_owners="owners.yaml", auth_tokens="tokens"))

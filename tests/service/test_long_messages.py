@@ -64,7 +64,7 @@ def send(stream, seq, part):
     stream.send(step={"epoch": stream.opened.epoch, "seq": seq, "parts": [part], "executed_through": max(0, seq - 3)})
 
 
-def test_long_and_short_messages_are_answered_in_the_order_in_which_they_came(service):
+def test_long_and_short_messages_are_answered_in_order(service):
     stream = service.open()
     end = {"facts": {"slot": column(0), "end": column(1)}}
     for seq, part in enumerate((ADMIT, end, ADMIT, {}), 1):
@@ -83,7 +83,7 @@ def test_long_and_short_messages_are_answered_in_the_order_in_which_they_came(se
         ({"news": {**ADMIT["news"], "num_tokens": column(9)}}, "parts[0].news.tokens"),
     ],
 )
-def test_a_long_step_that_is_refused_changes_nothing_and_the_session_goes_on(service, part, field):
+def test_a_refused_long_message_changes_nothing_and_the_session_continues(service, part, field):
     stream = service.open()
     stream.step(ADMIT)
     before = service.digest()
@@ -130,7 +130,7 @@ def test_a_session_that_breaks_off_in_a_long_step_finds_it_applied(service, held
     again.close()
 
 
-def test_a_session_takes_over_behind_a_long_step(service, held):
+def test_a_newer_session_waits_for_a_long_step(service, held):
     stream = service.open()
     send(stream, 1, ADMIT)
     assert held.began.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""The catalogue: each model's layers on one rank, beside those that the golden tables were made from."""
+"""The catalogue: each model's layers on one rank, compared with those of the golden tables."""
 
 from __future__ import annotations
 

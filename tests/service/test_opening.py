@@ -1,4 +1,4 @@
-"""Sessions are opened in slices: other replicas go on, one opening is there at a time, and a caller who leaves costs
+"""Sessions are opened in slices: other replicas are served, one opening runs at a time, and a cancelled caller costs
 nothing.
 """
 
@@ -49,8 +49,8 @@ def request(stamps=(), incarnation=5, epoch=0):
     return OpenRequest("r", next(NONCES), epoch, stamp_table=stamps, incarnation=incarnation)
 
 
-def opening(world, asked, told=None):
-    return asyncio.ensure_future(world.host.open_in_slices(asked, told or [].append))
+def opening(world, asked, on_end=None):
+    return asyncio.ensure_future(world.host.open_in_slices(asked, on_end or [].append))
 
 
 async def turns(count):
@@ -85,7 +85,7 @@ async def test_other_replicas_are_served_between_slices():
 
 
 @pytest.mark.parametrize("stamped", [True, False])
-async def test_it_comes_to_the_same_as_in_one_go(stamped):
+async def test_sliced_opening_equals_opening_at_once(stamped):
     (world, _, stamps), (mirror, _, _) = used_world(), used_world()
     table = half(stamps) if stamped else ()
     asked = request(table)
@@ -101,12 +101,12 @@ async def test_an_untouched_pool_is_opened_at_once():
     assert await count_turns(work) <= 2
 
 
-async def test_from_the_first_moment_nobody_uses_the_replica():
+async def test_a_replica_that_is_opening_refuses_other_calls():
     world, engine, stamps = used_world()
     work = opening(world, request(stamps))
     await turns(2)
     assert world.host.state.value == "opening"
-    assert [type(reason) for reason in engine.told] == [OtherWriter]
+    assert [type(reason) for reason in engine.ended] == [OtherWriter]
     before = world.host.epoch
     with world.refuses(OtherWriter, "newer writer"):
         engine.step()
@@ -122,17 +122,17 @@ async def test_from_the_first_moment_nobody_uses_the_replica():
     assert world.host.events.subscribe(None, lambda: None).take() == []
 
 
-async def test_the_newest_of_two_sessions_wins_and_one_life_begins():
+async def test_the_newest_of_two_openings_wins_and_one_life_begins():
     world, _, stamps = used_world()
-    told: list[KvplaneError] = []
+    ended: list[KvplaneError] = []
     before = world.host.epoch
-    first = opening(world, request(stamps), told.append)
+    first = opening(world, request(stamps), ended.append)
     await turns(3)
     second = opening(world, request(stamps))
     with pytest.raises(OtherWriter, match="newer session"):
         await first
     opened = await second
-    assert (len(told), opened.epoch, opened.kept_keys) == (1, before + 1, 24)
+    assert (len(ended), opened.epoch, opened.kept_keys) == (1, before + 1, 24)
     assert world.host.state is ReplicaState.LIVE
 
 
@@ -146,7 +146,7 @@ async def test_a_nonce_is_used_once():
     assert (await first).kept_keys == 24
 
 
-async def test_a_caller_who_leaves_costs_nothing_and_its_repeat_goes_on():
+async def test_a_cancelled_opening_pauses_and_the_next_one_continues_it():
     world, _, stamps = used_world()
     whole = await count_turns(opening(used_world()[0], request(stamps)))
     first = opening(world, request(stamps))
@@ -164,7 +164,7 @@ async def test_a_caller_who_leaves_costs_nothing_and_its_repeat_goes_on():
 
 
 @pytest.mark.parametrize("incarnation", [5, 6])
-async def test_with_another_memory_it_begins_again_with_what_is_left(incarnation):
+async def test_an_opening_with_another_memory_starts_over(incarnation):
     world, _, stamps = used_world()
     first = opening(world, request(half(stamps)))
     await turns(4)
@@ -175,7 +175,7 @@ async def test_with_another_memory_it_begins_again_with_what_is_left(incarnation
     assert world.digest
 
 
-async def test_a_unary_call_begins_a_life_of_its_own_when_the_caller_has_left():
+async def test_a_unary_call_begins_a_new_life_after_a_cancelled_opening():
     world, _, stamps = used_world()
     first = opening(world, request(stamps))
     await turns(4)
@@ -189,16 +189,16 @@ async def test_a_unary_call_begins_a_life_of_its_own_when_the_caller_has_left():
 
 async def test_a_removed_replica_ends_its_opening():
     world, _, stamps = used_world()
-    told: list[KvplaneError] = []
-    work = opening(world, request(stamps), told.append)
+    ended: list[KvplaneError] = []
+    work = opening(world, request(stamps), ended.append)
     await turns(3)
     world.host.retire(NotFound("gone"))
     with pytest.raises(NotFound, match="gone"):
         await work
-    assert len(told) == 1
+    assert len(ended) == 1
 
 
-async def test_a_replica_that_broke_on_the_way_promises_nothing_more(monkeypatch):
+async def test_a_replica_that_failed_while_opening_refuses_every_call(monkeypatch):
     world, _, stamps = used_world()
     work = opening(world, request(half(stamps)))
     await turns(3)
@@ -290,5 +290,5 @@ class Schedule:
 
 @given(st.integers(0), st.integers(0, 40))
 @settings(max_examples=60)
-def test_any_order_of_openings_and_departures_leaves_one_life_and_a_true_view(seed, count):
+def test_random_openings_and_cancellations_leave_one_life_and_a_correct_view(seed, count):
     asyncio.run(Schedule(seed).run(count))

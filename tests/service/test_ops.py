@@ -32,7 +32,7 @@ def test_long_answers_leave_sooner_and_the_newest_stays():
     assert kept(window, "d", "e") == [False, True]
 
 
-def test_a_forgotten_window_has_room_again():
+def test_a_cleared_window_has_room_again():
     window = OpWindow(100, 1000)
     window.keep("a", b"a", bytes(900))
     window.clear()

@@ -35,7 +35,7 @@ def test_steps_count_from_one(order):
 
 
 @pytest.mark.parametrize("future", [step(2), step(1, 1), step(99), step(2**64 - 1)])
-def test_what_is_not_next_is_from_the_future(order, future):
+def test_a_step_ahead_of_its_turn_is_refused(order, future):
     with pytest.raises(SequenceError, match="ahead of its turn"):
         order.find(future, b"")
 
@@ -63,7 +63,7 @@ def test_a_repeat_with_other_content_is_refused(order):
         apply(order, step(1), b"other")
 
 
-def test_a_piece_of_what_was_sent_at_once_is_no_repeat(order):
+def test_a_part_of_a_whole_step_is_not_a_repeat(order):
     apply(order, step(1, 0, parts=2))
     with pytest.raises(SequenceError, match="no longer stored"):
         order.find(step(1, 1), b"c")

@@ -24,7 +24,7 @@ from tests.bench.overhead import Side, always_on
 from tests.service.hosts import BLOCK, HostWorld, spec_of
 from tests.service.test_decisions import decode, new
 
-ENTRY = 64  # bytes of an entry beside its own
+ENTRY = 64  # overhead of an entry in bytes
 LARGEST = 200
 
 
@@ -43,7 +43,7 @@ class Numbers(PackedLog[int, bytes]):
         return bytes(entry)
 
     async def reached(self, num_bytes: int) -> None:
-        """Wait until so much is packed."""
+        """Wait until this many bytes are packed."""
         while self.num_bytes < num_bytes:
             self.packed.clear()
             await self.packed.wait()
@@ -62,7 +62,7 @@ ADDS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, LARGEST), st.boolean
 
 
 @given(ADDS, st.integers(500, 4000), st.integers(1, 40))
-def test_the_budget_holds_and_none_loses_below_its_share(adds, max_bytes, max_entries):
+def test_budget_is_kept_and_no_log_loses_below_its_share(adds, max_bytes, max_entries):
     budget = LogBudget(max_bytes)
     logs = [Numbers(max_entries, budget) for _ in range(4)]
     added: list[list[int]] = [[] for _ in logs]
@@ -83,7 +83,7 @@ def test_the_budget_holds_and_none_loses_below_its_share(adds, max_bytes, max_en
             assert log.num_bytes >= max_bytes / len(logs) * 7 / 8 - 3 * (LARGEST + ENTRY)
 
 
-def test_what_a_resting_log_has_stays_while_others_flood():
+def test_an_idle_log_keeps_its_entries_while_others_grow():
     budget = LogBudget(100_000)
     quiet, *busy = [Numbers(1 << 20, budget) for _ in range(10)]
     for _ in range(50):
@@ -98,7 +98,7 @@ def test_what_a_resting_log_has_stays_while_others_flood():
     assert max(shares) < 1.4 * min(shares)
 
 
-def test_a_log_that_was_alone_makes_room_for_those_that_come():
+def test_a_large_log_shrinks_when_other_logs_join():
     budget = LogBudget(100_000)
     first, second = Numbers(1 << 20, budget), Numbers(1 << 20, budget)
     for log in (first, second):
@@ -118,7 +118,7 @@ def test_the_newest_entry_of_each_log_stays():
     assert [log.sizes for log in logs] == [[5000]] * 3
 
 
-def test_a_log_that_leaves_gives_its_bytes_back_and_takes_none():
+def test_a_log_that_leaves_returns_its_bytes():
     budget = LogBudget(1 << 20)
     log, other = Numbers(9, budget), Numbers(9, budget)
     for one in (log, other):
@@ -131,9 +131,9 @@ def test_a_log_that_leaves_gives_its_bytes_back_and_takes_none():
     assert log.sizes == [100, 100]
 
 
-async def test_entries_are_packed_beside_the_steps():
+async def test_entries_are_packed_in_background():
     budget = LogBudget(1 << 20)
-    packing = asyncio.create_task(budget.pack_beside())
+    packing = asyncio.create_task(budget.pack_in_background())
     logs = [Numbers(1000, budget) for _ in range(3)]
     for round_ in range(3):
         for log in logs:
@@ -142,7 +142,7 @@ async def test_entries_are_packed_beside_the_steps():
     packing.cancel()
 
 
-def test_without_anything_beside_a_step_packs_what_is_too_much():
+def test_without_background_task_steps_pack_excess_entries():
     log = Numbers(1000, LogBudget(1 << 20))
     for _ in range(100):
         log.add(100)
@@ -186,7 +186,7 @@ async def test_the_logs_of_many_replicas_fit_into_the_budget_and_still_explain()
             await explain_request(entry.host, "p1", at_once)
 
 
-def test_a_replica_that_is_deregistered_gives_its_bytes_back():
+def test_a_deregistered_replica_returns_its_log_bytes():
     registry = registry_of(2, 1 << 20)
     serve_prompts(registry, 1, 5)
     host = registry.get("r0").host
@@ -213,7 +213,7 @@ def test_a_life_that_lost_too_much_to_be_packed_empties_the_log():
     assert life == Life(4, [7, 8], CacheEvents([few]), at_ns=4)
 
 
-def test_a_reader_sees_the_entries_of_the_moment_whatever_is_dropped_meanwhile():
+def test_a_reader_sees_a_snapshot_of_the_log():
     world = HostWorld(Config(decision_log_steps=4))
     engine = world.open()
     for _ in range(4):
@@ -234,7 +234,7 @@ def test_the_slowest_decisions_are_found_packed_or_not():
     assert [one.took_ns for one in log.slowest(4)] == [900, 850, 800, 600]
 
 
-def test_messages_are_made_once_for_all_who_follow():
+def test_event_messages_are_encoded_once_for_all_subscribers():
     log, messages = EventLog(9, LogBudget(1 << 20), 9), NewestMessages()
     one, other = log.subscribe(0, lambda: None), log.subscribe(0, lambda: None)
     log.publish(1, [CacheEvent(EventKind.STORED, 0, (b"k",), (1,))])
@@ -245,7 +245,7 @@ def test_messages_are_made_once_for_all_who_follow():
     assert messages.encode(log, batch) == first
 
 
-def test_what_logs_keep_is_nothing_to_the_cycle_collector():
+def test_packed_logs_have_no_gc_objects():
     side = Side(600, always_on)
     side.begin()
     side.decode(100)

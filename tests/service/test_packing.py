@@ -24,7 +24,9 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 
 class Anything:
-    """Objects of the types of steps with something in every field, from a seed: so many draws would take long."""
+    """Objects of the types of steps with something in every field, from a seed, because drawing each field
+    would take long.
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -116,7 +118,7 @@ def deep(value: object) -> object:
 
 
 @given(SEEDS)
-def test_a_decision_comes_back_as_it_was(seed):
+def test_packed_decision_round_trip(seed):
     decision = Anything(seed).decision()
     raw = pack_decision(*decision)
     again = Decision(*unpack_decision(raw))
@@ -131,7 +133,7 @@ def test_a_packed_decision_sorts_by_its_time(seed, other_seed):
 
 
 @given(SEEDS)
-def test_a_batch_comes_back_as_it_was(seed):
+def test_packed_batch_round_trip(seed):
     batch = Anything(seed).batch()
     assert deep(Batch.unpack(batch.seq, batch.pack())) == deep(batch)
 

@@ -1,4 +1,4 @@
-"""Recordings: they decide the same again bit for bit, and tell what another pool would have done."""
+"""Recordings: a replay decides the same bit for bit, and computes what another pool would have decided."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_smaller_pool_hits_less(recorded):
     assert share(smaller) < share(small)
 
 
-def test_requests_that_run_on_in_a_new_engine_life_are_decided_again_and_ask_anew_in_another_pool(tmp_path):
+def test_resumed_requests_are_replayed_and_readmitted_in_another_pool(tmp_path):
     world = HostWorld(Config(), replace(FULL, num_blocks=40))
     news = News(slot=[0], num_tokens=[9], tokens=[7] * 9, request_id=["a"])
     engine, pool = world.open(), world.host.replica.coordinator.pool
@@ -150,7 +150,7 @@ def test_blocks_under_loads_of_earlier_lives_are_decided_again(tmp_path):
     assert (larger.not_applied, larger.counts["admitted"]) == (0, 3)
 
 
-def test_a_request_that_no_pool_of_that_size_holds_is_told_once(tmp_path):
+def test_a_request_too_large_for_the_pool_is_reported_once(tmp_path):
     path = record(drive(replace(SPECS["full"], num_blocks=60)), tmp_path / "file")
     was, tiny = replay_log(path), replay_log(path, 2)
     assert was.counts["never_fits"] == 0
@@ -231,7 +231,7 @@ def test_a_recording_of_the_first_version_read_as_the_second_does_not(monkeypatc
 
 
 def test_moves_are_no_part_of_a_digest():
-    """Recordings from before they were told decide the same."""
+    """Recordings of versions without moves decide the same."""
     stored = CacheEvent(EventKind.STORED, 0, (b"a" * 16,), (1,))
     gone = CacheEvent(EventKind.REMOVED, 0, (b"a" * 16,), (1,), reason=RemoveReason.MOVED)
     moved = [gone, replace(stored, blocks=(2,))]

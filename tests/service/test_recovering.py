@@ -1,4 +1,4 @@
-"""A replica that comes back keeps nobody else waiting."""
+"""A replica that recovers delays no other replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.service.hosts import spec_of
 from tests.service.rig import SPEC, WAIT_S, column, running, until
 
 
-def test_other_replicas_are_answered_while_a_memory_is_compared(tmp_path, monkeypatch):
+def test_other_replicas_are_served_during_verification(tmp_path, monkeypatch):
     config = Config(listen="127.0.0.1:0", store=f"sqlite:{tmp_path / 'entries.db'}")
     with running(config) as service:
         service.register("a")
@@ -45,8 +45,8 @@ def test_other_replicas_are_answered_while_a_memory_is_compared(tmp_path, monkey
         assert service.state("a") == "LIVE"
 
 
-class Beside:
-    """Runs calls when it is told to."""
+class ManualOffload:
+    """Runs calls when the test allows it."""
 
     def __init__(self):
         self.calls = 0
@@ -58,40 +58,40 @@ class Beside:
         return call()
 
 
-def prove(recovering, replica, stamps, beside):
-    return asyncio.ensure_future(recovering.prove_ahead(replica, stamps, beside))
+def prove(recovering, replica, stamps, offload):
+    return asyncio.ensure_future(recovering.prove_ahead(replica, stamps, offload))
 
 
-async def test_a_caller_who_comes_again_does_not_have_the_memory_compared_again():
-    recovering, replica, beside = Recovering(1, 1, loading=False), new_replica(spec_of()), Beside()
-    first = prove(recovering, replica, (7,) * 21, beside)
+async def test_repeated_verification_of_one_memory_runs_once():
+    recovering, replica, offload = Recovering(1, 1, loading=False), new_replica(spec_of()), ManualOffload()
+    first = prove(recovering, replica, (7,) * 21, offload)
     await asyncio.sleep(0)
     first.cancel()
-    again = [prove(recovering, replica, array("Q", [7] * 21), beside) for _ in range(3)]
+    again = [prove(recovering, replica, array("Q", [7] * 21), offload) for _ in range(3)]
     await asyncio.sleep(0)
-    beside.may_run.set()
+    offload.may_run.set()
     await asyncio.gather(*again)
-    assert beside.calls == 1
-    await prove(recovering, replica, (7,) * 21, beside)
-    assert beside.calls == 1, "what was found out is kept"
-    await prove(recovering, replica, (8,) * 21, beside)
-    assert beside.calls == 2, "another memory is another question"
+    assert offload.calls == 1
+    await prove(recovering, replica, (7,) * 21, offload)
+    assert offload.calls == 1, "what was found out is kept"
+    await prove(recovering, replica, (8,) * 21, offload)
+    assert offload.calls == 2, "another memory is another question"
 
 
-async def test_what_went_wrong_beside_is_told_to_who_waits_and_tried_again_for_the_next():
-    recovering, replica, beside = Recovering(1, 1, loading=False), new_replica(spec_of()), Beside()
-    beside.may_run.set()
+async def test_failed_verification_is_raised_and_retried():
+    recovering, replica, offload = Recovering(1, 1, loading=False), new_replica(spec_of()), ManualOffload()
+    offload.may_run.set()
 
     async def full(call):
         raise LimitExceeded("too many calls wait")
 
     with pytest.raises(LimitExceeded):
         await prove(recovering, replica, (7,) * 21, full)
-    await prove(recovering, replica, (7,) * 21, beside)
-    assert beside.calls == 1
+    await prove(recovering, replica, (7,) * 21, offload)
+    assert offload.calls == 1
 
 
-def test_memories_of_several_replicas_are_compared_at_the_same_time(tmp_path, monkeypatch):
+def test_verifications_of_several_replicas_run_concurrently(tmp_path, monkeypatch):
     config = Config(listen="127.0.0.1:0", store=f"sqlite:{tmp_path / 'entries.db'}")
     with running(config) as service:
         for name in ("a", "b"):

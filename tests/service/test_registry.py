@@ -36,7 +36,7 @@ def test_a_replica_is_found_by_its_name(registry):
         registry.get("b")
 
 
-def test_an_equal_registration_is_the_first_one(registry):
+def test_an_equal_registration_returns_the_first_entry(registry):
     assert registry.register("a", PLAIN) is registry.register("a", Registration(spec_of()))
     assert len(registry) == 1
 
@@ -51,21 +51,21 @@ def test_an_equal_registration_is_the_first_one(registry):
         (Registration(spec_of(), namespace_digest=b"x"), "namespace_digest"),
     ],
 )
-def test_a_name_that_is_taken_by_something_else_says_in_what(registry, other, difference):
+def test_a_taken_name_error_states_the_difference(registry, other, difference):
     registry.register("a", PLAIN)
     with pytest.raises(AlreadyExists, match=difference):
         registry.register("a", other)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 129, "a b", "a\n", "ü", "a\x00"])
-def test_a_name_has_a_form(registry, name):
+def test_invalid_names_are_refused(registry, name):
     with pytest.raises(InvalidArgument) as caught:
         registry.register(name, PLAIN)
     assert caught.value.field == "replica"
 
 
 @pytest.mark.parametrize("name", ["x" * 128, "a.b/c_d-9", "0"])
-def test_names_of_the_form_are_taken(registry, name):
+def test_valid_names_are_accepted(registry, name):
     assert registry.register(name, PLAIN).host.name == name
 
 
@@ -81,7 +81,7 @@ def test_names_of_the_form_are_taken(registry, name):
         (Registration(spec_of(num_blocks=51)), LimitExceeded, "num_blocks"),
     ],
 )
-def test_a_registration_that_cannot_be_leaves_nothing(registry, registration, kind: type[KvplaneError], field):
+def test_an_invalid_registration_changes_nothing(registry, registration, kind: type[KvplaneError], field):
     with pytest.raises(kind) as caught:
         registry.register("a", registration)
     assert caught.value.field == field
@@ -116,7 +116,7 @@ def test_a_replica_is_removed_in_its_epoch_only(registry):
     assert len(registry) == 0
 
 
-def test_pages_go_on_behind_a_name():
+def test_a_page_continues_after_a_name():
     registry = Registry(Config(), lambda: 0)
     for name in ("c", "a", "d", "b"):
         registry.register(name, PLAIN)

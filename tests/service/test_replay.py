@@ -87,11 +87,11 @@ def test_budgets_and_places_are_kept(tight):
     outcome = run(chats(), tight, EngineConfig(max_running=6, token_budget=100, admit_rows=3))
     (session,) = outcome.sessions
     for part, result in zip(session.parts, session.answers, strict=True):
-        (told,) = result.parts
-        assert sum(told.granted) + sum(told.admit_granted) <= 100
+        (part_result,) = result.parts
+        assert sum(part_result.granted) + sum(part_result.admit_granted) <= 100
         assert len(part.run.slot) <= 6
         assert len(part.admit.slot) <= 3
-        assert not part.admit.slot or len(part.run.slot) + told.admit_status.count(AdmitStatus.GRANTED) <= 6
+        assert not part.admit.slot or len(part.run.slot) + part_result.admit_status.count(AdmitStatus.GRANTED) <= 6
 
 
 def test_slots_are_dense_and_used_again():
@@ -99,7 +99,7 @@ def test_slots_are_dense_and_used_again():
     (session,) = outcome.sessions
     slots = [slot for part in session.parts for slot in part.news.slot]
     assert len(slots) == outcome.engine.completed
-    assert max(slots) < 6 + 3 + 3  # running, announced, ended and not yet told
+    assert max(slots) < 6 + 3 + 3  # running, announced, ended and not reported yet
 
 
 # ---- hits
@@ -193,7 +193,7 @@ def test_outputs_can_be_cut():
 def test_the_cost_model_moves_the_clock():
     outcome = run([request("a", text(1, 300), answer(1, 3))], SPECS["full"])
     # 256 prompt tokens, then 44 (and the first token), then two decode steps.
-    assert outcome.engine.tally.steps == 4 + 1  # the last one tells the end
+    assert outcome.engine.tally.steps == 4 + 1  # the last one reports the end
     assert outcome.engine.clock_ns == COST.step_ns(256, 0) + COST.step_ns(44, 0) + 2 * COST.step_ns(0, 1)
 
 
@@ -255,7 +255,7 @@ def test_round_robin_takes_turns_and_so_do_requests_without_a_session():
 
 def test_an_engine_that_gets_nothing_says_so():
     class Miser:
-        """A service that reaches no row, for ever."""
+        """A service that never reaches a row."""
 
         spec = SPECS["full"]
 

@@ -58,7 +58,7 @@ def test_a_subscriber_sees_what_was_executed_as_it_happens(service):
     assert next(events).seq == 2
 
 
-def test_a_subscriber_resumes_and_is_told_of_a_gap(service):
+def test_a_subscriber_resumes_and_gets_gaps(service):
     stream = service.open()
     for slot in range(5):
         admit(stream, slot)
@@ -71,7 +71,7 @@ def test_a_subscriber_resumes_and_is_told_of_a_gap(service):
     assert (first.gap, first.seq) == (True, last - 8)
 
 
-def test_a_lapse_and_a_return_are_told(service):
+def test_subscribers_get_lapse_and_restoration(service):
     stream = service.open()
     admit(stream, 0)
     stream.step()
@@ -84,7 +84,7 @@ def test_a_lapse_and_a_return_are_told(service):
     assert next(events).restored
 
 
-def test_silence_is_found_out_without_anybody_asking():
+def test_lapse_is_published_without_any_call():
     with running(LIMITS.model_copy(update={"lease_ms": 100})) as service:
         service.register()
         stream = service.open()
@@ -94,7 +94,7 @@ def test_silence_is_found_out_without_anybody_asking():
         assert next(events).restored
 
 
-def test_a_subscriber_that_does_not_read_is_ended_and_can_go_on(service):
+def test_a_slow_subscriber_is_ended_and_can_resume(service):
     events = subscribe(service, after_seq=0)
     followed(service)
     stream = service.open()
@@ -123,9 +123,9 @@ def test_a_subscriber_that_does_not_read_is_ended_and_can_go_on(service):
 
 @pytest.mark.parametrize(
     ("fields", "kind", "field"),
-    [({"replica": "nobody"}, NotFound, "replica"), ({"replica": "r", "after_seq": 1}, InvalidArgument, "after_seq")],
+    [({"replica": "unknown"}, NotFound, "replica"), ({"replica": "r", "after_seq": 1}, InvalidArgument, "after_seq")],
 )
-def test_what_cannot_be_followed_is_refused(service, fields, kind, field):
+def test_invalid_subscriptions_are_refused(service, fields, kind, field):
     with pytest.raises(grpc.RpcError) as raised:
         next(service.events.Subscribe(events_pb2.SubscribeRequest(**fields)))
     error = error_of(raised.value)

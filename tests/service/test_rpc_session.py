@@ -77,7 +77,7 @@ class TestSteps:
             ({}, {"executed_through": 9}, "INVALID_ARGUMENT", "executed_through"),
         ],
     )
-    def test_a_refusal_is_an_answer_changes_nothing_and_the_stream_goes_on(
+    def test_a_refused_step_changes_nothing_and_the_stream_continues(
         self, service, part, fields, reason, field
     ):
         stream = service.open()
@@ -115,7 +115,7 @@ class TestEnds:
     @pytest.mark.parametrize(
         ("first", "kind", "field"),
         [
-            ({"open": {"replica": "nobody", "nonce": 1}}, NotFound, "replica"),
+            ({"open": {"replica": "unknown", "nonce": 1}}, NotFound, "replica"),
             ({"open": {"replica": "r", "nonce": 1, "epoch": 5}}, StaleEpoch, "epoch"),
             ({"open": {"replica": "r", "nonce": 1, "stamp_table": b"abc"}}, InvalidArgument, "open.stamp_table"),
             ({"open": {"replica": "r", "nonce": 1, "stamp_table": bytes(8)}}, InvalidArgument, "stamp_table"),
@@ -124,7 +124,7 @@ class TestEnds:
             ({}, InvalidArgument, "kind"),
         ],
     )
-    def test_an_open_that_cannot_be_ends_the_stream_and_changes_nothing(self, service, first, kind, field):
+    def test_an_invalid_open_ends_the_stream_and_changes_nothing(self, service, first, kind, field):
         before = service.digest()
         stream = Stream(service.channel)
         stream.send(**first)
@@ -134,7 +134,7 @@ class TestEnds:
         assert service.digest() == before
         assert service.state() == "IDLE"
 
-    def test_a_stream_that_opens_nothing_is_told_so(self, service):
+    def test_a_stream_without_open_is_refused(self, service):
         stream = Stream(service.channel)
         stream.finish()
         assert isinstance(stream.end(), InvalidArgument)
@@ -147,7 +147,7 @@ class TestEnds:
         assert isinstance(error, InvalidArgument)
         assert error.field == "kind"
 
-    def test_bytes_that_are_no_message_end_the_stream(self, service):
+    def test_invalid_bytes_end_the_stream(self, service):
         stream = service.open()
         before = service.digest()
         stream.send_raw(b"\xff\xff")
@@ -155,7 +155,7 @@ class TestEnds:
         assert service.digest() == before
         assert service.state() == "LAPSED"
 
-    def test_a_step_of_a_life_that_has_ended_ends_the_stream(self, service):
+    def test_a_step_of_a_stale_epoch_ends_the_stream(self, service):
         stream = service.open()
         stream.send(step={"epoch": 1, "seq": 1, "parts": [{}]})
         error = stream.end()
@@ -168,7 +168,7 @@ class TestEnds:
         process.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="gone"))
         assert isinstance(stream.end(), NotFound)
 
-    def test_a_half_close_is_no_goodbye(self, service):
+    def test_a_half_close_leaves_a_lapsed_replica(self, service):
         stream = service.open()
         stream.finish()
         assert stream.end() is None
@@ -176,7 +176,7 @@ class TestEnds:
 
 
 class TestTakingOver:
-    def test_two_sessions_the_newer_wins_and_the_older_is_told(self, service):
+    def test_a_newer_session_ends_the_older_stream_with_a_reason(self, service):
         older = service.open()
         older.step(ADMIT)
         newer = service.open()
@@ -185,7 +185,7 @@ class TestTakingOver:
         assert service.state() == "LIVE"
         newer.close()
 
-    def test_the_older_is_told_in_the_middle_of_what_it_does(self, service):
+    def test_a_replaced_session_is_ended_while_it_is_busy(self, service):
         older = service.open()
         for seq in range(1, 200):
             older.send(step={"epoch": older.opened.epoch, "seq": seq, "executed_through": seq - 1, "parts": [{}]})
@@ -194,7 +194,7 @@ class TestTakingOver:
         assert newer.step().result.seq == 1
         newer.close()
 
-    def test_a_client_that_vanishes_leaves_a_lapsed_replica_to_the_next(self, service):
+    def test_a_vanished_client_leaves_a_lapsed_replica(self, service):
         stream = service.open()
         stream.step(ADMIT)
         stream.send(step={"epoch": stream.opened.epoch, "seq": 2, "executed_through": 1, "more": True, "parts": [{}]})
@@ -211,14 +211,14 @@ class TestTakingOver:
         assert (new.opened.epoch, new.opened.free_blocks) == (stream.opened.epoch + 1, 40)
         new.close()
 
-    def test_a_connection_that_breaks_is_a_client_that_vanishes(self, service):
+    def test_a_broken_connection_leaves_a_lapsed_replica(self, service):
         other = type(service)(service.app, service.address, service.loop)
         other.open().step(ADMIT)
         other.channel.close()
         until(lambda: service.state() == "LAPSED")
 
 
-def test_silence_lapses_a_session_and_a_heartbeat_brings_it_back():
+def test_silence_lapses_a_session_and_a_heartbeat_restores_it():
     now = [0]
     with running(Config(listen="127.0.0.1:0", lease_ms=1000), clock=lambda: now[0]) as service:
         service.register()
@@ -267,7 +267,7 @@ class TestSlowOpening:
         until(lambda: service.state() == "OPENING")
         return stream
 
-    def test_other_replicas_go_on_and_nobody_reads_this_one(self, service, may_begin):
+    def test_slow_opening_blocks_reads_of_its_replica_only(self, service, may_begin):
         stream = self.ask(service)
         service.register("other")
         with refusal(ReplicaLapsed) as refused:
@@ -278,7 +278,7 @@ class TestSlowOpening:
         assert stream.receive().opened.epoch > 1
         assert service.open("other").step().WhichOneof("kind") == "result"
 
-    def test_a_caller_who_is_gone_ends_the_work(self, service, may_begin):
+    def test_slow_opening_stops_when_the_caller_is_gone(self, service, may_begin):
         self.ask(service).vanish()
         until(lambda: service.state() == "IDLE")
         may_begin.set()
@@ -291,7 +291,7 @@ class TestSlowOpening:
         may_begin.set()
         assert newer.receive().opened.epoch == 2
 
-    def test_a_removed_replica_says_so(self, service, may_begin):
+    def test_slow_opening_of_a_removed_replica_is_refused(self, service, may_begin):
         stream = self.ask(service)
         service.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="r"))
         assert isinstance(stream.end(), NotFound)

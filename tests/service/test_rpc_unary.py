@@ -81,7 +81,7 @@ class TestDetails:
         assert info.metadata["remedy"]
         assert bad.field_violations[0].field == "request_id"
 
-    def test_a_stale_epoch_tells_the_current_one(self, service, unchanged):
+    def test_a_stale_epoch_error_has_the_current_epoch(self, service, unchanged):
         with refusal(StaleEpoch, "epoch") as caught:
             allocate(service, epoch=7)
         assert caught[0].metadata["epoch"] == "1"
@@ -125,7 +125,7 @@ class TestReplicas:
             service.allocation.RegisterReplica(request)
         service.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="same"))
 
-    def test_a_spec_that_cannot_be_names_its_field(self, service, unchanged):
+    def test_an_invalid_spec_names_its_field(self, service, unchanged):
         other = ReplicaSpec()
         other.CopyFrom(SPEC)
         other.groups[1].window = 0
@@ -187,7 +187,7 @@ class TestReplicas:
             service.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica=name))
 
     @pytest.mark.parametrize(("field", "value"), [("page_size", 1001), ("page_token", "no name")])
-    def test_a_page_that_cannot_be_is_refused(self, service, unchanged, field, value):
+    def test_invalid_page_requests_are_refused(self, service, unchanged, field, value):
         with refusal(InvalidArgument, field):
             service.allocation.ListReplicas(pb.ListReplicasRequest(**{field: value}))
 
@@ -214,7 +214,7 @@ class TestHits:
         skipped = find(service, [*PROMPT, 1], skip_reading=True)
         assert (skipped.hit_tokens, skipped.single_group_hit, skipped.num_hashes) == (0, 0, 2)
 
-    def test_a_look_up_touches_nothing(self, service, unchanged):
+    def test_a_look_up_changes_nothing(self, service, unchanged):
         find(service)
 
     def test_long_content_is_found_as_short_content(self, service):
@@ -232,11 +232,11 @@ class TestHits:
         stream.close()
 
     def test_an_unknown_request_is_named(self, service, unchanged):
-        for name in ("nobody", ""):
+        for name in ("unknown", ""):
             with refusal(NotFound, "request_id"):
                 service.allocation.FindCacheHit(pb.FindCacheHitRequest(replica="r", request_id=name))
 
-    def test_a_lapsed_replica_promises_nothing(self, service):
+    def test_a_lapsed_replica_refuses_look_ups(self, service):
         service.open().vanish()
         with refusal(ReplicaLapsed):
             while True:
@@ -255,7 +255,7 @@ class TestHits:
             ({"token_ids": [1] * 40, "extra_keys": {"multimodal": [{"offset": 1}]}}, None),
         ],
     )
-    def test_content_that_cannot_be_is_refused(self, service, unchanged, content, field):
+    def test_invalid_content_is_refused(self, service, unchanged, content, field):
         with refusal(InvalidArgument, field):
             service.allocation.FindCacheHit(pb.FindCacheHitRequest(replica="r", content=content))
         with refusal(InvalidArgument, field):
@@ -270,7 +270,7 @@ class TestRepeats:
         unchanged()
         assert allocate(service, op_id="1") == first
 
-    def test_also_when_the_request_is_gone(self, service, unchanged):
+    def test_a_repeat_gets_the_first_answer_after_the_request_is_freed(self, service, unchanged):
         allocate(service)
         grow = pb.CommitBlocksRequest(header={**HEADER, "op_id": "c"}, request_id="a", appended={"token_ids": [1]})
         first = service.allocation.CommitBlocks(grow)
@@ -291,7 +291,7 @@ class TestRepeats:
             allocate(service, tokens=None, op_id="1")
         assert allocate(service, op_id="1").granted_tokens == 40
 
-    def test_an_op_id_has_a_length(self, service, unchanged):
+    def test_op_id_length_is_limited(self, service, unchanged):
         with refusal(InvalidArgument, "header.op_id"):
             allocate(service, op_id="x" * 129)
 
@@ -301,11 +301,11 @@ class TestLimits:
         with refusal(LimitExceeded):
             service.allocation.EvictBlocks(pb.EvictBlocksRequest(header=HEADER, block_ids=[2**31] * (1 << 16)))
 
-    def test_bytes_that_are_no_message_are_refused(self, service, unchanged):
+    def test_invalid_bytes_are_refused(self, service, unchanged):
         with refusal(InvalidArgument):
             service.channel.unary_unary("/kvplane.v1.Allocation/AllocateSlots")(b"\xff\xff\xff")
 
-    def test_a_session_keeps_unary_calls_out(self, service):
+    def test_unary_calls_are_refused_while_a_session_is_open(self, service):
         stream = service.open()
         before = service.digest()
         with refusal(OtherWriter, "replica"):
@@ -313,7 +313,7 @@ class TestLimits:
         assert service.digest() == before
         stream.close()
 
-    def test_a_block_that_is_not_ours_is_refused(self, service, unchanged):
+    def test_a_block_outside_of_the_pool_is_refused(self, service, unchanged):
         for block in (0, 41, 2**32 - 1):
             with refusal(InvalidArgument, "block_ids[0]"):
                 service.allocation.EvictBlocks(pb.EvictBlocksRequest(header=HEADER, block_ids=[block]))
@@ -334,7 +334,7 @@ class TestLimits:
         with refusal(InvalidArgument, "max_new_tokens"):
             service.channel.unary_unary("/kvplane.v1.Allocation/AllocateSlots")(raw)
 
-    def test_the_largest_token_is_no_cut_number(self, service):
+    def test_the_largest_token_is_accepted(self, service):
         request = pb.AllocateSlotsRequest(header=HEADER, request_id="a", content={"token_ids": [10_000_000] * 3})
         assert service.allocation.AllocateSlots(request).granted_tokens == 3
 
@@ -349,7 +349,7 @@ def field(number: int, payload: bytes) -> bytes:
     return bytes([number << 3 | 2]) + varint(len(payload)) + payload
 
 
-def test_a_bug_ends_its_call_with_internal_and_the_service_lives(service, monkeypatch, caplog):
+def test_unhandled_exceptions_end_the_call_with_internal(service, monkeypatch, caplog):
     def breaks(_):
         raise ZeroDivisionError("a bug")
 
@@ -365,7 +365,7 @@ def test_a_bug_ends_its_call_with_internal_and_the_service_lives(service, monkey
     assert service.state() == "IDLE"
 
 
-def test_a_snapshot_of_a_replica_that_does_not_hold_together_names_what(service):
+def test_a_snapshot_names_a_violated_invariant(service):
     pool = service.app.registry.get("r").host.replica.coordinator.pool
     pool.references[3] += 1
     with refusal(InternalError) as caught:

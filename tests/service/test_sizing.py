@@ -33,9 +33,9 @@ def test_requests_of_8k_in_40_gib():
 
 def test_eighty_layers_of_full_heads():
     config = {"num_hidden_layers": 80, "num_attention_heads": 32, "hidden_size": 4096}
-    told = figures_of(Sizing(model_of(config), ModelOptions(max_model_len=250_000), 400 * GIB))
-    assert told.bytes_per_token == 1_310_720
-    assert 250_000 * told.bytes_per_token == pytest.approx(328e9, rel=0.002)
+    figures = figures_of(Sizing(model_of(config), ModelOptions(max_model_len=250_000), 400 * GIB))
+    assert figures.bytes_per_token == 1_310_720
+    assert 250_000 * figures.bytes_per_token == pytest.approx(328e9, rel=0.002)
 
 
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,12 +65,12 @@ def test_blocks_and_concurrency_are_those_of_the_golden_row(row):
     expected = GOLDEN_ROWS[row]["expected"]
     caching = "mamba=none" not in row
     sizing = Sizing(MODELS[model], ModelOptions(**options), 40 * GIB, max_concurrent_batches=2, prefix_caching=caching)
-    told = figures_of(sizing)
-    assert [told.num_blocks] == expected["num_blocks"]
-    assert told.concurrency == pytest.approx(expected["max_concurrency"], abs=1e-6)
+    figures = figures_of(sizing)
+    assert [figures.num_blocks] == expected["num_blocks"]
+    assert figures.concurrency == pytest.approx(expected["max_concurrency"], abs=1e-6)
     if row in UNIFORM:
         uniform = GOLDEN_ROWS[UNIFORM[row]]["expected"]["max_concurrency"]
-        assert told.uniform_concurrency == pytest.approx(uniform, abs=1e-6)
+        assert figures.uniform_concurrency == pytest.approx(uniform, abs=1e-6)
 
 
 def test_the_published_gain_of_gpt_oss_120b_is_that_of_a_context_of_about_128k():
@@ -183,7 +183,7 @@ def test_a_field_that_lacks_is_named_with_where_it_usually_stands(name, field):
     with pytest.raises(InvalidArgument, match="lacks it") as caught:
         model_of(config)
     assert caught.value.field == field
-    assert caught.value.remedy.startswith("it usually stands ")
+    assert caught.value.remedy.startswith("it usually appears ")
 
 
 @pytest.mark.parametrize("value", [0, -8, "8", 1.5, None, True])
@@ -232,7 +232,7 @@ def test_what_contradicts_itself_is_named(changes, field):
     ],
 )
 def test_which_layers_have_the_window(changes, windows):
-    """As the model types of transformers lay it out when the file does not say."""
+    """As the model types of transformers define it when the file does not."""
     config = {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "sliding_window": 128, **changes}
     shapes = model_of(config).pattern
     assert [layer for layer, shape in enumerate(shapes) if isinstance(shape, Sliding)] == windows

@@ -51,7 +51,7 @@ def registered() -> Registry:
 
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS])
-async def test_a_scrape_leaves_turns_to_others_and_is_the_page_as_it_would_be_in_one_go(accept):
+async def test_a_sliced_scrape_yields_and_equals_an_unsliced_page(accept):
     collector = ServiceCollector(registered())
     server, pages = MetricsServer(collector), list[list[bytes]]()
 
@@ -77,7 +77,7 @@ async def test_too_many_scrapes_at_a_time_are_refused(monkeypatch):
     assert (served, len(answers) - served) == (17, 3), "one at a time, and sixteen wait"
 
 
-async def test_the_log_is_read_for_an_explanation_while_others_have_their_turns():
+async def test_an_explanation_reads_the_log_in_slices():
     registry = Registry(Config(), lambda: 5)
     host = registry.register("r", Registration(spec_of())).host
     engine = Engine(host)

@@ -21,14 +21,14 @@ def test_the_newest_epoch_is_that_of_the_base(values):
     assert stamps.newest_epoch(values) == stamps.newest_epoch(array("Q", values)) == base.newest_epoch(values)
 
 
-def test_a_table_of_many_pieces_is_looked_at_whole(monkeypatch):
+def test_newest_epoch_reads_every_piece_of_a_large_table(monkeypatch):
     monkeypatch.setattr(stamps, "_PIECE", 2)
     assert stamps.newest_epoch([1 << 32, 2 << 32, 3 << 32, 1 << 32, 7 << 32]) == 7
     assert list(stamps.confirmed([1, 2, 3, 4, 5], StampReading(1, [1, 0, 3, 4, 6]))) == [1, 0, 3, 4, 0]
 
 
 @given(tables, st.lists(readings, min_size=1, max_size=3))
-async def test_what_is_proven_is_what_the_engine_and_all_tables_agree_on(shown, read):
+async def test_confirmed_stamps_equal_agreed_stamps(shown, read):
     if len({len(one.stamps) for one in read}) > 1 or len(read[0].stamps) != len(shown):
         assert not any((await _proven(array("Q", shown), read))[1:])
     else:
@@ -36,6 +36,6 @@ async def test_what_is_proven_is_what_the_engine_and_all_tables_agree_on(shown, 
         assert tuple(await _proven(array("Q", shown), read)) == agreed
 
 
-async def test_without_a_table_or_a_reading_there_is_nothing_to_compare():
+async def test_confirmed_without_a_table_or_reading_is_empty():
     assert await _proven((), [StampReading(1, (5,))]) == ()
     assert await _proven((5,), []) == (5,)

@@ -72,20 +72,20 @@ async def test_sessions_of_asyncio_run_over_tls(authority):
                 assert (await session.apply(PROMPT)).parts[0].admit_granted == [40]
 
 
-def test_nobody_is_answered_in_plain_text(authority):
+def test_plaintext_clients_are_refused(authority):
     with running(config(authority)) as service, connect(service.address, retry=ONCE) as client:
         assert_unanswered(client)
 
 
 def test_a_certificate_of_another_authority_is_refused_by_the_client(authority, tmp_path):
-    stranger = Authority(tmp_path, "stranger")
-    with running(config(authority)) as service, connect(service.address, tls=Tls(stranger.cert), retry=ONCE) as client:
+    other = Authority(tmp_path, "other")
+    with running(config(authority)) as service, connect(service.address, tls=Tls(other.cert), retry=ONCE) as client:
         assert_unanswered(client)
 
 
-def test_who_must_show_a_certificate_and_does_not_is_not_answered(authority, tmp_path):
+def test_clients_without_required_certificate_are_refused(authority, tmp_path):
     asking = config(authority, tls_client_auth="require", tls_client_ca=authority.cert)
-    mine, strange = authority.issue("engine"), Authority(tmp_path, "stranger").issue("thief")
+    mine, strange = authority.issue("engine"), Authority(tmp_path, "other").issue("thief")
     with running(asking) as service:
         for pair in (("", ""), strange):
             with connect(service.address, tls=Tls(authority.cert, *pair), retry=ONCE) as client:
@@ -94,7 +94,7 @@ def test_who_must_show_a_certificate_and_does_not_is_not_answered(authority, tmp
             assert client.status().version
 
 
-def test_a_renewed_certificate_is_shown_without_a_restart(authority):
+def test_a_renewed_certificate_is_used_without_a_restart(authority):
     with running(config(authority)) as service:
         first = shown_by(service.address)
         with connect(service.address, tls=Tls(authority.cert)) as client:
@@ -102,10 +102,10 @@ def test_a_renewed_certificate_is_shown_without_a_restart(authority):
             with client.session("r") as session:
                 authority.issue("server", days=2)
                 assert shown_by(service.address) != first
-                assert session.apply(PROMPT).parts[0].admit_granted == [40], "open sessions go on"
+                assert session.apply(PROMPT).parts[0].admit_granted == [40], "open sessions continue"
 
 
-def test_a_renewal_that_cannot_be_used_changes_nothing(authority, caplog):
+def test_an_invalid_renewal_is_ignored(authority, caplog):
     with running(config(authority)) as service:
         first = shown_by(service.address)
         authority.issue("server", days=-1)
@@ -116,7 +116,7 @@ def test_a_renewal_that_cannot_be_used_changes_nothing(authority, caplog):
     assert "server.key: No such file" in caplog.text
 
 
-def test_health_has_a_plaintext_port_and_nothing_else_there(authority):
+def test_health_port_serves_only_health(authority):
     with running(config(authority, health_listen="127.0.0.1:0")) as service:
         address = service.app.health_address
         with grpc.insecure_channel(address) as channel:
@@ -128,7 +128,7 @@ def test_health_has_a_plaintext_port_and_nothing_else_there(authority):
             client.status()
 
 
-def test_a_service_without_tls_makes_no_use_of_it():
+def test_tls_files_are_ignored_without_tls():
     with running() as service:
         assert service.app.health_address == ""
 
@@ -151,7 +151,7 @@ BROKEN: dict[str, Callable[[Authority], tuple[str, str]]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_pair_that_cannot_be_used_is_named_at_the_start(authority, what):
+def test_invalid_certificate_pairs_are_refused_at_start(authority, what):
     cert, key = BROKEN[what](authority)
     with pytest.raises((InvalidArgument, NotFound), match=what) as caught:
         server_credentials(Config(tls_cert=cert, tls_key=key))

@@ -124,7 +124,7 @@ def test_a_session_is_read_only_when_its_time_has_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.compress])
-def test_plain_gzip_and_zstd_are_told_apart_by_their_bytes(tmp_path: Path, pack: Any) -> None:
+def test_compression_is_detected_by_magic_bytes(tmp_path: Path, pack: Any) -> None:
     path = written(tmp_path, *(mooncake(timestamp=t) for t in range(300)))
     path.write_bytes(pack(path.read_bytes()))
     with TraceFile(path) as trace:

@@ -119,10 +119,10 @@ def test_a_call_is_a_span_by_the_conventions_and_its_step_the_child(monkeypatch)
     assert len(collector.spans) == 2
 
 
-def test_a_refused_call_tells_its_code(monkeypatch):
+def test_a_refused_call_span_has_its_code(monkeypatch):
     with traced(monkeypatch, ratio="1") as (service, collector):
         with pytest.raises(grpc.RpcError):
-            service.describe("nobody")
+            service.describe("unknown")
         flush(service)
     (call,) = collector.named("kvplane.v1.Allocation/DescribeReplica")
     assert call.attributes["rpc.response.status_code"] == "NOT_FOUND"
@@ -222,7 +222,7 @@ def test_the_standard_variables_turn_it_on(environment, asked):
     ],
     ids=lambda environment: list(environment)[-1],
 )
-def test_a_variable_that_cannot_be_is_named(environment):
+def test_an_invalid_variable_is_named(environment):
     check = Sampling.of if "SAMPLER" in list(environment)[-1] else is_asked_for
     with pytest.raises(InvalidArgument) as caught:
         check(environment)
@@ -240,7 +240,7 @@ def test_a_variable_that_cannot_be_is_named(environment):
         ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.5"}, 50, 50, 50),
     ],
 )
-def test_who_decides(environment, sampled, unsampled, none):
+def test_sampling_decisions(environment, sampled, unsampled, none):
     takes = Sampling.of(environment).takes
     given = (str(TRACE), str(TRACE._replace(flags=0)), "")
     assert [sum(takes(traceparent) for _ in range(100)) for traceparent in given] == [sampled, unsampled, none]

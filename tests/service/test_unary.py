@@ -86,7 +86,7 @@ class TestAllocating:
         assert (second.hit, second.granted) == (32, 8)
         assert second.table[0][:2] == first.table[0][:2]
 
-    def test_a_running_request_goes_on(self, world):
+    def test_a_running_request_continues(self, world):
         world.allocate("a", PROMPT)
         answer = world.decode("a", range(9))
         assert (answer.status, answer.granted, answer.hashes.count) == (AllocationStatus.GRANTED, 9, 3)
@@ -97,7 +97,7 @@ class TestAllocating:
         world.decode("a", range(40, 64))
         assert world.allocate("b", list(range(64))).hashes.last == world.calls.commit(NOW, CommitCall("a")).hashes.last
 
-    def test_computed_tokens_go_back_after_rejected_drafts(self, world):
+    def test_computed_tokens_decrease_after_rejected_drafts(self, world):
         world.allocate("a", PROMPT)
         world.decode("a", [1], extra=4, lookahead=4)
         answer = world.decode("a", [2], computed=41)
@@ -155,7 +155,7 @@ class TestAllocating:
         step = world.calls.commit(NOW, CommitCall("a", commit=40)).step
         assert isinstance(step.parts[0].events[0], CacheEvent)
 
-    def test_requests_of_hashes_go_on_with_hashes(self, world):
+    def test_requests_with_hashes_continue_with_hashes(self, world):
         digests = world.content(list(range(48))).hashes
         world.calls.allocate(NOW, AllocateCall("a", Content(40, digests[:64], 2)))
         answer = world.calls.allocate(NOW, AllocateCall("a", appended=Appended(8, digests[64:], 1)))
@@ -212,7 +212,7 @@ class TestRefusals:
     def test_an_unknown_victim_is_named(self, world):
         world.allocate("a", PROMPT)
         with world.refuses(NotFound, field="victims[1]"):
-            world.decode("a", [1], victims=("a", "nobody"))
+            world.decode("a", [1], victims=("a", "unknown"))
 
     def test_a_new_request_has_nothing_appended_or_computed(self, world):
         content = world.content(PROMPT)
@@ -244,7 +244,7 @@ class TestRefusals:
             world.calls.free(NOW, "a", EndKind.FREE, 9)
 
     @pytest.mark.parametrize("block", [0, 21, 2**32 - 1])
-    def test_a_block_that_is_not_ours_is_named_by_its_place(self, world, block):
+    def test_a_block_outside_of_the_pool_is_named_by_index(self, world, block):
         with world.refuses(InvalidArgument, field="block_ids[1]"):
             world.calls.evict(NOW, [1, block])
 
@@ -269,7 +269,7 @@ class TestEnding:
         assert world.calls.free(NOW, "a", EndKind.HELD, 0).parts[0].free_blocks == 17
         assert world.calls.free(NOW, "a", EndKind.RELEASED, 0).parts[0].free_blocks == 20
 
-    def test_a_load_that_is_over_is_no_end(self, world):
+    def test_a_finished_load_does_not_end_the_request(self, world):
         world.allocate("a", PROMPT, external=16, cap=0, flags=RowFlag.DELAY_CACHING)
         world.calls.free(NOW, "a", EndKind.RELEASED, 0)
         assert world.allocate("a").granted == 24
@@ -280,7 +280,7 @@ class TestEnding:
         answer = world.allocate("a")
         assert (answer.hit, answer.granted) == (32, 8)
 
-    def test_a_waiting_request_may_be_given_anew(self, world):
+    def test_a_waiting_request_may_be_sent_again(self, world):
         world.allocate("a", PROMPT)
         world.calls.free(NOW, "a", EndKind.PREEMPTED, 0)
         answer = world.allocate("a", list(range(100, 120)))

@@ -1,4 +1,4 @@
-"""A rank's worker: takes the plan, is known while it says so, and is the only one."""
+"""A rank's worker: it gets the plan, is registered while its lease is valid, and is the only one of its rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class World:
         self.now_ns += 1000 * 1_000_000 + 1
 
 
-def test_a_worker_is_known_until_it_is_silent():
+def test_a_worker_is_registered_until_its_lease_expires():
     world = World()
     assert world.roster.register(INFO).plan == PLAN
     for _ in range(5):
@@ -71,7 +71,7 @@ def test_a_rank_has_one_worker():
         world.roster.renew(INFO)
 
 
-def test_who_leaves_makes_room_at_once():
+def test_a_leaving_worker_frees_its_rank():
     world = World()
     world.roster.register(INFO)
     world.roster.leave(OTHER.worker_id)
@@ -80,7 +80,7 @@ def test_who_leaves_makes_room_at_once():
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 65536])
-def test_a_rank_that_the_replica_has_not_is_refused(rank):
+def test_an_unknown_rank_is_refused(rank):
     with pytest.raises(InvalidArgument, match=r"^worker\.rank"):
         World().roster.register(replace(INFO, rank=rank))
 

@@ -1,6 +1,6 @@
-"""The audit log: one JSON object a line, written by a thread of its own, so that no disk holds up a call.
+"""The audit log: one JSON object per line, written by a thread of its own, so that a slow disk delays no call.
 
-It names peers, owners, methods, replicas and outcomes; never a token, a prompt, a hash.
+It contains peers, owners, methods, replicas and outcomes; never a token, a prompt or a hash.
 """
 
 from __future__ import annotations
@@ -23,19 +23,21 @@ _log = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """Appends to a file, which may be moved away by log rotation. Lines that find no room are counted and told."""
+    """Appends to a file, which log rotation may move. Lines lost to a full queue are counted and reported in
+    the log.
+    """
 
     def __init__(self, path: str, wall_clock_ms: Callable[[], int]) -> None:
         """`path` "-" = standard error. Raises NotFound when the file cannot be written."""
         self._sink = _Stderr() if path == STDERR else _File(path)
         self._wall_clock_ms = wall_clock_ms
         self._waiting: queue.Queue[dict[str, object] | None] = queue.Queue(MAX_WAITING)
-        self._lost = 0  # counted where lines are told; how many of them were told of, where lines are written
+        self._lost = 0  # incremented by callers, read by the writing thread
         self._thread = threading.Thread(target=self._write_all, name="kvplane-audit", daemon=True)
         self._thread.start()
 
     def record(self, event: str, **facts: object) -> None:
-        """Write what happened; empty facts are left out."""
+        """Append a line; empty facts are omitted."""
         line = {"time_ms": self._wall_clock_ms(), "event": event, **{key: facts[key] for key in facts if facts[key]}}
         try:
             self._waiting.put_nowait(line)
@@ -43,24 +45,24 @@ class AuditLog:
             self._lost += 1
 
     def close(self) -> None:
-        """Write what waits, and end."""
+        """Write pending lines and stop."""
         self._waiting.put(None)
         self._thread.join()
 
     def _write_all(self) -> None:
-        told_of = 0
+        reported = 0
         while (line := self._waiting.get()) is not None:
-            told_of = self._write_one(line, told_of)
-        self._write_one({"time_ms": self._wall_clock_ms(), "event": "closed"}, told_of)
+            reported = self._write_one(line, reported)
+        self._write_one({"time_ms": self._wall_clock_ms(), "event": "closed"}, reported)
         self._sink.close()
 
-    def _write_one(self, line: dict[str, object], told_of: int) -> int:
-        """Write a line, behind a word on those that were lost; how many the file has been told of."""
+    def _write_one(self, line: dict[str, object], reported: int) -> int:
+        """Write a line, preceded by a report of newly lost ones. Returns the number of lost lines reported so far."""
         lost = self._lost
         try:
-            if lost > told_of:
-                told = {"time_ms": line["time_ms"], "event": "lines_lost", "count": lost - told_of}
-                self._sink.write(_text(told))
+            if lost > reported:
+                gap = {"time_ms": line["time_ms"], "event": "lines_lost", "count": lost - reported}
+                self._sink.write(_text(gap))
             self._sink.write(_text(line))
         except OSError as error:
             _log.error("the audit log cannot be written: %s", error)
@@ -68,7 +70,7 @@ class AuditLog:
 
 
 class _File:
-    """A file that its user alone may read; a new one when it was moved away."""
+    """A file with mode 0600, reopened when it was moved or removed."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -76,7 +78,7 @@ class _File:
             self._descriptor = self._open()
         except OSError as error:
             raise NotFound(
-                f"{path}: {error.strerror}", field="audit_log", remedy="name a file that can be written, or `-`"
+                f"{path}: {error.strerror}", field="audit_log", remedy="name a writable file, or `-`"
             ) from None
 
     def write(self, text: str) -> None:
@@ -87,7 +89,7 @@ class _File:
         os.write(self._descriptor, text.encode())
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def _open(self) -> int:
@@ -107,7 +109,7 @@ class _Stderr:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """It is not ours to close."""
+        """Standard error stays open."""
 
 
 def _text(line: dict[str, object]) -> str:

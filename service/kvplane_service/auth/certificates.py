@@ -1,4 +1,4 @@
-"""The service's certificate and key, checked before anybody is shown them."""
+"""The service's certificate and key, validated before they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvplane_service.auth.files import read_bytes
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """PEM texts. `client_ca` is empty when clients are not asked for a certificate."""
+    """PEM texts. `client_ca` is empty without client certificates."""
 
     chain: bytes
     key: bytes
@@ -28,7 +28,7 @@ def read_certificates(cert: str, key: str, client_ca: str) -> Certificates:
 
     Raises:
         NotFound: a file cannot be read.
-        InvalidArgument: it is not PEM, the certificate is expired or not valid yet, the key belongs to another one.
+        InvalidArgument: a file is not PEM, the certificate is expired or not valid yet, or the key does not match it.
     """
     chain, private = read_bytes(cert, "tls_cert"), read_bytes(key, "tls_key")
     leaf = _parse_chain(chain, cert, "tls_cert")[0]
@@ -45,14 +45,14 @@ def _parse_chain(pem: bytes, path: str, key: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError:
-        raise InvalidArgument(f"{path} holds no certificate", field=key, remedy="name a PEM file") from None
+        raise InvalidArgument(f"{path} has no certificate", field=key, remedy="name a PEM file") from None
 
 
 def _parse_key(pem: bytes, path: str) -> PrivateKeyTypes:
     try:
         return load_pem_private_key(pem, None)
     except (ValueError, UnsupportedAlgorithm):
-        what = f"{path} holds no private key"
+        what = f"{path} has no private key"
     except TypeError:
         what = f"the private key in {path} has a passphrase"
     raise InvalidArgument(what, field="tls_key", remedy="name a PEM file of a key without a passphrase")
@@ -63,7 +63,7 @@ def _check_time(leaf: x509.Certificate, path: str) -> None:
     if first <= now <= last:
         return
     what = f"expired on {last:%Y-%m-%d %H:%M} UTC" if now > last else f"is valid from {first:%Y-%m-%d %H:%M} UTC on"
-    remedy = "renew it" if now > last else "wait, or set this machine's clock"
+    remedy = "renew it" if now > last else "wait, or correct the clock of this machine"
     raise InvalidArgument(f"the certificate in {path} {what}", field="tls_cert", remedy=remedy)
 
 
@@ -71,7 +71,7 @@ def _check_pair(leaf: x509.Certificate, key: PrivateKeyTypes, path: str) -> None
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     if key.public_key().public_bytes(*form) != leaf.public_key().public_bytes(*form):
         raise InvalidArgument(
-            f"the key in {path} is not that of the certificate",
+            f"the key in {path} does not match the certificate",
             field="tls_key",
             remedy="name the key that the first certificate of tls_cert was issued for",
         )

@@ -1,4 +1,4 @@
-"""Files that may change while the service runs: Kubernetes and certificate agents put new ones in their place."""
+"""Files that may change while the service runs, as Kubernetes and certificate agents replace them."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ _log = logging.getLogger(__name__)
 
 
 class Reloaded(Generic[T]):
-    """What files say, read again when one of them changes. What cannot be used is told once, and changes nothing."""
+    """A value read from files, again when one of them changes. An invalid change is logged once, and the old
+    value is kept.
+    """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T]) -> None:
-        """`read` makes a value of the files and raises KvplaneError; raised here, where nothing is there to keep."""
+        """`read` reads the value or raises KvplaneError, which the first read propagates."""
         self._paths = paths
         self._read = read
         self._seen = self._signature()
         self._value = read()
 
     def get(self) -> T:
-        """The newest value that can be used. Threads may share it: in a race one of two equal values is kept."""
+        """The newest valid value. Thread-safe: in a race one of two equal values is kept."""
         seen = self._signature()
         if seen != self._seen:
             self._seen = seen
             try:
                 self._value = self._read()
             except KvplaneError as error:
-                _log.error("not used, what was there before holds: %s", error)
+                _log.error("ignoring an invalid change, the old value stays in use: %s", error)
             else:
-                _log.info("%s: read again", ", ".join(self._paths))
+                _log.info("reloaded %s", ", ".join(self._paths))
         return self._value
 
     def _signature(self) -> _Signature:
@@ -46,7 +48,7 @@ class Reloaded(Generic[T]):
 
 
 def read_bytes(path: str, key: str) -> bytes:
-    """A file's content; `key` is the configuration's. Raises NotFound, InvalidArgument."""
+    """The content of a file; `key` is the configuration key that errors name. Raises NotFound, InvalidArgument."""
     try:
         if os.stat(path).st_size > MAX_FILE_BYTES:
             raise InvalidArgument(f"{path} has more than {MAX_FILE_BYTES} bytes", field=key, remedy="name another file")

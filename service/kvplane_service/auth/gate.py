@@ -1,6 +1,6 @@
-"""The gate that every call passes: who calls, whether it may, within its limits; and the word to the audit log.
+"""The gate that every call passes: authentication, authorization, limits and the audit log.
 
-    Identities -> Owner -> scope of the method -> limits -> the call, which looks at CALL for what it may see
+    Identities -> Owner -> scope of the method -> limits -> the call, which reads CALL for what it may see
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Call:
-    """A call under way.
+    """A call that is being served.
 
     Attributes:
         method: without the leading slash.
-        peer: its address.
-        replica: the last one that it named, "" before, or when no replica can be called so.
-        is_hidden: it named a replica that is not for it, and was told that there is none.
-        ended: why the gate broke it off.
+        peer: address of the client.
+        replica: the last valid replica name in the call, "" before.
+        is_hidden: it named a replica that its owner may not see, and was answered NOT_FOUND.
+        ended: why the gate ended the call.
+        record: writes an event and its outcome to the audit log.
     """
 
     method: str = ""
@@ -45,30 +46,30 @@ class Call:
     replica: str = ""
     is_hidden: bool = False
     ended: KvplaneError | None = None
-    record: Callable[[str, str], None] = field(default=lambda *_: None)  # event and outcome, to the audit log
+    record: Callable[[str, str], None] = field(default=lambda *_: None)
 
     def name(self, replica: str) -> None:
-        """Note which replica the call is about."""
+        """Note the replica that the call names."""
         if self is not ANONYMOUS and Registry.is_name(replica):
             self.replica = replica
 
     def check_domain(self, domain: str, field: str) -> None:
-        """Raise PermissionDenied, naming the field, for a domain that is not the owner's to use."""
+        """Raise PermissionDenied, naming the field, for a domain that the owner may not use."""
         if not self.owner.may_use_domain(domain):
             raise PermissionDenied(
-                f"{domain[:140]!r} is no domain of owner {self.owner.name}",
+                f"{domain[:140]!r} is not a domain of owner {self.owner.name}",
                 field=field,
-                remedy="let an operator add it to the owner's domains",
+                remedy="ask an operator to add it to the owner's domains",
             )
 
 
-ANONYMOUS = Call()  # who calls in process, or where nobody is asked
+ANONYMOUS = Call()  # for calls in process, and without authentication
 CALL: ContextVar[Call] = ContextVar("call", default=ANONYMOUS)
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """What gRPC says of a call."""
+    """A call as gRPC reports it."""
 
     method: str
     peer: str
@@ -76,10 +77,10 @@ class Incoming:
 
 
 class Gate:
-    """Asks who calls, where `identities` can tell; tells the audit log, where there is one."""
+    """Authenticates calls if there are `identities`, and records them if there is an audit log."""
 
     def __init__(self, identities: Identities | None, audit: AuditLog | None, clock: Callable[[], int]) -> None:
-        """`clock` counts nanoseconds and never goes back."""
+        """`clock`: monotonic nanoseconds."""
         self._identities = identities
         self._audit = audit
         self._quotas = Quotas(clock)
@@ -87,7 +88,9 @@ class Gate:
 
     @contextmanager
     def passing(self, incoming: Incoming) -> Iterator[Call]:
-        """Around a call, in a task of its own. Raises Unauthenticated, PermissionDenied, QuotaExceeded at first."""
+        """Enclose a call, which runs in a task of its own. Raises Unauthenticated, PermissionDenied,
+        QuotaExceeded on entry.
+        """
         call = Call(incoming.method, incoming.peer)
         call.record = lambda event, outcome: self._record(event, call, outcome)
         try:
@@ -110,18 +113,18 @@ class Gate:
             self._record_end(call, call.ended.reason if call.ended else outcome)
 
     def recheck(self) -> None:
-        """Break off calls whose proof no longer holds; call now and then."""
+        """End calls whose credentials are no longer valid; call periodically."""
         if self._identities is None:
             return
         for call, stay in list(self._open.items()):
             if stay.identity is None or self._identities.still_holds(stay.proof, stay.identity):
                 continue
-            call.ended = Unauthenticated("what was shown no longer holds", remedy="call again with a new token")
+            call.ended = Unauthenticated("the credentials are no longer valid", remedy="call again with a new token")
             if stay.task is not None:
                 stay.task.cancel()
 
     def close(self) -> None:
-        """Write what waits for the audit log."""
+        """Write pending lines of the audit log."""
         if self._audit is not None:
             self._audit.close()
 
@@ -133,11 +136,11 @@ class Gate:
             raise PermissionDenied(
                 f"owner {owner.name} may not {rule.scope.value}",
                 field="authorization",
-                remedy="let an operator add the scope",
+                remedy="ask an operator to add the scope",
             )
         if rule.is_for_all and not owner.every_replica:
             raise PermissionDenied(
-                f"this concerns the replicas of all owners, not of {owner.name} alone",
+                f"the call concerns the replicas of all owners, not only of {owner.name}",
                 field="authorization",
                 remedy="call as an owner with every_replica",
             )
@@ -158,7 +161,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class _Stay:
-    """What a call was let in with."""
+    """The credentials that a call was admitted with."""
 
     proof: Proof
     identity: Identity | None
@@ -166,11 +169,11 @@ class _Stay:
 
 
 def open_gate(config: Config, clock: Callable[[], int]) -> Gate | None:
-    """None when nobody is asked and nothing is told.
+    """The gate of a configuration; None without authentication and audit log.
 
     Raises:
-        InvalidArgument: values contradict each other, or a file says what cannot be.
-        NotFound: a file cannot be read, or the audit log not written.
+        InvalidArgument: contradictory values, or an invalid file.
+        NotFound: a file cannot be read, or the audit log cannot be written.
     """
     check_together(config)
     if not config.auth_owners and not config.audit_log:

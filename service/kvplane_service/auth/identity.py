@@ -1,4 +1,4 @@
-"""From what the channel proves to an owner: a bearer token decides when there is one, else the client's certificate."""
+"""From the credentials of a call to its owner: the bearer token if there is one, otherwise the client certificate."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _CERT_NAMES = ("x509_subject_alternative_name", "x509_common_name")
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a call brings: metadata, and what TLS says of its peer."""
+    """The credentials of a call: its metadata, and the names in the TLS certificate of its peer."""
 
     authorization: tuple[str, ...]
     certificate_names: tuple[str, ...]
 
     @classmethod
     def of(cls, metadata: Iterable[tuple[str, str | bytes]], peer: Mapping[str, Iterable[bytes]]) -> Proof:
-        """From what gRPC tells of a call."""
+        """The credentials from the metadata and the auth context of gRPC."""
         given = tuple(str(value) for key, value in metadata if key == "authorization")
         names = [name.decode(errors="replace") for key in _CERT_NAMES for name in peer.get(key, ())]
         return cls(given, tuple(names))
@@ -34,7 +34,7 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who it is, until when (seconds since 1970, None = no end), by which state of the files."""
+    """An authenticated owner, until when (seconds since 1970, None = unlimited), and the book that identified it."""
 
     owner: Owner
     expires_s: float | None
@@ -43,16 +43,18 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """What the files say, which agree with each other."""
+    """The contents of the files of owners, tokens and keys, which are consistent with each other."""
 
     owners: Owners
     tokens: StaticTokens
     web_tokens: WebTokens | None
 
     def identify(self, proof: Proof) -> Identity:
-        """Raises Unauthenticated, PermissionDenied when the subject is proven and belongs to no owner."""
+        """The owner of credentials. Raises Unauthenticated, and PermissionDenied for a verified subject without
+        an owner.
+        """
         if len(proof.authorization) > 1:
-            raise _unknown("there are several tokens")
+            raise _unknown("there are several authorization headers")
         if proof.authorization:
             return self._by_token(proof.authorization[0])
         for name in proof.certificate_names:
@@ -60,7 +62,7 @@ class Book:
             if owner is not None:
                 return Identity(owner, None, self)
         if proof.certificate_names:
-            raise _nobody(f"cert:{proof.certificate_names[0]}")
+            raise _without_owner(f"cert:{proof.certificate_names[0]}")
         raise _unknown("there is no token")
 
     def _by_token(self, header: str) -> Identity:
@@ -73,29 +75,31 @@ class Book:
             assert owner is not None, "read_book checked it"
             return Identity(owner, None, self)
         if self.web_tokens is None or token.count(".") != 2:
-            raise _unknown("the token is not known")
+            raise _unknown("the token is unknown")
         claims = self.web_tokens.check(token)
         owner = self.owners.of_subject(f"jwt:{claims.subject}")
         if owner is None:
-            raise _nobody(f"jwt:{claims.subject}")
+            raise _without_owner(f"jwt:{claims.subject}")
         return Identity(owner, claims.expires_s, self)
 
 
 class Identities:
-    """Tells who calls, by the newest state of the files."""
+    """Identifies callers by the current state of the files."""
 
     def __init__(self, config: Config, now_s: Callable[[], float] = time.time) -> None:
-        """Read the files; raises NotFound, InvalidArgument. `now_s`: seconds since 1970."""
+        """Read the files. `now_s`: seconds since 1970. Raises NotFound, InvalidArgument."""
         paths = [path for path in (config.auth_owners, config.auth_tokens, config.auth_jwks) if path]
         self._book = Reloaded(paths, lambda: _read_book(config))
         self._now_s = now_s
 
     def identify(self, proof: Proof) -> Identity:
-        """Raises Unauthenticated, PermissionDenied."""
+        """The owner of credentials. Raises Unauthenticated, PermissionDenied."""
         return self._book.get().identify(proof)
 
     def still_holds(self, proof: Proof, identity: Identity) -> bool:
-        """Whether a call that goes on may do so: nothing has expired, been taken away, or become another owner's."""
+        """Whether the credentials of a running call are still valid: not expired, not revoked, and of the same
+        owner.
+        """
         book = self._book.get()
         if identity.expires_s is not None and self._now_s() > identity.expires_s:
             return False
@@ -113,7 +117,7 @@ def _read_book(config: Config) -> Book:
     for _, name in tokens.digests:
         if owners.get(name) is None:
             raise InvalidArgument(
-                f"{name!r} is not in {config.auth_owners}", field="auth_tokens", remedy="add the owner there"
+                f"owner {name!r} is not in {config.auth_owners}", field="auth_tokens", remedy="add the owner there"
             )
     keys = None
     if config.auth_jwks:
@@ -125,9 +129,9 @@ def _unknown(what: str) -> Unauthenticated:
     return Unauthenticated(what, field="authorization", remedy="send `authorization: Bearer TOKEN`")
 
 
-def _nobody(subject: str) -> PermissionDenied:
+def _without_owner(subject: str) -> PermissionDenied:
     return PermissionDenied(
-        f"{subject[:140]!r} is no owner here",
+        f"{subject[:140]!r} belongs to no owner",
         field="authorization",
-        remedy="let an operator add it to the subjects of an owner",
+        remedy="ask an operator to add it to the subjects of an owner",
     )

@@ -1,7 +1,7 @@
-"""Owners: who may use which replicas and domains, for what, and how much.
+"""Owners: which replicas and domains each may use, with which scopes and limits.
 
-The file `auth_owners` is YAML, from an owner's name to what it may. Two owners never may use one name of a replica:
-whether it is taken would tell one about the other.
+The file `auth_owners` is YAML, from an owner's name to its permissions. Two owners may not use the same replica name:
+whether it is taken would reveal one owner's replicas to the other.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 def is_pattern(pattern: str) -> bool:
-    """Whether a star, if there is one, stands at the end."""
+    """Whether a star appears only at the end."""
     return ALL not in pattern[:-1]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the name is the pattern's, or one of them."""
+    """Whether the pattern covers the name."""
     return name.startswith(pattern[:-1]) if pattern.endswith(ALL) else name == pattern
 
 
@@ -44,25 +44,25 @@ def overlap(one: str, other: str) -> bool:
 
 
 class OwnerLimits(BaseModel):
-    """Inclusive; None = what the service itself can do."""
+    """Inclusive limits; None = only the limits of the service."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     requests_per_second: Count | None = None
-    concurrent_calls: Count | None = None  # open sessions and subscriptions too
+    concurrent_calls: Count | None = None  # including open sessions and subscriptions
     replicas: Count | None = None
-    blocks: Count | None = None  # of all its replicas' pools
+    blocks: Count | None = None  # summed over the pools of its replicas
 
 
 class Owner(BaseModel):
-    """An identity that the channel has verified, and what it may.
+    """An authenticated identity and its permissions.
 
     Attributes:
         scopes: all but admin by default.
-        domains: that its requests may have; by default only the empty one.
+        domains: domains of its requests; by default only the empty one.
         replicas: names that it may register; NAME/* by default.
-        every_replica: it may use the replicas of all owners: operators, monitoring.
-        subjects: under which tokens and certificates name it, `jwt:SUB` or `cert:NAME`; its own name by default.
+        every_replica: it may use the replicas of all owners; for operators and monitoring.
+        subjects: its names in tokens and certificates, `jwt:SUB` or `cert:NAME`; its own name by default.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,7 +79,7 @@ class Owner(BaseModel):
     @classmethod
     def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not all(map(is_pattern, value)):
-            raise ValueError("a star stands at the end of a name only")
+            raise ValueError("a star is allowed only at the end of a name")
         return value
 
     @field_validator("subjects")
@@ -90,15 +90,15 @@ class Owner(BaseModel):
         return value
 
     def may_name(self, replica: str) -> bool:
-        """Whether a replica of its own can be called so."""
+        """Whether it may register a replica with this name."""
         return any(matches(pattern, replica) for pattern in self.replicas or (f"{self.name}/*",))
 
     def may_use(self, replica: str, registered_by: str) -> bool:
-        """Whether it may know of a replica: one that it registered, or nobody did while the service asked nobody."""
+        """Whether it may see a replica: one that it registered, or one registered without authentication."""
         return self.every_replica or (self.may_name(replica) and registered_by in (self.name, ""))
 
     def may_use_domain(self, domain: str) -> bool:
-        """Whether its requests may have this domain."""
+        """Whether its requests may use this domain."""
         return any(matches(pattern, domain) for pattern in self.domains)
 
 
@@ -109,7 +109,7 @@ class Owners:
     """The owners of a file."""
 
     def __init__(self, owners: Iterable[Owner]) -> None:
-        """Raises InvalidArgument for a subject, or a name of replicas, that two owners have."""
+        """Raises InvalidArgument for a subject or a replica name that two owners share."""
         self._by_name = {owner.name: owner for owner in owners}
         self._by_subject: dict[str, Owner] = {}
         for owner in self._by_name.values():
@@ -125,7 +125,7 @@ class Owners:
         return self._by_name.get(name)
 
     def of_subject(self, subject: str) -> Owner | None:
-        """The owner that `jwt:SUB` or `cert:NAME` stands for."""
+        """The owner with the subject `jwt:SUB` or `cert:NAME`."""
         return self._by_subject.get(subject)
 
 
@@ -136,13 +136,13 @@ def read_owners(path: str) -> Owners:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise _refused(f"{path} is not YAML: {error}", "write lines of `owner: {key: value}`") from None
     if not isinstance(content, Mapping) or not content:
-        raise _refused(f"{path} names no owner", "write lines of `owner: {key: value}`")
+        raise _refused(f"{path} has no owners", "write lines of `owner: {key: value}`")
     return Owners([_owner(str(name), fields) for name, fields in content.items()])
 
 
 def _owner(name: str, fields: Any) -> Owner:  # noqa: ANN401 - what YAML holds
     if fields is not None and not isinstance(fields, Mapping):
-        raise _refused(f"{name} is no mapping", "write `owner: {key: value}`")
+        raise _refused(f"{name} is not a mapping", "write `owner: {key: value}`")
     try:
         return Owner(**{"name": name, **{str(key): value for key, value in (fields or {}).items()}})
     except ValidationError as error:
@@ -163,8 +163,8 @@ def _check_apart(one: Owner, other: Owner) -> None:
         for theirs in other.replicas or (f"{other.name}/*",):
             if overlap(mine, theirs):
                 raise _refused(
-                    f"{one.name} may use {mine!r} and {other.name} {theirs!r}, which have names in common",
-                    "give each owner names of its own; `every_replica: true` is for operators",
+                    f"{one.name} may use {mine!r} and {other.name} {theirs!r}, which overlap",
+                    "give each owner its own names; `every_replica: true` is for operators",
                 )
 
 

@@ -1,4 +1,4 @@
-"""How often and how much at once each owner calls. A bucket per owner: a second's worth may come at once."""
+"""Rate and concurrency limits per owner: a token bucket that holds one second of requests."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class _Usage:
 
 
 class Quotas:
-    """Counts per owner; as many as the file of owners names."""
+    """Usage per owner. Bounded by the number of configured owners."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        """`clock` counts nanoseconds and never goes back."""
+        """`clock`: monotonic nanoseconds."""
         self._clock = clock
         self._usage: dict[str, _Usage] = {}
 
     def enter(self, owner: Owner) -> None:
-        """A call begins. Raises QuotaExceeded, and then it is not counted."""
+        """Count a call that begins. Raises QuotaExceeded, and does not count it then."""
         usage = self._usage.setdefault(owner.name, _Usage())
         most = owner.limits.concurrent_calls
         if most is not None and usage.calls >= most:
@@ -39,7 +39,7 @@ class Quotas:
         usage.calls += 1
 
     def leave(self, owner: Owner) -> None:
-        """A call has ended."""
+        """Count a call that has ended."""
         self._usage[owner.name].calls -= 1
 
     def _take(self, usage: _Usage, owner: Owner, rate: int) -> None:
@@ -53,10 +53,10 @@ class Quotas:
 
 
 def quota_exceeded(owner: Owner, limit: str, most: int, retry_ms: int = 0) -> QuotaExceeded:
-    """The refusal at a limit of an owner; `retry_ms` 0 = waiting does not help."""
+    """The error at a limit of an owner; `retry_ms` 0 = waiting does not help."""
     return QuotaExceeded(
         f"owner {owner.name} is at its limit of {most}",
         field=limit,
-        remedy="slow down, or let an operator raise the limit" if retry_ms else "let an operator raise the limit",
+        remedy="slow down, or ask an operator to raise the limit" if retry_ms else "ask an operator to raise the limit",
         metadata={"quota": f"owner:{owner.name}", **({"retry_ms": str(retry_ms)} if retry_ms else {})},
     )

@@ -1,4 +1,4 @@
-"""What a caller may be allowed to do, and which method needs what: the one table."""
+"""Scopes, and the scope that each method requires."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Scope(Enum):
-    """A kind of calls."""
+    """A permission for a set of methods."""
 
     ALLOCATE = "allocate"  # an engine: register, open sessions, allocate
     READ = "read"  # look at replicas, ask for hits and explanations
@@ -19,12 +19,12 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a method needs.
+    """The requirements of a method.
 
     Attributes:
-        scope: that the caller must have.
-        is_audited: each call is told in the audit log, refused or not.
-        is_for_all: it concerns every owner's replicas, so the caller must be allowed to see them all.
+        scope: required of the caller.
+        is_audited: each call is written to the audit log, refused or not.
+        is_for_all: it concerns the replicas of all owners, so `every_replica` is required.
     """
 
     scope: Scope

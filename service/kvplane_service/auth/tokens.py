@@ -1,7 +1,7 @@
-"""Static bearer tokens. The file `auth_tokens` holds their digests alone: who reads it can call nobody.
+"""Static bearer tokens. The file `auth_tokens` has only their digests: reading it does not give access.
 
-A line is `sha256:HEX OWNER`; `#` begins a comment. An owner may have several, so that one can be replaced by the next.
-A token is 256 random bits, so a plain digest cannot be guessed.
+A line is `sha256:HEX OWNER`; `#` begins a comment. An owner may have several tokens, so that they can be rotated. A
+token has 256 random bits, so that an unsalted digest is safe.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LINE = re.compile(r"sha256:([0-9a-f]{64})\s+(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class StaticTokens:
-    """Digests of tokens and whose they are."""
+    """Digests of tokens, with the owners of the tokens."""
 
     digests: tuple[tuple[bytes, str], ...] = ()
 
     def find(self, token: str) -> str | None:
-        """Name of the owner. Takes as long whichever token it is, known or not."""
+        """Name of the owner, None for an unknown token. Takes constant time for all tokens."""
         digest, found = _digest(token), None
         for known, owner in self.digests:
             if hmac.compare_digest(known, digest):
@@ -37,17 +37,17 @@ class StaticTokens:
 
 
 def new_token() -> str:
-    """A token that nobody has."""
+    """A new random token."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def line_of(token: str, owner: str) -> str:
-    """The line of the file for a token."""
+    """The line of the file for this token and owner."""
     return f"sha256:{_digest(token).hex()} {owner}"
 
 
 def read_tokens(path: str) -> StaticTokens:
-    """Read the file. Raises NotFound, InvalidArgument naming a line, never what it holds: it may be a token."""
+    """Read the file. Raises NotFound, InvalidArgument naming a line but not its content, which may be a token."""
     text = read_bytes(path, KEY).decode(errors="replace")
     found: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -59,10 +59,10 @@ def read_tokens(path: str) -> StaticTokens:
             raise _refused(f"line {number} of {path} is not `sha256:HEX OWNER`", "write what `kvplane token` prints")
         digest = bytes.fromhex(match[1])
         if digest in found:
-            raise _refused(f"line {number} of {path} repeats a token", "give each line a token of its own")
+            raise _refused(f"line {number} of {path} repeats a token", "use a different token per line")
         found[digest] = match[2]
     if len(found) > MAX_TOKENS:
-        raise _refused(f"{path} has {len(found)} tokens", f"keep at most {MAX_TOKENS}; auth_jwks is for more")
+        raise _refused(f"{path} has {len(found)} tokens", f"keep at most {MAX_TOKENS}, or use auth_jwks")
     return StaticTokens(tuple(found.items()))
 
 

@@ -1,7 +1,7 @@
-"""The registry as a caller may see it: what is another owner's is not there.
+"""The registry as the caller may see it: replicas of other owners do not exist.
 
-Whatever is asked of a replica by name passes here. A name that the caller may not use is answered as one that nobody
-has, in the same words, whether somebody has it or not, and no other service is asked for it.
+Every access to a replica by name passes here. A name that the caller may not use is answered like an unknown name, with
+the same message whether it is taken or not, and is not looked up at other services.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvplane_service.registry import Entry, Registration, Registry, UnknownRepli
 
 
 class VisibleReplicas:
-    """A registry for the caller of the running call."""
+    """The registry as visible to the caller of the current call."""
 
     def __init__(self, registry: Registry, ensure_local: Callable[[str], Awaitable[None]]) -> None:
-        """`ensure_local` makes a replica of another service known here; see `Ownership`."""
+        """`ensure_local`: makes a replica of another service known to this one; see `Ownership`."""
         self._registry = registry
         self._ensure_local = ensure_local
 
@@ -33,7 +33,9 @@ class VisibleReplicas:
         return name in self._registry and _may_use(CALL.get().owner, self._registry.get(name))
 
     async def ensure_local(self, name: str) -> None:
-        """Make a replica known that is not, if it can be the caller's. Raises as Ownership, and NotFound."""
+        """Make an unknown replica known to this process, if the caller may use it. Raises as Ownership, and
+        NotFound.
+        """
         self._check_reach(name)
         await self._ensure_local(name)
 
@@ -48,22 +50,22 @@ class VisibleReplicas:
 
     @staticmethod
     def is_name(name: str) -> bool:
-        """Whether a replica can be called so."""
+        """Whether this is a valid replica name."""
         return Registry.is_name(name)
 
     def check_name(self, name: str) -> None:
-        """Raise PermissionDenied when no replica of the caller can be called so, whoever has one."""
+        """Raise PermissionDenied when the caller may not register this name, whether it is taken or not."""
         call = CALL.get()
         call.name(name)
         if Registry.is_name(name) and not call.owner.may_name(name):
             raise PermissionDenied(
-                f"{name!r} is no name for a replica of owner {call.owner.name}",
+                f"owner {call.owner.name} may not register {name!r}",
                 field="replica",
                 remedy=f"use {', '.join(call.owner.replicas) or f'{call.owner.name}/*'}",
             )
 
     def find_equal(self, name: str, registration: Registration) -> Entry | None:
-        """As Registry's; raises PermissionDenied and QuotaExceeded too."""
+        """As Registry.find_equal; raises also PermissionDenied and QuotaExceeded."""
         owner = CALL.get().owner
         self.check_name(name)
         if name in self._registry and name not in self:
@@ -74,12 +76,12 @@ class VisibleReplicas:
         return entry
 
     def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
-        """As Registry's; the caller becomes its owner."""
+        """As Registry.add; the caller becomes the owner."""
         self.find_equal(name, registration)
         return self._registry.add(name, replace(registration, registered_by=CALL.get().owner.name), replica)
 
     def remove(self, name: str, epoch: int | None = None) -> None:
-        """As Registry's."""
+        """As Registry.remove."""
         self.get(name)
         self._registry.remove(name, epoch)
 
@@ -90,7 +92,7 @@ class VisibleReplicas:
 
     @staticmethod
     def _check_reach(name: str) -> None:
-        """Raise NotFound for a name that cannot be the caller's, in the words of one that nobody has."""
+        """Raise NotFound for a name that the caller may not use, with the message of an unknown name."""
         call = CALL.get()
         call.name(name)
         if not (call.owner.every_replica or call.owner.may_name(name)):

@@ -1,7 +1,7 @@
-"""JSON Web Tokens (RFC 7519), checked against the public keys of a JWKS file (RFC 7517).
+"""JSON Web Tokens (RFC 7519), verified with the public keys of a JWKS file (RFC 7517).
 
-A key decides how its signatures are made, never the token: so `none`, and a public key used as an HMAC's secret, have
-no way in. Symmetric keys are refused where they are read.
+The key determines the algorithm, never the token: this excludes `none`, and a public key used as the secret of an HMAC.
+Symmetric keys are refused when the file is read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLAIMS = ["exp", "iss", "aud", "sub"]
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What a token that holds says: whom it is about, and until when, in seconds since 1970."""
+    """The subject of a valid token, and its expiry in seconds since 1970."""
 
     subject: str
     expires_s: float
@@ -35,14 +35,14 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class WebTokens:
-    """Keys by their id, and what their tokens must say."""
+    """Keys by id, with the required issuer and audience of their tokens."""
 
     keys: Mapping[str, jwt.PyJWK]
     issuer: str
     audience: str
 
     def check(self, token: str) -> Claims:
-        """The claims of a token. Raises Unauthenticated, never with the token in it."""
+        """The claims of a token. Raises Unauthenticated; the message never contains the token."""
         if len(token) > MAX_TOKEN_CHARS:
             raise _refused(f"the token has more than {MAX_TOKEN_CHARS} characters")
         try:
@@ -57,7 +57,7 @@ class WebTokens:
                 options={"require": _CLAIMS},
             )
         except jwt.PyJWTError as error:
-            raise _refused(f"the token does not hold: {_cause(error)}") from None
+            raise _refused(f"the token is invalid: {_cause(error)}") from None
         return Claims(claims["sub"], float(claims["exp"]) + LEEWAY_S)
 
     def _key_of(self, token: str) -> jwt.PyJWK:
@@ -75,12 +75,12 @@ def read_web_tokens(path: str, issuer: str, audience: str) -> WebTokens:
         if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_KEYS:
             raise ValueError("no list of keys")
     except (ValueError, KeyError, TypeError):
-        raise _bad_file(f"{path} is no JWKS", f"write {{'keys': [...]}} with 1 to {MAX_KEYS} keys") from None
+        raise _bad_file(f"{path} is not a JWKS", f"write {{'keys': [...]}} with 1 to {MAX_KEYS} keys") from None
     keys: dict[str, jwt.PyJWK] = {}
     for at, one in enumerate(listed):
         kid, key = _read_key(one, f"keys[{at}] of {path}")
         if kid in keys:
-            raise _bad_file(f"keys[{at}] of {path} repeats a kid", "give each key an id of its own")
+            raise _bad_file(f"keys[{at}] of {path} repeats a kid", "give each key a unique id")
         keys[kid] = key
     return WebTokens(keys, issuer, audience)
 
@@ -89,18 +89,18 @@ def _read_key(one: object, where: str) -> tuple[str, jwt.PyJWK]:
     if not isinstance(one, dict) or not isinstance(one.get("kid"), str):
         raise _bad_file(f"{where} has no kid", "give each key an id")
     if one.get("kty") == "oct" or "d" in one:
-        raise _bad_file(f"{where} is a secret", "list public keys alone")
+        raise _bad_file(f"{where} is secret", "list only public keys")
     try:
         key = jwt.PyJWK.from_dict(one)
     except (jwt.PyJWTError, ValueError, TypeError, KeyError):
-        raise _bad_file(f"{where} is no public key", "write it as RFC 7517 says") from None
+        raise _bad_file(f"{where} is not a public key", "write it as defined by RFC 7517") from None
     if key.algorithm_name not in ALGORITHMS:
         raise _bad_file(f"{where} is for {key.algorithm_name}", f"use one of {', '.join(sorted(ALGORITHMS))}")
     return one["kid"], key
 
 
 def _cause(error: jwt.PyJWTError) -> str:
-    """Ours to say, since the library's own words may repeat what the token holds."""
+    """Our own messages, because those of the library may contain parts of the token."""
     causes = {
         jwt.ExpiredSignatureError: "it has expired",
         jwt.ImmatureSignatureError: "it is not valid yet",
@@ -114,7 +114,7 @@ def _cause(error: jwt.PyJWTError) -> str:
 
 
 def _refused(what: str) -> Unauthenticated:
-    return Unauthenticated(what, field="authorization", remedy="ask its issuer for a new one")
+    return Unauthenticated(what, field="authorization", remedy="get a new token from its issuer")
 
 
 def _bad_file(what: str, remedy: str) -> InvalidArgument:

@@ -1,9 +1,9 @@
-"""What was decided: the last steps of each replica with their results, and what is derived from them.
+"""The decision log: applied steps with their results come in; counters, recordings and text are derived from it.
 
-log         the last steps, as they were applied
-packed_log  entries as packed bytes, under one budget of the process; also the base of the log of events
+log         the last steps of a replica, as they were applied
+packed_log  packed entries under one memory budget of the process; also the base of the event log
 packing     one `bytes` per entry
-counters    what metrics count, folded from each decision
-recording   decisions in a file and back
-text        decisions as lines for people
+counters    counters of the metrics, folded from each decision
+recording   decisions to a file and back
+text        decisions as readable lines
 """

@@ -1,4 +1,6 @@
-"""What metrics count beside the core's own counters: a fold over the decision log, cheap enough for the step's path."""
+"""Counters of the metrics that the core does not keep: a fold over the decision log, cheap enough for the
+step's path.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ STEP_BOUNDS_NS = tuple(
 
 
 class Preemption(StrEnum):
-    """Why a request lost its blocks."""
+    """Why a request was preempted."""
 
     OUT_OF_BLOCKS = "out_of_blocks"  # a running request needed them
     TAKEN_BACK = "taken_back"  # its step failed, or it had adopted keys that were withdrawn
-    WENT_BACK = "went_back"  # rejected drafts, or a failed load, set it behind the states or windows that it held
-    ENGINE = "engine"  # the engine said so
+    WENT_BACK = "went_back"  # rejected drafts, or a failed load, reset it to before the states or windows it holds
+    ENGINE = "engine"  # the engine requested it
 
 
 REFUSALS = {
@@ -37,7 +39,7 @@ REMOVALS = {reason: reason.name.lower() for reason in RemoveReason if reason is 
 
 
 class Example(NamedTuple):
-    """A step that stands for a bucket of the histogram; `traceparent` is "" when its trace is not recorded."""
+    """The exemplar of a histogram bucket; `traceparent` is "" when its trace is not recorded."""
 
     epoch: int
     seq: int
@@ -46,7 +48,7 @@ class Example(NamedTuple):
 
 
 class StepTimes:
-    """Histogram of the core's time per decision; one bucket more than there are bounds.
+    """Histogram of the core's time per decision; the last bucket is unbounded.
 
     Attributes:
         counts: by bucket, not cumulative.
@@ -55,7 +57,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.counts = [0] * (len(STEP_BOUNDS_NS) + 1)
         self.sum_ns = 0
-        # By bucket, the latest step of a recorded trace, or else the latest: numbers, for a decision is large.
+        # By bucket, the latest step of a recorded trace, otherwise the latest; as numbers, because a decision is large.
         self._latest: list[tuple[int, int, int, str] | None] = [None] * (len(STEP_BOUNDS_NS) + 1)
         self._is_traced = [False] * (len(STEP_BOUNDS_NS) + 1)
 
@@ -73,7 +75,7 @@ class StepTimes:
             self._latest[bucket] = step.epoch, step.seq, took_ns, ""
 
     def examples(self) -> list[Example | None]:
-        """By bucket, the latest step of a recorded trace, or else the latest; None where there is none."""
+        """By bucket, the latest step with a recorded trace, otherwise the latest; None for an empty bucket."""
         return [Example(*one) if one is not None else None for one in self._latest]
 
 
@@ -81,9 +83,9 @@ class Tally:
     """Counts of one replica since it was registered; follows its decision log.
 
     Attributes:
-        refusals: admissions that were not granted, by AdmitStatus; NOT_REACHED is none.
-        removals: keys that left their blocks, by RemoveReason; a reset counts nothing here.
-        preemptions: requests that lost their blocks, by reason.
+        refusals: admissions not granted, by AdmitStatus, without NOT_REACHED.
+        removals: keys removed from blocks, by RemoveReason; not counted for a reset.
+        preemptions: preempted requests, by reason.
         lives: engine lives begun.
     """
 

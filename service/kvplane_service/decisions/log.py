@@ -1,8 +1,8 @@
-"""The decision log: the last steps of a replica and what became of them, packed.
+"""The decision log: the last steps of a replica with their results, packed.
 
-Whatever tells about decisions (metrics, traces, explanations, recordings) reads it and derives nothing of its own. It
-holds hashes, never tokens. The step's path keeps two objects that exist anyway, step and result; a moment later they
-become one byte string (`packing.py`), and objects again for who reads them.
+Metrics, traces, explanations and recordings are all derived from it. It has hashes, never tokens. The step's path only
+stores the two existing objects, step and result; they are packed into one byte string later (`packing.py`), and
+unpacked when read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Decision(NamedTuple):
         step: as the engine sent it, without its tokens.
         result: the answer.
         events: cache events of each part.
-        at_ns: clock of the service when it was applied.
-        took_ns: how long the core worked on it.
+        at_ns: when it was applied, by the clock of the service.
+        took_ns: time that the core took.
     """
 
     step: Step
@@ -40,13 +40,13 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A new engine life began: every request ended, and of the keys those that the memory proved were kept.
+    """A new engine life began: every request ended, and only keys verified by the stamps were kept.
 
     Attributes:
-        events: what was lost.
-        incarnation: of the page memory, 0 = not known.
-        busy: blocks that loads of earlier lives may still write, as the engine and movers said.
-        memory_is_new: no load of an earlier life can write to it.
+        events: removals of the lost keys.
+        incarnation: of the page memory, 0 = unknown.
+        busy: blocks that loads of earlier lives may still write, as reported by the engine and its movers.
+        memory_is_new: no load of an earlier life can write to the memory.
     """
 
     epoch: int
@@ -61,14 +61,14 @@ class Life:
 Entry: TypeAlias = Decision | Life
 Follower: TypeAlias = Callable[[Entry], None]
 
-# Keys that a life lost and that are packed, which holds the event loop for some milliseconds.
+# Lost keys of a life that are packed at most, which blocks the event loop for a few milliseconds.
 _MAX_LOST_KEYS = 1 << 16
 _LIFE_BYTES, _STAMP_BYTES, _BLOCK_BYTES = 600, 8, 4
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptLife:
-    """A life as the log keeps it: its events are packed, its stamps are those of the replica.
+    """A life as the log keeps it: its events are packed, its stamps are shared with the replica.
 
     Attributes:
         life: without its events.
@@ -80,7 +80,7 @@ class _KeptLife:
 
     @property
     def num_bytes(self) -> int:
-        """In memory, about."""
+        """Approximate size in memory."""
         life = self.life
         return (
             _LIFE_BYTES + len(self.events) + len(life.stamp_table) * _STAMP_BYTES + len(life.busy) * _BLOCK_BYTES
@@ -91,18 +91,20 @@ _Packed: TypeAlias = bytes | _KeptLife
 
 
 class DecisionLog(PackedLog[Entry, _Packed]):
-    """The last entries, at most `max_entries`, and what the budget leaves of them. The oldest go first."""
+    """The last entries, at most `max_entries` and within the budget. The oldest are dropped first."""
 
     def __init__(self, max_entries: int, budget: LogBudget) -> None:
         super().__init__(max_entries, budget)
         self._followers: list[Follower] = []
 
     def __iter__(self) -> Iterator[Entry]:
-        """The entries of now, oldest first; each becomes objects in its turn, so that a reader can do it in slices."""
+        """The current entries, oldest first. Each is unpacked when the iterator reaches it, so that reading can
+        be sliced.
+        """
         return map(_unpack, list(self._kept))
 
     def append(self, entry: Entry) -> None:
-        """Keep an entry, in place of the oldest ones when there is no room, and show it to the followers."""
+        """Add an entry, drop the oldest ones when there is no room, and pass the entry to the followers."""
         if isinstance(entry, Life) and sum(len(run.hashes) for run in runs_of(entry.events)) > _MAX_LOST_KEYS:
             self._lose()
         else:
@@ -123,11 +125,11 @@ class DecisionLog(PackedLog[Entry, _Packed]):
         return _KeptLife(replace(entry, events=()), pack_events(entry.events))
 
     def follow(self, follower: Follower) -> None:
-        """Call this with every entry from now on, on the step's path: be quick."""
+        """Call `follower` with every entry from now on. It runs on the step's path, so it must be fast."""
         self._followers.append(follower)
 
     def unfollow(self, follower: Follower) -> None:
-        """Call it no longer."""
+        """Stop calling `follower`."""
         self._followers.remove(follower)
 
 
@@ -140,7 +142,7 @@ def _unpack(kept: Entry | _Packed) -> Entry:
 
 
 def without_tokens(step: Step) -> Step:
-    """The step with hashes alone; itself when it has no tokens."""
+    """The step without its tokens; itself when it has none."""
     for part in step.parts:
         if part.facts.tokens or part.news.tokens:
             return replace(step, parts=[_without_tokens(part) for part in step.parts])
@@ -152,7 +154,7 @@ def _without_tokens(part: Part) -> Part:
 
 
 def hashed_step(decision: Decision, digest_size: int) -> Step:
-    """The step as an engine would have sent it that hashes itself: it has the same outcome, bit for bit."""
+    """The step as sent by an engine that computes the hashes itself; its result is identical."""
     parts = zip(decision.step.parts, decision.result.parts, strict=True)
     return replace(decision.step, parts=[_hashed(part, result, digest_size) for part, result in parts])
 
@@ -168,14 +170,14 @@ def _hashed(part: Part, result: PartResult, size: int) -> Part:
 
 
 def _hashed_facts(facts: Facts, made: list[bytes], size: int) -> Facts:
-    """Rows that gave tokens have their digests in `made`, in order."""
+    """Rows with tokens have their digests in `made`, in order."""
     rows = iter(made)
     counts = [len(next(rows)) // size if appended else 0 for appended in facts.appended]
     return replace(facts, num_hashes=counts, hashes=b"".join(made))
 
 
 def hashes_of_news(decision: Decision, part: int, digest_size: int) -> list[list[bytes]]:
-    """The digests that each new request of a part began with."""
+    """The initial digests of each new request of a part."""
     news = _hashed(decision.step.parts[part], decision.result.parts[part], digest_size).news
     counts = news.num_hashes or [0] * len(news.slot)
     ends = list(accumulate(counts, initial=0))

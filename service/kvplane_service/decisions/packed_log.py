@@ -1,12 +1,11 @@
-"""Logs whose entries are packed, under one budget of bytes.
+"""Logs with packed entries under one memory budget.
 
-    PackedLog   the last entries of one replica, bounded in number; the oldest go first
-    LogBudget   bytes of all logs of a process: when they are used up, the longest log loses its oldest entries
+    PackedLog   the last entries of one replica, bounded in number; the oldest are dropped first
+    LogBudget   memory of all logs of a process: when it is used up, the longest log loses its oldest entries
 
-An entry is appended as it is and becomes one byte string a moment later, beside the steps (`pack_beside`); where
-nothing runs beside them, the step packs that finds too many waiting. A log that holds no more than its share, the
-budget by the number of logs, loses nothing for the sake of others, and its newest entry stays in any case. Logs of one
-budget belong to one thread.
+An entry is appended as objects and packed later by a background task (`pack_in_background`). Without that task, the
+step that finds too many unpacked entries packs them. A log within its equal share of the budget loses nothing to other
+logs, and its newest entry is never dropped. Use all logs of one budget from one thread.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvplane_service.runtime.slices import in_slices
 
-# Of a packed entry, what is not in its bytes: the header of the object, and its place in the log.
+# Overhead of a packed entry: the object header and its slot in the log.
 _ENTRY_BYTES = 64
-_MAX_WAITING = 8  # entries of a log that are not packed yet
-_PAUSE_S = 0.01  # steps that come together are answered before what they leave is packed
-_MAX_DROPS = 256  # at once; a large entry has room made for it by those behind it too
-_SLACK = 8  # a log that pays loses the Nth part of itself before the longest is looked for again
+_MAX_WAITING = 8  # unpacked entries of a log
+_PAUSE_S = 0.01  # so that a burst of steps is answered before its entries are packed
+_MAX_DROPS = 256  # per call; further room for a large entry is made by the following calls
+_SLACK = 8  # a log loses 1/N of its size before the longest log is searched again
 
 
 class Sized(Protocol):
-    """A packed entry that is no byte string, and knows how many bytes it stands for."""
+    """A packed entry that is not a byte string and reports its size."""
 
     @property
     def num_bytes(self) -> int:
-        """In memory, about."""
+        """Approximate size in memory."""
         ...
 
 
@@ -42,40 +41,42 @@ _Packed = TypeVar("_Packed", bound=bytes | Sized)
 
 
 class LogBudget:
-    """Bytes that logs may have together.
+    """The memory budget of a set of logs.
 
     Attributes:
-        used: by what is packed; above `max_bytes` only while no log can lose anything, or room is being made.
+        used: bytes of packed entries; exceeds `max_bytes` only while no log can drop anything, or room is being made.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used = 0
         self._logs: dict[int, PackedLog[Any, Any]] = {}  # by id
-        self._waiting: dict[int, PackedLog[Any, Any]] = {}  # those of them with something to pack
+        self._waiting: dict[int, PackedLog[Any, Any]] = {}  # those with unpacked entries
         self._is_waiting = asyncio.Event()
         self._payer: PackedLog[Any, Any] | None = None
-        self._pays_until = 0  # bytes that it is left with
+        self._pays_until = 0  # size down to which the payer is reduced
 
     def join(self, log: PackedLog[Any, Any]) -> None:
-        """Count this log, which is empty, too."""
+        """Add an empty log."""
         self._logs[id(log)] = log
 
     def leave(self, log: PackedLog[Any, Any]) -> None:
-        """Count it no longer; nothing when it is not counted."""
+        """Remove a log; does nothing when it is not in the budget."""
         if self._logs.pop(id(log), None) is not None:
             self.used -= log.num_bytes
             self._waiting.pop(id(log), None)
             self._payer = None
 
     def has_waiting(self, log: PackedLog[Any, Any]) -> None:
-        """The log has something to pack."""
+        """Note that the log has entries to pack."""
         if id(log) in self._logs:
             self._waiting[id(log)] = log
             self._is_waiting.set()
 
     def changed(self, log: PackedLog[Any, Any], num_bytes: int) -> None:
-        """The log has so many bytes more; the longest one pays for what is too much."""
+        """Note that the size of the log changed by `num_bytes`; the longest log drops entries when the budget
+        is exceeded.
+        """
         if id(log) not in self._logs:
             return
         self.used += num_bytes
@@ -83,15 +84,15 @@ class LogBudget:
             self._make_room()
 
     def pack(self) -> Iterator[None]:
-        """Pack what waits; between two entries others may go on."""
+        """Pack the waiting entries, and yield after each."""
         while self._waiting:
             key = next(iter(self._waiting))
             if not self._waiting[key].pack_oldest():
                 self._waiting.pop(key, None)
             yield
 
-    async def pack_beside(self) -> None:
-        """Pack what waits, from now on, while the steps of others go on."""
+    async def pack_in_background(self) -> None:
+        """Pack entries as they arrive, until cancelled, in slices of the event loop."""
         while True:
             await self._is_waiting.wait()
             await asyncio.sleep(_PAUSE_S)
@@ -103,7 +104,7 @@ class LogBudget:
         for _ in range(_MAX_DROPS):
             payer = self._payer
             if payer is None or payer.spare_bytes <= self._pays_until:
-                # Looked for after every Nth part of a log, since there may be thousands of them.
+                # The search is repeated only after 1/N of a log was dropped, because there may be thousands of logs.
                 payer = self._payer = max(self._logs.values(), key=attrgetter("spare_bytes"))
                 self._pays_until = payer.spare_bytes - payer.spare_bytes // _SLACK - 1
             if not payer.spare_bytes:
@@ -115,20 +116,20 @@ class LogBudget:
 
 
 class PackedLog(ABC, Generic[_Entry, _Packed]):
-    """The last entries, at most `max_entries`, and what the budget leaves of them.
+    """The last entries, at most `max_entries` and within the budget.
 
     Attributes:
-        num_bytes: of all packed entries, about.
-        spare_bytes: of those that may go: all but the newest entry.
-        num_lost: entries that are no longer kept.
-        lost_bytes: that these had.
+        num_bytes: approximate size of all packed entries.
+        spare_bytes: of those that may be dropped: all but the newest entry.
+        num_lost: number of dropped entries.
+        lost_bytes: their size.
     """
 
     def __init__(self, max_entries: int, budget: LogBudget) -> None:
         self._max_entries = max_entries
         self._budget = budget
         self._kept: deque[_Entry | _Packed] = deque()
-        self._num_waiting = 0  # the newest, which are not packed
+        self._num_waiting = 0  # the newest entries, not packed yet
         self.num_bytes = self.spare_bytes = self.num_lost = self.lost_bytes = 0
         budget.join(self)
 
@@ -137,11 +138,11 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
 
     @property
     def num_entries(self) -> int:
-        """That there were, those among them that are no longer kept."""
+        """Number of entries ever appended, including dropped ones."""
         return len(self._kept) + self.num_lost
 
     def pack_oldest(self) -> bool:
-        """Pack the oldest entry that is not; whether there are more."""
+        """Pack the oldest unpacked entry. Returns whether there are more."""
         if not self._num_waiting:
             return False
         at = -self._num_waiting
@@ -155,7 +156,7 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         return self._num_waiting > 0
 
     def drop_oldest(self) -> None:
-        """Keep the oldest of at least two entries no longer."""
+        """Drop the oldest of at least two entries."""
         oldest = self._kept.popleft()
         if len(self._kept) < self._num_waiting:
             self._num_waiting -= 1
@@ -169,11 +170,11 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         self._dropped(oldest)
 
     def leave_budget(self) -> None:
-        """Nothing is appended from now on: what is kept belongs to those who still read it."""
+        """Leave the budget: nothing is appended any more, and remaining readers keep the entries."""
         self._budget.leave(self)
 
     def _keep(self, entry: _Entry) -> None:
-        """Append it, in place of the oldest ones when there is no room."""
+        """Append an entry, and drop the oldest ones when there is no room."""
         self._kept.append(entry)
         self._num_waiting += 1
         self.spare_bytes = self.num_bytes
@@ -185,7 +186,7 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
             self.pack_oldest()
 
     def _lose(self) -> None:
-        """Keep nothing, neither what is there nor the entry that comes now: a log has no holes."""
+        """Drop all entries and the one being appended, because a log must not have gaps."""
         self.num_lost += len(self._kept) + 1
         self.lost_bytes += self.num_bytes
         self._budget.changed(self, -self.num_bytes)
@@ -197,9 +198,9 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         """The entry packed."""
 
     def _dropped(self, entry: _Entry | _Packed) -> None:
-        """An entry is no longer kept."""
+        """Called when an entry was dropped."""
 
 
 def _size_of(entry: bytes | Sized) -> int:
-    """Bytes that a packed entry takes in memory, about."""
+    """Approximate size of a packed entry in memory."""
     return _ENTRY_BYTES + (len(entry) if isinstance(entry, bytes) else entry.num_bytes)

@@ -1,12 +1,12 @@
-"""Decisions and cache events as single byte strings, for logs: what the cycle collector has nothing to visit in.
+"""Pack decisions and cache events into single byte strings, which the cyclic garbage collector need not traverse.
 
     frame       u32 number of chunks; u32 number, code, length of each; the chunks
-    decision    u64, big-endian: how long it took; then a frame, with a frame for each part
+    decision    u64, big-endian: time taken; then a frame, with a frame for each part
     events      a frame of columns over the runs
 
-A chunk is a column of numbers in as few bytes as they fit into (its code), or what the type of its field says. Empty
-ones are left out. Fields are listed by the types themselves, so that a new one is packed too, or refused when this
-module is imported. Tokens are left out: no log has them. A packed entry never leaves the process that made it.
+A chunk is a column of numbers in the smallest type that fits (its code), or raw bytes as the type of its field
+requires. Empty chunks are omitted. The fields are read from the types, so that a new field is packed too, or refused
+when this module is imported. Tokens are omitted: no log has them. A packed entry never leaves its process.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from kvplane.v1 import step_pb2 as pb
 from kvplane_service.core.cache_events import CacheEvents, runs_of
 
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
-_CODES = "IiQq"  # of columns that do not fit into a byte each
-_RAW = 0  # code of a chunk that is no column
+_CODES = "IiQq"  # of columns that do not fit into bytes
+_RAW = 0  # code of a chunk that is not a column
 _TOKENS = frozenset({"facts.tokens", "news.tokens"})
 _KINDS = {kind.value: kind for kind in EventKind}
 _REASONS = {reason.value: reason for reason in RemoveReason}
@@ -56,7 +56,7 @@ _T = TypeVar("_T")
 
 
 class Unpacked(NamedTuple):
-    """What was packed of a decision, see `decisions.Decision`."""
+    """An unpacked decision, see `decisions.log.Decision`."""
 
     step: Step
     result: StepResult
@@ -71,7 +71,7 @@ class Unpacked(NamedTuple):
 def _column(values: Sequence[int]) -> tuple[int, bytes]:
     try:
         return ord("B"), bytes(values)
-    except ValueError:  # the first one that does not fit ends the attempt, and block ids seldom come late
+    except ValueError:  # the first value that does not fit ends the attempt, which is early in columns of block ids
         pass
     for code in _CODES:
         try:
@@ -115,7 +115,7 @@ def _as_it_is(raw: bytes) -> bytes:
     return raw
 
 
-# How values of these types become a chunk, and come out of it.
+# How values of these types are packed and unpacked.
 _RAW_KINDS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     "bytes": (_as_it_is, _as_it_is),
     "list[bytes]": (_join, _split),
@@ -150,7 +150,7 @@ class _Shape(Generic[_T]):
     Args:
         owner: the type; fields that it has no section for are its own.
         sections: by name, the types of those that are packed.
-        others: fields that somebody else packs.
+        others: fields that are packed elsewhere.
     """
 
     def __init__(self, owner: type[_T], sections: dict[str, type], others: frozenset[str]) -> None:
@@ -161,7 +161,7 @@ class _Shape(Generic[_T]):
         self._columns = [path for path, kind in paths if kind == "list[int]"]
         self._raws = [(path, *_RAW_KINDS[kind]) for path, kind in paths if kind in _RAW_KINDS]
         unknown = {kind for _, kind in paths} - {*_SCALARS, *_RAW_KINDS, "list[int]"}
-        assert not unknown, f"{owner.__name__} has fields of types that nobody packs: {unknown}"
+        assert not unknown, f"{owner.__name__} has fields of types that cannot be packed: {unknown}"
         self._scalars_of = attrgetter(*[f"{path}.real" for path, _ in self._scalars]) if self._scalars else None
         self._others_of = attrgetter(*self._columns, *[path for path, *_ in self._raws])
         self._numbers = range(1, 1 + len(self._columns) + len(self._raws))
@@ -248,7 +248,7 @@ def pack_decision(
 
 
 def unpack_decision(raw: bytes) -> Unpacked:
-    """The decision as it was when it was packed; columns that were empty are empty lists."""
+    """The decision that was packed; empty columns become empty lists."""
     chunks = _unframe(raw, _TOOK.size)
     epoch, seq, number, last, executed_through, *of_result, at_ns = _numbers(chunks[0])
     parts, outcomes = [], []
@@ -265,7 +265,7 @@ def unpack_decision(raw: bytes) -> Unpacked:
     return Unpacked(step, result, tuple([one.events for one in outcomes]), at_ns, _TOOK.unpack_from(raw)[0])
 
 
-# Of a packed decision, bytes that sort as the time that it took.
+# Bytes of a packed decision that sort by the time taken.
 slowness_of = itemgetter(slice(_TOOK.size))
 
 
@@ -279,7 +279,7 @@ assert {kind for _, kind in _EVENT_FIELDS} == {*_EVENT_SCALARS, "str", "bytes", 
 
 
 def pack_events(events: Sequence[CacheEvent]) -> bytes:
-    """Events, in runs."""
+    """Pack events, in runs."""
     chunks: _Chunks = {}
     for number, values in enumerate(zip(*map(_event_of, runs_of(events)), strict=True)):
         kind = _EVENT_FIELDS[number][1]
@@ -299,7 +299,7 @@ def pack_events(events: Sequence[CacheEvent]) -> bytes:
 
 
 def unpack_events(raw: bytes, start: int = 0) -> CacheEvents:
-    """The events that are packed from there on."""
+    """The packed events that begin at `start`."""
     chunks = _unframe(raw, start)
     if not chunks:
         return CacheEvents()

@@ -1,9 +1,9 @@
-"""Decisions on their way into a file and back: the messages of Admin.Record, framed and checked.
+"""Recordings: the messages of Admin.Record in a file, framed and checksummed.
 
     file    magic, then frames
     frame   u32 length, u32 CRC-32, RecordResponse (little-endian)
 
-A file that was cut off ends with its last whole frame.
+A truncated file is read up to its last complete frame.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvplane_service.decisions.log import Decision, Entry, hashed_step
 
 MAGIC = b"kvplane decisions 2\n"
 _READS = (MAGIC, b"kvplane decisions 1\n")
-_ALIGNED_BY_DEFAULT, _ALIGNED = 2, 1  # since this version of steps; the bit that aligned a row before
+_ALIGNED_BY_DEFAULT, _ALIGNED = 2, 1  # version of steps that changed the default; the flag of older versions
 _FRAME = struct.Struct("<II")
 _MAX_FRAME_BYTES = 256 << 20
 
@@ -45,7 +45,7 @@ def header_of(replica: str, spec: ReplicaSpec) -> RecordResponse:
 
 
 def message_of(entry: Entry, digest_size: int) -> RecordResponse:
-    """An entry of the decision log as it is recorded."""
+    """The message of an entry of the decision log."""
     if not isinstance(entry, Decision):
         stamps = words_of(entry.stamp_table).tobytes()
         life = RecordedLife(epoch=entry.epoch, stamp_table=stamps, memory_is_new=entry.memory_is_new)
@@ -60,7 +60,7 @@ def message_of(entry: Entry, digest_size: int) -> RecordResponse:
 
 
 def result_digest(result: StepResult, events: tuple[Sequence[CacheEvent], ...]) -> bytes:
-    """Stands for an answer and its cache events but moves, which follow from its copies and were not always told."""
+    """Digest of an answer and its cache events, without moves, which older versions did not report."""
     parts = [replace(part, events=_without_moves(of_part)) for part, of_part in zip(result.parts, events, strict=True)]
     return hashlib.sha256(wire.encode_result(replace(result, parts=parts)).SerializeToString()).digest()
 
@@ -70,7 +70,7 @@ def _without_moves(events: Sequence[CacheEvent]) -> list[CacheEvent]:
     for event in events:
         if not moved and event.reason is not RemoveReason.MOVED:
             kept.append(event)
-        moved = event.reason is RemoveReason.MOVED  # the next one stores the key in the copy
+        moved = event.reason is RemoveReason.MOVED  # the next event stores the key in the copy
     return kept
 
 
@@ -84,11 +84,11 @@ class Frames:
     """The messages of a file, one after the other.
 
     Attributes:
-        is_cut: the file ended inside a frame; known at the end.
+        is_cut: whether the file ended inside a frame; set at the end.
 
     Raises:
-        NotFound: there is none.
-        InvalidArgument: it is no recording, one of another version, or damaged.
+        NotFound: the file cannot be read.
+        InvalidArgument: it is not a recording, has another version, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,11 +122,11 @@ def _check_magic(path: Path, magic: bytes) -> None:
 
 
 def _read_frame(path: Path, file: BinaryIO, head: bytes) -> RecordResponse | None:
-    """The message behind its head; None when it was cut off."""
+    """The message after a frame header; None when it is truncated."""
     if len(head) < _FRAME.size:
         return None
     length, checksum = _FRAME.unpack(head)
-    damaged = InvalidArgument(f"{path} is damaged at byte {file.tell()}", field="--log", remedy="record anew")
+    damaged = InvalidArgument(f"{path} is damaged at byte {file.tell()}", field="--log", remedy="record again")
     if length > _MAX_FRAME_BYTES:
         raise damaged
     raw = file.read(length)
@@ -142,7 +142,7 @@ def _read_frame(path: Path, file: BinaryIO, head: bytes) -> RecordResponse | Non
 
 
 def step_of(message: RecordedDecision, digest_size: int, version: int) -> Step:
-    """The step of a recorded decision, whose columns mean what they did in that version of steps."""
+    """The step of a recorded decision, converted from that version of steps."""
     step = wire.decode_step(message.step, digest_size)
     if version < _ALIGNED_BY_DEFAULT:
         for part in step.parts:
@@ -153,7 +153,7 @@ def step_of(message: RecordedDecision, digest_size: int, version: int) -> Step:
 
 
 def _anonymous(part: Part) -> Part:
-    """Without what could tell who asked: salts, adapters, traces."""
+    """The part without identifying data: salts, adapters, trace contexts."""
     if not (part.news.extra_keys or part.news.traceparent):
         return part
     return replace(part, news=replace(part.news, extra_keys=[], traceparent=[]))

@@ -1,4 +1,4 @@
-"""Decisions as lines for people: one per row, in the order in which they were done."""
+"""Decisions as readable lines: one per row, in the order of execution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvplane.base.step import AdmitStatus, Cache, End, Part, PartResult, Step, S
 
 
 def operation_lines(step: Step, result: StepResult) -> Iterator[str]:
-    """What was asked for and what was decided, such as "run slot 3: 1 token, blocks 0:[17]"."""
+    """Lines of requested and decided amounts, such as "run slot 3: 1 token, blocks 0:[17]"."""
     yield f"step {step.seq} of epoch {step.epoch}, executed through {step.executed_through}"
     for number, (part, decided) in enumerate(zip(step.parts, result.parts, strict=True), step.part):
         if len(step.parts) > 1 or number:

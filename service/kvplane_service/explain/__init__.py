@@ -1,6 +1,6 @@
-"""Why a prompt, or a request when it was admitted, hit this much of the prefix cache. Reads only.
+"""Explain the hit length of a prompt or of an admitted request. Read only: state and log come in, a cause goes out.
 
-service  state at one moment, the decision log in slices
-causes   from both to a cause per block
-history  when each key came and went, and by which step
+service  reads the state at one moment and the decision log in slices
+causes   determines the cause from both
+history  when each key was stored and removed, and by which step
 """

@@ -1,10 +1,10 @@
-"""Why a prompt, or a request, hit so much and not more.
+"""Determine why the hit of a prompt or a request is not longer.
 
-    LookupExplanation (core)   what each group has alone, who cut the hit, which block it lacked
-    History (log)    what became of that block's content
+    LookupExplanation (core)   the hit of each group, the group that limits the hit, and the missing block
+    History (log)                what happened to the content of that block
 
-An answer is exact or says that the log does not reach so far. It names positions, requests, domains and adapters, never
-a token or a salt. Positions are known to one hash block, since the log holds hashes.
+An answer is exact, or states that the log does not reach back far enough. It contains positions, requests, domains and
+adapters, never a token or a salt. Positions are exact to one hash block, because the log has hashes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
 from kvplane_service.core.explain_lookup import LookupExplanation, MissingPrefix
 from kvplane_service.explain.history import NOW, History, KeyName, Known, Spot
 
-MAX_ALTERNATIVES = 32  # salts and adapters that a prompt is hashed anew with
+MAX_ALTERNATIVES = 32  # other extra keys that a prompt is hashed with
 
 
 class Cause(StrEnum):
     """Why a hit is not longer."""
 
-    NOTHING = "nothing"  # it is as long as it can be: the last token is always computed
+    NOTHING = "nothing"  # the hit has its maximum length: the last token is always computed
     CACHING_OFF = "caching_off"
-    NOT_READ = "not_read"  # the request asked for no look-up
+    NOT_READ = "not_read"  # the request disabled the look-up
     BELOW_ONE_BLOCK = "below_one_block"
     EVICTED = "evicted"
     DROPPED = "dropped"
     WITHDRAWN = "withdrawn"
     UNVERIFIED = "unverified"
-    WITHOUT_STAMPS = "without_stamps"  # an engine life began that showed none, and so kept no key
+    WITHOUT_STAMPS = "without_stamps"  # an engine life began without stamps, and so kept no key
     RESET = "reset"
     TENTATIVE = "tentative"
     WINDOW_NOT_RESIDENT = "window_not_resident"
@@ -59,12 +59,12 @@ _OF_REMOVAL = {
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """A cause and what is known of it.
+    """A cause with its details.
 
     Attributes:
-        start, end: the tokens that were missing; for DIFFERS, those among which the first different one is.
+        start, end: the missing tokens; for DIFFERS, the range that has the first different token.
         by: the request that evicted the block, the other domain, or the other adapter.
-        epoch, seq, at_ns: the step in which it happened, and when; 0 when it is no event.
+        epoch, seq, at_ns: step and time of the event; 0 when the cause is not an event.
     """
 
     cause: Cause
@@ -78,14 +78,14 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A look-up whose outcome is to be explained.
+    """A look-up to explain.
 
     Attributes:
-        digests, domain, num_tokens: what was looked up.
-        at: before which event of the log.
-        reads: off: the request asked for no look-up.
-        alternatives: the same tokens hashed with other extra keys; empty when the tokens are not known.
-        own_keys: with which they were hashed for the look-up.
+        digests, domain, num_tokens: of the look-up.
+        at: the first event of the log after the look-up.
+        reads: False when the request disabled the look-up.
+        alternatives: the same tokens hashed with other extra keys; empty when the tokens are unknown.
+        own_keys: extra keys of the look-up.
     """
 
     digests: Sequence[bytes]
@@ -103,7 +103,7 @@ class Explainer:
     Args:
         spec: of the replica.
         history: of its log.
-        is_complete: the log reaches back to the registration, and the replica tells of its keys.
+        is_complete: the log reaches back to the registration, and the replica reports events.
     """
 
     def __init__(self, spec: ReplicaSpec, history: History, is_complete: bool) -> None:
@@ -112,7 +112,7 @@ class Explainer:
         self._is_complete = is_complete and spec.events
 
     def why(self, question: Question, account: LookupExplanation) -> Why:
-        """Why the account's hit is not longer."""
+        """The cause that limits the hit of the account."""
         if not self._spec.enable_caching:
             return Why(Cause.CACHING_OFF)
         if not question.reads:
@@ -134,12 +134,12 @@ class Explainer:
         return Why(cause, missing.start, missing.end)
 
     def _removed(self, question: Question, missing: MissingPrefix) -> Why | None:
-        """The key was there and went."""
+        """The key was stored and removed."""
         key = KeyName(question.domain, missing.group, question.digests[missing.num_hashes - 1])
         change = self._history.last_change(key, question.at)
         if change is None or change.kind is EventKind.STORED:
             return None
-        # What left its block before such a life would have gone with all else when it began.
+        # A key removed before such a life would have been lost in any case when it began.
         change = self._history.cleared_by_life(change.at, question.at) or change
         cause = Cause.RESET if change.reason is RemoveReason.NONE else _OF_REMOVAL[change.reason]
         cause = Cause.WITHOUT_STAMPS if change.without_stamps else cause
@@ -176,13 +176,13 @@ class Explainer:
         )
 
     def _requests(self, domain: str, question: Question) -> Iterator[Known]:
-        """Those of a domain that had blocks by then."""
+        """Requests of a domain that had blocks by then."""
         return (request for request in self._history.admitted(question.at) if request.domain == domain)
 
     def _differs(self, question: Question, missing: MissingPrefix) -> Why | None:
-        """Another prompt shares the start and goes on otherwise: the longest such start.
+        """Another prompt has a common prefix and differs after it; the longest such prefix counts.
 
-        Hashes of other salts, adapters and pictures differ though tokens are equal: they say nothing about tokens.
+        Only prompts with the same extra keys are compared: with other keys, hashes differ although tokens are equal.
         """
         size, own = self._spec.hash_block_size, question.own_keys
         alike = [one.digests for one in self._requests(question.domain, question) if one.extra_keys == own]
@@ -195,21 +195,21 @@ class Explainer:
 
 
 def other_keys(history: History, own: ExtraKeys) -> list[ExtraKeys]:
-    """Extra keys of other requests that had blocks, the latest first, so many at most."""
+    """Extra keys of other requests that had blocks, the latest first, at most MAX_ALTERNATIVES."""
     keys = dict.fromkeys(request.extra_keys for request in reversed(list(history.admitted(NOW))))
     keys.pop(own, None)
     return list(keys)[:MAX_ALTERNATIVES]
 
 
 def _difference(own: ExtraKeys, other: ExtraKeys) -> Cause:
-    """What parts two requests with the same tokens; the first that differs."""
+    """The first extra key in which two requests with equal tokens differ."""
     if own.lora != other.lora:
         return Cause.OTHER_LORA
     return Cause.OTHER_SALT if own.salt != other.salt else Cause.OTHER_MULTIMODAL
 
 
 def _common(chain: Sequence[bytes], digests: Sequence[bytes]) -> int:
-    """Leading hashes that are equal; since hashes are chained, the last equal one says it all."""
+    """Number of equal leading hashes. Hashes are chained, so equality at an index implies equality before it."""
     low, high = 0, min(len(chain), len(digests))
     while low < high:
         middle = (low + high + 1) // 2
@@ -221,5 +221,7 @@ def _common(chain: Sequence[bytes], digests: Sequence[bytes]) -> int:
 
 
 def with_hit_checked(why: Why, account: LookupExplanation, hit: int) -> Why:
-    """NOT_RECORDED when the account does not come to the hit that was answered: the log does not tell enough."""
+    """The cause, or NOT_RECORDED when the account does not reproduce the answered hit, because the log is
+    incomplete.
+    """
     return why if account.hit.num_tokens == hit else Why(Cause.NOT_RECORDED, start=hit)

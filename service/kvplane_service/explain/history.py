@@ -1,6 +1,6 @@
-"""What the decision log says about keys and requests: when each key came and went, and who was behind it.
+"""The history of keys and requests in the decision log: when each key was stored and removed, and by which request.
 
-Works on a copy of the log's entries, so it may run in a thread.
+It is built from a copy of the log's entries, so it can be read on a thread.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvplane.base.step import (
 )
 from kvplane_service.decisions.log import Decision, Entry, hashed_step
 
-Spot: TypeAlias = tuple[int, int, int]  # entry, part, event: the order in which things happened
+Spot: TypeAlias = tuple[int, int, int]  # entry, part, event: ordered by time
 NOW: Spot = (1 << 62, 0, 0)
 
 
 class Change(NamedTuple):
-    """A key joined a block, or left it.
+    """A key was stored in a block, or removed from it.
 
     Attributes:
-        by: the request behind it, "" when unknown.
-        seq: 0 when an engine life began.
-        without_stamps: that life showed no stamps.
+        by: the request that caused it, "" when unknown.
+        seq: 0 for the beginning of an engine life.
+        without_stamps: that life began without stamps.
     """
 
     at: Spot
@@ -58,13 +58,13 @@ class KeyName(NamedTuple):
 
 @dataclass(slots=True)
 class Known:
-    """One stay of a request in its slot, as far as the log tells.
+    """One use of a slot by a request, as far as the log shows.
 
     Attributes:
         digests: of its full hash blocks.
-        admitted_at: when it was first granted blocks; NOW while it was not.
-        position: tokens of its prompt that are hit or granted now; later ones are not followed.
-        computed: the most that they have been, and since when.
+        admitted_at: when it was first granted blocks; NOW until then.
+        position: tokens of its prompt that are hit or granted now; generated tokens are not tracked.
+        computed: each new maximum of the position, and when it was reached.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Known:
     computed: list[tuple[Spot, int]] = field(default_factory=list)
 
     def move_to(self, position: int, at: Spot) -> None:
-        """So many are hit or granted from now on."""
+        """Set the number of tokens that are hit or granted."""
         self.position = position
         if position > self.computed_at(NOW):
             self.computed.append((at, position))
@@ -90,7 +90,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt to admit a request, as it was then; `at` is the first event that came after its look-up."""
+    """An attempt to admit a request, as it was at that time; `at` is the first event after its look-up."""
 
     request: Known
     at: Spot
@@ -103,12 +103,12 @@ class Attempt:
 
 @dataclass(slots=True)
 class History:
-    """All that the entries tell.
+    """The content of the entries, indexed.
 
     Attributes:
         changes: of each key, in order.
-        cleared: when all keys went at once.
-        requests: every stay, in order.
+        cleared: events that removed all keys.
+        requests: every use of a slot, in order.
         attempts: the last attempt to admit each request, by its name.
     """
 
@@ -118,7 +118,7 @@ class History:
     attempts: dict[str, Attempt] = field(default_factory=dict)
 
     def blocks_at(self, key: KeyName, at: Spot, now: Iterable[int]) -> set[int]:
-        """Blocks that carried the key just before `at`; `now` carry it at the end of the log."""
+        """Blocks that had the key just before `at`; `now` have it at the end of the log."""
         blocks = set(now)
         for change in reversed(self._all_changes(key)):
             if change.at < at:
@@ -130,16 +130,16 @@ class History:
         return blocks
 
     def last_change(self, key: KeyName, at: Spot) -> Change | None:
-        """What happened to the key last before `at`."""
+        """The last change of the key before `at`."""
         return next((change for change in reversed(self._all_changes(key)) if change.at < at), None)
 
     def cleared_by_life(self, after: Spot, before: Spot) -> Change | None:
-        """The first engine life begun between the two that kept no key."""
+        """The first engine life between the two spots that kept no key."""
         return next((one for one in self.cleared if one.seq == 0 and after < one.at < before), None)
 
     def _all_changes(self, key: KeyName) -> list[Change]:
-        """Of the key, with the resets that took it: those that found it there."""
-        told, carried = [], set[int]()
+        """Changes of the key, including the resets that removed it."""
+        changes, carried = [], set[int]()
         for change in sorted([*self.changes.get(key, ()), *self.cleared]):
             if change.kind is EventKind.CLEARED:
                 if not carried:
@@ -149,16 +149,16 @@ class History:
                 carried.add(change.block)
             else:
                 carried.discard(change.block)
-            told.append(change)
-        return told
+            changes.append(change)
+        return changes
 
     def is_stored(self, key: KeyName, at: Spot) -> bool:
-        """Whether the log saw the key come before `at`."""
+        """Whether the log has the key stored before `at`."""
         changes = self.changes.get(key, ())
         return any(change.kind is EventKind.STORED and change.at < at for change in changes)
 
     def admitted(self, at: Spot) -> Iterator[Known]:
-        """Requests that were given blocks before `at`."""
+        """Requests that were granted blocks before `at`."""
         return (request for request in self.requests if request.admitted_at < at)
 
 
@@ -171,20 +171,20 @@ def read_history(entries: Iterable[Entry], digest_size: int, first: int = 0) -> 
 
 
 class HistoryReader:
-    """Follows slots through the log.
+    """Builds a history by following slots through the log.
 
     Attributes:
-        history: of what was added.
+        history: of the entries added so far.
     """
 
     def __init__(self, digest_size: int) -> None:
         self._size = digest_size
         self._slots: dict[int, Known] = {}
-        self._partial: set[int] = set()  # slots of requests whose prompt is not computed to its end
+        self._partial: set[int] = set()  # slots of requests whose prompt is not fully computed
         self.history = History()
 
     def add(self, number: int, entry: Entry) -> None:
-        """The next entry of the log, and its number."""
+        """Add the next entry of the log, with its number."""
         if isinstance(entry, Decision):
             step = hashed_step(entry, self._size)
             for at in range(len(step.parts)):
@@ -193,7 +193,7 @@ class HistoryReader:
         self._slots.clear()
         self._partial.clear()
         for at, event in enumerate(entry.events):
-            # Told as cleared when no key was kept: nothing proved any of them.
+            # Reported as cleared when no key was kept: the stamps verified none.
             stamp = (event.kind, 0, RemoveReason.UNVERIFIED, "", entry.epoch, 0, entry.at_ns, not entry.stamp_table)
             self._event(event, Change((number, 0, at), *stamp))
 
@@ -250,7 +250,7 @@ class HistoryReader:
             self.history.requests.append(request)
 
     def _resume(self, piece: _Piece) -> None:
-        """Requests of an engine life before run on with their blocks."""
+        """Resumed requests of an earlier engine life have their blocks from the beginning."""
         resume, at = piece.part.resume, (piece.entry, piece.number, -1)
         for slot, computed in zip(resume.slot, resume.computed, strict=True) if resume is not None else ():
             if slot in self._slots:
@@ -307,7 +307,7 @@ class _Piece(NamedTuple):
         return {block: slots[row] for row, groups in rows for blocks in groups.values() for block in blocks}
 
     def first_event_of(self, row: int) -> int:
-        """The first event that this admit row, or one behind it, brought about; the end when there is none."""
+        """The first event caused by this admit row or a later one; the number of events when there is none."""
         late = set(self.part.admit.slot[row:])
         takers = self.takers()
         for at, event in enumerate(self.events):

@@ -1,4 +1,4 @@
-"""Explain a prompt or a request of a running replica: state is read at one moment, the log in slices."""
+"""Explain a prompt or a request of a running replica: the state is read at one moment, the log in slices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HashWith = Callable[[ExtraKeys], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A look-up, its outcome and the reason. `status`, `seq` and `epoch` are those of a request's attempt."""
+    """A look-up, its result and the cause. `status`, `seq` and `epoch` are those of a request's admission attempt."""
 
     num_tokens: int
     account: LookupExplanation
@@ -38,7 +38,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt to explain; `hash_with` hashes its tokens with other extra keys, None when they are not known."""
+    """A prompt to explain; `hash_with` hashes its tokens with other extra keys, None when the tokens are unknown."""
 
     digests: Sequence[bytes]
     num_tokens: int
@@ -48,12 +48,12 @@ class Prompt:
 
 
 def reaches_registration(host: ReplicaHost) -> bool:
-    """Whether the decision log tells all that became of the replica. What a store brought back has an untold past."""
+    """Whether the decision log covers the replica since its registration. It does not after a recovery from a store."""
     return host.decisions.num_lost == 0 and host.recovering is None and host.recovered is None
 
 
 async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) -> Explanation:
-    """Why a prompt would hit so much now, as FindCacheHit tells it."""
+    """Explain the hit that FindCacheHit would report for a prompt now."""
     replica, spec = host.replica, host.replica.spec
     pool = replica.coordinator.pool
     horizon = pool.executed_through if spec.commit is CommitRule.SAFE else INSIDE
@@ -79,18 +79,18 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
 
 
 async def explain_request(host: ReplicaHost, name: str, offload: Offload) -> Explanation:
-    """Why the last attempt to admit this request hit so much. Raises NotFound when the log knows of none."""
+    """Explain the hit of the last attempt to admit this request. Raises NotFound when the log has no attempt."""
     log = host.decisions
     history = await _read(host, log, log.num_lost)
     attempt = history.attempts.get(name)
     if attempt is None:
         raise NotFound(
-            f"no attempt to admit {name[:140]!r} is recorded",
+            f"no attempt to admit {name[:140]!r} is in the decision log",
             field="request_id",
             remedy="explain its content, or raise decision_log_steps and log_bytes",
         )
-    await host.settled()
-    # What is there now, and what happened until now; both at one moment, since the log went on meanwhile.
+    await host.idle()
+    # The keys and the entries at one moment, because the log has grown meanwhile.
     first, entries, present = log.num_lost, iter(log), _present(host, attempt)
 
     def think() -> Explanation:
@@ -101,7 +101,7 @@ async def explain_request(host: ReplicaHost, name: str, offload: Offload) -> Exp
 
 
 async def _read(host: ReplicaHost, entries: Iterable[Entry], first: int = 0) -> History:
-    """As `read_history`, while others go on; entries that are packed become objects in slices, too."""
+    """As `read_history`, in slices, in which packed entries are also unpacked."""
     reader = HistoryReader(host.scheme.digest.size)
     async for number, entry in in_slices(enumerate(entries, first)):
         reader.add(number, entry)
@@ -135,7 +135,7 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
 
 
 def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys, Sequence[bytes]]]:
-    """The prompt's tokens with the extra keys of others; items that do not fit it are passed over."""
+    """The prompt hashed with the extra keys of other requests; keys that do not fit the prompt are skipped."""
     if prompt.hash_with is None:
         return
     for keys in other_keys(history, prompt.extra_keys):
@@ -144,7 +144,7 @@ def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys,
 
 
 def _present(host: ReplicaHost, attempt: Attempt) -> Present:
-    """Who carries the request's keys now."""
+    """Blocks that have the request's keys now."""
     pool, domain = host.replica.coordinator.pool, attempt.request.domain
     present: Present = {}
     for group in range(pool.num_groups):
@@ -156,7 +156,7 @@ def _present(host: ReplicaHost, attempt: Attempt) -> Present:
 
 
 def _tentative(host: ReplicaHost, prefix: Prefix, missing: MissingPrefix) -> Why | None:
-    """The block is there, but its step has not been executed."""
+    """TENTATIVE when the block has the key, but its step has not been executed."""
     pool, digest = host.replica.coordinator.pool, prefix.digests[missing.num_hashes - 1]
     found = pool.find(prefix.domain, (missing.group,), digest, INSIDE)
     if found is None:

@@ -1,4 +1,4 @@
-"""Which model has which cache: layers by name or from a Hugging Face config, and how many requests fit.
+"""The KV cache of models: a model name or a Hugging Face config comes in, layers and sizing figures go out.
 
 catalogue  models by name, as the layers of one tensor-parallel rank
 hf_config  a model from its config.json

@@ -1,8 +1,7 @@
 """The catalogue: models by name, as the layers that one tensor-parallel rank holds.
 
-Attention patterns, heads and sizes are those of the published model configurations. A model is a pattern of
-layer shapes, repeated; a shape becomes a format once the number of ranks, the data type and block size are
-known.
+Attention patterns, heads and sizes are those of the published model configurations. A model is a repeated pattern of
+layer shapes; a shape becomes a format for a given number of ranks, data type and block size.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvplane.base.layers import (
     SlidingWindowSpec,
 )
 
-# Attention kernels take blocks of whole multiples of so many tokens.
+# Attention kernels require block sizes that are multiples of this number of tokens.
 KERNEL_BLOCK = 16
 MLA_KERNEL_BLOCK = 64
 
@@ -39,7 +38,7 @@ MAX_SPECULATIVE_TOKENS = 128
 
 
 def check_speculation(num_tokens: int, drafter: Drafter) -> None:
-    """Raise InvalidArgument for too many draft tokens, or a drafter that drafts none."""
+    """Raise InvalidArgument for too many draft tokens, or for a drafter without draft tokens."""
     least = 0 if drafter is Drafter.NONE else 1
     if not least <= num_tokens <= MAX_SPECULATIVE_TOKENS:
         raise InvalidArgument(
@@ -59,7 +58,7 @@ class ModelOptions:
         block_size: tokens per attention block; raised where kernels or states need larger blocks.
         max_model_len: longest request in tokens: the block of a state that is not cached.
         mamba_mode: how recurrent states are cached.
-        speculative_tokens: draft tokens of a decode step at most; states are kept for so many.
+        speculative_tokens: maximum draft tokens per decode step; a state is kept for each.
         drafter: adds its layer.
     """
 
@@ -88,7 +87,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Attention over everything: key-value heads of the whole model, and the size of one."""
+    """Full attention: number of key-value heads of the whole model, and head size."""
 
     kv_heads: int
     head_size: int
@@ -147,7 +146,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state. Ranks divide the channels of the convolution and the heads of the state proper.
+    """A recurrent state. Ranks divide the channels of the convolution and the heads of the recurrent state.
 
     Attributes:
         window: tokens that the convolution looks back.
@@ -182,7 +181,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A pattern of layers, repeated and cut off at `num_layers`.
+    """A pattern of layers, repeated and truncated at `num_layers`.
 
     Attributes:
         num_layers: layers that own a cache.
@@ -198,7 +197,9 @@ class Model:
     mtp: Full | Latent | None = None
 
     def layers(self, options: ModelOptions) -> tuple[Layer, ...]:
-        """The layers on one rank, the drafter's last. Raises InvalidArgument for a drafter that the model lacks."""
+        """The layers on one rank, those of the drafter last. Raises InvalidArgument if the model has no such
+        drafter.
+        """
         block_size = self._block_size(options)
         own = tuple(self._layer(index, options, block_size) for index in range(self.num_layers))
         return own + self._draft_layers(options, block_size)
@@ -208,7 +209,7 @@ class Model:
             return ()
         shape = self.mtp if options.drafter is Drafter.MTP else self._full_attention()
         if shape is None:
-            remedy = f"of the catalogue these have one: {', '.join(sorted(n for n, m in MODELS.items() if m.mtp))}"
+            remedy = f"models of the catalogue with one: {', '.join(sorted(n for n, m in MODELS.items() if m.mtp))}"
             raise InvalidArgument("the model has no layer for multi-token prediction", field="drafter", remedy=remedy)
         name = f"model.layers.{self.num_layers}.{self.attention_name}"
         return (Layer(name, shape.attention(options, block_size), is_draft=True),)

@@ -1,6 +1,6 @@
-"""A model from its Hugging Face config.json: the pattern of attention layers and states that decides its cache.
+"""Read a model from its Hugging Face config.json: the pattern of attention layers and states that determines its cache.
 
-Read are only sizes and patterns. A field that lacks is named, with where it usually stands; nothing is guessed.
+Only sizes and patterns are read. Nothing is guessed: an error names the missing field and where it usually appears.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _NESTED = ("text_config", "language_config", "llm_config")
 _USUALLY = {
     "num_hidden_layers": "at the top level, or in text_config of a multimodal model",
     "num_attention_heads": "at the top level, or in text_config of a multimodal model",
-    "num_key_value_heads": "beside num_attention_heads; equal to it when heads are not grouped",
+    "num_key_value_heads": "next to num_attention_heads; equal to it when heads are not grouped",
     "hidden_size": "at the top level, or in text_config of a multimodal model",
-    "head_dim": "beside num_attention_heads; else hidden_size / num_attention_heads",
-    "full_attention_interval": "beside linear_num_key_heads; else layer_types",
-    "sliding_window": "beside layer_types or sliding_window_pattern",
-    "attention_chunk_size": "beside layer_types, in text_config",
-    "qk_rope_head_dim": "beside kv_lora_rank",
-    "attn_layer_offset": "beside attn_layer_period",
-    "mamba_d_state": "beside mamba_d_conv and mamba_expand",
-    "mamba_d_conv": "beside mamba_d_state",
-    "mamba_expand": "beside mamba_d_state",
-    "linear_num_value_heads": "beside linear_num_key_heads",
-    "linear_num_key_heads": "beside linear_num_value_heads",
-    "linear_key_head_dim": "beside linear_num_key_heads",
-    "linear_value_head_dim": "beside linear_num_value_heads",
-    "linear_conv_kernel_dim": "beside linear_num_key_heads",
+    "head_dim": "next to num_attention_heads; else hidden_size / num_attention_heads",
+    "full_attention_interval": "next to linear_num_key_heads; else layer_types",
+    "sliding_window": "next to layer_types or sliding_window_pattern",
+    "attention_chunk_size": "next to layer_types, in text_config",
+    "qk_rope_head_dim": "next to kv_lora_rank",
+    "attn_layer_offset": "next to attn_layer_period",
+    "mamba_d_state": "next to mamba_d_conv and mamba_expand",
+    "mamba_d_conv": "next to mamba_d_state",
+    "mamba_expand": "next to mamba_d_state",
+    "linear_num_value_heads": "next to linear_num_key_heads",
+    "linear_num_key_heads": "next to linear_num_value_heads",
+    "linear_key_head_dim": "next to linear_num_key_heads",
+    "linear_value_head_dim": "next to linear_num_value_heads",
+    "linear_conv_kernel_dim": "next to linear_num_key_heads",
 }
 
 
-# Patterns that these models have without saying so: every so many layers one attends to everything.
+# Implicit patterns of these models: one in this number of layers has full attention.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _ALL_SLIDE = ("mistral", "mixtral", "phi3", "starcoder2")
 # Decide what is cached, and are not understood here: a plan without them would be wrong.
@@ -51,17 +51,17 @@ _NOT_READ = (
 
 
 class _Fields:
-    """A config's fields, each by name or refused by name."""
+    """The fields of a config; errors name the field."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def names(self, name: str) -> bool:
-        """Whether the field is named at all: heads of 0 or null are refused, not passed over."""
+        """Whether the field is present, even if null: heads of 0 or null are refused, not ignored."""
         return name in self._values
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
@@ -69,22 +69,22 @@ class _Fields:
         return self._values[name] if self.has(name) else default
 
     def size(self, name: str, least: int = 1, most: int = MAX_SIZE) -> int:
-        """A whole number in these bounds."""
+        """An integer within these bounds."""
         if not self.has(name):
             where = _USUALLY.get(name, "at the top level")
-            raise InvalidArgument("config.json lacks it", field=name, remedy=f"it usually stands {where}")
+            raise InvalidArgument("config.json lacks it", field=name, remedy=f"it usually appears {where}")
         value = self._values[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             remedy = f"give a whole number of {least} to {most}"
-            raise InvalidArgument(f"{repr(value)[:40]} is no size", field=name, remedy=remedy)
+            raise InvalidArgument(f"{repr(value)[:40]} is not a valid size", field=name, remedy=remedy)
         return value
 
     def refuse(self, name: str) -> NoReturn:
-        """The field is there, and what it says is not understood."""
+        """Refuse a field whose value is not supported."""
         raise InvalidArgument(
-            "the cache depends on it, and kvplane does not understand it",
+            "the cache depends on it, and kvplane does not support it",
             field=name,
-            remedy="plan a model of the catalogue; a replica can be registered by its layers",
+            remedy="plan a model of the catalogue, or register the replica by its layers",
         )
 
 
@@ -106,7 +106,7 @@ def read_model(path: Path) -> Model:
     except ValueError as error:
         raise InvalidArgument(f"{path} is not JSON: {error}", field="model") from None
     if not isinstance(config, dict):
-        raise InvalidArgument(f"{path} holds no object", field="model", remedy="give the model's config.json")
+        raise InvalidArgument(f"{path} is not a JSON object", field="model", remedy="give the model's config.json")
     return model_of(config)
 
 

@@ -1,4 +1,4 @@
-"""What a model's cache takes and how many requests fit: figures of a plan, hybrid beside uniform."""
+"""Memory of a model's cache and the number of requests that fit: figures of a plan, hybrid compared with uniform."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """What is to be planned: a model, how it is served, and the memory of one rank.
+    """The input of a plan: a model, how it is served, and the memory of one rank.
 
     Attributes:
         prefix_caching: off: recurrent states are not cached, and prompts not shared.
@@ -41,7 +41,7 @@ class Sizing:
     prefix_caching: bool = True
 
     def plan(self, hybrid: bool = True) -> CachePlan:
-        """The plan; `hybrid` off: every layer keeps every token. Raises InvalidArgument when that cannot be."""
+        """The plan. Without `hybrid` every layer keeps every token. Raises InvalidArgument when no plan is possible."""
         mode = MambaMode.ALIGN if self.prefix_caching else MambaMode.NONE
         layers = self.model.layers(replace(self.options, mamba_mode=mode))
         return plan_cache(
@@ -64,7 +64,7 @@ class Sizing:
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """One KV cache group. `bytes_per_token` is of all its layers, 0 for states, which do not grow with tokens."""
+    """One KV cache group. `bytes_per_token` is summed over its layers; 0 for states, whose size is constant."""
 
     kind: GroupKind
     num_layers: int
@@ -75,7 +75,7 @@ class GroupFigures:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A plan in numbers, of one rank.
+    """The figures of a plan, for one rank.
 
     Attributes:
         bytes_per_token: of all layers, as long as every token is kept.
@@ -108,15 +108,15 @@ def find_model(name: str) -> Model:
 
 
 def parse_bytes(text: str) -> int:
-    """Like "40GiB", "80 GB" or "1073741824". Raises InvalidArgument."""
+    """Parse a size such as "40GiB", "80 GB" or "1073741824". Raises InvalidArgument."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise InvalidArgument(f"{text!r} is no size", field="memory", remedy="write it like 40GiB")
+        raise InvalidArgument(f"{text!r} is not a size", field="memory", remedy="write it like 40GiB")
     return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
 def figures_of(sizing: Sizing) -> Figures:
-    """Plan and count. Raises InvalidArgument when not one request fits."""
+    """Plan and compute the figures. Raises InvalidArgument when no request fits."""
     plan = sizing.plan()
     groups = tuple(map(_group_figures, plan.groups))
     return Figures(
@@ -144,11 +144,11 @@ def figures_by_length(sizing: Sizing) -> list[tuple[int, Figures]]:
 
 
 def _where_possible(sizings: Iterable[tuple[Label, Sizing]]) -> list[tuple[Label, Figures]]:
-    told = []
+    rows = []
     for label, sizing in sizings:
         with suppress(InvalidArgument):
-            told.append((label, figures_of(sizing)))
-    return told
+            rows.append((label, figures_of(sizing)))
+    return rows
 
 
 def shortest_with_gain(sizing: Sizing, gain: float, longest: int) -> int | None:
@@ -160,7 +160,7 @@ def shortest_with_gain(sizing: Sizing, gain: float, longest: int) -> int | None:
 
 
 def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int | None:
-    """By bisection: what holds once holds beyond."""
+    """Bisection for the first value at which `holds` is true; it must stay true above that value."""
     if not holds(high):
         return None
     while low < high:

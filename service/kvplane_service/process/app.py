@@ -96,7 +96,7 @@ class App:
             raise
         self._start_task("leases", self._sweep())
         self._start_task("loop holds", self._holds.watch())
-        self._start_task("logs", self.registry.logs.pack_beside())
+        self._start_task("logs", self.registry.logs.pack_in_background())
         if store is None:
             await self._server.announce_ready()
         else:

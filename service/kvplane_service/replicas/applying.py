@@ -1,7 +1,7 @@
 """Apply a step to the core, then publish its decision and its events.
 
 A step that is estimated to take long is applied on a thread, so that the event loop serves other replicas. The thread
-owns the core's state until then: callers on the loop wait (`settled`) or are refused (`check`).
+owns the core's state until then: callers on the loop wait (`idle`) or are refused (`check`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Applying:
         if self.in_core:
             raise InternalError(f"an earlier step broke {name}", remedy="deregister and register the replica again")
 
-    async def settled(self) -> None:
+    async def idle(self) -> None:
         """Wait until no step is being applied. None begins before the caller awaits something else."""
         while self._aside is not None:
             await asyncio.wait([self._aside])

@@ -143,9 +143,9 @@ class ReplicaHost:
         """Nanoseconds since `at_ns`, by the clock of decisions."""
         return max(0, self._clock() - at_ns)
 
-    async def settled(self) -> None:
+    async def idle(self) -> None:
         """Wait until no step is being applied. Read the core before awaiting anything else."""
-        await self._steps.settled()
+        await self._steps.idle()
 
     def check_readable(self, remedy: str = "compute the prefix instead") -> None:
         """Raise ReplicaLapsed when the content of the replica's pages is unknown."""
@@ -238,7 +238,7 @@ class ReplicaHost:
 
         Raises also the reason that `on_end` is called with.
         """
-        await self.settled()
+        await self.idle()
         opening = self._start_opening(request, on_end, epoch)
         try:
             await in_slices(partial(self._go_on, opening), self._clock, self.events.withdraw)

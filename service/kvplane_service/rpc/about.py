@@ -1,4 +1,4 @@
-"""What a service process says of itself."""
+"""What a service process reports about itself."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from importlib.metadata import version
 
 @dataclass(slots=True)
 class About:
-    """Filled in as the process starts and ends.
+    """Updated as the process starts and drains.
 
     Attributes:
-        drain_asked: set when an operator sends the service away.
-        draining: it goes.
-        wall_ns, clock_ns: nanoseconds since 1970, and of a clock that never goes back.
+        drain_asked: set when an operator calls Admin.Drain.
+        draining: the service is draining.
+        wall_ns, clock_ns: nanoseconds since 1970, and of a monotonic clock.
     """
 
     version: str = field(default_factory=lambda: version("kvplane"))
@@ -33,5 +33,5 @@ class About:
 
     @property
     def uptime_ns(self) -> int:
-        """Since it was made."""
+        """Nanoseconds since it was created."""
         return self.clock_ns() - self.started_ns

@@ -30,13 +30,13 @@ from kvplane_service.unary.hashing import hash_tokens
 
 NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096
-MAX_EXPLANATIONS = 32  # that wait
-_WITHOUT_ENGINE = "none of its pages can be hit until it is back; name a request to have its past explained"
-_LOOK_S = 0.5  # so often a recording looks whether its replica is still there
+MAX_EXPLANATIONS = 32  # waiting calls
+_WITHOUT_ENGINE = "its pages cannot be hit until the engine reconnects; name a request to explain a past admission"
+_LOOK_S = 0.5  # interval at which a recording checks that its replica still exists
 
 
 class AdminServicer:
-    """Looks inside replicas, and sends the process away."""
+    """Operator calls: status, drain, snapshots, explanations, recordings."""
 
     def __init__(self, registry: VisibleReplicas, about: About) -> None:
         self._registry = registry
@@ -68,17 +68,17 @@ class AdminServicer:
         return pb.DrainResponse()
 
     async def Snapshot(self, request: pb.SnapshotRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract. Works on the event loop, since the state must not change meanwhile: seconds for a million
-        blocks, which is why it is an operator's call.
+        """See the contract. Runs on the event loop, because the state must not change: takes seconds for a million
+        blocks, which is why only operators may call it.
         """
         host = self._registry.get(request.replica).host
-        await host.settled()
+        await host.idle()
         try:
             snapshot = take_snapshot(host.replica)
         except AssertionError as error:
             raise InternalError(
-                f"an invariant of {request.replica} does not hold: {error}",
-                remedy="report it, with the replica's log",
+                f"an invariant of {request.replica} is violated: {error}",
+                remedy="report it, with the log of the replica",
             ) from error
         return encode_snapshot(snapshot, request.summary)
 
@@ -94,10 +94,10 @@ class AdminServicer:
             raise InvalidArgument("nothing to explain", field="what", remedy="give content or request_id")
         if kind == "request_id":
             return encode_explanation(host, await explain_request(host, request.request_id, self._offload))
-        await host.settled()
+        await host.idle()
         host.check_readable(_WITHOUT_ENGINE)
         content = await entry.unary.hash_content(decode.decode_content(request.content, host.scheme))
-        await host.settled()
+        await host.idle()
         host.check_readable(_WITHOUT_ENGINE)
         prompt = _prompt(host, content, request.content)
         return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
@@ -109,11 +109,11 @@ class AdminServicer:
         if not reaches_registration(host):
             how = f"{log.num_lost} decisions since its registration are no longer kept"
             if not log.num_lost:
-                how = "what it decided before a store brought it back is not known"
+                how = "its decisions before it was recovered from a store are unknown"
             raise FailedPrecondition(
                 f"{host.name} cannot be recorded: {how}",
                 field="replica",
-                remedy="record from the registration on; to keep more, raise decision_log_steps and log_bytes",
+                remedy="start recording right after registration, or raise decision_log_steps and log_bytes",
             )
         queue: asyncio.Queue[Entry] = asyncio.Queue()
         entries = iter(log)
@@ -132,7 +132,7 @@ class AdminServicer:
 
 
 def _prompt(host: ReplicaHost, content: Content, message: allocation_pb2.RequestContent) -> Prompt:
-    """A hashed content to explain, and how to hash its token ids with other extra keys."""
+    """The prompt to explain: hashed content, and a function that hashes its token ids with other extra keys."""
     scheme, tokens = host.scheme, message.token_ids
 
     def hash_with(keys: ExtraKeys) -> list[bytes]:

@@ -27,7 +27,7 @@ DEFAULT_PAGE = 100
 
 
 class AllocationServicer:
-    """Adapters from requests to the registry, hosts and unary calls."""
+    """Decodes requests, calls the registry, hosts and unary calls, and encodes the answers."""
 
     def __init__(self, registry: VisibleReplicas, streams: SessionStreams, durable: Durable) -> None:
         self._registry = registry
@@ -43,7 +43,7 @@ class AllocationServicer:
     # ---- replicas
 
     async def RegisterReplica(self, request: pb.RegisterReplicaRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract. Large pools are built beside the event loop."""
+        """See the contract. The pool is built on a thread."""
         if self._draining:
             raise Unavailable("the service is going away", remedy="register elsewhere")
         self._registry.check_name(request.replica)
@@ -58,7 +58,7 @@ class AllocationServicer:
         return _registered(planned, entry)
 
     async def _look_elsewhere(self, name: str) -> None:
-        """Raise Moved when another service has the replica; a store that is away keeps nobody from registering one."""
+        """Raise Moved when another service has the replica. An unavailable store does not prevent a registration."""
         if name not in self._registry:
             with contextlib.suppress(UnknownReplica, OwnerUnknown):
                 await self._registry.ensure_local(name)
@@ -71,16 +71,16 @@ class AllocationServicer:
     async def DescribeReplica(self, request: pb.DescribeReplicaRequest, _: bytes) -> Message:  # noqa: N802
         """See the contract."""
         entry = self._registry.get(request.replica)
-        await entry.host.settled()
+        await entry.host.idle()
         return encode.encode_description(entry, self._keeper.report(entry))
 
     async def ListReplicas(self, request: pb.ListReplicasRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract. The token of a page is the name that it ends with."""
+        """See the contract. The token of a page is the last name on it."""
         size = request.page_size or DEFAULT_PAGE
         if size > MAX_PAGE:
-            raise InvalidArgument(f"{size} entries", field="page_size", remedy=f"ask for at most {MAX_PAGE}")
+            raise InvalidArgument(f"{size} entries", field="page_size", remedy=f"give at most {MAX_PAGE}")
         if request.page_token and not self._registry.is_name(request.page_token):
-            raise InvalidArgument("no page ends there", field="page_token", remedy="send next_page_token of an answer")
+            raise InvalidArgument("not a page token", field="page_token", remedy="send a next_page_token")
         page = self._registry.page(request.page_token, size + 1)
         answer = pb.ListReplicasResponse(replicas=[encode.encode_summary(one.host) for one in page[:size]])
         if len(page) > size:
@@ -93,15 +93,15 @@ class AllocationServicer:
         """See the contract."""
         entry = self._registry.get(request.replica)
         host = entry.host
-        await host.settled()
+        await host.idle()
         host.check_readable()
         kind = request.WhichOneof("what")
         if kind is None:
-            raise InvalidArgument("nothing to look up", field="what", remedy="give content or request_id")
+            raise InvalidArgument("neither content nor request_id is given", field="what", remedy="give one of them")
         if kind == "request_id":
             return _hit_of_request(host, request)
         content = await entry.unary.hash_content(decode.decode_content(request.content, host.scheme))
-        await host.settled()
+        await host.idle()
         host.check_readable()
         replica = host.replica
         digests = replica.digests_of(content.as_probe())

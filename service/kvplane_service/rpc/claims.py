@@ -1,10 +1,10 @@
-"""Claims: an engine life begins by raising the owner epoch in every rank's stamp table, through its worker.
+"""Claim the page memory of every rank for a new engine life, by raising the owner epoch in its stamp table.
 
-    claim, rank 0 first -> the old life's orders are refused by every rank -> read stamps -> admit entries
+    claim, rank 0 first -> every rank refuses orders of the old life -> read the stamps -> verify entries
 
-A worker can be claimed where the service may enter its directory, as the same user of the same host. Of the others the
-engine itself claims the tables when its session is open, and what it has shown counts; so do the tables' epochs, which
-no claim takes back.
+The service can claim through a worker whose directory it may access: same host and same user. The engine itself claims
+the other tables once its session is open; until then the stamps that it sent are used. Owner epochs never decrease, so
+a claim is never undone.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # the stamps of 2^27
 
 
 class ClaimedPages(NamedTuple):
-    """What a worker says behind a claim.
+    """The state of a worker's pages after a claim.
 
     Attributes:
         reading: of its stamp table.
-        busy: blocks that a transfer writes, which may have begun for an earlier engine life; none begins for one later.
+        busy: blocks that a transfer of an earlier engine life may still write; no new one can begin after the claim.
     """
 
     reading: StampReading
@@ -62,10 +62,10 @@ _log = logging.getLogger(__name__)
 async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[OpenRequest, int]:
     """Claim the workers for the engine life that a session begins.
 
-    Returns its request, with the stamps and busy blocks that hold behind the claim, and the life for
-    `ReplicaHost.open`, to be begun at once: NEW_EPOCH where nothing was claimed.
+    Returns the request with the stamps and busy blocks read after the claim, and the epoch to pass to
+    `ReplicaHost.open` without waiting: NEW_EPOCH when nothing was claimed.
 
-    A worker that cannot be reached, and one that is silent, are left to the engine.
+    The engine claims the workers that cannot be reached or do not answer.
 
     Raises:
         KvplaneError: the session cannot be opened, as `ReplicaHost.check_open`; no worker was claimed then.
@@ -83,15 +83,15 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
             host.observe_owner_epoch(_owner_of(error))
             continue
         stamps = await _proven(request.stamp_table, [one.reading for one in pages])
-        await host.settled()
-        if epoch > host.epoch:  # nobody else began it meanwhile
+        await host.idle()
+        if epoch > host.epoch:  # no other session began it meanwhile
             busy = _busy(request, pages, host.replica.spec.num_blocks)
             return replace(request, stamp_table=stamps, busy_blocks=busy), epoch
-    raise Unavailable(f"engine lives of {host.name} begin faster than its workers can be told", remedy="try again")
+    raise Unavailable(f"engine lives of {host.name} begin faster than its workers can be claimed", remedy="try again")
 
 
 async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[ClaimedPages]:
-    """What those say that could be claimed. Raises StaleEpoch."""
+    """The pages of the workers that could be claimed. Raises StaleEpoch."""
     first, *others = workers
     answers = [*await _answers([first], epoch, claim), *await _answers(others, epoch, claim)]
     claimed_pages = []
@@ -101,7 +101,7 @@ async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) ->
         elif isinstance(answer, StaleEpoch):
             raise answer
         else:
-            _log.info("the worker of rank %d is left to the engine to claim: %s", worker.rank, answer)
+            _log.info("could not claim the worker of rank %d, the engine will: %s", worker.rank, answer)
     return claimed_pages
 
 
@@ -116,21 +116,21 @@ async def _answers(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> l
 
 
 def _owner_of(error: StaleEpoch) -> int:
-    """The epoch that a worker says owns its pages, 0 when that cannot be one."""
+    """The owner epoch that a worker reports, 0 when it is invalid."""
     text = error.metadata.get("epoch", "")
     return int(text) if text.isdecimal() and int(text) < MAX_EPOCH else 0
 
 
 async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Sequence[int]:
-    """What the engine showed, where every table that was read says the same now."""
+    """The stamps of the engine, 0 where a table that was read differs."""
     for reading in readings if shown else ():
         shown = confirmed(shown, reading)
-        await asyncio.sleep(0)  # a large memory takes some milliseconds
+        await asyncio.sleep(0)  # a large table takes several milliseconds
     return shown
 
 
 def _busy(request: OpenRequest, pages: Sequence[ClaimedPages], num_blocks: int) -> tuple[int, ...]:
-    """Blocks that a load may still write, as the engine and its workers say."""
+    """Blocks that a load may still write, as reported by the engine and its workers."""
     listed = {block for one in pages for block in one.busy if 0 < block < num_blocks}
     return tuple(sorted(listed.union(request.busy_blocks)))
 
@@ -140,15 +140,15 @@ async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
 
     Raises:
         StaleEpoch: a newer engine life owns them.
-        Unavailable: it cannot be reached from here, or does not answer within CLAIM_TIMEOUT_S; or another one serves
-            its address. Who may register a worker knows the numbers of its own workers alone.
-        KvplaneError: it refuses.
+        Unavailable: it cannot be reached or does not answer within CLAIM_TIMEOUT_S, or another worker serves its
+            address. The worker's id is checked because any client with the scope may register any address.
+        KvplaneError: the worker refuses.
     """
     request = pb.ClaimRequest(token=_token_of(worker.address), epoch=epoch)
     async with grpc.aio.insecure_channel(worker.address, _OPTIONS) as channel:
         described = await _ask(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse)
         if described.worker.worker_id != worker.worker_id:
-            raise Unavailable(f"another worker than the one that was registered serves {worker.address}")
+            raise Unavailable(f"{worker.address} is served by another worker than the registered one")
         answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
     busy = unpack(answer.busy, U32, "claim", "busy")
     return ClaimedPages(StampReading(answer.incarnation, _unpack(answer.stamps)), busy)
@@ -167,16 +167,16 @@ async def _ask(channel: grpc.aio.Channel, method: str, request: Message, answer_
 
 
 def _token_of(address: str) -> str:
-    """The token beside the socket; only of a directory that nobody else could have made."""
+    """The token next to the socket, read only from a directory that belongs to this user alone."""
     path = Path(address.removeprefix("unix:"))
     try:
         found = path.parent.lstat()
         if not address.startswith("unix:") or not _is_private(found):
-            raise Unavailable(f"{address} is not a socket in a directory of user {os.getuid()} alone")
+            raise Unavailable(f"{address} is not a socket in a private directory of user {os.getuid()}")
         with (path.parent / _TOKEN).open() as file:
             return file.read(_TOKEN_BYTES)
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{address} is not of this host and user: {error}") from None
+        raise Unavailable(f"{address} is not accessible to this host and user: {error}") from None
 
 
 def _is_private(found: os.stat_result) -> bool:
@@ -184,5 +184,5 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def _unpack(stamps: bytes) -> Sequence[int]:
-    """Stamps, u64 little-endian each, as this machine's words are: the worker is of this host."""
+    """The stamps as 64-bit words. The worker runs on this host, so it has the same byte order."""
     return memoryview(stamps[: len(stamps) // 8 * 8]).cast("Q")

@@ -1,4 +1,4 @@
-"""Messages of unary calls -> calls of the unary room. Checks the shape; host and core judge the values."""
+"""Decode the messages of unary calls. The shape is checked here, the values by the host and the core."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _end(value: int) -> EndKind:
         return EndKind.FREE
     known = pb.EndKind.DESCRIPTOR.values_by_number.get(value)
     if known is None:
-        raise InvalidArgument(f"{value} is no EndKind", field="end", remedy="use a value of EndKind")
+        raise InvalidArgument(f"{value} is not an EndKind", field="end", remedy="use a value of EndKind")
     return EndKind(known.name.removeprefix("END_KIND_"))
 
 
@@ -143,7 +143,7 @@ def _watermark(value: int) -> Watermark:
         return Watermark(value)
     except ValueError:
         raise InvalidArgument(
-            f"{value} is no WatermarkUse", field="watermark", remedy="use a value of WatermarkUse"
+            f"{value} is not a WatermarkUse", field="watermark", remedy="use a value of WatermarkUse"
         ) from None
 
 

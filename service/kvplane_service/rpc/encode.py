@@ -1,4 +1,4 @@
-"""Our types -> answers of unary calls."""
+"""Encode the answers of unary calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _GROUP_COUNTERS = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_bloc
 
 
 def encode_mutation(step: StepResult) -> pb.MutationResult:
-    """What every mutation answers."""
+    """The part of the answer that all mutations share."""
     result = step.parts[0]
     return pb.MutationResult(
         seq=step.seq,
@@ -60,7 +60,7 @@ def encode_mutation(step: StepResult) -> pb.MutationResult:
 
 
 def encode_orders(orders: Orders) -> pb.RankOrders:
-    """Orders in readable rows."""
+    """Orders as one message per row."""
     stamps = zip(orders.stamp_block, orders.stamp, strict=True)
     copies = zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True)
     zeroes = zip(orders.zero_group, orders.zero_block, strict=True)
@@ -118,7 +118,7 @@ def encode_reset(step: StepResult) -> bytes:
 
 
 def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaResponse:
-    """State and counters of a replica, and how its durable side is."""
+    """State and counters of a replica, and the state of its store."""
     host, replica = entry.host, entry.host.replica
     tally = host.tally
     return pb.DescribeReplicaResponse(
@@ -146,7 +146,7 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
 
 
 def _starved(replica: Replica) -> dict[str, int]:
-    """Rows of running requests count here too; a replica without states has no such reason."""
+    """The reason `starved`, which also counts rows of running requests; only replicas with states have it."""
     return {"starved": replica.counters.starved_chunks} if replica.spec.align.block_size else {}
 
 
@@ -162,7 +162,7 @@ def _step_time(host: ReplicaHost, decision: Decision) -> pb.StepTime:
 
 
 def encode_store(host: ReplicaHost, report: StoreReport) -> pb.StoreStatus:
-    """The durable side of a replica, with what became of what was stored."""
+    """The state of the store for a replica, and the outcome of its recovery."""
     loaded = host.recovering or host.recovered
     status = pb.StoreStatus(
         state=_STORE_STATES[report.state],
@@ -181,7 +181,7 @@ def encode_store(host: ReplicaHost, report: StoreReport) -> pb.StoreStatus:
 
 
 def encode_residency(residency: Residency) -> pb.Residency:
-    """Histograms of block lives, without their empty tails."""
+    """Histograms of block lifetimes, without trailing zeros."""
     return pb.Residency(
         lifetime=_without_tail(residency.lifetime),
         idle_before_evict=_without_tail(residency.idle_before_evict),
@@ -215,7 +215,7 @@ def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
 
 
 def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResponse:
-    """The allocator's state; without lists when only a summary is wanted."""
+    """The allocator's state; a summary has no lists."""
     message = admin_pb2.SnapshotResponse(
         digest=snapshot.digest,
         distinct_keys=snapshot.distinct_keys,
@@ -246,12 +246,12 @@ def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResp
     return message
 
 
-def encode_explanation(host: ReplicaHost, told: Explanation) -> admin_pb2.ExplainResponse:
-    """Why a hit is not longer."""
-    account, why = told.account, told.why
+def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.ExplainResponse:
+    """The explanation of a hit's length."""
+    account, why = found.account, found.why
     kinds = (group.kind.value for group in host.replica.spec.groups)
     return admin_pb2.ExplainResponse(
-        num_tokens=told.num_tokens,
+        num_tokens=found.num_tokens,
         hit_tokens=account.hit.num_tokens,
         longest_hit=account.longest,
         groups=[
@@ -267,8 +267,8 @@ def encode_explanation(host: ReplicaHost, told: Explanation) -> admin_pb2.Explai
         epoch=why.epoch,
         seq=why.seq,
         age_ms=host.age_ns(why.at_ns) // 1_000_000 if why.at_ns else 0,
-        admit_status=int(told.status),
-        admit_seq=told.seq,
-        admit_epoch=told.epoch,
-        log_is_complete=told.is_complete,
+        admit_status=int(found.status),
+        admit_seq=found.seq,
+        admit_epoch=found.epoch,
+        log_is_complete=found.is_complete,
     )

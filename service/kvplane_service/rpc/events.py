@@ -1,4 +1,6 @@
-"""The Events service."""
+"""The Events service. A full pool evicts thousands of keys per step, so events are encoded without an object
+for each.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.replicas.events import Batch, EventLog
 
-_AT_ONCE = 64  # batches that are objects while a subscriber reads; what it has not read stays in the log alone
+_AT_ONCE = 64  # batches that are unpacked at a time for a subscriber; the others stay packed in the log
 _BLOCK_BYTES = 4
 _KEPT_MESSAGES = 2
 
 
 class EventsServicer:
-    """Streams the logs of replicas."""
+    """Streams the event logs of replicas."""
 
     def __init__(self, registry: VisibleReplicas) -> None:
         self._registry = registry
@@ -35,7 +37,7 @@ class EventsServicer:
         self._messages = NewestMessages()
 
     def drain(self) -> None:
-        """End every stream, and refuse new ones."""
+        """End every stream and refuse new ones."""
         self._draining.set()
         for waker in self._wakers:
             waker.set()
@@ -57,26 +59,26 @@ class EventsServicer:
         finally:
             self._wakers.discard(waker)
             subscription.cancel()
-        raise Unavailable("the service is going away", remedy="subscribe elsewhere")
+        raise Unavailable("the service is draining", remedy="subscribe to another one")
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """The bytes of a batch's message."""
+    """The encoded message of a batch."""
     head = pb.SubscribeResponse(
         seq=batch.seq, epoch=batch.epoch, gap=batch.gap, withdrawn=batch.withdrawn, restored=batch.restored
     )
-    # Messages one behind the other are one, with the events of all.
+    # Concatenated messages parse as one message with the events of all.
     return b"".join([head.SerializeToString(), *[_encode_run(run) for run in runs_of(batch.events)]])
 
 
 class NewestMessages:
-    """The messages of the newest batches of each log, made once for all who follow it closely."""
+    """Encoded messages of the newest batches of each log, shared by its subscribers."""
 
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[EventLog, dict[int, bytes]] = WeakKeyDictionary()
 
     def encode(self, log: EventLog, batch: Batch) -> bytes:
-        """The message of a batch; of one with events, the same as others were given."""
+        """The message of a batch; a batch with events is encoded once for all subscribers."""
         if log.num_subscribers == 1 or not batch.events:
             return encode_batch(batch)
         newest = self._of.setdefault(log, {})
@@ -89,7 +91,7 @@ class NewestMessages:
 
 
 def _encode_run(run: CacheEvent) -> bytes:
-    """The bytes of `events` entries: an event, or one for each hash of a run of removals."""
+    """The encoded `events` entries: one event, or one per hash for a run of removals."""
     if run.kind is not EventKind.REMOVED:
         raw = wire.encode_event(run).SerializeToString()
         return _EVENTS + _varint(len(raw)) + raw
@@ -117,7 +119,7 @@ def _varint(number: int) -> bytes:
 
 
 def _tag(message: type[Message], name: str) -> bytes:
-    """What stands before a field of bytes."""
+    """The encoded tag of a bytes field."""
     return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2)
 
 

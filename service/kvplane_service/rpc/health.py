@@ -14,29 +14,29 @@ SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class Health:
-    """What this process says of itself under '', each service, 'liveness', 'readiness' and 'store'."""
+    """The health of this process under '', each service, 'liveness', 'readiness' and 'store'."""
 
     def __init__(self, services: Sequence[str]) -> None:
         self.servicer = health.aio.HealthServicer()
         self._names = ("", *services, READINESS)
 
     async def starting(self) -> None:
-        """Calls are answered, but what was stored is still being read: send nothing here yet, and kill nobody."""
+        """Alive, but not ready: the store is still being read."""
         await self.servicer.set(LIVENESS, HealthCheckResponse.SERVING)
         for name in self._names:
             await self.servicer.set(name, HealthCheckResponse.NOT_SERVING)
 
     async def serving(self) -> None:
-        """Everything is up."""
+        """Alive and ready."""
         for name in (*self._names, LIVENESS):
             await self.servicer.set(name, HealthCheckResponse.SERVING)
 
     async def store(self, is_there: bool) -> None:
-        """Whether the durable side is there, under 'store'; for operators alone, and only where there is one."""
+        """Report whether the store is available, under 'store'; for operators, and only if one is configured."""
         status = HealthCheckResponse.SERVING if is_there else HealthCheckResponse.NOT_SERVING
         await self.servicer.set(STORE, status)
 
     async def draining(self) -> None:
-        """Send nothing new here; the process is well nevertheless, so that nobody kills it while it drains."""
+        """Not ready, but alive, so that Kubernetes does not kill the process while it drains."""
         for name in self._names:
             await self.servicer.set(name, HealthCheckResponse.NOT_SERVING)

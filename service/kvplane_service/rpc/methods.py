@@ -1,8 +1,7 @@
-"""One wrapper around every method: bytes in, bytes out, refusals as rich status.
+"""The wrapper around every method: bytes in, bytes out, errors as rich status.
 
-Handlers are built from the service's descriptor with the bytes of the request at hand: they are the
-fingerprint of a call and show what a parser would hide. Every refusal becomes a status here and nowhere else;
-the table is `kvplane.rpc.status`.
+Handlers are built from the service's descriptor and get the bytes of the request, which are fingerprinted and checked
+for values that a parser would truncate. Errors become a status only here; the table is `kvplane.status`.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallHooks:
-    """What is around every method.
+    """What surrounds every method.
 
     Attributes:
-        ensure_local: asked to make a replica known that is not; raises MOVED when another service owns it.
-        gate: that calls pass; None when nobody is asked who it is.
+        ensure_local: makes an unknown replica known to this process; raises Moved when another service owns it.
+        gate: authenticates and authorizes calls; None without authentication.
     """
 
     ensure_local: EnsureLocal
@@ -54,10 +53,10 @@ class CallHooks:
 
 
 def service_handler(service: ServiceDescriptor, servicer: object, hooks: CallHooks) -> grpc.GenericRpcHandler:
-    """Handlers for every method of a service; the servicer has a method of each name.
+    """Handlers for every method of a service; the servicer has a method with each name.
 
-    A unary one gets the message and its bytes and returns the answer, as a message or as bytes; one that
-    streams answers gets the message and yields them alike; one that streams both ways gets the context.
+    A unary method gets the message and its bytes and returns the answer, as a message or as bytes; a server-streaming
+    method gets the message and yields answers likewise; a bidirectional one gets the context.
     """
     handlers = {method.name: _handler(method, servicer, hooks) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -110,19 +109,19 @@ def _stream(behaviour: Stream, answered: _Answered) -> Callable[[object, Context
 
 
 async def _answered(method: str, gate: Gate | None, context: Context, work: Work[_T]) -> _T:
-    """What the work returns; a refusal ends the call with its status, a bug with INTERNAL."""
+    """The result of the work. A KvplaneError ends the call with its status, any other exception with INTERNAL."""
     try:
         return await (work() if gate is None else _let_in(gate, method, context, work))
     except KvplaneError as error:
         await _abort(error, context)
     except Exception as error:
-        _log.exception("a bug in the service")
+        _log.exception("unhandled exception in %s", method)
         name = type(error).__name__
-        await _abort(InternalError(f"{name}: a bug, the log of the service says more"), context)
+        await _abort(InternalError(f"unhandled {name}; see the log of the service"), context)
 
 
 async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> _T:
-    """Do the work if the caller may have it done, as long as it may."""
+    """Run the work if the gate admits the call, and end it when its credentials expire."""
     proof = Proof.of(context.invocation_metadata() or (), context.auth_context())
     call = None
     try:
@@ -138,7 +137,7 @@ async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> 
 
 
 async def _with_replica(ensure_local: EnsureLocal, work: Work[_T]) -> _T:
-    """What the work returns; a replica that it does not know is brought, if it can be."""
+    """The result of the work, which is repeated once after an unknown replica was made local."""
     try:
         return await work()
     except UnknownReplica as error:

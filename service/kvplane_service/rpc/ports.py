@@ -1,4 +1,4 @@
-"""Addresses to listen on, with the cause when nobody can."""
+"""Listen addresses, errors that name the cause, and TLS credentials that follow changed certificate files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kvplane_service.config import Config
 def add_port(
     server: grpc.aio.Server, address: str, key: str = "listen", credentials: grpc.ServerCredentials | None = None
 ) -> str:
-    """Let a server listen; returns the address, with the port that was chosen for port 0.
+    """Add a listen address to a server. Returns the address, with the selected port for port 0.
 
     Args:
-        server: that is not started.
+        server: not started yet.
         address: host:port or unix:PATH.
-        key: of the configuration, which a refusal names.
+        key: configuration key that errors name.
         credentials: for TLS; None = plain text.
 
     Raises:
-        Unavailable: the address is taken or not ours.
+        Unavailable: the address is in use, or not of this machine.
     """
     check_free(address, key)
     try:
@@ -41,9 +41,9 @@ def add_port(
 
 
 def check_free(address: str, key: str) -> None:
-    """Raise Unavailable, with the cause, when nobody can listen there now.
+    """Raise Unavailable, with the cause, when the address cannot be listened on.
 
-    gRPC says less, and of a socket's file that somebody answers on it says nothing: it removes the file.
+    The error of gRPC has no cause, and gRPC removes the socket file of a process that still listens on it.
     """
     path = address.removeprefix("unix:")
     try:
@@ -66,7 +66,7 @@ def _check_socket_file(path: str) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """A name may have addresses that this machine lacks (localhost without IPv6): one that is ours is enough."""
+    """A name may resolve to addresses that this machine lacks (localhost without IPv6): one usable address suffices."""
     unusable: list[OSError] = []
     places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, place in places:
@@ -87,7 +87,7 @@ def _not_free(address: str, cause: str, key: str) -> Unavailable:
     return Unavailable(
         f"cannot listen on {address}: {cause}",
         field=key,
-        remedy=f"choose another with {flag}; port 0 takes a free one",
+        remedy=f"choose another address with {flag}; port 0 selects a free port",
     )
 
 

@@ -1,4 +1,4 @@
-"""The gRPC server: services, health and reflection on one address; health alone on another, where one is named."""
+"""The gRPC server: services, health and reflection on one address; only health on another one, if configured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvplane_service.rpc.workers import WorkersServicer
 from kvplane_service.store.ownership import Durable
 
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-_LAST_CALLS_S = 1.0  # for calls that are being answered while the server stops
+_LAST_CALLS_S = 1.0  # time for calls in progress when the server stops
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
 @dataclass(frozen=True, slots=True)
 class CallFilters:
-    """What calls pass before they reach a servicer; gate None: everybody may."""
+    """What calls pass before they reach a servicer. `gate` None: no authentication."""
 
     gate: Gate | None = None
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
@@ -75,19 +75,19 @@ class RpcServer:
         )
         self._server.add_generic_rpc_handlers(handlers)
         self._health_server = grpc.aio.server()
-        self.health_address = ""  # once it serves, if it is to have one of its own
+        self.health_address = ""  # set by `start` if configured
         for server in (self._server, self._health_server):
             health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if config.serves_reflection:
-            # Only what has a descriptor is listed: v1 of reflection has none here, and clients ask for each.
+            # Clients request the descriptor of every listed service, and there is none for v1 of reflection.
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             _add_reflection(self._server, names)
 
     async def start(self) -> str:
-        """Begin to serve; returns the address, with the port that was chosen for port 0.
+        """Start serving. Returns the address, with the selected port for port 0.
 
         Raises:
-            Unavailable: an address is taken or not ours.
+            Unavailable: an address is in use, or not of this machine.
             KvplaneError: the certificate cannot be used.
         """
         config = self._config
@@ -101,21 +101,21 @@ class RpcServer:
         return address
 
     async def announce_ready(self) -> None:
-        """Let load balancers know that this process can be used."""
+        """Report ready."""
         await self._health.serving()
 
     async def announce_drain(self) -> None:
-        """Let load balancers know that this process will go."""
+        """Report not ready, because the process is draining."""
         await self._health.draining()
 
     async def announce_store(self, is_there: bool) -> None:
-        """Let operators know whether the store is there."""
+        """Report whether the store is available."""
         await self._health.store(is_there)
 
     async def drain(self, grace_ms: int) -> None:
-        """Take nothing new, let sessions finish for so long at most, let other services have the replicas, stop.
+        """Refuse new work, wait up to `grace_ms` for sessions, release the replicas to other services, and stop.
 
-        Sessions hear of it first, whatever the store does: what it is to know is written meanwhile.
+        Sessions are notified first, even when the store hangs; releases are written concurrently.
         """
         self._streams.refuse_new()
         self._allocation.refuse_new()
@@ -126,13 +126,13 @@ class RpcServer:
         await self._health_server.stop(None)
 
     async def _let_go(self, leaving: asyncio.Task[None]) -> None:
-        """Let go of every replica, if the store lets us."""
+        """Release every replica, if the store answers in time."""
         try:
             async with asyncio.timeout(_LAST_CALLS_S):
                 await leaving
                 await self._ownership.leave(())
         except TimeoutError:
-            _log.warning("the store does not answer: other services adopt the replicas later")
+            _log.warning("the store does not answer: other services adopt the replicas when the lease expires")
 
     async def stop(self) -> None:
         """Stop at once."""
@@ -142,9 +142,9 @@ class RpcServer:
 
 def _options(config: Config) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # a second process on the port is a mistake, not a share of the load
+        ("grpc.so_reuseport", 0),  # a second process on the port is a mistake, not load balancing
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # an answer that was computed must arrive
+        ("grpc.max_send_message_length", -1),  # a computed answer must be delivered
         ("grpc.keepalive_time_ms", config.keepalive_ms),
         ("grpc.keepalive_timeout_ms", config.keepalive_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -153,7 +153,7 @@ def _options(config: Config) -> list[tuple[str, int]]:
 
 
 def _add_reflection(server: grpc.aio.Server, names: tuple[str, ...]) -> None:
-    """Serve v1alpha, and v1 with the same messages, which grpcio-reflection does not know yet."""
+    """Serve v1alpha and, with the same messages, v1, which grpcio-reflection does not support yet."""
     servicer = reflection.aio.ReflectionServicer(names)
     request = reflection_pb2.ServerReflectionRequest
     response = reflection_pb2.ServerReflectionResponse

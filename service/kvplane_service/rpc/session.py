@@ -1,6 +1,6 @@
-"""The stream of an engine: steps in, answers out, in order. No task and no queue per message.
+"""The stream of an engine: steps in, answers out, in order, without a task or a queue per message.
 
-A long message is read, and a long step applied, on a thread; the next message of its stream waits for that.
+A long message is parsed, and a long step applied, on a thread; the next message of the stream waits for that.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from kvplane_service.rpc.methods import Context
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.store.ownership import Ownership
 
-FIRST_MESSAGE_S = 10.0  # a client has so long to open the session
-_PROOFS_AT_ONCE = 4  # each takes memory and a while
-_LONG_MESSAGE_BYTES = 64 << 10  # takes about a millisecond to read
+FIRST_MESSAGE_S = 10.0  # deadline for the first message
+_PROOFS_AT_ONCE = 4  # each takes memory and time
+_LONG_MESSAGE_BYTES = 64 << 10  # takes about a millisecond to parse
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of a session that is open.
+    """A parsed message of an open session.
 
     Attributes:
-        step: of a step, or why it cannot be one.
-        seq, part: that it says of itself.
+        step: the decoded step, or the error why it cannot be decoded.
+        seq, part: of the step as sent.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class SessionStreams:
     """The open streams of this process."""
 
     def __init__(self, registry: VisibleReplicas, ownership: Ownership, claim: Claim = claim_worker) -> None:
-        """`claim` reaches a worker, in a simulation another way."""
+        """`claim` claims the pages of a worker; a simulation replaces it."""
         self._claim = claim
         self._registry = registry
         self._ownership = ownership
@@ -70,21 +70,21 @@ class SessionStreams:
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._draining = False
-        self._prove = Executor("what page memories prove", threads=_PROOFS_AT_ONCE)
-        self._offload = Executor("long steps")  # Python's own work: a second thread would gain nothing
+        self._prove = Executor("verification of stored entries", threads=_PROOFS_AT_ONCE)
+        self._offload = Executor("long steps")  # pure Python work: a second thread would not be faster
 
     async def serve(self, context: Context) -> None:
         """Serve one stream to its end."""
         raw, stamps = wire.split_stamps(await _read_first(context) or b"")
         first = _parse_request(raw)
         if first.WhichOneof("kind") != "open":
-            raise InvalidArgument("the first message does not open the session", field="kind", remedy="send open")
+            raise InvalidArgument("the first message is not open", field="kind", remedy="send open first")
         self._check_stays()
         request = wire.decode_open(first.open, stamps)
         if request.replica not in self._registry:
             await self._registry.ensure_local(request.replica)
         entry = self._registry.get(request.replica)
-        await entry.host.settled()
+        await entry.host.idle()
         if entry.host.recovering is not None:
             await entry.host.prove_ahead(request, self._prove)
         request, epoch = await claimed(entry, request, self._claim)
@@ -101,31 +101,31 @@ class SessionStreams:
 
     def _check_stays(self) -> None:
         if self._draining:
-            raise Unavailable("the service is going away", remedy="connect elsewhere")
+            raise Unavailable("the service is draining", remedy="connect to another one")
 
     def refuse_new(self) -> None:
         """Open no further sessions."""
         self._draining = True
 
     def replicas(self) -> set[str]:
-        """Those that have a stream."""
+        """Names of the replicas that have a stream."""
         return {stream.replica for stream in self._open}
 
     async def _left(self, replica: str) -> None:
-        """An engine has left; a service that goes lets go of its replica before the engine hears of it."""
+        """An engine closed its session. While draining, its replica is released before the engine gets the answer."""
         if self._draining:
             await self._ownership.release(replica)
 
     async def drain(self, grace_ms: int) -> None:
-        """Ask every engine to finish and wait until all have left, for so long at most."""
+        """Notify every engine, and wait up to `grace_ms` until all have closed."""
         notice = pb.SessionResponse(draining=pb.Draining(grace_ms=grace_ms)).SerializeToString()
-        # Not waited for: a stream may be broken, or its client may read nothing.
+        # Not awaited: a stream may be broken, or its client may not be reading.
         notices = asyncio.gather(*(stream.write(notice) for stream in self._open), return_exceptions=True)
         try:
             await asyncio.wait_for(self._all_closed.wait(), grace_ms / 1000)
         except TimeoutError:
             for stream in self._open:
-                stream.end(Unavailable("the service has gone away", remedy="connect elsewhere"))
+                stream.end(Unavailable("the service has drained", remedy="connect to another one"))
         notices.cancel()
 
 
@@ -140,7 +140,7 @@ class _Stream:
         left: Callable[[str], Awaitable[None]],
         offload: Offload,
     ) -> None:
-        """`left` is awaited when the session was closed; `offload` does what takes long."""
+        """`left`: awaited when the session was closed; `offload`: runs long work on a thread."""
         self.replica = host.name
         self._host = host
         self._left = left
@@ -156,9 +156,9 @@ class _Stream:
         self._is_open = False
 
     async def run(self, epoch: int) -> None:
-        """From the open to the end; leaves the replica lapsed unless the session was closed.
+        """Serve the session to its end. The replica's lease lapses unless the session was closed.
 
-        `epoch` is the engine life that the workers were claimed for, if any.
+        `epoch`: the engine life that the workers were claimed for, if any.
         """
         try:
             await self._open(epoch)
@@ -171,14 +171,14 @@ class _Stream:
                 self._call.record("session_closed", self._ended.reason if self._ended else "OK")
 
     async def _open(self, epoch: int) -> None:
-        async with self._writing:  # nothing is sent before the answer to the open, not even a notice
+        async with self._writing:  # the answer to open is the first message, before any drain notice
             opened = await self._host.open_in_slices(self._request, self.end, epoch)
             self._is_open = True
             self._call.record("session_opened", "OK")
             await self._context.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
 
     async def write(self, raw: bytes) -> None:
-        """Send a message; whole, whoever sends."""
+        """Send a message. Concurrent writes are serialized."""
         async with self._writing:
             await self._context.write(raw)
 
@@ -189,7 +189,7 @@ class _Stream:
             if raw is None:
                 return
             if len(raw) > _LONG_MESSAGE_BYTES:
-                host.heartbeat(nonce)  # it is here, though it is read a little later
+                host.heartbeat(nonce)  # it has arrived, although it is parsed later
                 message = await self._offload(partial(_understand, raw, self._digest_size))
             else:
                 message = _understand(raw, self._digest_size)
@@ -205,13 +205,13 @@ class _Stream:
                 return
             else:
                 raise InvalidArgument(
-                    f"{kind or 'nothing'} is not expected here",
+                    f"unexpected message {kind or 'without kind'}",
                     field="kind",
                     remedy="send a step, a heartbeat or a close",
                 )
 
     async def _step(self, message: _Message) -> bytes:
-        """The answer to a step, as bytes; a refusal is an answer unless it ends the session."""
+        """The encoded answer to a step. A refusal is an answer too, unless it ends the session."""
         try:
             step = message.step
             assert step is not None, message.kind
@@ -236,13 +236,13 @@ class _Stream:
                     self._call.check_domain(domain, f"parts[{at}].news.domain")
 
     def end(self, reason: KvplaneError) -> None:
-        """Wake the stream wherever it waits, and end it with this reason."""
+        """End the stream with this reason, wherever it waits."""
         self._ended = reason
         if self._task is not None:
             self._task.cancel()
 
     def _raise_end(self) -> NoReturn:
-        """Tell the reason for which this stream was woken; a cancellation from elsewhere goes on."""
+        """Raise the reason that the stream was ended with; propagate other cancellations."""
         if self._ended is None:
             raise asyncio.CancelledError
         if self._task is not None:
@@ -251,7 +251,7 @@ class _Stream:
 
 
 def _understand(raw: bytes, digest_size: int) -> _Message:
-    """What a message says. Raises as `parse`."""
+    """Parse a message. Raises as `parse`."""
     message = _parse_request(raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
     if kind != "step":
@@ -269,17 +269,17 @@ def _parse_request(raw: bytes) -> pb.SessionRequest:
 
 
 async def _read_first(context: Context) -> bytes | None:
-    """As `_read`; a stream costs memory, so that one which says nothing does not stay."""
+    """As `_read`, with a deadline: a stream takes memory, so a silent one is ended."""
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             return await _read(context)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"no message came for {FIRST_MESSAGE_S:g} s", field="kind", remedy="send open at once"
+            f"no message arrived within {FIRST_MESSAGE_S:g} s", field="kind", remedy="send open at once"
         ) from None
 
 
 async def _read(context: Context) -> bytes | None:
-    """The next message; None when the client will send no more (gRPC's EOF, which its types leave out)."""
+    """The next message; None at the end of the stream (gRPC's EOF, which its types do not include)."""
     raw = cast(object, await context.read())
     return raw if isinstance(raw, bytes) else None

@@ -1,4 +1,4 @@
-"""Where a replica's groups come from: given as they are, a model of the catalogue, or a model by its layers."""
+"""The spec of a registration: groups given explicitly, a model of the catalogue, or a model given by its layers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _Source: TypeAlias = replica_pb2.ModelSource | replica_pb2.LayerSource
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A spec and what the planner says about it; no plans and figures when groups were given.
+    """A spec with the results of the planner; groups given explicitly have no plans and figures.
 
     Attributes:
-        plans: memory of a rank, one per pipeline stage.
+        plans: memory layout of a rank, one per pipeline stage.
     """
 
     spec: ReplicaSpec
@@ -54,7 +54,7 @@ def plan_source(request: allocation_pb2.RegisterReplicaRequest) -> Planned:
     """
     kind = request.WhichOneof("source")
     if kind is None:
-        raise InvalidArgument("no groups", field="source", remedy="give exactly one of spec, model and layers")
+        raise InvalidArgument("no source", field="source", remedy="give exactly one of spec, model and layers")
     try:
         if kind == "spec":
             return Planned(wire.decode_spec(request.spec))
@@ -89,7 +89,7 @@ def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     check_speculation(source.speculative_tokens, drafter)
     if drafter is not Drafter.NONE and not drafts:
         raise InvalidArgument(
-            f"no layer is one of {drafter.value}", field="drafter", remedy="set is_draft of the drafter's layers"
+            f"no layer belongs to drafter {drafter.value}", field="drafter", remedy="set is_draft of its layers"
         )
     options = _plan_options(
         source,
@@ -114,7 +114,7 @@ def _with_states_for(num_drafts: int, layer: _AnyLayer, field: str) -> _AnyLayer
 
 
 def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN401
-    """Options that both sources have."""
+    """Planner options that both kinds of sources have."""
     if bool(source.memory_bytes) == bool(source.num_blocks):
         raise InvalidArgument(
             f"memory_bytes is {source.memory_bytes}, num_blocks {source.num_blocks}",
@@ -131,7 +131,7 @@ def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN4
 
 
 def _given(source: _Source, *names: str) -> dict[str, Any]:
-    """The fields that are set; the others have the defaults of our types."""
+    """The fields that are set; the others keep their defaults."""
     return {name: value for name in names if (value := getattr(source, name))}
 
 

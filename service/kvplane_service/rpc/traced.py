@@ -1,7 +1,7 @@
-"""Spans of unary calls, by OpenTelemetry's conventions for RPC (1.4x): the server's side.
+"""Server spans of unary calls, by OpenTelemetry's conventions for RPC (1.4x).
 
-Sampled before the tracing library is touched: a call that is not traced goes straight to its handler. Streams are not
-spans, they last for hours; their steps are (see `kvplane_service.telemetry.tracing`).
+Sampling is decided before the tracing library is called, so untraced calls cost nothing. Streams have no span, because
+they last for hours; their steps have (`kvplane_service.telemetry.tracing`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvplane_service.telemetry.tracing import Tracing, context_of
 Unary = Callable[[bytes, Context], Awaitable[bytes]]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
-# Codes that are the server's fault, by the conventions; the others are answers.
+# Codes that count as server errors by the conventions.
 _FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 
 
 class TracingInterceptor(grpc.aio.ServerInterceptor):
-    """A span around each sampled unary call; what the call decides becomes its child."""
+    """A span around each sampled unary call; the span of its step is a child."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
@@ -79,6 +79,6 @@ def _untraced(call: Unary) -> Unary:
 
 
 def _code_of(context: Context) -> str:
-    """Name of the call's status. What grpc.aio gives is a number, 0 until it is set, whatever its types say."""
+    """Name of the call's status. grpc.aio returns a number, 0 until it is set, in contrast to its type hints."""
     code = cast(object, context.code())
     return next((one.name for one in grpc.StatusCode if code in (one, one.value[0])), "OK")

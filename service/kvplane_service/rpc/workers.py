@@ -10,7 +10,7 @@ from kvplane_service.auth.visible import VisibleReplicas
 
 
 class WorkersServicer:
-    """Adapters from requests to the rosters of replicas."""
+    """Registers, renews and removes the workers of replicas."""
 
     def __init__(self, registry: VisibleReplicas) -> None:
         self._registry = registry

@@ -1,6 +1,6 @@
-"""What the service takes from its surroundings, in forms that tests and the simulation replace.
+"""What the service takes from its process, in forms that tests and the simulation replace: threads, slices, reports.
 
-executors  threads for blocking or long calls, a bounded few per resource
-slices     long work on the event loop, cut so that other calls have their turn
-reports    states that one room reports and another shows
+executors  threads for blocking or long calls, a bounded number per resource
+slices     long work on the event loop, in slices, so that other calls are served in between
+reports    states that one room reports and another displays
 """

@@ -320,7 +320,7 @@ class Keeper:
         self._journals[name] = journal
         host.decisions.follow(partial(self._follow, name, journal))
         pack = partial(self._pack_record, entry, journal)
-        self._writer.watch(name, Watch(journal, pack, host.settled, partial(self._superseded, name, journal)))
+        self._writer.watch(name, Watch(journal, pack, host.idle, partial(self._superseded, name, journal)))
 
     def _removed(self, name: str) -> None:
         assert self._writer is not None, "there is no store"

@@ -87,7 +87,7 @@ class UnaryCalls:
             Busy: too many long contents wait to be hashed.
             KvplaneError: the call is refused; nothing changes, and no answer is kept.
         """
-        await self.host.settled()
+        await self.host.idle()
         self.host.check_unary(header.at)
         answer = self._kept_answer(header)
         if answer is None:

@@ -27,14 +27,14 @@ def lines_of(path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def told(path) -> list[tuple[str, str, str]]:
+def audited(path) -> list[tuple[str, str, str]]:
     """Event, method, outcome of each line but the last, which says that all was written."""
     *lines, last = lines_of(path)
     assert last["event"] == "closed"
     return [(line["event"], line["method"].rpartition("/")[2], line["outcome"]) for line in lines]
 
 
-def test_what_changes_something_is_told_with_who_and_how_it_ended(tmp_path):
+def test_changes_are_audited_with_owner_and_outcome(tmp_path):
     with guarded(tmp_path) as world:
         world.acme.register("acme/r")
         world.acme.describe("acme/r")
@@ -46,7 +46,7 @@ def test_what_changes_something_is_told_with_who_and_how_it_ended(tmp_path):
         with pytest.raises(grpc.RpcError):
             world.rival.admin.Drain(admin_pb2.DrainRequest())
         world.acme.allocation.DeregisterReplica(pb.DeregisterReplicaRequest(replica="acme/r"))
-    assert told(world.guard.audit_file) == [
+    assert audited(world.guard.audit_file) == [
         ("call", "RegisterReplica", "OK"),
         ("session_opened", "Session", "OK"),
         ("session_closed", "Session", "OK"),
@@ -60,7 +60,7 @@ def test_what_changes_something_is_told_with_who_and_how_it_ended(tmp_path):
     assert first["time"].endswith("+00:00")
 
 
-def test_no_token_and_no_prompt_is_ever_told_or_logged(tmp_path, caplog):
+def test_no_token_or_prompt_is_audited_or_logged(tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
     with guarded(tmp_path) as world:
         thief = Caller(world.service, CANARY)
@@ -85,14 +85,14 @@ def test_no_token_and_no_prompt_is_ever_told_or_logged(tmp_path, caplog):
         assert secret not in caplog.text
 
 
-def test_it_is_kept_without_owners_too(tmp_path):
+def test_audit_log_works_without_owners(tmp_path):
     path = tmp_path / "audit"
     with running(Config(listen="127.0.0.1:0", audit_log=str(path))) as service:
         service.register("r")
-    assert told(path) == [("call", "RegisterReplica", "OK")]
+    assert audited(path) == [("call", "RegisterReplica", "OK")]
 
 
-def test_a_file_that_was_moved_away_is_followed_by_a_new_one(tmp_path):
+def test_audit_log_reopens_after_rotation(tmp_path):
     path, old = tmp_path / "audit", tmp_path / "old"
     log = AuditLog(str(path), lambda: 0)
     log.record("one")
@@ -103,14 +103,14 @@ def test_a_file_that_was_moved_away_is_followed_by_a_new_one(tmp_path):
     assert [[line["event"] for line in lines_of(file)] for file in (old, path)] == [["one"], ["two", "closed"]]
 
 
-def test_a_place_that_cannot_be_written_is_named_at_the_start(tmp_path):
+def test_unwritable_audit_log_fails_at_start(tmp_path):
     with pytest.raises(NotFound, match="No such file") as caught:
         AuditLog(str(tmp_path / "no" / "audit"), lambda: 0)
     assert caught.value.field == "audit_log"
 
 
-def test_lines_that_find_no_room_are_counted(tmp_path, monkeypatch):
-    """The file is a pipe that nobody reads yet, so the writer waits."""
+def test_lost_audit_lines_are_counted(tmp_path, monkeypatch):
+    """The file is a pipe without a reader yet, so the writer waits."""
     monkeypatch.setattr("kvplane_service.auth.audit.MAX_WAITING", 2)
     path = tmp_path / "audit"
     os.mkfifo(path)
@@ -132,7 +132,7 @@ def test_lines_that_find_no_room_are_counted(tmp_path, monkeypatch):
     assert lost + sum(line["event"] == "event" for line in lines) == 5000
 
 
-def test_standard_error_is_a_place(capsys):
+def test_audit_log_to_standard_error(capsys):
     log = AuditLog("-", lambda: 0)
     log.record("seen", owner="acme")
     log.close()

@@ -23,7 +23,7 @@ from tests.service.rig import running
     [("a/*", "a/b", True), ("a/*", "a", False), ("a", "a", True), ("a", "ab", False), ("*", "", True), ("", "", True),
      ("", "a", False)],
 )  # fmt: skip
-def test_a_pattern_is_a_name_or_a_beginning(pattern, name, does):
+def test_a_pattern_matches_a_name_or_a_prefix(pattern, name, does):
     assert matches(pattern, name) is does
 
 
@@ -32,12 +32,12 @@ def test_a_pattern_is_a_name_or_a_beginning(pattern, name, does):
     [("a/*", "a/b*", True), ("a/*", "b/*", False), ("a", "a*", True), ("a", "a", True), ("a", "b", False),
      ("*", "x", True), ("a*", "ab*", True), ("ab", "a*", True)],
 )  # fmt: skip
-def test_patterns_that_have_a_name_in_common(one, other, do):
+def test_overlapping_patterns(one, other, do):
     assert overlap(one, other) is do
     assert overlap(other, one) is do
 
 
-def test_a_star_stands_at_the_end():
+def test_a_star_is_allowed_only_at_the_end():
     assert is_pattern("a*")
     assert not is_pattern("*a")
 
@@ -59,7 +59,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_the_file_cannot_say_is_refused_by_name(tmp_path, what):
+def test_invalid_owners_files_are_refused_by_field(tmp_path, what):
     text, remedy = REFUSED[what]
     path = tmp_path / "owners"
     path.write_text(text)
@@ -69,7 +69,7 @@ def test_what_the_file_cannot_say_is_refused_by_name(tmp_path, what):
     assert remedy in caught.value.remedy
 
 
-def test_an_owner_of_whom_nothing_is_said_may_work_under_its_own_name():
+def test_default_owner_may_use_replicas_under_its_name():
     owner = Owner(name="acme")
     assert {scope.value for scope in owner.scopes} == {"allocate", "read", "events", "worker"}
     assert owner.may_name("acme/r")
@@ -85,7 +85,7 @@ KEYED: dict[str, Any] = {"auth_owners": "owners", "auth_jwks": "k"}
 BAD_STARTS: dict[str, tuple[dict[str, Any], type[KvplaneError], str]] = {
     "tokens without owners": ({"auth_tokens": "tokens"}, InvalidArgument, "auth_owners"),
     "owners without proof": ({"auth_owners": "owners"}, InvalidArgument, "auth_owners"),
-    "a token of nobody": ({**OWNED, "auth_tokens": "stranger"}, InvalidArgument, "auth_tokens"),
+    "a token without owner": ({**OWNED, "auth_tokens": "unknown"}, InvalidArgument, "auth_tokens"),
     "no tokens": ({**OWNED, "auth_tokens": "broken"}, InvalidArgument, "auth_tokens"),
     "no file": ({**OWNED, "auth_owners": "nothing"}, NotFound, "auth_owners"),
     "keys without issuer": ({**KEYED, "auth_jwt_audience": "a"}, InvalidArgument, "auth_jwt_issuer"),
@@ -96,9 +96,9 @@ BAD_STARTS: dict[str, tuple[dict[str, Any], type[KvplaneError], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD_STARTS)
-async def test_a_service_does_not_start_with_what_contradicts_itself(tmp_path, monkeypatch, what):
+async def test_contradictory_auth_settings_prevent_a_start(tmp_path, monkeypatch, what):
     Guard(tmp_path)
-    (tmp_path / "stranger").write_text(line_of("t", "stranger"))
+    (tmp_path / "unknown").write_text(line_of("t", "unknown"))
     (tmp_path / "broken").write_text("canary")
     monkeypatch.chdir(tmp_path)
     settings, kind, field = BAD_STARTS[what]
@@ -109,7 +109,7 @@ async def test_a_service_does_not_start_with_what_contradicts_itself(tmp_path, m
     assert "canary" not in str(caught.value)
 
 
-def test_tokens_in_plain_text_on_a_network_are_warned_of(tmp_path, caplog):
+def test_plaintext_tokens_on_a_network_log_a_warning(tmp_path, caplog):
     with running(Guard(tmp_path).config(listen="0.0.0.0:0")):
         assert "in plain text" in caplog.text
 
@@ -131,6 +131,6 @@ def test_a_certificate_is_an_identity(tmp_path):
             with connect(service.address, tls=Tls(authority.cert, *pair)) as client:
                 client.register_replica(name, ModelSource(model="llama-3.1-8b", num_blocks=100, max_model_len=512))
                 assert [one.replica for one in client.list_replicas()] == [name]
-        tls = Tls(authority.cert, *authority.issue("nobody"))
+        tls = Tls(authority.cert, *authority.issue("unknown"))
         with connect(service.address, tls=tls) as client, pytest.raises(PermissionDenied):
             client.status()

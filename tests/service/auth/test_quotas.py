@@ -30,7 +30,7 @@ def owner(**limits: int) -> Owner:
     return Owner(name="acme", limits=OwnerLimits(**limits))
 
 
-def test_a_second_s_worth_may_come_at_once_and_then_at_its_rate():
+def test_rate_limit_allows_one_second_of_burst():
     clock = Clock()
     quotas, acme = Quotas(clock), owner(requests_per_second=3)
     for _ in range(3):
@@ -74,7 +74,7 @@ def limited(tmp_path):
         yield Caller(service, "token-acme"), clock, Caller(service, "token-rival")
 
 
-def test_too_many_requests_are_told_when_to_come_back(limited):
+def test_rate_limit_errors_state_the_retry_delay(limited):
     caller, clock, rival = limited
     status = caller.channel.unary_unary("/kvplane.v1.Admin/Status")
     for _ in range(50):
@@ -94,7 +94,7 @@ def test_too_many_requests_are_told_when_to_come_back(limited):
     status(b"")
 
 
-def test_an_open_session_is_a_call_under_way(limited):
+def test_an_open_session_counts_as_a_concurrent_call(limited):
     caller, _, _ = limited
     caller.register("acme/r")
     caller.register("acme/s")

@@ -26,7 +26,7 @@ def world(tmp_path_factory):
 
 
 def outcome(channel: grpc.Channel | TokenChannel, method: str, raw: bytes = b"") -> KvplaneError | None:
-    """The refusal of any method; None when it is answered, or goes on."""
+    """The refusal of any method; None when it is answered, or stays open."""
     try:
         method_of: Any = channel.stream_stream(f"/{method}")
         call = method_of(iter([raw]), timeout=10)
@@ -45,7 +45,7 @@ def test_every_method_of_every_service_has_a_rule():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_who_shows_nothing_is_nobody(world, method):
+def test_calls_without_credentials_are_unauthenticated(world, method):
     assert isinstance(outcome(world.service.channel, method), Unauthenticated)
 
 
@@ -64,7 +64,7 @@ def test_without_its_scope_a_method_is_denied_and_with_it_the_call_gets_in(tmp_p
         assert not isinstance(outcome(Caller(service, "token-has").channel, method), PermissionDenied | Unauthenticated)
 
 
-def test_what_concerns_everyone_s_replicas_needs_them_all(tmp_path):
+def test_calls_on_all_replicas_require_every_replica(tmp_path):
     guard = Guard(tmp_path, {"acme": {"scopes": ["admin"]}})
     with running(guard.config()) as service:
         assert isinstance(outcome(Caller(service, "token-acme").channel, "kvplane.v1.Admin/Drain"), PermissionDenied)
@@ -82,7 +82,7 @@ def test_what_concerns_everyone_s_replicas_needs_them_all(tmp_path):
         [("authorization", "Bearer a.b.c")],
     ],
 )
-def test_what_is_no_token_that_holds_is_refused_and_not_repeated(world, metadata):
+def test_invalid_tokens_are_refused_and_not_echoed(world, metadata):
     call = world.service.channel.unary_unary("/kvplane.v1.Admin/Status")
     with pytest.raises(grpc.RpcError) as raised:
         call(b"", metadata=metadata)
@@ -91,7 +91,7 @@ def test_what_is_no_token_that_holds_is_refused_and_not_repeated(world, metadata
     assert "token-" not in str(error)
 
 
-def test_health_is_for_everybody(world):
+def test_health_needs_no_credentials(world):
     answer = health_pb2_grpc.HealthStub(world.service.channel).Check(health_pb2.HealthCheckRequest())
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 

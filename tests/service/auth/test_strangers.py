@@ -1,4 +1,4 @@
-"""Another owner's replicas over the wire: nobody can use, list, explain, follow or probe them."""
+"""Replicas of another owner over the wire: they cannot be used, listed, explained, followed or probed."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def refused_with(caller: Caller, method: str, replica: str) -> status_pb2.Status
 
 
 @pytest.mark.parametrize("method", BY_NAME)
-def test_another_owner_s_replica_is_not_there_in_the_very_words_of_one_that_is_not(world, method):
+def test_a_replica_of_another_owner_is_answered_like_an_unknown_one(world, method):
     before = digest(world)
-    theirs, nobody_s = (refused_with(world.rival, method, name) for name in ("r", "n"))
+    theirs, unknown = (refused_with(world.rival, method, name) for name in ("r", "n"))
     assert theirs.code == grpc.StatusCode.NOT_FOUND.value[0]
-    nothing = nobody_s.SerializeToString().replace(b"'n'", b"'r'")
+    nothing = unknown.SerializeToString().replace(b"'n'", b"'r'")
     assert theirs.SerializeToString() == nothing
     assert digest(world) == before
 
 
-def test_lists_and_counts_show_one_s_own(world):
+def test_lists_and_counts_include_only_own_replicas(world):
     world.rival.register("rival/x")
     callers = (world.acme, world.rival, world.operator)
     lists = [caller.allocation.ListReplicas(pb.ListReplicasRequest()).replicas for caller in callers]
@@ -84,7 +84,7 @@ def test_lists_and_counts_show_one_s_own(world):
     assert [caller.admin.Status(admin_pb2.StatusRequest()).replicas for caller in callers] == [1, 1, 2]
 
 
-def test_pages_of_a_list_do_not_count_what_is_hidden(world):
+def test_pages_do_not_count_hidden_replicas(world):
     for name in ("rival/a", "rival/z"):
         world.rival.register(name)
     page = world.rival.allocation.ListReplicas(pb.ListReplicasRequest(page_size=1))
@@ -94,7 +94,7 @@ def test_pages_of_a_list_do_not_count_what_is_hidden(world):
     assert page.next_page_token == ""
 
 
-def test_nobody_takes_another_s_name_nor_learns_whether_it_is_taken(world):
+def test_registering_a_name_of_another_owner_reveals_nothing(world):
     texts = []
     for name in ("r", "s"):
         with refusal(PermissionDenied, "replica") as caught:
@@ -103,7 +103,7 @@ def test_nobody_takes_another_s_name_nor_learns_whether_it_is_taken(world):
     assert texts[0] == texts[1]
 
 
-def test_who_gets_another_s_names_later_does_not_get_what_is_in_them(world):
+def test_reassigned_names_do_not_expose_old_replicas(world):
     world.guard.write_owners({**OWNERS, "acme": {}, "rival": {"replicas": ["r"]}})
     with refusal(NotFound):
         world.rival.describe("r")
@@ -116,7 +116,7 @@ def test_who_gets_another_s_names_later_does_not_get_what_is_in_them(world):
 
 
 def test_the_same_tokens_hit_nothing_of_another_owner(world):
-    """Whatever one publishes, the other does not read: neither to be answered by it nor to be told that it is there."""
+    """What one owner publishes, the other neither reads nor can detect."""
     world.acme.allocation.Free(pb.FreeRequest(header={"replica": "r"}, request_id="a"))
     world.rival.register("rival/x")
     look = pb.FindCacheHitRequest(replica="rival/x", content={"token_ids": PROMPT})
@@ -126,7 +126,7 @@ def test_the_same_tokens_hit_nothing_of_another_owner(world):
     assert world.rival.allocation.FindCacheHit(look).hit_tokens == 0
 
 
-def test_a_poisoned_publication_is_read_by_nobody_else(world):
+def test_events_of_one_owner_reach_no_other(world):
     """The rival registers pages under the very hashes of the victim's next prompt, in its own replica and domain."""
     secret = list(range(500, 540))
     world.rival.register("rival/x")
@@ -145,7 +145,7 @@ def test_a_poisoned_publication_is_read_by_nobody_else(world):
 
 
 @pytest.mark.parametrize("domain", ["", "gold", "acme-7"])
-def test_a_domain_of_the_owner_s_is_used_and_keeps_apart(world, domain):
+def test_own_domains_are_usable_and_isolated(world, domain):
     def allocate(name: str, where: str) -> int:
         content = {"token_ids": PROMPT, "domain": where}
         request = pb.AllocateSlotsRequest(header={"replica": "r"}, request_id=name, content=content)
@@ -158,7 +158,7 @@ def test_a_domain_of_the_owner_s_is_used_and_keeps_apart(world, domain):
     assert allocate("d", other) == 0
 
 
-def test_a_domain_of_somebody_else_is_denied_on_every_way_in(world):
+def test_domains_of_other_owners_are_denied_in_every_call(world):
     content = {"token_ids": PROMPT, "domain": "platinum"}
     before = digest(world)
     with refusal(PermissionDenied, "content.domain"):
@@ -172,7 +172,7 @@ def test_a_domain_of_somebody_else_is_denied_on_every_way_in(world):
     assert digest(world) == before
 
 
-def test_a_step_with_a_domain_of_somebody_else_is_denied_and_changes_nothing(world):
+def test_a_step_with_a_domain_of_another_owner_is_denied(world):
     stream = world.acme.open("r")
     before = digest(world)
     rows = {"slot": column(0, 1), "num_tokens": column(1, 1), "tokens": column(5, 6)}
@@ -184,7 +184,7 @@ def test_a_step_with_a_domain_of_somebody_else_is_denied_and_changes_nothing(wor
     stream.close()
 
 
-def test_the_empty_domain_is_one_that_an_owner_may_lack(tmp_path):
+def test_the_empty_domain_can_be_denied(tmp_path):
     guard = Guard(tmp_path, {"acme": {"domains": ["gold"]}})
     with running(guard.config()) as service:
         acme = Caller(service, "token-acme")
@@ -248,7 +248,7 @@ def test_a_subscriber_of_one_s_own_replica_sees_nothing_of_others(world):
     followed.cancel()
 
 
-def test_the_pool_that_is_full_does_not_tell_by_how_much(tmp_path):
+def test_room_errors_do_not_reveal_usage_of_others(tmp_path):
     with guarded(tmp_path, max_total_blocks=60) as world:
         world.acme.register("r")
         with pytest.raises(grpc.RpcError) as raised:
@@ -259,7 +259,7 @@ def test_the_pool_that_is_full_does_not_tell_by_how_much(tmp_path):
     assert "82" not in str(error), "what there is together"
 
 
-def test_who_owns_a_replica_outlives_the_service(tmp_path):
+def test_ownership_survives_a_restart(tmp_path):
     store = f"sqlite:{tmp_path / 'store'}"
     with guarded(tmp_path, store=store) as world:
         world.acme.register("acme/r")
@@ -272,7 +272,7 @@ def test_who_owns_a_replica_outlives_the_service(tmp_path):
         assert world.operator.describe("acme/r").replica == "acme/r"
 
 
-def test_a_replica_of_the_time_before_owners_belongs_to_whoever_may_have_its_name(tmp_path):
+def test_a_replica_registered_without_owners_belongs_to_the_owner_of_its_name(tmp_path):
     store = f"sqlite:{tmp_path / 'store'}"
     guard = Guard(tmp_path)
     with running(guard.config(store=store, auth_owners="", auth_tokens="")) as service:

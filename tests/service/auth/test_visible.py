@@ -22,8 +22,8 @@ async def ensure_local(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_asked"), [("acme/r", True), ("rival/r", False), ("acme", False)])
-async def test_no_other_service_is_asked_for_a_name_that_is_not_for_the_caller(name, is_asked):
-    """Nor can he make this service adopt what is another's."""
+async def test_a_hidden_name_is_not_looked_up_at_other_services(name, is_asked):
+    """Nor can the caller make this service adopt a replica of another owner."""
     visible = VisibleReplicas(Registry(Config(), lambda: 0), ensure_local)
     ASKED.clear()
     CALL.set(Call("m", "p", Owner(name="acme")))

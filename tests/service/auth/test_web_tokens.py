@@ -67,7 +67,7 @@ def checked(keys):
         token(nbf=time.time() - 1),
     ],
 )
-def test_a_token_that_holds_names_its_subject(checked, good):
+def test_a_valid_token_has_its_subject(checked, good):
     found = checked.check(good)
     assert found.subject == "acme"
     assert found.expires_s > time.time()
@@ -90,7 +90,7 @@ PUBLIC_PEM = RSA_KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.Subjec
 
 
 def signed_with_the_public_key() -> str:
-    """HMAC with what everybody knows, in place of the signature."""
+    """An HMAC with public data instead of the signature."""
     body = f"{b64({'kid': 'rsa', 'alg': 'HS256', 'typ': 'JWT'})}.{b64(claims())}"
     mac = hmac.new(PUBLIC_PEM, body.encode(), hashlib.sha256).digest()
     return f"{body}.{base64.urlsafe_b64encode(mac).rstrip(b'=').decode()}"
@@ -112,7 +112,7 @@ FORGED = {
     "issued in the future": token(iat=time.time() + 3600),
     "expired": token(exp=time.time() - 2 * LEEWAY_S),
     "without end": token(exp=None),
-    "nobody": token(sub=None),
+    "unknown": token(sub=None),
     "a subject that is no text": token(sub=7),
     "an unknown kid": token(kid="new"),
     "no kid": token(kid=None),
@@ -175,7 +175,7 @@ def test_a_subject_is_an_owner_by_its_name_or_by_the_file(world):
     with refusal(PermissionDenied):
         Caller(world, token(sub="team")).admin.Status(STATUS)
     with refusal(PermissionDenied):
-        Caller(world, token(sub="nobody")).admin.Status(STATUS)
+        Caller(world, token(sub="unknown")).admin.Status(STATUS)
 
 
 def test_a_session_ends_with_its_token(world):
