@@ -114,7 +114,7 @@ def test_the_past_of_a_recovered_replica_is_not_recorded(kvplane, tmp_path):
             with client.session("r"):
                 assert "cause: not recorded: " in ask(*question)
                 errors = ask("record", "r", str(tmp_path / "log"))
-            assert "what it decided before a store brought it back is not known (record from" in errors
+            assert "its decisions before it was recovered from a store are unknown (start recording" in errors
 
 
 def letter(path):

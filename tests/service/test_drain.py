@@ -80,7 +80,7 @@ def test_drain_ends_remaining_sessions_with_a_reason():
         done = drain(service)
         error = stream.end()
         assert isinstance(error, Unavailable)
-        assert "gone away" in error.message
+        assert "has drained" in error.message
         done.result(WAIT_S)
         assert service.app.registry.get("r").host.state.value == "lapsed"
 
@@ -108,7 +108,7 @@ def test_drain_ends_subscriptions(service):
     done = drain(service)
     with refusal(Unavailable) as caught:
         next(events)
-    assert "going away" in caught[0].message
+    assert "is draining" in caught[0].message
     done.result(WAIT_S)
 
 

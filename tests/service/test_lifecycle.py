@@ -55,7 +55,7 @@ def test_a_stream_without_open_is_ended(monkeypatch):
         mute = Stream(service.channel)
         error = mute.end()
         assert isinstance(error, DeadlineExceeded)
-        assert "no message came" in error.message
+        assert "no message arrived" in error.message
         service.register()
         assert service.open().step().result.seq == 1, "who opens in time stays"
 

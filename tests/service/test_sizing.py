@@ -241,7 +241,7 @@ def test_which_layers_have_the_window(changes, windows):
 def test_files_that_are_none_are_refused(tmp_path):
     with pytest.raises(NotFound, match="No such file"):
         find_model(str(tmp_path / "config.json"))
-    for text, match in (("[]", "no object"), ("{", "not JSON")):
+    for text, match in (("[]", "not a JSON object"), ("{", "not JSON")):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(InvalidArgument, match=match):
             find_model(str(tmp_path / "bad.json"))

@@ -143,9 +143,9 @@ def text_file(folder: Path) -> str:
 BROKEN: dict[str, Callable[[Authority], tuple[str, str]]] = {
     "expired on": lambda authority: authority.issue("server", days=-1),
     "is valid from": lambda authority: authority.issue("server", days=3, starts=2),
-    "is not that of the certificate": lambda authority: (authority.issue("a").cert, authority.issue("b").key),
-    "holds no certificate": lambda authority: (text_file(authority.folder), authority.issue("a").key),
-    "holds no private key": lambda authority: (authority.issue("a").cert, text_file(authority.folder)),
+    "does not match the certificate": lambda authority: (authority.issue("a").cert, authority.issue("b").key),
+    "has no certificate": lambda authority: (text_file(authority.folder), authority.issue("a").key),
+    "has no private key": lambda authority: (authority.issue("a").cert, text_file(authority.folder)),
     "No such file": lambda authority: (authority.issue("a").cert, "nothing.pem"),
 }
 
@@ -169,6 +169,6 @@ def test_a_file_that_is_too_large_is_refused(tmp_path):
 
 def test_authorities_of_clients_must_be_certificates(authority):
     pair = authority.issue("server")
-    with pytest.raises(InvalidArgument, match="holds no certificate") as caught:
+    with pytest.raises(InvalidArgument, match="has no certificate") as caught:
         read_certificates(pair.cert, pair.key, pair.key)
     assert caught.value.field == "tls_client_ca"

@@ -47,13 +47,13 @@ REFUSED = {
     "acme.scopes.0": ("acme: {scopes: [alocate]}", "docs/operating.md"),
     "acme.limits.block": ("acme: {limits: {block: 1}}", "the nearest key is blocks"),
     "acme.limits.blocks": ("acme: {limits: {blocks: 0}}", "docs/operating.md"),
-    "a star stands at the end": ("acme: {domains: ['*x']}", "docs/operating.md"),
+    "a star is allowed only at the end": ("acme: {domains: ['*x']}", "docs/operating.md"),
     "write jwt:SUB or cert:NAME": ("acme: {subjects: [x]}", "docs/operating.md"),
-    "acme is no mapping": ("acme: [1]", "owner: {key"),
-    "names no owner": ("", "owner: {key"),
+    "acme is not a mapping": ("acme: [1]", "owner: {key"),
+    "has no owners": ("", "owner: {key"),
     "is not YAML": ("a: [", "owner: {key"),
-    "have names in common": ("acme: {replicas: ['x*']}\nrival: {replicas: [xy]}", "names of its own"),
-    "have names in common ": ("acme: {}\nrival: {replicas: ['*']}", "names of its own"),
+    "overlap": ("acme: {replicas: ['x*']}\nrival: {replicas: [xy]}", "its own names"),
+    "overlap ": ("acme: {}\nrival: {replicas: ['*']}", "its own names"),
     "cert:x is acme and rival": ("acme: {subjects: ['cert:x']}\nrival: {subjects: ['cert:x']}", "once"),
 }
 
