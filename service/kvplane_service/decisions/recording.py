@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from os import SEEK_CUR
 from pathlib import Path
 from typing import BinaryIO
 
@@ -126,7 +127,8 @@ def _read_frame(path: Path, file: BinaryIO, head: bytes) -> RecordResponse | Non
     if len(head) < _FRAME.size:
         return None
     length, checksum = _FRAME.unpack(head)
-    damaged = InvalidArgument(f"{path} is damaged at byte {file.tell()}", field="--log", remedy="record again")
+    what = f"{path} is damaged at byte {file.seek(0, SEEK_CUR)}"
+    damaged = InvalidArgument(what, field="--log", remedy="record again")
     if length > _MAX_FRAME_BYTES:
         raise damaged
     raw = file.read(length)

@@ -1,7 +1,7 @@
 """Determine why the hit of a prompt or a request is not longer.
 
     LookupExplanation (core)   the hit of each group, the group that limits the hit, and the missing block
-    History (log)                what happened to the content of that block
+    History (log)              what happened to the content of that block
 
 An answer is exact, or states that the log does not reach back far enough. It contains positions, requests, domains and
 adapters, never a token or a salt. Positions are exact to one hash block, because the log has hashes.
