@@ -232,12 +232,14 @@ def test_a_reopened_session_is_given_the_requests_and_their_blocks():
     assert (resume.slot, resume.computed, resume.num_blocks) == ([request.slot], [9], [3])
 
 
-@pytest.mark.parametrize(("prompt", "count"), [((), 3), ((1, 2), 0), (range(60), 5)])
-def test_a_request_that_cannot_end_is_refused_by_name(prompt, count):
+@pytest.mark.parametrize(
+    ("prompt", "count", "field"), [((), 3, "prompt"), ((1, 2), 0, "max_new_tokens"), (range(60), 5, "prompt")]
+)
+def test_a_request_that_cannot_end_is_refused_by_name(prompt, count, field):
     engine = Engine()
     with pytest.raises(InvalidArgument) as refused:
         engine.add(prompt, count)
-    assert refused.value.field == "prompt"
+    assert refused.value.field == field
     assert not engine.scheduler.has_work
 
 

@@ -37,8 +37,8 @@ from kvplane.base.step import (
     Resume,
     RowFlag,
 )
-from kvplane.rows import AdmitRow, FactRow, NewsRow, ResumeRow, Row, RunRow, part_of, resume_of
-from kvplane.tables import BlockTables
+from kvplane.session.rows import AdmitRow, FactRow, NewsRow, ResumeRow, Row, RunRow, part_of, resume_of
+from kvplane.session.tables import BlockTables
 
 NO_SLOT = -1
 MAX_IDLE_STEPS = 8
@@ -113,7 +113,14 @@ class Request:
     error: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
+        """Raise InvalidArgument for an empty prompt, or one that asks for no token."""
         self.tokens = list(self.prompt)
+        if not self.tokens or self.max_new_tokens < 1:
+            raise InvalidArgument(
+                f"{len(self.tokens)} prompt tokens and {self.max_new_tokens} more",
+                field="max_new_tokens" if self.tokens else "prompt",
+                remedy="give 1 or more of each",
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -247,14 +254,13 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Append a request to the queue.
 
-        Raises InvalidArgument when the prompt is empty, or the request can be longer than `max_model_len`.
+        Raises InvalidArgument when the request can be longer than `max_model_len`.
         """
-        num_new = request.max_tokens - request.num_tokens
-        if request.num_tokens < 1 or num_new < 1 or request.max_tokens > self._max_model_len:
+        if request.max_tokens > self._max_model_len:
             raise InvalidArgument(
-                f"{request.num_tokens} prompt tokens and {num_new} more",
+                f"the request may have {request.max_tokens} tokens",
                 field="prompt",
-                remedy=f"give 1 or more of each, {self._max_model_len} together at most",
+                remedy=f"max_model_len is {self._max_model_len}: shorten the prompt, or lower max_new_tokens",
             )
         self._waiting.append(request)
 
@@ -340,8 +346,11 @@ class Scheduler:
         self._has_unreported_loss = False
         self.counts.steps += 1
         self.counts.copies += len(result.orders.copy_src)
+        lost = set(result.preempted)  # what the part granted them before is not computed
         granted = zip(part.run.slot, result.granted, strict=True)
-        scheduled = [self._schedule(self._request(slot), count) for slot, count in granted if count]
+        scheduled = [
+            self._schedule(self._request(slot), count) for slot, count in granted if count and slot not in lost
+        ]
         self._preempt(result.preempted)
         scheduled += self._admit(part, result)
         self._check_progress(bool(scheduled or result.preempted or part.facts.slot) or not self.has_work)
@@ -403,21 +412,21 @@ class Scheduler:
         the request, which is in `take_finished` when it has its last one.
         """
         request = row.request
+        if request.error:
+            return 0  # aborted during the launch
         if len(sampled) != row.num_outputs:
             raise InvalidArgument(
                 f"{len(sampled)} tokens for a row with {row.num_outputs} outputs",
                 field="sampled",
                 remedy="give one token behind each of the last num_outputs tokens",
             )
-        if request.error:
-            return 0  # aborted during the launch
         accepted = self._accept(row, sampled)
         self.counts.computed_tokens += row.num_tokens
         self.counts.generated_tokens += accepted
         rejected = max(0, row.num_outputs - accepted)
         request.computed, request.launch_end = row.end - rejected, row.end
-        if not accepted:
-            return 0
+        if not row.num_outputs:
+            return 0  # a chunk of the prompt
         fact = request.content(accepted)
         if request.is_done:
             self._running.remove(request)
@@ -447,16 +456,16 @@ class Scheduler:
 
     def _accept(self, row: Scheduled, sampled: Sequence[int]) -> int:
         """Append the accepted tokens; returns how many."""
-        request, drafts = row.request, []
+        request, drafts = row.request, list[int]()
         if row.num_outputs > 1:
             drafts = request.drafts[: row.num_outputs - 1]
         right = next((at for at, guess in enumerate(drafts) if guess != sampled[at]), len(drafts))
         self.counts.accepted_drafts += right
         self.counts.rejected_drafts += len(drafts) - right
         for count, token in enumerate(sampled[: right + 1], 1):
-            request.append(token)
             if request.is_done:
-                return count
+                return count - 1
+            request.append(token)
         return min(len(sampled), right + 1)
 
     def _end(self, request: Request, fact: FactRow) -> None:
