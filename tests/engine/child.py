@@ -52,6 +52,6 @@ def serve(connection: Connection, served: Engine, prompts: list[tuple[list[int],
     for number, (prompt, max_new) in enumerate(prompts):
         served.add(Request(str(number), prompt, max_new))
     while served.has_work:
-        ended = [(int(one.name), one.hits, one.output) for one in served.step()]
+        ended = [(int(one.request_id), one.hits, one.output) for one in served.step()]
         connection.send(ended)
     connection.send(None)

@@ -219,7 +219,7 @@ def panel(look: Look) -> Panel:
     for request in look.answers:
         question = readable(request.prompt).rpartition("Q: ")[2].removesuffix("·A: ")
         hit = Text(str(request.hits[-1]), style="cyan" if request.hits[-1] else "bright_black")
-        table.add_row(request.name, str(len(request.prompt)), hit, question, readable(request.output))
+        table.add_row(request.request_id, str(len(request.prompt)), hit, question, readable(request.output))
     colour = "bold red" if look.differing else "bold green"
     title = "[bold]a reference engine on kvplane: full, window, chunked and Mamba layers, two ranks[/]"
     return Panel(Group(table, Text(), Text(look.line, style=colour)), title=title, title_align="left")
@@ -237,7 +237,7 @@ def lines() -> Iterator[Show]:
         for request in list(look.answers)[len(look.answers) - new :]:
             hit, prompt = request.hits[-1], len(request.prompt)
             answer = readable(request.output)
-            print(f"turn {request.name:<5} {hit:>4} of {prompt:>4} prompt tokens cached | {answer}", flush=True)
+            print(f"turn {request.request_id:<5} {hit:>4} of {prompt:>4} prompt tokens cached | {answer}", flush=True)
 
     yield show
 

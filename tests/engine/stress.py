@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from kvplane.base.groups import DENSE_RETENTION
+from kvplane.scheduling import Counts
 from kvplane_service.config import Config
 from kvplane_service.registry import Registry
 from kvplane_worker.engine.config import ATTENTION, EVEN
 from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Counts, SchedulerConfig
+from kvplane_worker.engine.scheduler import SchedulerConfig
 from kvplane_worker.ops.torch_ops import TorchOps
 from tests.engine.faults import Fault, WholePages
 from tests.engine.workload import Answers, Pairs, Recall, Requests
@@ -128,11 +129,11 @@ class Side:
 
     def _add(self, request: Request) -> None:
         self._left -= 1
-        self._open[request.name] = request
+        self._open[request.request_id] = request
         self.world.engine.add(request)
 
     def _finish(self, request: Request) -> None:
-        del self._open[request.name]
+        del self._open[request.request_id]
         self._since_restart += 1
         self.report.requests += 1
         if request.error:
@@ -150,10 +151,13 @@ class Side:
         self.report.add_counts(self.world.engine.counts)
         self.world.engine = self.world.begin()
         self.report.kept_keys.append(self.world.session.kept_keys)
-        again = [Request(one.name, one.prompt, one.max_new, one.domain, True) for one in self._open.values()]
+        again = [
+            Request(one.request_id, one.prompt, one.max_new_tokens, one.domain, keep_logits=True)
+            for one in self._open.values()
+        ]
         self._since_restart = 0
         for request in again:
-            self._open[request.name] = request
+            self._open[request.request_id] = request
             self.world.engine.add(request)
 
     def close(self) -> None:

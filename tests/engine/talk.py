@@ -55,13 +55,13 @@ class Talk:
 
     def answered(self, request: Request) -> Request | None:
         """The next question of the answered conversation; None when it has ended."""
-        conversation = self.open.pop(request.name)
+        conversation = self.open.pop(request.request_id)
         conversation.record(request)
         return self._ask(conversation) if conversation.questions else None
 
     def _ask(self, conversation: Conversation) -> Request:
         request = conversation.ask()
-        self.open[request.name] = conversation
+        self.open[request.request_id] = conversation
         return request
 
 

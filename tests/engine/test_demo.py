@@ -44,7 +44,8 @@ def test_conversations_about_one_document_share_a_prefix():
 
 
 def test_panel_shows_question_answer_and_hit():
-    request = Request("1.2", [256, *b"some text\nQ: is it cached?\nA: "], 2, hits=[16])
+    request = Request("1.2", [256, *b"some text\nQ: is it cached?\nA: "], 2)
+    request.hits.append(16)
     request.tokens += [104, 7]
     look = Look(World().engine, prompt_tokens=30, compared=2, num_answers=1)
     look.answers.append(request)

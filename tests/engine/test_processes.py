@@ -39,7 +39,7 @@ def prompts(seed: int) -> list[Prompt]:
     """Requests, of which only the first is long."""
     requests = Requests(POOL.max_model_len, seed)
     made = [requests.next() for _ in range(4)]
-    return [([(seed + at) % 251 for at in range(100)], 8), *((one.prompt[:60], one.max_new) for one in made)]
+    return [([(seed + at) % 251 for at in range(100)], 8), *((one.prompt[:60], one.max_new_tokens) for one in made)]
 
 
 def serve_until(engine: Child, num_ended: int) -> list[Ended]:

@@ -46,12 +46,14 @@ def test_states_after_drafts_are_in_the_speculative_blocks():
     assert kept_states(chunk, 0, 16) == [0, 0, 0, 91]
 
 
-@pytest.mark.parametrize(("prompt", "max_new"), [([], 1), ([1], 0), ([1] * 190, 11)])
-def test_request_beyond_max_model_len_is_refused(prompt, max_new):
+@pytest.mark.parametrize(
+    ("prompt", "max_new", "field"), [([], 1, "prompt"), ([1], 0, "max_new_tokens"), ([1] * 190, 11, "prompt")]
+)
+def test_request_beyond_max_model_len_is_refused(prompt, max_new, field):
     world = World()
     with pytest.raises(InvalidArgument) as refused:
         world.engine.add(Request("q", prompt, max_new))
-    assert refused.value.field == "prompt"
+    assert refused.value.field == field
     assert not world.engine.has_work
 
 

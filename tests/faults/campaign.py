@@ -138,7 +138,7 @@ class Round:
     def _ask(self, requests: list[Request], kinds: list[Kind]) -> None:
         traps = [trap for trap in (kind.draw_trap(self._rng) for kind in kinds) if trap]
         self._sent = dict(enumerate(requests))
-        prompts = {number: (one.prompt, one.max_new) for number, one in self._sent.items()}
+        prompts = {number: (one.prompt, one.max_new_tokens) for number, one in self._sent.items()}
         self._cluster.engines.ask(prompts, traps[0] if traps else None)
 
     def _finish(self, forgetful: bool) -> int:

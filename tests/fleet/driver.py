@@ -80,7 +80,7 @@ class EngineThread(threading.Thread):
             while engine.has_work or not self._stopping.is_set():
                 if not self._stopping.is_set() and self.asked - self.answered < AT_ONCE:
                     request = self._requests.next()
-                    engine.add(replace(request, max_new=min(request.max_new, MAX_NEW)))
+                    engine.add(replace(request, max_new_tokens=min(request.max_new_tokens, MAX_NEW)))
                     self.asked += 1
                 for request in engine.step():
                     self._compare(request, twin)

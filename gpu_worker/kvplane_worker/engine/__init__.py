@@ -9,7 +9,7 @@ only on its prompt: hits, preemptions and restarts never change it, which the te
     model       the layers of one rank on `PagedOps`; the sum over ranks
     drafter     drafts by n-gram lookup
     request     one request, from its prompt to its last token
-    scheduler   continuous batching on a session: builds the parts of steps, applies their results
+    scheduler   `kvplane.scheduling` with states and logits
     ranks       the pages of all ranks, attached from their workers
     engine      the loop: schedule, carry out orders, compute, sample
 """

@@ -8,12 +8,13 @@ from kvplane.base.errors import KvplaneError
 from kvplane.base.step import News, Resume, StepResult
 from kvplane.blocking.session import Session
 from kvplane.rank import Rank, RankGroup
+from kvplane.scheduling import Counts
 from kvplane.session.reopening import Revival
 from kvplane_worker.engine.batch import Launch
 from kvplane_worker.engine.model import Model
 from kvplane_worker.engine.ranks import RankMemory
 from kvplane_worker.engine.request import Request
-from kvplane_worker.engine.scheduler import Counts, Scheduled, Scheduler, SchedulerConfig
+from kvplane_worker.engine.scheduler import Scheduled, Scheduler, SchedulerConfig
 
 OpenSession = Callable[[Callable[[], Revival]], Session]
 
@@ -28,7 +29,7 @@ class Engine:
         memory = attach_ranks(addresses, ops)
         model = Model(config, weights, [one.pages for one in memory], ops)
         engine = Engine(partial(client.lasting_session, "replica"), memory, model, SchedulerConfig())
-        engine.add(Request("q", prompt, max_new=20))
+        engine.add(Request("q", prompt, max_new_tokens=20))
         while engine.has_work:
             print([request.output for request in engine.step()])
 
@@ -102,7 +103,7 @@ class Engine:
         else:
             for rank in self._ranks:
                 rank.executed(answer.seq)
-        return self._scheduler.take_finished()
+        return [request for request in self._scheduler.take_finished() if isinstance(request, Request)]
 
     def _claim(self, next_seq: int) -> None:
         """Claim the pages from this step on, when the session has a new epoch: after it was opened or reopened."""
