@@ -143,10 +143,10 @@ def leave(worker: subprocess.Popen[str]) -> None:
 def address_of(worker: subprocess.Popen[str]) -> str:
     """The address that a worker prints once it is ready."""
     assert worker.stdout is not None
-    said = re.search(r"pages at (\S+)", worker.stdout.readline())
-    if said is None:
+    matched = re.search(r"pages at (\S+)", worker.stdout.readline())
+    if matched is None:
         raise SystemExit("demo: a worker did not start")
-    return said.group(1)
+    return matched.group(1)
 
 
 def make_engine(client: kvplane.Client, workers: Sequence[str]) -> tuple[Engine, Weights]:

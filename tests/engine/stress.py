@@ -78,13 +78,13 @@ class Report:
     @property
     def complaints(self) -> list[str]:
         """The problems that were found; empty = none."""
-        said = {
+        problems = {
             "differing tokens": self.differing,
             "requests with differing logits": self.off,
             "requests refused": self.refused,
             "restarts that kept nothing": self.kept_keys.count(0),
         }
-        return [f"{count} {what}" for what, count in said.items() if count]
+        return [f"{count} {what}" for what, count in problems.items() if count]
 
     def add_counts(self, counts: Counts) -> None:
         for one in fields(Counts):

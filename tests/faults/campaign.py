@@ -200,9 +200,9 @@ class Round:
             self._report.leaks += len(self._leaks())
             raise Finding(f"{error}: {self._pending()}") from error
         for log in cluster.logs.iterdir():
-            said = log.read_text()
-            if "Traceback" in said:
-                raise Finding(f"{log.name}: {said[said.index('Traceback') :][:4000]}")
+            text = log.read_text()
+            if "Traceback" in text:
+                raise Finding(f"{log.name}: {text[text.index('Traceback') :][:4000]}")
 
     def _pending(self) -> list[str]:
         cluster = self._cluster

@@ -101,8 +101,8 @@ class Service:
                 self._command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
             )
         assert self.process.stdout is not None
-        with self.process.stdout as said:
-            if not all(said.readline() for _ in range(2)):  # its address, and the address of its metrics
+        with self.process.stdout as output:
+            if not all(output.readline() for _ in range(2)):  # its address, and the address of its metrics
                 self.process.wait(LIMIT_S)
                 raise ServiceRefused(own_log.read_text())
 
@@ -124,7 +124,7 @@ class Engines:
         self._start = start
         self._open: dict[int, tuple[list[int], int]] = {}
         self._numbers: list[int] = []  # numbers of the requests that the process was sent last, in order
-        self._last_words: KvplaneError | None = None  # error of a process that ended between two reads
+        self._last_error: KvplaneError | None = None  # error of a process that ended between two reads
         self.process: Child | None = None
         self.ended: list[Ended] = []
         self.kept_keys = 0
@@ -133,12 +133,12 @@ class Engines:
     def begin(self) -> None:
         """Start an engine process with the requests that are not answered. Raises the KvplaneError that it reports."""
         process = self._start()
-        self.process, said = process, process.receive()
-        if isinstance(said, KvplaneError):
+        self.process, received = process, process.receive()
+        if isinstance(received, KvplaneError):
             process.wait()
             self.process = None
-            raise said
-        self.kept_keys = said
+            raise received
+        self.kept_keys = received
         self.lives += 1
         self._send()
 
@@ -153,14 +153,14 @@ class Engines:
             try:
                 self.process.connection.send(Work([self._open[number] for number in self._numbers], trap, act))
             except OSError:
-                self._note_last_words(self.process.connection)
+                self._note_last_error(self.process.connection)
                 self.discard()
 
-    def _note_last_words(self, connection: Connection) -> None:
+    def _note_last_error(self, connection: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                said = connection.recv()
-                self._last_words = said if isinstance(said, KvplaneError) else None
+                received = connection.recv()
+                self._last_error = received if isinstance(received, KvplaneError) else None
 
     @property
     def is_done(self) -> bool:
@@ -168,23 +168,23 @@ class Engines:
 
     def listen(self, limit_s: float) -> KvplaneError | None:
         """Receive the answers of the next step, within a time limit. Returns the error that the process ended with."""
-        if self._last_words is not None:
-            said, self._last_words = self._last_words, None
-            return said
+        if self._last_error is not None:
+            received, self._last_error = self._last_error, None
+            return received
         process = self.process
         if process is None or self.is_done:
             return None
         try:
             if not process.connection.poll(limit_s):
                 return None
-            said = process.connection.recv()
+            received = process.connection.recv()
         except (EOFError, OSError):
             self.discard()
             return None
-        if isinstance(said, KvplaneError):
+        if isinstance(received, KvplaneError):
             self.discard()
-            return said
-        for at, hits, output in said or ():
+            return received
+        for at, hits, output in received or ():
             number = self._numbers[at]
             del self._open[number]
             self.ended.append((number, hits, output))
@@ -268,9 +268,9 @@ class Cluster:
     def do(self, target: Callable[..., None], *arguments: object) -> Any:
         """Receive a message of a child process, and wait for its exit."""
         process = self._start(target, *arguments)
-        said = process.receive()
+        received = process.receive()
         process.wait()
-        return said
+        return received
 
     def _start(self, target: Callable[..., None], *arguments: object) -> Child:
         ours, theirs = FORKS.Pipe()
@@ -317,10 +317,10 @@ class Cluster:
         try:
             self.service.start()
         except ServiceRefused as refused:
-            said = str(refused).strip().splitlines()
-            assert [line[:16] for line in said] == ["kvplane: store: "], said
-            assert self.redis is None, said
-            self.put_store_aside()
+            lines = str(refused).strip().splitlines()
+            assert [line[:16] for line in lines] == ["kvplane: store: "], lines
+            assert self.redis is None, lines
+            self.move_store_away()
             self.service.start()
         self.register()
 
@@ -362,7 +362,7 @@ class Cluster:
     def store_files(self) -> list[Path]:
         return sorted(self.file.parent.glob(f"{self.file.name}*"))
 
-    def put_store_aside(self) -> None:
+    def move_store_away(self) -> None:
         aside = self.folder / "aside"
         aside.mkdir(exist_ok=True)
         for path in self.store_files():

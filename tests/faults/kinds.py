@@ -119,9 +119,9 @@ def stop_engine(cluster: Cluster, rng: Random) -> None:
     lapsed = pb.REPLICA_STATE_LAPSED
     wait_until(lambda: cluster.describe().state == lapsed, "the lease of a stopped engine ends", LIMIT_S)
     rival = cluster.start_engine()
-    said = rival.receive()
+    received = rival.receive()
     rival.kill()
-    assert isinstance(said, OtherWriter), f"another engine got the pages of a stopped one: {said}"
+    assert isinstance(received, OtherWriter), f"another engine got the pages of a stopped one: {received}"
     if rng.random() < 0.5:
         cluster.engines.discard()
 

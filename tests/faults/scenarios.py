@@ -117,7 +117,7 @@ def store_of_yesterday(stage: Stage) -> None:
     stage.answer(LONG)
 
 
-def spoiled_pages(stage: Stage) -> None:
+def failed_loads(stage: Stage) -> None:
     """Loads failed, and the engine reports it; an older store still has the keys of these pages."""
     stage.answer(LONG)
     store = stage.store_now()
@@ -174,7 +174,7 @@ def other_memory(stage: Stage) -> None:
         assert worker is not None
         worker.kill()
         cluster.workers[rank] = None
-    cluster.put_store_aside()
+    cluster.move_store_away()
     cluster.repair()
     cluster.engines.begin()
     stage.answer(OTHER)
@@ -241,7 +241,7 @@ class Scenario:
 
 SCENARIOS = (
     Scenario("no stamp check", store_of_yesterday),
-    Scenario("no restamp on key moves", spoiled_pages),
+    Scenario("no restamp on key moves", failed_loads),
     Scenario("sealed check removed", states_run_past, Pool(num_blocks=300, retention_interval=DENSE_RETENTION)),
     Scenario("fencing removed", zombie),
     Scenario("incarnation ignored", other_memory),

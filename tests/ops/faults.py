@@ -15,7 +15,7 @@ import torch
 
 from kvplane_worker.ops.interface import AttentionPages, GroupPages, PagedOps, StateInputs
 
-Spoilt = Callable[..., Any]
+FaultyCall = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Fault:
 
     operation: str
     name: str
-    spoilt: Spoilt
+    faulty: FaultyCall
 
     def planted(self, ops: PagedOps) -> Any:
         """The backend with this fault."""
@@ -43,20 +43,20 @@ class FaultyOps:
         return f"{self.ops.name} ({self.fault.name})"
 
     def __getattr__(self, operation: str) -> Any:
-        sound = getattr(self.ops, operation)
-        return partial(self.fault.spoilt, sound) if operation == self.fault.operation else sound
+        original = getattr(self.ops, operation)
+        return partial(self.fault.faulty, original) if operation == self.fault.operation else original
 
 
 FAULTS: list[Fault] = []
 ATTENTION = ("decode_attention", "prefill_attention")
 
 
-def plant(name: str, *operations: str) -> Callable[[Spoilt], Spoilt]:
+def plant(name: str, *operations: str) -> Callable[[FaultyCall], FaultyCall]:
     """Add a fault to the list, for each of the operations."""
 
-    def enter(spoilt: Spoilt) -> Spoilt:
-        FAULTS.extend(Fault(operation, name, spoilt) for operation in operations)
-        return spoilt
+    def enter(faulty: FaultyCall) -> FaultyCall:
+        FAULTS.extend(Fault(operation, name, faulty) for operation in operations)
+        return faulty
 
     return enter
 
@@ -72,70 +72,70 @@ def with_first_scale(pages: AttentionPages) -> AttentionPages:
 
 
 @plant("the last token is missed", "write_kv")
-def _(sound, pages, key, value, slots):
-    sound(pages, key[:-1], value[:-1], slots[:-1])
+def _(original, pages, key, value, slots):
+    original(pages, key[:-1], value[:-1], slots[:-1])
 
 
 @plant("a skipped token goes to slot -1", "write_kv")
-def _(sound, pages, key, value, slots):
-    sound(pages, key, value, slots % (pages.k.shape[0] * pages.k.shape[1]))
+def _(original, pages, key, value, slots):
+    original(pages, key, value, slots % (pages.k.shape[0] * pages.k.shape[1]))
 
 
 @plant("a slot is taken for its neighbour", "write_kv")
-def _(sound, pages, key, value, slots):
+def _(original, pages, key, value, slots):
     last = pages.k.shape[0] * pages.k.shape[1] - 1
-    sound(pages, key, value, torch.where(slots >= 0, (slots ^ 1).clamp(max=last), slots))
+    original(pages, key, value, torch.where(slots >= 0, (slots ^ 1).clamp(max=last), slots))
 
 
 @plant("keys are written and values are not", "write_kv")
-def _(sound, pages, key, value, slots):
+def _(original, pages, key, value, slots):
     before = pages.v.clone()
-    sound(pages, key, value, slots)
+    original(pages, key, value, slots)
     pages.v.copy_(before)
 
 
 @plant("the scale is multiplied with, not divided by", "write_kv")
-def _(sound, pages, key, value, slots):
+def _(original, pages, key, value, slots):
     inverse = pages if pages.k_scale is None else replace(pages, k_scale=1 / pages.k_scale)
-    sound(inverse, key, value, slots)
+    original(inverse, key, value, slots)
 
 
 @plant("the first head's scale is used for all", "write_kv")
-def _(sound, pages, key, value, slots):
-    sound(with_first_scale(pages), key, value, slots)
+def _(original, pages, key, value, slots):
+    original(with_first_scale(pages), key, value, slots)
 
 
 @plant("values beyond the range become NaN", "write_kv")
-def _(sound, pages, key, value, slots):
-    sound(pages, key, value, slots)
+def _(original, pages, key, value, slots):
+    original(pages, key, value, slots)
     if pages.v_scale is not None:
         stored = pages.v.view(torch.uint8)
         stored.copy_(torch.where(stored == 0x7E, 0x7F, stored))
 
 
 @plant("fp8 is rounded towards zero", "write_kv")
-def _(sound, pages, key, value, slots):
+def _(original, pages, key, value, slots):
     if pages.k_scale is None:
-        return sound(pages, key, value, slots)
+        return original(pages, key, value, slots)
     scale = pages.k_scale[:, None]
     near_bits = (key / scale).float().clamp(-448, 448).view(torch.int32) & ~0xFFFFF  # three bits of mantissa stay
-    return sound(pages, (near_bits.view(torch.float32) * scale).to(key.dtype), value, slots)
+    return original(pages, (near_bits.view(torch.float32) * scale).to(key.dtype), value, slots)
 
 
 @plant("the last token is missed", "write_latent")
-def _(sound, pages, latent, slots):
-    sound(pages, latent[:-1], slots[:-1])
+def _(original, pages, latent, slots):
+    original(pages, latent[:-1], slots[:-1])
 
 
 @plant("a skipped token goes to slot -1", "write_latent")
-def _(sound, pages, latent, slots):
-    sound(pages, latent, slots % (pages.shape[0] * pages.shape[1]))
+def _(original, pages, latent, slots):
+    original(pages, latent, slots % (pages.shape[0] * pages.shape[1]))
 
 
 @plant("the last element of a row is missed", "write_latent")
-def _(sound, pages, latent, slots):
+def _(original, pages, latent, slots):
     before = pages[..., -1].clone()
-    sound(pages, latent, slots)
+    original(pages, latent, slots)
     pages[..., -1] = before
 
 
@@ -143,207 +143,207 @@ def _(sound, pages, latent, slots):
 
 
 @plant("the last token is missed", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), rule)
+def _(original, query, pages, batch, rule):
+    return original(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), rule)
 
 
 @plant("one token past the end is read", *ATTENTION)
-def _(sound, query, pages, batch, rule):
+def _(original, query, pages, batch, rule):
     room = batch.block_table.shape[1] * pages.k.shape[1]
     longer = torch.where(batch.seq_lens > 0, (batch.seq_lens + 1).clamp(max=room), 0).int()
-    return sound(query, pages, replace(batch, seq_lens=longer), rule)
+    return original(query, pages, replace(batch, seq_lens=longer), rule)
 
 
 @plant("the window is one too long", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, pages, batch, replace(rule, window=rule.window + 1 if rule.window else 0))
+def _(original, query, pages, batch, rule):
+    return original(query, pages, batch, replace(rule, window=rule.window + 1 if rule.window else 0))
 
 
 @plant("the window is one too short", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, pages, batch, replace(rule, window=max(1, rule.window - 1) if rule.window else 0))
+def _(original, query, pages, batch, rule):
+    return original(query, pages, batch, replace(rule, window=max(1, rule.window - 1) if rule.window else 0))
 
 
 @plant("the window ends at block edges", *ATTENTION)
-def _(sound, query, pages, batch, rule):
+def _(original, query, pages, batch, rule):
     block_size = pages.k.shape[1]
-    return sound(query, pages, batch, replace(rule, window=-(-rule.window // block_size) * block_size))
+    return original(query, pages, batch, replace(rule, window=-(-rule.window // block_size) * block_size))
 
 
 @plant("a chunk is taken for a window", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, pages, batch, replace(rule, window=rule.window or rule.chunk, chunk=0))
+def _(original, query, pages, batch, rule):
+    return original(query, pages, batch, replace(rule, window=rule.window or rule.chunk, chunk=0))
 
 
 @plant("the chunk is one too long", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, pages, batch, replace(rule, chunk=rule.chunk + 1 if rule.chunk else 0))
+def _(original, query, pages, batch, rule):
+    return original(query, pages, batch, replace(rule, chunk=rule.chunk + 1 if rule.chunk else 0))
 
 
 @plant("sinks are ignored", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, pages, batch, replace(rule, sinks=None))
+def _(original, query, pages, batch, rule):
+    return original(query, pages, batch, replace(rule, sinks=None))
 
 
 @plant("a sink is scaled as logits are", *ATTENTION)
-def _(sound, query, pages, batch, rule):
+def _(original, query, pages, batch, rule):
     sinks = None if rule.sinks is None else rule.sinks * rule.scale
-    return sound(query, pages, batch, replace(rule, sinks=sinks))
+    return original(query, pages, batch, replace(rule, sinks=sinks))
 
 
 @plant("logits are scaled a hundredth too much", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, pages, batch, replace(rule, scale=rule.scale * 1.01))
+def _(original, query, pages, batch, rule):
+    return original(query, pages, batch, replace(rule, scale=rule.scale * 1.01))
 
 
 @plant("the null block is read", *ATTENTION)
-def _(sound, query, pages, batch, rule):
+def _(original, query, pages, batch, rule):
     """Replace null blocks in the table by a block with the bytes of their page."""
     spare = pages.k.shape[0] - 1
     pages = replace(pages, k=pages.k.clone(), v=pages.v.clone())
     pages.k[spare], pages.v[spare] = pages.k[0], pages.v[0]
     table = torch.where(batch.block_table == 0, spare, batch.block_table)
-    return sound(query, pages, replace(batch, block_table=table), rule)
+    return original(query, pages, replace(batch, block_table=table), rule)
 
 
 @plant("heads of a group are interleaved", *ATTENTION)
-def _(sound, query, pages, batch, rule):
+def _(original, query, pages, batch, rule):
     kv_heads = pages.k.shape[2]
     order = torch.arange(query.shape[1], device=query.device).reshape(kv_heads, -1).T.flatten()
     sinks = None if rule.sinks is None else rule.sinks[order]
-    out = sound(query[:, order].contiguous(), pages, batch, replace(rule, sinks=sinks))
+    out = original(query[:, order].contiguous(), pages, batch, replace(rule, sinks=sinks))
     return out[:, torch.argsort(order)]
 
 
 @plant("the first head's scale is used for all", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    return sound(query, with_first_scale(pages), batch, rule)
+def _(original, query, pages, batch, rule):
+    return original(query, with_first_scale(pages), batch, rule)
 
 
 @plant("the scale of values is forgotten", *ATTENTION)
-def _(sound, query, pages, batch, rule):
+def _(original, query, pages, batch, rule):
     ones = None if pages.v_scale is None else torch.ones_like(pages.v_scale)
-    return sound(query, replace(pages, v_scale=ones), batch, rule)
+    return original(query, replace(pages, v_scale=ones), batch, rule)
 
 
 @plant("the last query's output is not written", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    out = torch.empty_like(sound(query, pages, batch, rule))
+def _(original, query, pages, batch, rule):
+    out = torch.empty_like(original(query, pages, batch, rule))
     if len(query) > 1:
-        out[:-1] = sound(query, pages, batch, rule)[:-1]
+        out[:-1] = original(query, pages, batch, rule)[:-1]
     return out
 
 
 @plant("an empty row is not written", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    out = sound(query, pages, batch, rule)
+def _(original, query, pages, batch, rule):
+    out = original(query, pages, batch, rule)
     return torch.where((out == 0).all(-1, keepdim=True), torch.empty_like(out), out)
 
 
 @plant("a page is scribbled on", *ATTENTION)
-def _(sound, query, pages, batch, rule):
-    out = sound(query, pages, batch, rule)
+def _(original, query, pages, batch, rule):
+    out = original(query, pages, batch, rule)
     pages.v.view(torch.uint8)[-1, -1, -1, -1] ^= 1
     return out
 
 
 @plant("queries see the tokens after them", "prefill_attention")
-def _(sound, query, pages, batch, rule):
+def _(original, query, pages, batch, rule):
     """Treat each query as the last one of its row."""
     counts = batch.query_start.diff().long()
     rows = torch.repeat_interleave(torch.arange(len(counts), device=query.device), counts)
     alone = replace(batch, block_table=batch.block_table[rows], seq_lens=batch.seq_lens[rows], query_start=None)
-    return sound(query, pages, alone, rule)
+    return original(query, pages, alone, rule)
 
 
 @plant("the last token is missed", "mla_decode")
-def _(sound, query, pages, batch, scale, value_size):
-    return sound(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), scale, value_size)
+def _(original, query, pages, batch, scale, value_size):
+    return original(query, pages, replace(batch, seq_lens=(batch.seq_lens - 1).clamp(min=0)), scale, value_size)
 
 
 @plant("only the values' part of a latent is multiplied with", "mla_decode")
-def _(sound, query, pages, batch, scale, value_size):
+def _(original, query, pages, batch, scale, value_size):
     query = query.clone()
     query[..., value_size:] = 0
-    return sound(query, pages, batch, scale, value_size)
+    return original(query, pages, batch, scale, value_size)
 
 
 @plant("values are the end of a latent", "mla_decode")
-def _(sound, query, pages, batch, scale, value_size):
-    return sound(query, pages, batch, scale, pages.shape[2])[..., -value_size:]
+def _(original, query, pages, batch, scale, value_size):
+    return original(query, pages, batch, scale, pages.shape[2])[..., -value_size:]
 
 
 # ---- recurrent states
 
 
 @plant("the state before is not read", "state_step")
-def _(sound, pages, inputs, weights):
-    return sound(pages, replace(inputs, read_block=torch.zeros_like(inputs.read_block)), weights)
+def _(original, pages, inputs, weights):
+    return original(pages, replace(inputs, read_block=torch.zeros_like(inputs.read_block)), weights)
 
 
 @plant("the null block's state is read", "state_step")
-def _(sound, pages, inputs, weights):
+def _(original, pages, inputs, weights):
     unwritten = pages.conv.shape[0] - 1
     pages.conv[unwritten], pages.ssm[unwritten] = pages.conv[0], pages.ssm[0]
     read = torch.where(inputs.read_block == 0, unwritten, inputs.read_block)
-    return sound(pages, replace(inputs, read_block=read), weights)
+    return original(pages, replace(inputs, read_block=read), weights)
 
 
 @plant("rows write before later rows read", "state_step")
-def _(sound, pages, inputs, weights):
+def _(original, pages, inputs, weights):
     y = inputs.x.new_empty((len(inputs.x), *pages.ssm.shape[1:3]))
     for row, (start, end) in enumerate(zip(inputs.query_start[:-1], inputs.query_start[1:], strict=True)):
         alone = torch.stack([start - start, end - start])
         read, write = inputs.read_block[row : row + 1], inputs.write_block[start:end]
         part = StateInputs(alone, read, write, inputs.x[start:end], inputs.dt[start:end])
-        y[start:end] = sound(pages, part, weights)
+        y[start:end] = original(pages, part, weights)
     return y
 
 
 @plant("the state after a row's last token is not kept", "state_step")
-def _(sound, pages, inputs, weights):
+def _(original, pages, inputs, weights):
     write = inputs.write_block.clone()
     write[(inputs.query_start[1:] - 1).clamp(min=0).long()[: len(write)]] = 0
-    return sound(pages, replace(inputs, write_block=write), weights)
+    return original(pages, replace(inputs, write_block=write), weights)
 
 
 @plant("a page that a row names again keeps the first state", "state_step")
-def _(sound, pages, inputs, weights):
+def _(original, pages, inputs, weights):
     named = inputs.write_block.tolist()
     write = [0 if block in named[:i] else block for i, block in enumerate(named)]
-    return sound(pages, replace(inputs, write_block=torch.tensor(write).to(inputs.write_block)), weights)
+    return original(pages, replace(inputs, write_block=torch.tensor(write).to(inputs.write_block)), weights)
 
 
 @plant("the convolution's inputs are not kept", "state_step")
-def _(sound, pages, inputs, weights):
+def _(original, pages, inputs, weights):
     before = pages.conv.clone()
-    y = sound(pages, inputs, weights)
+    y = original(pages, inputs, weights)
     pages.conv.copy_(before)
     return y
 
 
 @plant("B and C are exchanged", "state_step")
-def _(sound, pages, inputs, weights):
+def _(original, pages, inputs, weights):
     n = pages.ssm.shape[3]
     order = torch.arange(inputs.x.shape[1], device=inputs.x.device)
     order = torch.cat([order[: -2 * n], order[-n:], order[-2 * n : -n]])
     exchanged = replace(weights, conv_weight=weights.conv_weight[order], conv_bias=weights.conv_bias[order])
     views = replace(pages, conv=pages.conv[:, order])
-    y = sound(views, replace(inputs, x=inputs.x[:, order]), exchanged)
+    y = original(views, replace(inputs, x=inputs.x[:, order]), exchanged)
     pages.conv[:, order] = views.conv
     return y
 
 
 @plant("the input's own part is left out", "state_step")
-def _(sound, pages, inputs, weights):
-    return sound(pages, inputs, replace(weights, d=torch.zeros_like(weights.d)))
+def _(original, pages, inputs, weights):
+    return original(pages, inputs, replace(weights, d=torch.zeros_like(weights.d)))
 
 
 # ---- whole pages
 
 
 @plant("all sources are read first", "copy_pages")
-def _(sound, group, src, dst):
+def _(original, group, src, dst):
     before = [layer.clone() for layer in group.layers]
     for layer, old in zip(group.layers, before, strict=True):
         for source, target in zip(src, dst, strict=True):
@@ -351,86 +351,86 @@ def _(sound, group, src, dst):
 
 
 @plant("copies run from the last to the first", "copy_pages")
-def _(sound, group, src, dst):
-    sound(group, src[::-1], dst[::-1])
+def _(original, group, src, dst):
+    original(group, src[::-1], dst[::-1])
 
 
 @plant("the last copy is missed", "copy_pages")
-def _(sound, group, src, dst):
-    sound(group, src[:-1], dst[:-1])
+def _(original, group, src, dst):
+    original(group, src[:-1], dst[:-1])
 
 
 @plant("source and target are exchanged", "copy_pages")
-def _(sound, group, src, dst):
+def _(original, group, src, dst):
     for layer in group.layers:
         for source, target in zip(src, dst, strict=True):
             layer[source] = layer[target]
 
 
 @plant("copies run twice", "copy_pages")
-def _(sound, group, src, dst):
-    sound(group, src, dst)
-    sound(group, src, dst)
+def _(original, group, src, dst):
+    original(group, src, dst)
+    original(group, src, dst)
 
 
 @plant("the last layer is missed", "copy_pages", "zero_pages")
-def _(sound, group, *blocks):
+def _(original, group, *blocks):
     if len(group.layers) > 1:
-        sound(GroupPages(group.layers[:-1]), *blocks)
+        original(GroupPages(group.layers[:-1]), *blocks)
 
 
 @plant("the last layer is missed", "gather", "scatter")
-def _(sound, group, blocks, staging):
+def _(original, group, blocks, staging):
     if len(group.layers) > 1:
-        sound(GroupPages(group.layers[:-1]), blocks, staging[:, : -group.layers[-1].shape[1]])
+        original(GroupPages(group.layers[:-1]), blocks, staging[:, : -group.layers[-1].shape[1]])
 
 
 @plant("the last block is missed", "zero_pages")
-def _(sound, group, blocks):
-    sound(group, blocks[:-1])
+def _(original, group, blocks):
+    original(group, blocks[:-1])
 
 
 @plant("the last byte of a page is missed", "zero_pages")
-def _(sound, group, blocks):
-    sound(GroupPages(tuple(layer[:, :-1] for layer in group.layers)), blocks)
+def _(original, group, blocks):
+    original(GroupPages(tuple(layer[:, :-1] for layer in group.layers)), blocks)
 
 
 @plant("the block after is zeroed too", "zero_pages")
-def _(sound, group, blocks):
-    sound(group, [*blocks, *(min(block + 1, group.layers[0].shape[0] - 1) for block in blocks)])
+def _(original, group, blocks):
+    original(group, [*blocks, *(min(block + 1, group.layers[0].shape[0] - 1) for block in blocks)])
 
 
 @plant("the last block is missed", "gather", "scatter")
-def _(sound, group, blocks, staging):
-    sound(group, blocks[:-1], staging[: len(blocks[:-1])])
+def _(original, group, blocks, staging):
+    original(group, blocks[:-1], staging[: len(blocks[:-1])])
 
 
 @plant("blocks go in order of their ids", "gather", "scatter")
-def _(sound, group, blocks, staging):
-    sound(group, sorted(blocks), staging)
+def _(original, group, blocks, staging):
+    original(group, sorted(blocks), staging)
 
 
 @plant("layers go in the other order", "gather", "scatter")
-def _(sound, group, blocks, staging):
-    sound(GroupPages(group.layers[::-1]), blocks, staging)
+def _(original, group, blocks, staging):
+    original(GroupPages(group.layers[::-1]), blocks, staging)
 
 
 @plant("layers go in the other order", "checksum")
-def _(sound, group, blocks):
-    return sound(GroupPages(group.layers[::-1]), blocks)
+def _(original, group, blocks):
+    return original(GroupPages(group.layers[::-1]), blocks)
 
 
 @plant("the last word is left out", "checksum")
-def _(sound, group, blocks):
-    return sound(GroupPages((*group.layers[:-1], group.layers[-1][:, :-4])), blocks)
+def _(original, group, blocks):
+    return original(GroupPages((*group.layers[:-1], group.layers[-1][:, :-4])), blocks)
 
 
 @plant("each layer is summed by itself", "checksum")
-def _(sound, group, blocks):
+def _(original, group, blocks):
     """Restart word positions with each layer."""
-    return sum(sound(GroupPages((layer,)), blocks) for layer in group.layers) % 2**32
+    return sum(original(GroupPages((layer,)), blocks) for layer in group.layers) % 2**32
 
 
 @plant("sums are signed", "checksum")
-def _(sound, group, blocks):
-    return sound(group, blocks).int().long()
+def _(original, group, blocks):
+    return original(group, blocks).int().long()

@@ -56,10 +56,10 @@ def tensors(value: Any) -> list[Tensor]:
     return [t for name in fields for t in tensors(getattr(value, name))]
 
 
-def sound(operation: str, device: str) -> Arguments:
+def valid_call(operation: str, device: str) -> Arguments:
     """Arguments of a small valid call, in float32."""
     with torch.device(device):
-        return SOUND[operation]()
+        return VALID_CALLS[operation]()
 
 
 def floats(*shape: int) -> Tensor:
@@ -114,7 +114,7 @@ def staging(rows: int) -> Tensor:
     return torch.zeros(rows, 80, dtype=torch.uint8)
 
 
-SOUND: dict[str, Callable[[], Arguments]] = {
+VALID_CALLS: dict[str, Callable[[], Arguments]] = {
     "write_kv": write_call,
     "decode_attention": attention_call,
     "prefill_attention": lambda: attention_call(torch.tensor([0, 1, 2, 3], dtype=torch.int32)),

@@ -15,8 +15,8 @@ SEEDS = range(400)
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.operation}: {fault.name}")
 def test_contract_catches_planted_faults(fault):
-    sound = SUBJECTS["torch"]("cpu")
-    faulty = replace(sound, ops=fault.planted(sound.ops))
+    correct = SUBJECTS["torch"]("cpu")
+    faulty = replace(correct, ops=fault.planted(correct.ops))
     for seed in SEEDS:
         try:
             check(faulty, fault.operation, seed)

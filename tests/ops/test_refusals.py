@@ -12,7 +12,7 @@ from kvplane_worker.ops.interface import AttentionPages
 from kvplane_worker.ops.torch_ops import TorchOps
 from tests.ops.contract import CHECKS
 from tests.ops.flashinfer_twin import library
-from tests.ops.refusals import BAD, SOUND, attention_pages, call, sound, tensors
+from tests.ops.refusals import BAD, VALID_CALLS, attention_pages, call, tensors, valid_call
 from tests.ops.subjects import SUBJECTS
 
 DEVICE = "cpu"
@@ -25,14 +25,14 @@ def ops(request):
     return SUBJECTS[request.param](DEVICE).ops
 
 
-@pytest.mark.parametrize("operation", SOUND)
+@pytest.mark.parametrize("operation", VALID_CALLS)
 def test_valid_call_is_accepted(ops, operation):
-    call(ops, operation, sound(operation, DEVICE))
+    call(ops, operation, valid_call(operation, DEVICE))
 
 
 @pytest.mark.parametrize("wrong", BAD, ids=lambda bad: f"{bad.operation}: {bad.field} {bad.what}")
 def test_wrong_argument_is_named_and_nothing_is_written(ops, wrong):
-    arguments = sound(wrong.operation, DEVICE)
+    arguments = valid_call(wrong.operation, DEVICE)
     wrong.spoil(arguments)
     present = [tensor for tensor in tensors(arguments) if tensor.device.type != "meta"]
     before = [tensor.clone() for tensor in present]
@@ -44,7 +44,7 @@ def test_wrong_argument_is_named_and_nothing_is_written(ops, wrong):
 
 
 def test_every_operation_has_refusals():
-    assert {wrong.operation for wrong in BAD} == set(SOUND) == CHECKS.keys()
+    assert {wrong.operation for wrong in BAD} == set(VALID_CALLS) == CHECKS.keys()
 
 
 def eight_bit(**scales: torch.Tensor | None) -> AttentionPages:

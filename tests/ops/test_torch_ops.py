@@ -10,7 +10,7 @@ import torch
 from kvplane_worker.ops.interface import Batch, PagedOps
 from kvplane_worker.ops.torch_ops import TorchOps, attention, pages
 from tests.ops.contract import run
-from tests.ops.refusals import Arguments, call, sound
+from tests.ops.refusals import Arguments, call, valid_call
 from tests.ops.subjects import SUBJECTS
 
 OPS: PagedOps = TorchOps()
@@ -37,12 +37,12 @@ def no_rows(arguments: Arguments) -> Arguments:
 
 @pytest.mark.parametrize("operation", ["decode_attention", "prefill_attention", "mla_decode"])
 def test_empty_batch_has_empty_output(operation):
-    arguments = no_rows(sound(operation, "cpu"))
+    arguments = no_rows(valid_call(operation, "cpu"))
     assert call(OPS, operation, arguments).shape[0] == 0
 
 
 def test_empty_block_table_has_output_0():
-    arguments = sound("decode_attention", "cpu")
+    arguments = valid_call("decode_attention", "cpu")
     batch = replace(arguments["batch"], block_table=torch.zeros(3, 0, dtype=torch.int32))
     batch = replace(batch, seq_lens=torch.zeros(3, dtype=torch.int32))
     assert (call(OPS, "decode_attention", {**arguments, "batch": batch}) == 0).all()
@@ -50,7 +50,7 @@ def test_empty_block_table_has_output_0():
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_state_step_without_tokens_changes_no_state(rows):
-    arguments = sound("state_step", "cpu")
+    arguments = valid_call("state_step", "cpu")
     before = arguments["pages"].ssm.clone()
     inputs, none = arguments["inputs"], torch.zeros(rows + 1, dtype=torch.int32)
     inputs = replace(inputs, query_start=none, read_block=inputs.read_block[:rows], write_block=none[:0])
@@ -60,7 +60,7 @@ def test_state_step_without_tokens_changes_no_state(rows):
 
 
 def test_row_split_over_launches_has_the_same_states():
-    arguments = sound("state_step", "cpu")
+    arguments = valid_call("state_step", "cpu")
     tokens, inputs = 9, arguments["inputs"]
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(tokens, inputs.x.shape[1], generator=generator)

@@ -112,7 +112,7 @@ class Engine:
             self._group.claim(self._epoch, next_seq)
 
     def revival(self) -> Revival:
-        """What a service that knows nothing of this engine needs: stamps, and requests."""
+        """State with which a restarted service reopens the session: stamps, incarnation, requests and their image."""
         news, running = self._known_requests()
         group, image = self._group, self._known_image()
         stamps = group.agreed_stamps()
