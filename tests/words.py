@@ -67,6 +67,7 @@ PLAIN: tuple[str, ...] = (
     "service/kvplane_replay",
     "service/kvplane_service/auth",
     "service/kvplane_service/cli",
+    "service/kvplane_service/core",
     "service/kvplane_service/config.py",
     "service/kvplane_service/decisions",
     "service/kvplane_service/explain",

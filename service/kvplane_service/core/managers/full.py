@@ -65,7 +65,7 @@ class FullAttentionManager(GroupManager):
         yield from range(found // step * step + step, wanted + 1, step)
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """See GroupManager.register_blocks; also the last hash boundary of the prompt when it lies inside a block."""
+        """See GroupManager.register_blocks; also the last hash boundary of the prompt when that is inside a block."""
         super().register_blocks(slot, num_tokens, boundaries)
         if self.block_size != self.hash_size:
             self._register_prompt_tail(slot, num_tokens)
