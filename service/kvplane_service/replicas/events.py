@@ -187,7 +187,7 @@ class EventLog(PackedLog[Batch, bytes]):
     def __init__(self, max_batches: int, budget: LogBudget, max_subscribers: int) -> None:
         super().__init__(max_batches, budget)
         self._max_subscribers = max_subscribers
-        self._subscribers: set[Subscription] = set()
+        self._subscribers: dict[Subscription, None] = {}
         self._last_seq = 0
         self._epoch = 0
         self._withdrawn = False
@@ -253,7 +253,7 @@ class EventLog(PackedLog[Batch, bytes]):
                 remedy="omit it after a restart of the service",
             )
         subscription = Subscription(self, self._opening(after_seq), wake)
-        self._subscribers.add(subscription)
+        self._subscribers[subscription] = None
         return subscription
 
     def close(self, reason: KvplaneError) -> None:
@@ -274,7 +274,7 @@ class EventLog(PackedLog[Batch, bytes]):
 
     def discard(self, subscription: Subscription) -> None:
         """Remove a subscriber."""
-        self._subscribers.discard(subscription)
+        self._subscribers.pop(subscription, None)
 
     def _opening(self, after_seq: int | None) -> Batch:
         """The state that a new subscriber starts from; its number is the cursor."""

@@ -33,7 +33,7 @@ class EventsServicer:
     def __init__(self, registry: VisibleReplicas) -> None:
         self._registry = registry
         self._draining = asyncio.Event()
-        self._wakers: set[asyncio.Event] = set()
+        self._wakers: dict[asyncio.Event, None] = {}
         self._messages = NewestMessages()
 
     def drain(self) -> None:
@@ -47,7 +47,7 @@ class EventsServicer:
         log = self._registry.get(request.replica).host.events
         waker = asyncio.Event()
         subscription = log.subscribe(request.after_seq if request.HasField("after_seq") else None, waker.set)
-        self._wakers.add(waker)
+        self._wakers[waker] = None
         try:
             while not self._draining.is_set():
                 waker.clear()
@@ -57,7 +57,7 @@ class EventsServicer:
                 if not batches:
                     await waker.wait()
         finally:
-            self._wakers.discard(waker)
+            self._wakers.pop(waker, None)
             subscription.cancel()
         raise Unavailable("the service is draining", remedy="subscribe to another one")
 

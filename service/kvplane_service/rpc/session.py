@@ -66,7 +66,7 @@ class SessionStreams:
         self._claim = claim
         self._registry = registry
         self._ownership = ownership
-        self._open: set[_Stream] = set()
+        self._open: dict[_Stream, None] = {}  # ordered, so that a simulation repeats
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._draining = False
@@ -90,12 +90,12 @@ class SessionStreams:
         request, epoch = await claimed(entry, request, self._claim)
         self._check_stays()
         stream = _Stream(entry.host, request, context, self._left, self._offload)
-        self._open.add(stream)
+        self._open[stream] = None
         self._all_closed.clear()
         try:
             await stream.run(epoch)
         finally:
-            self._open.discard(stream)
+            self._open.pop(stream, None)
             if not self._open:
                 self._all_closed.set()
 

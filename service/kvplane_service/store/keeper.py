@@ -65,7 +65,7 @@ class Keeper:
         self.is_read = False  # the replicas of this service in the store are registered
         self._restored: dict[str, ReplicaRecord] = {}
         self._released: set[str] = set()
-        self._loads: set[asyncio.Task[None]] = set()
+        self._loads: dict[asyncio.Task[None], None] = {}
         self._journals: dict[str, ReplicaJournal] = {}
         self._writer: StoreWriter | None = None
 
@@ -178,8 +178,8 @@ class Keeper:
         assert self._writer is not None, "there is no store"
         await self._restore(record)
         load = asyncio.create_task(self._load_with_retries(record.name, record))  # continues if the caller is cancelled
-        self._loads.add(load)
-        load.add_done_callback(self._loads.discard)
+        self._loads[load] = None
+        load.add_done_callback(lambda task: self._loads.pop(task, None))
         await self._writer.write_record(record.name)
 
     async def release(self, names: Sequence[str], reason: KvplaneError) -> None:
