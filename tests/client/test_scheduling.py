@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from kvplane.base.step import AdmitStatus, End, Part, PartResult, Step
 from kvplane.scheduling import MAX_IDLE_STEPS, Limits, Request, Scheduled, Scheduler
 from kvplane_service.core import inspect
 from kvplane_service.core.replica import Replica
+from tests.client.stepper import Stepper
 from tests.core.builders import full, replica_spec, state, window
 
 SMALL = Limits(max_running=4, token_budget=24, chunk_tokens=16, admit_rows=3)
@@ -99,6 +102,17 @@ class Engine:
     @property
     def is_empty(self) -> bool:
         return self.replica.coordinator.pool.is_unused
+
+
+def test_the_loop_of_the_notes_for_engine_authors_runs(capsys):
+    code = (Path(__file__).parents[2] / "docs" / "engines.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "Scheduler" in code
+    replica = Replica(MIXES["full"])
+    replica.begin_epoch(1)
+    session = SimpleNamespace(spec=replica.spec, apply=Stepper(replica))
+    exec(code, {"session": session, "prompt": [1, 2, 3], "sample": sampled})
+    output = expected(Request("r-1", [1, 2, 3], 16))
+    assert capsys.readouterr().out == f"r-1 {output} [0]\n"
 
 
 def test_a_prompt_is_computed_in_chunks_of_the_budget():
