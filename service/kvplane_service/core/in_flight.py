@@ -26,7 +26,7 @@ from kvplane_service.core.keys import NULL_BLOCK, Key
 _SLICE_REQUESTS = 64  # a request of a few hundred blocks takes some 50 us to free
 
 
-class Life(NamedTuple):
+class Stay(NamedTuple):
     """A request in a slot, from an admission to its end or preemption."""
 
     slot: int
@@ -35,23 +35,23 @@ class Life(NamedTuple):
 
 @dataclass(slots=True)
 class Grants:
-    """Tokens that one step granted, in columns: one entry per life and part."""
+    """Tokens that one step granted, in columns: one entry per stay and part."""
 
     slot: list[int] = field(default_factory=list)
     serial: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
 
-    def lives(self) -> list[Life]:
-        """The lives that were granted tokens."""
-        return [Life(slot, serial) for slot, serial in zip(self.slot, self.serial, strict=True)]
+    def stays(self) -> list[Stay]:
+        """The stays that were granted tokens."""
+        return [Stay(slot, serial) for slot, serial in zip(self.slot, self.serial, strict=True)]
 
 
 class TentativeKey(NamedTuple):
-    """A key that a step in flight registered for a life."""
+    """A key that a step in flight registered for a stay."""
 
     block: int
     key: Key
-    life: Life
+    stay: Stay
 
 
 class InFlightTracker:
@@ -64,7 +64,7 @@ class InFlightTracker:
         self._safe = coordinator.spec.commit is CommitRule.SAFE
         self.grants: dict[int, Grants] = {}
         self.tentative: dict[int, list[TentativeKey]] = {}
-        self.adoptions: dict[int, list[tuple[int, Life]]] = {}  # (block with a key of that step, life that adopted it)
+        self.adoptions: dict[int, list[tuple[int, Stay]]] = {}  # (block with a key of that step, stay that adopted it)
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
         self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (ended as held) or writes
         self.under_load: set[int] = set()  # while an epoch ends: blocks whose loads are not confirmed to be over
@@ -114,7 +114,7 @@ class InFlightTracker:
             return
         for block in (block for blocks in hit for block in blocks if block != NULL_BLOCK):
             if pool.key_step[block] > pool.executed_through:
-                self.adoptions.setdefault(pool.key_step[block], []).append((block, self._life(slot)))
+                self.adoptions.setdefault(pool.key_step[block], []).append((block, self._stay(slot)))
 
     def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
         """The step loads what the request has behind its hit before its launch: the load ends as the step does."""
@@ -139,15 +139,15 @@ class InFlightTracker:
         if not registered:
             return
         if self._safe and seq > self._blocks.pool.executed_through:
-            life = self._life(slot)
-            self.tentative.setdefault(seq, []).extend([TentativeKey(block, key, life) for block, key in registered])
+            stay = self._stay(slot)
+            self.tentative.setdefault(seq, []).extend([TentativeKey(block, key, stay) for block, key in registered])
         registered.clear()
 
-    def _life(self, slot: int) -> Life:
-        return Life(slot, self._requests.serial[slot])
+    def _stay(self, slot: int) -> Stay:
+        return Stay(slot, self._requests.serial[slot])
 
-    def _runs(self, life: Life) -> bool:
-        return self._requests.running[life.slot] and self._requests.serial[life.slot] == life.serial
+    def _runs(self, stay: Stay) -> bool:
+        return self._requests.running[stay.slot] and self._requests.serial[stay.slot] == stay.serial
 
     def is_executed(self, slot: int, num_tokens: int) -> bool:
         """Whether the pages of the request's first `num_tokens` tokens are written, adopted ones included."""
@@ -156,8 +156,8 @@ class InFlightTracker:
             return False
         if requests.granted_step[slot] > self._blocks.pool.executed_through:
             return False  # a grant of 0 tokens can order a copy too
-        life = self._life(slot)
-        return not any(adopter == life for book in self.adoptions.values() for _, adopter in book)
+        stay = self._stay(slot)
+        return not any(adopter == stay for book in self.adoptions.values() for _, adopter in book)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -168,8 +168,8 @@ class InFlightTracker:
         through = pool.executed_through = max(pool.executed_through, through)
         for seq in [seq for seq in self.grants if seq <= through]:
             grants = self.grants.pop(seq)
-            for slot, life, count in zip(grants.slot, grants.serial, grants.num_tokens, strict=True):
-                if serial[slot] == life and running[slot]:
+            for slot, stay_serial, count in zip(grants.slot, grants.serial, grants.num_tokens, strict=True):
+                if serial[slot] == stay_serial and running[slot]:
                     left = in_flight[slot] - count
                     in_flight[slot] = left if left > 0 else 0
         for book in (self.tentative, self.adoptions, self.filling):
@@ -193,50 +193,50 @@ class InFlightTracker:
         withdrawn, and requests that adopted them are preempted too.
         """
         cancelled_from_step = seq if self._requests.granted_step[slot] == seq else seq + 1
-        return self._preempt_cascade([self._life(slot)], cancelled_from_step, fence)
+        return self._preempt_cascade([self._stay(slot)], cancelled_from_step, fence)
 
     def fail_step(self, seq: int) -> list[int]:
         """A step will never run: preempt the requests to which it granted tokens, and those that adopted its keys."""
-        return self._preempt_cascade(self.grants.get(seq, Grants()).lives(), seq)
+        return self._preempt_cascade(self.grants.get(seq, Grants()).stays(), seq)
 
-    def _preempt_cascade(self, lives: Iterable[Life], from_step: int, fence: int = 0) -> list[int]:
-        """Steps from `from_step` on do not run for these lives: withdraw their keys of these steps, and preempt them.
+    def _preempt_cascade(self, stays: Iterable[Stay], from_step: int, fence: int = 0) -> list[int]:
+        """Steps from `from_step` on do not run for these stays: withdraw their keys of these steps, and preempt them.
 
-        The same for every life that adopted a withdrawn key. Of lives that have ended only the keys are withdrawn.
+        The same for every stay that adopted a withdrawn key. Of stays that have ended only the keys are withdrawn.
         """
-        queue, seen, preempted = deque(lives), set[Life](), list[int]()
+        queue, seen, preempted = deque(stays), set[Stay](), list[int]()
         while queue:
-            life = queue.popleft()
-            if life in seen:
+            stay = queue.popleft()
+            if stay in seen:
                 continue
-            seen.add(life)
-            self._cancel_grants(life, from_step)
-            queue.extend(self._withdraw(life, from_step))
-            if self._runs(life):
-                if life.slot in self._requests.loading:
-                    self._pin_for_transfer(life.slot)
+            seen.add(stay)
+            self._cancel_grants(stay, from_step)
+            queue.extend(self._withdraw(stay, from_step))
+            if self._runs(stay):
+                if stay.slot in self._requests.loading:
+                    self._pin_for_transfer(stay.slot)
                 else:
-                    self._give_back(life.slot, fence)
-                self._requests.stop(life.slot)
-                self._requests.serial[life.slot] += 1
+                    self._give_back(stay.slot, fence)
+                self._requests.stop(stay.slot)
+                self._requests.serial[stay.slot] += 1
                 self._counters.preempted += 1
-                preempted.append(life.slot)
+                preempted.append(stay.slot)
         return preempted
 
-    def _cancel_grants(self, life: Life, from_step: int) -> None:
-        """Remove the grants of steps from `from_step` on for this life."""
+    def _cancel_grants(self, stay: Stay, from_step: int) -> None:
+        """Remove the grants of steps from `from_step` on for this stay."""
         for grants in (grants for step, grants in self.grants.items() if step >= from_step):
-            for row in reversed([row for row, one in enumerate(grants.lives()) if one == life]):
+            for row in reversed([row for row, one in enumerate(grants.stays()) if one == stay]):
                 self._counters.granted_tokens -= grants.num_tokens[row]
                 for column in (grants.slot, grants.serial, grants.num_tokens):
                     del column[row]
 
-    def _withdraw(self, life: Life, from_step: int) -> list[Life]:
-        """Drop the keys that steps from `from_step` on registered for this life; the lives that adopted them."""
-        pool, adopters = self._blocks.pool, list[Life]()
+    def _withdraw(self, stay: Stay, from_step: int) -> list[Stay]:
+        """Drop the keys that steps from `from_step` on registered for this stay; the stays that adopted them."""
+        pool, adopters = self._blocks.pool, list[Stay]()
         for step in [step for step in self.tentative if step >= from_step]:
-            mine = [one for one in self.tentative[step] if one.life == life]
-            self.tentative[step] = [one for one in self.tentative[step] if one.life != life]
+            mine = [one for one in self.tentative[step] if one.stay == stay]
+            self.tentative[step] = [one for one in self.tentative[step] if one.stay != stay]
             for one in mine:
                 if pool.has_key(one.block, one.key):
                     pool.drop_keys(one.block, RemoveReason.WITHDRAWN)
@@ -332,9 +332,9 @@ class InFlightTracker:
         self._requests.end(slot)
         return []
 
-    def _forget_ungranted(self, slot: int, seq: int) -> list[Life]:
+    def _forget_ungranted(self, slot: int, seq: int) -> list[Stay]:
         if self._requests.granted_step[slot] == seq:
-            return self._withdraw(self._life(slot), seq)
+            return self._withdraw(self._stay(slot), seq)
         return []
 
     def close_step(self, seq: int) -> None:

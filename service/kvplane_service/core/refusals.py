@@ -35,7 +35,7 @@ class RequestVersion(NamedTuple):
     """The request of an admission, as it was at its refusal.
 
     Attributes:
-        serial: number of its life in the slot.
+        serial: number of its stay in the slot.
     """
 
     serial: int

@@ -37,7 +37,7 @@ class Requests:
         self.live: list[bool] = []
         self.running: list[bool] = []
         self.held: list[bool] = []
-        self.serial: list[int] = []  # number of the slot's present life, see `in_flight.Life`
+        self.serial: list[int] = []  # number of the slot's present stay, see `in_flight.Stay`
         self.request_id: list[str] = []
         self.domain: list[str] = []
         self.skip_reading: list[bool] = []
