@@ -216,7 +216,7 @@ def _limit(value: int, limit: int, key: str, field: str) -> None:
 
 
 def _check_room(is_there: bool, what: str, key: str, field: str) -> None:
-    """The message does not reveal what other owners use."""
+    """Raise LimitExceeded unless there is room. The message does not reveal how much other owners use."""
     if not is_there:
         raise LimitExceeded(f"no room for {what}", field=field, remedy=f"raise {key} of the service")
 

@@ -117,7 +117,7 @@ class InFlightTracker:
                 self.adoptions.setdefault(pool.key_step[block], []).append((block, self._stay(slot)))
 
     def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
-        """The step loads what the request has behind its hit before its launch: the load ends as the step does."""
+        """Record that the launch of this step first loads the request's external tokens: the load ends with the step."""
         self.filling.setdefault(seq, []).extend(sorted(self._loaded_blocks(slot, hit)))
 
     def _loaded_blocks(self, slot: int, hit: Sequence[Sequence[int]]) -> set[int]:
@@ -320,9 +320,10 @@ class InFlightTracker:
         return self._preempt_cascade(adopters, seq)
 
     def release_held(self, slot: int, seq: int) -> list[int]:
-        """The transfers of a held request are over, or the load of a running one. Returns the preempted slots.
+        """Record that the transfers of a held request have ended, or the load of a request that is not held.
 
-        A load that is over before it was allowed to start provided nothing: its request is preempted.
+        Returns the slots that this preempts: a load that ends before step `load_after` is executed has written nothing,
+        so its request is preempted.
         """
         if not self._requests.held[slot]:
             ready = self._is_ready(slot)

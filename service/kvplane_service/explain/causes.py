@@ -112,7 +112,7 @@ class Explainer:
         self._is_complete = is_complete and spec.events
 
     def why(self, question: Question, account: LookupExplanation) -> Why:
-        """The cause that limits the hit of the account."""
+        """Why the explained look-up found no longer hit."""
         if not self._spec.enable_caching:
             return Why(Cause.CACHING_OFF)
         if not question.reads:

@@ -458,7 +458,7 @@ class ReplicaHost:
         return session
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
-        """The stored answer of a repeated step, or the turn of the step that is next. Raises as `step`."""
+        """The stored answer of a repeated step; for the next step, its permission to be applied. Raises as `step`."""
         session = self._renew(nonce)
         if step.epoch != self.epoch:
             raise self._stale_epoch(step.epoch, "end this engine life")

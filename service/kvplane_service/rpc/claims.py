@@ -65,7 +65,7 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
     Returns the request with the stamps and busy blocks read after the claim, and the epoch to pass to
     `ReplicaHost.open` without waiting: NEW_EPOCH when nothing was claimed.
 
-    The engine claims the workers that cannot be reached or do not answer.
+    Workers that the service cannot reach, or that do not answer, stay unclaimed: the engine claims them itself.
 
     Raises:
         KvplaneError: the session cannot be opened, as `ReplicaHost.check_open`; no worker was claimed then.

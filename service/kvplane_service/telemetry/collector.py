@@ -319,7 +319,7 @@ def _step_buckets(times: StepTimes) -> list[tuple[str, float] | tuple[str, float
 
 
 def _where(example: Example) -> dict[str, str]:
-    """The trace that holds the step, when the engine's is recorded; else the step."""
+    """Labels that lead to the step: its trace if the engine sent a trace id, else epoch and sequence number."""
     context = parse_traceparent(example.traceparent)
     if context is None:
         return {"epoch": str(example.epoch), "seq": str(example.seq)}

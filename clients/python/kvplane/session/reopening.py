@@ -166,7 +166,7 @@ class StepNumbering:
         return seq, opened.next_part + (self._cut[1] if seq == self._cut[0] else 0)
 
     def less(self, seq: int) -> int:
-        """The service's number of a step; 0 for no step and for a step of an earlier service."""
+        """Convert a step number of the engine to the number that this service uses; 0 if an earlier service had the step."""
         return seq - self._ahead if seq >= self._cut[0] else 0
 
     def _done(self, seq: int) -> int:

@@ -37,7 +37,7 @@ def _lookup_classes(groups: tuple[CacheGroup, ...]) -> list[int]:
 
 
 def _dropping_classes(plan: CachePlan, classes: list[int]) -> set[int]:
-    """Look-up classes that drop a block: those with a draft group; without any, all."""
+    """Look-up classes whose hits drop the last matching block, for the drafter: those with a draft group, else all."""
     if not plan.options.drops_last_block:
         return set()
     with_drafts = {c for group, c in zip(plan.groups, classes, strict=True) if group.is_draft}
