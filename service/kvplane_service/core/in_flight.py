@@ -117,7 +117,7 @@ class InFlightTracker:
                 self.adoptions.setdefault(pool.key_step[block], []).append((block, self._stay(slot)))
 
     def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
-        """Record that the launch of this step first loads the request's external tokens: the load ends with the step."""
+        """Record that the launch of this step loads the request's external tokens: the load ends with the step."""
         self.filling.setdefault(seq, []).extend(sorted(self._loaded_blocks(slot, hit)))
 
     def _loaded_blocks(self, slot: int, hit: Sequence[Sequence[int]]) -> set[int]:

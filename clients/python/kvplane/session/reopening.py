@@ -166,7 +166,7 @@ class StepNumbering:
         return seq, opened.next_part + (self._cut[1] if seq == self._cut[0] else 0)
 
     def less(self, seq: int) -> int:
-        """Convert a step number of the engine to the number that this service uses; 0 if an earlier service had the step."""
+        """Convert a step number of the engine to that of this service; 0 if an earlier service had the step."""
         return seq - self._ahead if seq >= self._cut[0] else 0
 
     def _done(self, seq: int) -> int:
