@@ -201,7 +201,7 @@ class GrpcTransport:
                 if self._first_outcome is not None and self._first_outcome.details() != _WRITTEN_TOO_LATE:
                     raise self._first_outcome from None
                 if asyncio.get_running_loop().time() > deadline_s:
-                    raise Unavailable("the session's stream broke during a write", remedy="reopen the session") from None
+                    raise Unavailable("the session's stream broke during a write", remedy="reopen it") from None
             await asyncio.sleep(0.001)
 
     def _note_outcome(self, call: _Call) -> None:
