@@ -116,7 +116,7 @@ def test_a_dropping_group_registers_one_block_past_the_common_boundary():
 
 
 @pytest.mark.parametrize(("drops", "boundary"), [(False, 20), (True, 16)])
-def test_beside_a_dropping_group_the_state_is_kept_one_block_lower(drops, boundary):
+def test_with_a_dropping_group_the_state_is_kept_one_block_lower(drops, boundary):
     """Full attention has 20 of 22 tokens and drops the last block for the drafter: the state worth a key is at 16."""
     engine = Engine(state(), full(drops_last_block=drops), retention_interval=0, num_blocks=60)
     engine.admit(0, "a" * 22, cap=4)

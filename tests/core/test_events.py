@@ -86,7 +86,7 @@ def test_groups_have_events_of_their_own_in_group_order():
     assert [(event.group, event.block_size, event.start, event.end) for event in events] == [(0, 4, 0, 8), (1, 8, 0, 8)]
 
 
-def test_an_eviction_names_block_group_and_reason_before_the_new_content_is_told():
+def test_an_eviction_event_names_block_group_and_reason_and_precedes_the_new_content():
     engine = Engine(full(), num_blocks=4)
     first, second, third = digests(engine.spec, "aaaabbbbcccc")
     engine.serve(0, "aaaabbbbcccc", news={"domain": "blue"})

@@ -114,7 +114,7 @@ def test_and_of_the_least_common_multiple_when_none_divides_the_other():
     assert engine.would_hit("a" * 40).num_tokens == 24
 
 
-def test_what_lies_beyond_the_last_common_boundary_is_not_cached_at_all():
+def test_blocks_beyond_the_last_common_boundary_are_not_cached():
     """It could never be part of a hit."""
     engine = Engine(full(4), full(8, lookup_class=1))
     engine.serve(0, A16[:12])

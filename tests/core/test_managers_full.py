@@ -72,7 +72,7 @@ def test_too_few_blocks_are_a_refusal_that_changes_nothing():
     assert engine.replica.counters.refused == 1
 
 
-def test_hits_that_lie_free_count_as_blocks_to_allocate():
+def test_free_hit_blocks_count_as_blocks_to_allocate():
     """Adopting them takes them off the free list, so what they need is not there for the new blocks."""
     engine = Engine(full(), num_blocks=5)
     engine.serve(0, "aaaabbbb")

@@ -185,7 +185,7 @@ def test_draft_states_that_a_chunk_leaves_behind_move_to_the_end():
     assert shape(engine) == ".x..xxx"
 
 
-def test_a_draft_state_moves_only_if_it_is_nobody_elses():
+def test_a_draft_state_that_is_shared_cannot_move():
     engine = Engine(state(speculative_blocks=2), full(), num_blocks=60)
     engine.admit(0, "a" * 20, cap=8)
     engine.pool.touch([engine.table(0)[2]])

@@ -145,7 +145,7 @@ def test_sink_blocks_are_held_for_the_life_of_the_pool():
     assert engine.num_free == 7
 
 
-def test_beside_them_it_is_full_attention():
+def test_with_sink_blocks_it_is_full_attention():
     engine = Engine(sinks(8), num_blocks=10)
     engine.serve(0, "aaaabbbbc")
     assert engine.would_hit("aaaabbbbc").num_tokens == 8

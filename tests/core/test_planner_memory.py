@@ -222,7 +222,7 @@ MIXES = {
 
 @BOTH_LAYOUTS
 @pytest.mark.parametrize("mix", MIXES)
-def test_within_a_group_no_two_pages_overlap_and_all_lie_in_the_allocation(mix, layout):
+def test_within_a_group_no_two_pages_overlap_and_all_are_in_the_allocation(mix, layout):
     cache_plan = plan(MIXES[mix], num_blocks=20, max_model_len=16, max_batched_tokens=1, layout=layout)
     (worker,) = cache_plan.workers
     assert worker.size_bytes == 20 * cache_plan.bytes_per_block

@@ -57,7 +57,7 @@ def test_a_reference_per_holder_and_free_at_none():
     assert next(iter(pool.free)) == block
 
 
-def test_the_null_block_is_nobodys():
+def test_the_null_block_counts_no_references():
     pool = pool_of()
     pool.touch([0, 0])
     pool.release([0])
