@@ -1,4 +1,4 @@
-"""What the recordings are replayed over."""
+"""The client over which the recordings are replayed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from kvplane_service.cli.child import ServiceChild
 
 @pytest.fixture(scope="module")
 def client():
-    """A client of a service in a process of its own."""
+    """A client of a service in a separate process."""
     with ServiceChild() as service, connect(service.address) as client:
         yield client

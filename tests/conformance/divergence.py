@@ -1,4 +1,4 @@
-"""How a replay ends that is not equal to its recording."""
+"""The error that ends a replay whose outputs differ from its recording."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of records: which fields each has and what they may hold. Whatever else is refused by name."""
+"""The forms of records: the fields of each and their values. Any other field or value is refused by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Record = dict[str, Any]
 
 
 class BadRecording(Exception):
-    """The file is not a recording that this program can replay; the text says where and why."""
+    """The file is not a recording that this program can replay; the message names the place and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Form:
     """The fields of one sort of record.
 
     Attributes:
-        inputs: fields that must be there.
-        optional: fields that may be there.
-        outputs: fields that must be there; what they hold is compared, not checked.
-        sometimes: outputs that are left out when there is nothing to tell.
+        inputs: required fields.
+        optional: fields that may be left out.
+        outputs: required fields; their values are compared, not validated.
+        sometimes: outputs that are left out when they are empty.
     """
 
     inputs: Mapping[str, Value] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Form:
         return frozenset(self.inputs) | frozenset(self.optional)
 
     def check(self, record: Any, where: str) -> None:
-        """Raise BadRecording for a field that is unknown, missing, or holds what this program does not know."""
+        """Raise BadRecording for a field that is unknown, missing, or has an unknown value."""
         if not isinstance(record, dict):
             raise BadRecording(f"{where}: {_short(record)} is no record")
         self._check_names(record, where)
@@ -120,7 +120,7 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def refusals_named(where: str) -> Iterator[None]:
-    """What the service refuses in the block is the recording's fault, and `where` says in which line."""
+    """Convert a refusal by the service in the block into BadRecording; `where` names the line."""
     try:
         yield
     except KvplaneError as error:

@@ -46,9 +46,9 @@ OPTIONS = {
     "enable_prefix_caching": "prefix_caching",
     "eagle_drop": "drops_last_block",
 }
-# The layers already say both: their block size, and how states are cached.
+# The layers already contain these: their block size, and how states are cached.
 IMPLIED = {"block_size", "mamba_cache_mode", "memory_bytes"}
-# The format does not say how long an encoder input can be; the one model with an encoder is Whisper.
+# The format has no field for the length of an encoder input; the one model with an encoder is Whisper.
 WHISPER_ENCODER_TOKENS = 1500
 # Log lines of the reference without figures, by CRC-32: their wording is compared, but not repeated here.
 LOG_LINES = {0x18462CB6: WarningCode.HYBRID_OFF, 0x518AF9CA: WarningCode.FULL_ALLOCATION}
@@ -197,7 +197,7 @@ def _group_row(plan: CachePlan, group: CacheGroup) -> dict[str, Any]:
 
 
 def _merged_spec_row(group: CacheGroup) -> dict[str, Any]:
-    # The reference keeps its first layer's draft mark, except where it builds a full-attention format anew.
+    # The reference keeps its first layer's draft mark, except where it builds a new full-attention format.
     keeps_mark = group.kind not in (GroupKind.FULL_ATTENTION, GroupKind.MLA)
     draft = {"is_draft": True} if keeps_mark and group.is_draft else {}
     return {**write_spec(group.spec), **draft}

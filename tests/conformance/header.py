@@ -1,4 +1,4 @@
-"""Reads the header of a recording (`kvtrace/1`, `kvstep/1`) into a ReplicaSpec; refuses what it does not know."""
+"""Reads the header of a recording (`kvtrace/1`, `kvstep/1`) into a ReplicaSpec; refuses unknown fields."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def _retention(header: Record) -> int:
 
 
 def _expect(header: Record, form: str, fields: Form) -> None:
-    """Version first: a file of another one may well have other fields."""
+    """Check the version first: a file of another version may have other fields."""
     if header.get("format") != form:
         raise BadRecording(f"format {header.get('format')!r}: this program replays {form}")
     if header.get("vllm") != "0.33.0":
@@ -239,7 +239,7 @@ def _expect(header: Record, form: str, fields: Form) -> None:
 
 
 def _checked(header: Record, spec: ReplicaSpec) -> ReplicaSpec:
-    """The spec, if what the header says twice agrees."""
+    """Return the spec if the redundant fields of the header agree."""
     spec.validate()
     _follows("none_hash", header["none_hash"], HashScheme.of(spec).none_hash.hex())
     if any(group["records_new_block_ids"] for group in header["groups"]):

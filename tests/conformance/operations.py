@@ -1,4 +1,4 @@
-"""The operations of `kvtrace/1`: their fields, and what must hold before one can be carried out."""
+"""The operations of `kvtrace/1`: their fields, and the conditions that each requires."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ OPERATIONS: dict[str, Form] = {
 
 
 def check_operation(op: Record, where: str, live: Container[str], held: Container[str]) -> None:
-    """Raise BadRecording for an operation that is unknown, of another form, or about a request that is not there.
+    """Raise BadRecording for an operation that is unknown, of another form, or about an unknown request.
 
     Args:
         live: names of the requests there are.

@@ -1,4 +1,4 @@
-"""The ways on which a recording reaches the allocator: in process, or over gRPC in a session."""
+"""The paths from a recording to the allocator: in process, or over gRPC in a session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PathPart:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a recording knows of the allocator's state."""
+    """The allocator's state in the terms of a recording."""
 
     free_blocks: list[int]
     distinct_keys: int
@@ -50,12 +50,12 @@ class Path(Protocol):
         ...
 
     def close(self) -> None:
-        """Let the replica go."""
+        """Release the replica."""
         ...
 
 
 class InProcessPath:
-    """Straight onto the core; proves its invariants now and then."""
+    """Calls the core directly; checks its invariants after every `check_every` parts."""
 
     def __init__(self, spec: ReplicaSpec, check_every: int = CHECK_EVERY) -> None:
         self.replica = Replica(spec)

@@ -48,7 +48,7 @@ from tests.conformance.paths import InProcessPath, Path, PathPart, Seen
 
 @dataclass
 class Request:
-    """What the driver of a trace knows of a request."""
+    """A request's state in the driver of a trace."""
 
     slot: int
     tokens: list[int]
@@ -59,7 +59,7 @@ class Request:
 
 @dataclass
 class Outcome:
-    """What one operation did, in the words of the recording."""
+    """What one operation did, in the terms of the recording."""
 
     result: PartResult
     outputs: Record = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass
 class Pending:
-    """An operation on its way: its parts, and how to read their results."""
+    """An operation that is sent: its parts, and how to read their results."""
 
     number: int
     op: Record
@@ -120,7 +120,7 @@ class Replayer:
         return self.path.messages
 
     def close(self) -> None:
-        """Let the path go."""
+        """Release the path."""
         self.path.close()
 
     def _flush(self) -> None:
@@ -151,7 +151,7 @@ class Replayer:
         owner = owners.get(event.slot)
         return self._events.write(event, owner.tokens if owner else [], owner.extra if owner else NO_EXTRA_KEYS)
 
-    # -- operations: the parts that say them, and how to read the answer -----------------------------------------------
+    # -- operations: the parts that express them, and how to read the answer -------------------------------------------
 
     def _step(self, op: Record) -> Sent:
         del op
@@ -225,7 +225,7 @@ class Replayer:
         )
 
     def _running(self, op: Record, request: Request) -> Part:
-        """A run row; computed tokens are told only where drafts were rejected, so that the quiet path is taken too."""
+        """A run row. It states the computed tokens only after rejected drafts, to cover the fast path too."""
         run = Run(
             slot=[request.slot],
             extra=[op["comp"] + op["new"] - len(request.tokens)],
@@ -246,7 +246,7 @@ class Replayer:
         return _one(part, lambda result: Outcome(result, _hashes(result)))
 
     def _cache(self, op: Record) -> Sent:
-        """Rejected drafts show in the next `comp`: here they cannot be told from tokens in flight."""
+        """Rejected drafts show in the next `comp`: here they cannot be distinguished from tokens in flight."""
         return _one(Part(facts=Facts(slot=[self.requests[op["id"]].slot], commit=[op["n"]])), Outcome)
 
     def _free(self, op: Record) -> Sent:
@@ -307,7 +307,7 @@ def _hashes(result: PartResult) -> Record:
 
 
 def first_difference(op: Record, outputs: Record) -> str | None:
-    """The first output by name that is not as recorded; one that is left out equals one that tells nothing."""
+    """The first output by name that differs from the recording; an absent output equals an empty one."""
     for name in sorted(OPERATIONS[op["op"]].all_outputs):
         if (name in op or outputs.get(name)) and op.get(name) != outputs.get(name):
             return name
@@ -315,7 +315,7 @@ def first_difference(op: Record, outputs: Record) -> str | None:
 
 
 class EventWriter:
-    """Writes cache events in the words of the recordings."""
+    """Writes cache events in the terms of the recordings."""
 
     def __init__(self, spec: ReplicaSpec) -> None:
         self._groups = spec.groups
@@ -358,7 +358,7 @@ def segment_tokens(segments: Sequence[Sequence[int]]) -> list[int]:
 
 
 def replay_file(path: FilePath, make: Callable[[Record], Replayer] = Replayer) -> Replayer:
-    """Replay one file and let its path go; raises Divergence or BadRecording."""
+    """Replay one file and release its path; raises Divergence or BadRecording."""
     records = read_records(path)
     header = next(records, None)
     if header is None:

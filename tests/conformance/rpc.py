@@ -1,4 +1,4 @@
-"""Recordings over gRPC: in a session, many operations a message, and by unary calls, one operation a call."""
+"""Recordings over gRPC: in a session, many operations per message, and by unary calls, one operation per call."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class SessionPath:
 
 
 class UnaryReplayer(Replayer):
-    """Each operation as a unary call; a call that ends no step says that more follow."""
+    """Each operation as a unary call; a call that does not end its step states that more calls follow."""
 
     def __init__(self, header: Record, client: Client) -> None:
         super().__init__(header, _NoPath)
@@ -213,7 +213,7 @@ class UnaryReplayer(Replayer):
         return self._end(op["id"], Ending.RELEASED)
 
     def _end(self, request_id: str, ending: Ending) -> Outcome:
-        if request_id not in self._known:  # it never got to the service
+        if request_id not in self._known:  # the service never received it
             return Outcome(self._unchanged())
         if ending in (Ending.FREE, Ending.RELEASED):
             self._known.discard(request_id)
@@ -256,7 +256,7 @@ _MORE = At(more=True)
 
 
 class _NoPath:
-    """Unary calls go by the client."""
+    """Placeholder: unary calls use the client."""
 
     messages = 0
 
@@ -276,7 +276,7 @@ class _NoPath:
         raise AssertionError
 
     def close(self) -> None:
-        """Nothing to let go."""
+        """Nothing to release."""
 
 
 def make_replayer(rpc: str, client: Client) -> Callable[[Record], Replayer]:

@@ -1,4 +1,4 @@
-"""The scheduler loop of STEPS.md, with its decisions said as the step program: the engine's half of a step trace."""
+"""The scheduler loop of STEPS.md, its decisions expressed as the step program: the engine's side of a step trace."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass
 class Plan:
-    """What one schedule call decided, in the words of the recording."""
+    """What one schedule call decided, in the terms of the recording."""
 
     scheduled: list[tuple[Request, int]] = field(default_factory=list)
     new: list[list[object]] = field(default_factory=list)
@@ -77,20 +77,20 @@ class Plan:
     preempted: list[Request] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     results: list[PartResult] = field(default_factory=list)
-    calls: list[list[object]] = field(default_factory=list)  # the recording's `log`; an amount nobody tells is None
-    run_at_once: bool = False  # all run rows in one part: the answer does not tell the calls that they led to
+    calls: list[list[object]] = field(default_factory=list)  # the recording's `log`; None: an amount not in the answer
+    run_at_once: bool = False  # all run rows in one part: the answer does not contain the calls that they caused
     drafts_needed: bool = False
 
 
 class Scheduler:
-    """Holds the queues and amounts; blocks are the service's business.
+    """Keeps the queues and amounts; the service keeps the blocks.
 
     Args:
         header: of the step trace.
         send: sends parts of the step under way and returns their results; `last` ends the step.
-        whole: one part per step where the program can say it; else one part per row. What it cannot say: an
-            admission of one token that is padded with drafts, since whether it is follows from its hit. The part
-            before it asks for that hit, and the admission begins another part.
+        whole: one part per step where one part can express it; else one part per row. One part cannot express an
+            admission of one token that is padded with drafts, since the padding depends on its hit. The part
+            before it looks up that hit, and the admission begins another part.
     """
 
     def __init__(self, header: Record, send: Callable[[list[Part], bool], list[PartResult]], whole: bool) -> None:
@@ -107,12 +107,12 @@ class Scheduler:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self._free_slots: list[int] = []
-        self._ended_slots: list[int] = []  # free once the step that says so was answered: its events name the slot
+        self._ended_slots: list[int] = []  # free once the step that ends them was answered: its events name the slot
         self._num_slots = 0
         self._facts = Facts(computed=[], commit=[])
         self._news: list[Request] = []
         self.input_parts: list[PartResult] = []
-        self.told: list[str] = []  # the news that went last
+        self.last_news: list[str] = []  # names in the news that were sent last
         self._finished: list[str] = []
 
     # -- inputs ------------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Scheduler:
         self._flush_unless_whole()
 
     def update(self, plan: Plan, tokens: dict[str, list[int]]) -> list[list[object]]:
-        """Results of a step arrive (section 8); who ended."""
+        """Results of a step arrive (section 8); the requests that ended."""
         ended: list[list[object]] = []
         for request, num_tokens in plan.scheduled:
             if request.status is not Status.ENDED:
@@ -250,7 +250,7 @@ class Scheduler:
 
     def _take_news(self) -> News:
         fresh, self._news = self._news, []
-        self.told = [one.name for one in fresh]
+        self.last_news = [one.name for one in fresh]
         return News(
             slot=[one.slot for one in fresh],
             num_tokens=[len(one.tokens) for one in fresh],
@@ -278,7 +278,7 @@ class Scheduler:
         return plan
 
     def finish(self) -> list[PartResult]:
-        """Tell what was not told yet; nothing more is scheduled."""
+        """Send the remaining inputs; nothing more is scheduled."""
         return self._send([Part(facts=self._take_facts(), news=self._take_news())], True)
 
     def _threshold(self) -> int:

@@ -48,7 +48,7 @@ def check_step(record: Record, where: str) -> None:
 
 
 def check_input(op: Record, where: str, live: Container[str], pending: Container[int]) -> None:
-    """Raise BadRecording for an input that is unknown, of another form, or about what is not there.
+    """Raise BadRecording for an input that is unknown, of another form, or about an unknown request or step.
 
     Args:
         live: names of the requests there are.

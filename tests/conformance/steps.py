@@ -2,12 +2,12 @@
 
     python -m tests.conformance.steps FILE...
 
-Twice per file: each step as one part, and one part per row. What one part cannot say: an admission of one token that is
-padded with drafts, since whether it is follows from its hit. Where one may come, the step has a part more.
+Twice per file: each step as one part, and one part per row. One part cannot express an admission of one token that is
+padded with drafts, since the padding depends on its hit. Where such an admission may occur, the step has one part more.
 
-Not compared, since no answer tells it: in `log`, the amount of a call that is refused for good, and, with whole steps,
-the calls for running requests; with whole steps, the free blocks between two inputs, which then are no operations of
-their own.
+Not compared, since no answer contains it: in `log`, the amount of a call that is refused permanently, and, with whole
+steps, the calls for running requests; with whole steps, the free blocks between two inputs, which then are not separate
+operations.
 """
 
 from __future__ import annotations
@@ -116,9 +116,10 @@ class StepReplayer:
             self._compare_hashes(part)
 
     def _compare_hashes(self, part: PartResult) -> None:
-        """Those of the requests that the part told: its last rows."""
-        told = self._scheduler.told if self.spec.enable_caching else []  # the reference hashes only what it caches
-        for name, number, last in zip(told[::-1], part.num_hashes[::-1], part.last_hash[::-1], strict=False):
+        """Compare the hashes of the requests in the last news: the last rows of the part."""
+        # The reference hashes only what it caches.
+        names = self._scheduler.last_news if self.spec.enable_caching else []
+        for name, number, last in zip(names[::-1], part.num_hashes[::-1], part.last_hash[::-1], strict=False):
             self._op = self._added[name]
             self._same("nh", self._op["nh"], number)
             self._same("lasth", self._op["lasth"], last[-8:].hex() if last else None)
@@ -168,15 +169,15 @@ class StepReplayer:
             self._same("ev", at_schedule, events)
 
     def _compare_calls(self, expected: list[list[Any]], plan: Plan) -> None:
-        """Those that the answers tell, with the amounts that they tell."""
+        """Compare the calls that the answers contain, and their amounts where the answers contain them."""
         if plan.run_at_once:
             expected = [call for call in expected if call[0] in ("L", "W")]
-        untold = {number for number, call in enumerate(plan.calls) if len(call) == 4 and call[2] is None}
-        told = [[*call[:2], None, *call[3:]] if at in untold else call for at, call in enumerate(expected)]
-        self._same("log", told, plan.calls)
+        without_amount = {number for number, call in enumerate(plan.calls) if len(call) == 4 and call[2] is None}
+        reported = [[*call[:2], None, *call[3:]] if at in without_amount else call for at, call in enumerate(expected)]
+        self._same("log", reported, plan.calls)
 
     def _compare_end(self, record: Record) -> None:
-        """All requests have left; with whole steps the core learns it here."""
+        """All requests have ended; with whole steps the core receives their ends here."""
         self._op, out = record, record["out"]
         for part in self._scheduler.finish():
             self._input_events.extend(self._write_events(part))
@@ -200,7 +201,7 @@ class StepReplayer:
 
 
 def replay_file(path: FilePath, whole: bool, make_path: Callable[[ReplicaSpec], Path] = InProcessPath) -> StepReplayer:
-    """Replay one file and let its path go; raises Divergence or BadRecording."""
+    """Replay one file and release its path; raises Divergence or BadRecording."""
     records = read_records(path)
     header = next(records, None)
     if header is None:

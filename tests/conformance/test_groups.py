@@ -101,8 +101,8 @@ def in_first_spec(**changes):
         (lambda data: data["cases"][0].update(layout="NHBLC"), "layout: 'NHBLC' is unknown"),
         (lambda data: data["cases"][0]["input"]["layers"].update(extra=7), "layers.extra: no spec 7"),
         (
-            lambda data: data["cases"][0]["input"].update(workers=[["nobody"]]),
-            "workers[0]: no layer 'nobody'",
+            lambda data: data["cases"][0]["input"].update(workers=[["missing"]]),
+            "workers[0]: no layer 'missing'",
         ),
         (in_first_spec(type="TreeAttentionSpec"), "specs[0].type: 'TreeAttentionSpec' is unknown"),
         (in_first_spec(sparsity=2), "specs[0].sparsity: FullAttentionSpec has no such field"),

@@ -1,6 +1,6 @@
-"""Short recordings of what the traces leave out, each kind on all three paths.
+"""Short recordings of the kinds that the traces lack, each on all three paths.
 
-Retention by intervals, context parallelism, drafts beside states, states that are not cached, cross attention, rings,
+Retention by intervals, context parallelism, drafts with states, states that are not cached, cross attention, rings,
 reference windows, reserved blocks, weak hashes, held requests: `python -m tests.conformance.live --keep` made them.
 """
 

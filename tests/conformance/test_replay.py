@@ -1,4 +1,4 @@
-"""Operation traces in process: all equal; every planted change found; whatever is not of the format refused by name."""
+"""Operation traces in process: all equal; every planted change found; input in another format refused by name."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_output_that_was_left_out_or_made_up_is_found(name):
 
 
 def first_records():
-    """The first record with each output of each operation that tells something."""
+    """The first record in which an output of an operation is not empty, for each output."""
     found = defaultdict(list)
     for name in SOME:
         for number, op, _ in answers(name):
@@ -180,7 +180,7 @@ OPERATION_LINES = [
     (in_first("alloc", new=-1), "alloc: new is -1, not a count"),
     (in_first("alloc", use_hit=False), "alloc: 'hit' is for an admission (use_hit)"),
     (without("alloc", "hit"), "alloc: field 'hit' is missing"),
-    (in_first("lookup", id="nobody"), "lookup: there is no request 'nobody'"),
+    (in_first("lookup", id="missing"), "lookup: there is no request 'missing'"),
     (in_first("new", segs=[[1]]), "new: segs is [[1]], not a list"),
     (in_first("new", mm=[["img", 0, 0]]), "new: mm is "),
     (in_first("tok", t="word"), "tok: t is 'word'"),

@@ -44,7 +44,7 @@ def test_a_planted_change_is_found_and_nothing_is_left_behind(client, tmp_path):
 
 
 def test_the_command_says_a_line_per_file_also_when_one_differs(tmp_path):
-    """As a program of its own."""
+    """The replayer runs as a separate program."""
     records = records_of(SMALL)
     records[2]["free"] -= 1
     planted = write_records(tmp_path / "planted.jsonl.gz", records)

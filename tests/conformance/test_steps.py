@@ -27,7 +27,7 @@ def test_whole_steps(name):
         assert 1.3 < done.path.messages / done.steps < 2
     else:
         assert done.in_parts == 0
-        assert done.path.messages == done.steps + 1  # one behind the last step: who left since
+        assert done.path.messages == done.steps + 1  # one behind the last step, with the requests that ended since
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -60,7 +60,7 @@ OUTPUTS = {
     "jamba-fine16-b120-s122": [("out", "copies"), ("out", "zero"), ("out", "ev"), ("out", "snap")],
     "llama-draftmodel2-b110-s110": [("out", "spec"), ("out", "skip_drafts")],
 }  # fmt: skip
-IN_ROWS_ONLY = {("upd", "free"), ("abort", "free")}  # whole steps tell the core of inputs at the next step
+IN_ROWS_ONLY = {("upd", "free"), ("abort", "free")}  # with whole steps the core receives inputs with the next step
 CASES = [
     (name, sort, field, whole)
     for name, some in OUTPUTS.items()

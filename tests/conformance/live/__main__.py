@@ -2,10 +2,11 @@
 
     python -m tests.conformance.live [--kind K] [--seeds 50] [--seed-base 0] [--operations 300]
 
-A line per kind: seeds, operations, values compared, differences. A difference is shrunk and written to
-tests/conformance/scenarios; exit status 1. `--recorded FILE...` asks the reference for recorded operations instead and
-compares its answers with the recording: the proof that the two sides are what they say. Attention sinks are not among
-the kinds: vLLM 0.33.0 fails to build them (BEHAVIOURS.md says how ours are tested).
+It prints a line per kind: seeds, operations, values compared, differences. It shrinks a sequence with a difference and
+writes it to tests/conformance/scenarios; the exit status is 1. With `--recorded FILE...` it asks the reference for
+recorded operations instead and compares the answers with the recording: this checks that the reference here is the
+recorded one. Attention sinks are not among the kinds: vLLM 0.33.0 fails to build them (BEHAVIOURS.md names the tests of
+kvplane's).
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from kvplane.base.errors import KvplaneError
 from tests.conformance.divergence import Divergence
 from tests.conformance.live import intents
 from tests.conformance.live.intents import Intent
-from tests.conformance.live.peer import Asked
+from tests.conformance.live.peer import Reference
 from tests.conformance.operations import OPERATIONS
 from tests.conformance.paths import InProcessPath
 from tests.conformance.replay import Replayer
 
 Record = dict[str, Any]
-# A crash of our side where the reference answers is a difference like any other.
+# If the reference answers and kvplane raises, that is a difference too.
 CRASHES = (AssertionError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, KvplaneError)
 NO_CRASH = "an answer"
 
@@ -33,7 +33,7 @@ class Flight:
 
 @dataclass(eq=False)
 class Request:
-    """What a scheduler knows of a request. `place`: tokens that steps in flight will sample (placeholders)."""
+    """A scheduler's state of a request. `place`: tokens that steps in flight will sample (placeholders)."""
 
     name: str
     segments: tuple[tuple[int, int], ...]
@@ -44,7 +44,7 @@ class Request:
     place: int = 0
     single_group_hit: int = 0
     flights: deque[Flight] = field(default_factory=deque)
-    stale: int = 0  # flights that were on their way when it was preempted
+    stale: int = 0  # steps that were in flight when it was preempted
 
     @property
     def in_flight(self) -> int:
@@ -53,11 +53,11 @@ class Request:
 
     @property
     def prefill_end(self) -> int:
-        """Up to where chunks are prefill: a resumed request computes its output again, but for the last token."""
+        """End of the prefill chunks, in tokens: a resumed request computes its output again, but for the last token."""
         return max(self.prompt, self.tokens - 1)
 
     def text(self, position: int) -> int:
-        """The token with which the prompt's last segment would go on."""
+        """The token that would continue the prompt's last segment at this position."""
         seed, length = self.segments[-1]
         return (seed * 1000003 + (position - self.prompt + length) * 7919) % 50021
 
@@ -76,7 +76,7 @@ class Driver:
         peer: the reference, with a manager of this header.
     """
 
-    def __init__(self, header: Record, peer: Asked) -> None:
+    def __init__(self, header: Record, peer: Reference) -> None:
         self.header = header
         self.records: list[Record] = []
         self.requests: dict[str, Request] = {}
@@ -187,9 +187,9 @@ class Driver:
             self._launch(request, new, 0)
 
     def _external(self, one: intents.Admit, request: Request, hit: int) -> tuple[int, bool]:
-        """Tokens from outside behind a hit of whole blocks, and whether they are waited for.
+        """Tokens from outside behind a hit of whole blocks, and whether the request waits for them.
 
-        They are whole scheduler blocks, or all that a request misses (a prefill done elsewhere), which is waited for.
+        They are whole scheduler blocks, or all that a request misses (a prefill done elsewhere), for which it waits.
         """
         if hit % self._unit:
             return 0, False

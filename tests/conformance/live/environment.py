@@ -1,4 +1,4 @@
-"""Sets up the reference, vLLM 0.33.0, in an environment of its own; does nothing when it is already there.
+"""Sets up the reference, vLLM 0.33.0, in its own environment; does nothing when the environment exists.
 
     python -m tests.conformance.live.environment
 
@@ -37,7 +37,7 @@ def variables() -> dict[str, str]:
 
 
 def set_up() -> None:
-    """Install what is missing; raises CalledProcessError when a step fails, and then starts anew the next time."""
+    """Install what is missing; raises CalledProcessError when a step fails; the next call then starts over."""
     stamp = FOLDER / "ready"
     wanted = json.dumps([sys.version_info[:2], TORCH, VLLM, NEEDED, NEEDED_ALONE, UNNAMED])
     if stamp.exists() and stamp.read_text() == wanted:
@@ -79,7 +79,7 @@ def _install(*what: str) -> None:
 
 
 def _run(*command: str) -> None:
-    """Quiet unless it fails: pip complains about all that vLLM requires and its v1/core does without."""
+    """Quiet unless it fails: pip warns of every requirement of vLLM that its v1/core does not use."""
     done = subprocess.run(command, env=variables(), capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout + done.stderr, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Random intents of a scheduler with given habits, drawn by what the driver's requests are doing."""
+"""Random intents of a scheduler with given habits, drawn by the states of the driver's requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Generator:
         self._encoder: dict[str, int] = {}
 
     def intents(self) -> Iterator[Intent]:
-        """One after the other; each must be performed before the next is drawn."""
+        """Intents; each must be performed before the next is drawn."""
         while True:
             yield from self._results()
             yield Step()
@@ -126,16 +126,16 @@ class Generator:
             if self._chance(0.8):
                 yield self._admit(request)
                 if request.status in ("WAITING", "PREEMPTED") and self._chance(0.8):
-                    return  # refused: so will the next be
+                    return  # refused: the next would be refused too
 
     def _admit(self, request: Request) -> Admit:
-        brings = self._chance(self._habits.external)
+        is_external = self._chance(self._habits.external)
         return Admit(
             request.name,
             self._chunk(),
             self._aligned(),
-            external=self._length(self._max_len) if brings else 0,
-            load=brings and self._chance(0.5),
+            external=self._length(self._max_len) if is_external else 0,
+            load=is_external and self._chance(0.5),
             options=self._options(request),
         )
 
@@ -181,7 +181,7 @@ class Generator:
             yield from self._reset()
 
     def _reset(self) -> Iterator[Intent]:
-        """Mostly when all is free: else it is refused."""
+        """Mostly when all blocks are free: otherwise the reset is refused."""
         if self._chance(0.7):
             for name in list(self._driver.requests):
                 yield Finish(name)

@@ -1,4 +1,4 @@
-"""What a scheduler may want next. Whether and how it is possible follows from the answers so far: see `driver`.
+"""Intents of a scheduler. Whether and how one is possible follows from the answers so far: see `driver`.
 
 An intent names its request, so it can be left out of a sequence and the rest still makes sense: that is how a
 divergence is shrunk.
@@ -44,7 +44,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The external tokens of a request are there, but for the last `missing`."""
+    """The external tokens of a request have arrived, except the last `missing`."""
 
     name: str
     missing: int = 0

@@ -20,10 +20,10 @@ class Habits:
     """How a scheduler of this configuration behaves: probabilities and amounts from which intents are drawn.
 
     Attributes:
-        in_flight: steps that may be on their way when the next is planned (async scheduling).
+        in_flight: steps that may be in flight when the next is planned (async scheduling).
         drafts: tokens proposed per decode step.
         lookahead: slots for drafts to come.
-        external: probability that an admission brings tokens from outside.
+        external: probability that an admission has external tokens.
         encoder: most encoder tokens of a request.
         full_fit, reserved, first, skip, hold, free_chunks: probabilities of an admission whose whole sequence must
             fit, that leaves blocks to others, that is the first of its step (no watermark), of a request that reads no
@@ -52,7 +52,7 @@ class Draft:
     habits: Habits = field(default_factory=Habits)
     args: Record = field(default_factory=dict)
     retention: int | None = 0
-    segments: int = 0  # retention in scheduler blocks; 0: as `retention` says
+    segments: int = 0  # retention in scheduler blocks; 0: `retention` applies
     hash_algo: str = ""
     finer_hashes: bool = False
     max_model_len: int = 0
@@ -82,7 +82,7 @@ def mla(random: Random, size: int) -> Group:
 
 
 def sliding(random: Random, size: int) -> Group:
-    """A window from one token to some blocks, on block boundaries and beside them."""
+    """A window from one token to some blocks, on block boundaries and next to them."""
     return _attention("SlidingWindowSpec", size, sliding_window=_window(random, size))
 
 
@@ -142,8 +142,8 @@ def _single(make: Callable[[Random, int], Group]) -> Callable[[Random], Draft]:
     return draw
 
 
-def _beside_full(make: Callable[[Random, int], Group], most: int = 3) -> Callable[[Random], Draft]:
-    """The kind alone, or beside one or two full groups, in any order."""
+def _with_full(make: Callable[[Random, int], Group], most: int = 3) -> Callable[[Random], Draft]:
+    """The kind alone, or with one or two full groups, in any order."""
 
     def draw(random: Random) -> Draft:
         size = base_size(random)
@@ -246,7 +246,7 @@ def _hybrid(random: Random) -> Draft:
 
 
 def _hybrid_without_chunks(random: Random) -> Draft:
-    """Draft layers and chunked local attention do not go together."""
+    """Draft layers and chunked local attention cannot be combined."""
     while True:
         draft = _hybrid(random)
         if all(group["spec"]["type"] != "ChunkedLocalAttentionSpec" for group in draft.groups):
@@ -261,7 +261,7 @@ def _eagle(random: Random) -> Draft:
 
 
 def _eagle_mixed(random: Random) -> Draft:
-    """Windows of small blocks beside large blocks: which of them are kept, and where a dropped block leaves a hit."""
+    """Windows of small blocks with large blocks: varies which blocks are kept, and where a dropped block ends a hit."""
     unit = random.choice((2, 4))
     groups = [random.choice((sliding, sliding_mla))(random, unit) for _ in range(random.randint(1, 3))]
     groups += [full(random, unit * random.choice((2, 3, 4, 8))) for _ in range(random.randint(0, 2))]
@@ -276,7 +276,7 @@ def _eagle_mixed(random: Random) -> Draft:
 
 
 def _propose(draft: Draft, drafts: int) -> None:
-    """So many drafts per step, and a state beside the running one for each."""
+    """Propose `drafts` drafts per step; each has a state in addition to the running one."""
     draft.habit(drafts=drafts, lookahead=drafts)
     for group in draft.groups:
         if group["spec"]["type"] == "MambaSpec":
@@ -284,7 +284,7 @@ def _propose(draft: Draft, drafts: int) -> None:
 
 
 def _drops(draft: Draft) -> None:
-    """Some groups hold draft layers, or none says so and all drop."""
+    """Some groups hold draft layers; if no group is marked, all groups drop a block."""
     draft.args["use_eagle"] = True
     for group in draft.groups:
         group["is_eagle_group"] = draft.random.random() < 0.3
@@ -295,14 +295,14 @@ def _mtp(random: Random) -> Draft:
     draft = _eagle(random)
     ahead = random.randint(2, 4)
     if math.lcm(*(group["spec"]["block_size"] for group in draft.groups)) < ahead:
-        return _mtp(random)  # what a look-up drops must hold all drafts
+        return _mtp(random)  # the block that a look-up drops must hold all drafts
     draft.args["num_prefill_lookahead"] = ahead
     for group in draft.groups:
         if "sliding_window" in group["spec"]:
             group["spec"]["extra_retained_tokens"] = ahead - 1
     _propose(draft, ahead)
     if any(group["spec"]["type"] == "MambaSpec" for group in draft.groups):
-        draft.habit(free_chunks=0.0)  # no scheduler does that here, and the reference would fail an assertion
+        draft.habit(free_chunks=0.0)  # no scheduler makes such chunks here: the reference would fail an assertion
     return draft
 
 
@@ -322,7 +322,7 @@ def _dcp(random: Random) -> Draft:
 
 
 def _retention(random: Random) -> Draft:
-    draft = random.choice((_beside_full(sliding), _mamba_align, _mamba_partial, _hybrid))(random)
+    draft = random.choice((_with_full(sliding), _mamba_align, _mamba_partial, _hybrid))(random)
     if any(group["spec"]["type"] in SPARSE for group in draft.groups):
         draft.segments = random.choice((1, 1, 2, 3, 5))
     if random.random() < 0.2 and all("attention_chunk_size" not in group["spec"] for group in draft.groups):
@@ -340,7 +340,7 @@ def _with(draw: Callable[[Random], Draft], change: Callable[[Draft], None]) -> C
 
 
 def _any(random: Random) -> Draft:
-    draw = random.choice((_single(full), _beside_full(sliding), _mamba_align, _mamba_partial, _hybrid))
+    draw = random.choice((_single(full), _with_full(sliding), _mamba_align, _mamba_partial, _hybrid))
     return draw(random)
 
 
@@ -385,14 +385,14 @@ SPARSE = ("SlidingWindowSpec", "SlidingWindowMLASpec", "MambaSpec")
 KINDS: dict[str, Callable[[Random], Draft]] = {
     "full": _single(full),
     "mla": _single(mla),
-    "sliding": _beside_full(sliding),
-    "sliding-mla": _beside_full(sliding_mla),
+    "sliding": _with_full(sliding),
+    "sliding-mla": _with_full(sliding_mla),
     "chunked": _chunked,
     "mamba-align": _mamba_align,
     "mamba-partial": _mamba_partial,
     "mamba-speculative": _mamba_spec,
     "mamba-none": _mamba_none,
-    "r-swa": _beside_full(r_swa),
+    "r-swa": _with_full(r_swa),
     "cross": _cross,
     "ring": _ring,
     "hybrid": _hybrid,

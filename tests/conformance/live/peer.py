@@ -1,4 +1,4 @@
-"""The reference as a process of its own, spoken to in JSON lines."""
+"""Runs the reference in a separate process: requests and answers are JSON lines."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Record = dict[str, Any]
 
 
 class ReferenceFailed(Exception):
-    """The reference raised; the text says what. The driver asked for something that no scheduler asks for."""
+    """The reference raised; the message has its exception. The driver made a call that no scheduler makes."""
 
 
-class Asked(Protocol):
-    """Whoever stands in for the reference."""
+class Reference(Protocol):
+    """The reference, or a substitute in a test."""
 
     def ask(self, record: Record) -> Record:
-        """A header with what follows from it, or an operation with its outputs; raises ReferenceFailed."""
+        """Complete a header, or return an operation with its outputs; raises ReferenceFailed."""
         ...
 
 
 class Peer:
-    """Carries headers and operations to the reference and brings its answers back."""
+    """Sends headers and operations to the reference and returns its answers."""
 
     def __init__(self, module: str = "tests.conformance.live.reference") -> None:
         """`module` answers in the reference's environment, as `reference.serve` does."""
@@ -57,5 +57,5 @@ class Peer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()  # it has nothing to save, and takes its time to leave
+        self._process.kill()  # safe: it has no state to save, and its regular exit is slow
         self._process.wait()

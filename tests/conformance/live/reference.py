@@ -282,15 +282,15 @@ class Answers:
 
 
 def serve(answer: Callable[[Record], Record]) -> None:
-    """Answer each line of standard input; what the reference raises is an answer too."""
+    """Answer each line of standard input; an exception of the reference is an answer too."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else prints goes to standard error
+    os.dup2(2, 1)  # all other output goes to standard error
     logging.disable(logging.CRITICAL)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         try:
             record = answer(json.loads(line))
-        except Exception as error:  # the outermost shell: the other side decides what it means
+        except Exception as error:  # outermost handler: the driver decides what the failure means
             at = traceback.extract_tb(error.__traceback__)[-1]
             record = {"error": f"{type(error).__name__}: {error} ({Path(at.filename).name}:{at.lineno}: {at.line})"}
         print(json.dumps(record), file=answers, flush=True)

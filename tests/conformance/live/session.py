@@ -15,7 +15,7 @@ from tests.conformance.live.driver import Driver
 from tests.conformance.live.generator import Generator
 from tests.conformance.live.intents import Intent, Look
 from tests.conformance.live.kinds import draw_header
-from tests.conformance.live.peer import Asked, ReferenceFailed
+from tests.conformance.live.peer import Reference, ReferenceFailed
 from tests.conformance.live.shrink import shrink
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
@@ -24,7 +24,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Tally:
-    """What was done.
+    """Counts of a run.
 
     Attributes:
         hits: admissions with a cached prefix.
@@ -77,7 +77,7 @@ class Tally:
 HEADING = " seeds operations   values   hits refusals removals copies differences"
 
 
-def run_seed(peer: Asked, kind: str, seed: int, operations: int, keep: Path | None = None) -> Tally:
+def run_seed(peer: Reference, kind: str, seed: int, operations: int, keep: Path | None = None) -> Tally:
     """Draw a configuration and drive both with it; `keep`: the folder where a run without a difference is recorded."""
     header, habits = draw_header(kind, seed)
     try:
@@ -109,7 +109,7 @@ def run_seed(peer: Asked, kind: str, seed: int, operations: int, keep: Path | No
     return tally
 
 
-def _keep(peer: Asked, header: Record, done: list[Intent], found: Divergence) -> None:
+def _keep(peer: Reference, header: Record, done: list[Intent], found: Divergence) -> None:
     sequence, driver, error = shrink(peer, header, done, found)
     path = SCENARIOS / f"{header['name']}-{error.op['op']}-{error.name}.jsonl.gz"
     write_scenario(path, driver)

@@ -8,13 +8,13 @@ from typing import Any
 from tests.conformance.divergence import Divergence
 from tests.conformance.live.driver import Driver
 from tests.conformance.live.intents import Intent
-from tests.conformance.live.peer import Asked, ReferenceFailed
+from tests.conformance.live.peer import Reference, ReferenceFailed
 
 MOST_RUNS = 400
 
 
 def shrink(
-    peer: Asked, header: dict[str, Any], sequence: Sequence[Intent], found: Divergence
+    peer: Reference, header: dict[str, Any], sequence: Sequence[Intent], found: Divergence
 ) -> tuple[list[Intent], Driver, Divergence]:
     """A sequence from which nothing can be left out, the driver that ran it, and how it ends.
 
@@ -36,7 +36,7 @@ def shrink(
 
 
 class _Search:
-    def __init__(self, peer: Asked, header: dict[str, Any], best: list[Intent], signature: tuple[str, str]) -> None:
+    def __init__(self, peer: Reference, header: dict[str, Any], best: list[Intent], signature: tuple[str, str]) -> None:
         self.best = best
         self.driver: Driver | None = None
         self.error: Divergence | None = None

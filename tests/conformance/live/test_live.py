@@ -24,8 +24,8 @@ HABITS = Habits(in_flight=1, drafts=2, lookahead=2, external=0.2)
 LEFT_OUT_WHEN_EMPTY = {"ev", "copies", "retained", "zero"}
 
 
-class Telling(AnswerEach):
-    """Tells what it got instead of comparing."""
+class OutputRecorder(AnswerEach):
+    """Records the outputs of the core instead of comparing them."""
 
     def _compare(self, pending, results):
         outputs = json.loads(json.dumps(self._outputs(pending, results)))
@@ -34,15 +34,15 @@ class Telling(AnswerEach):
 
 
 class Mirror:
-    """A peer that answers as the core does, but for what is planted."""
+    """A peer that answers as the core does, except for the planted fault."""
 
     def __init__(self, plant=lambda record: record):
         self._plant = plant
-        self._core: Telling
+        self._core: OutputRecorder
 
     def ask(self, record):
         if "op" not in record:
-            self._core = Telling(record)
+            self._core = OutputRecorder(record)
             return record
         unanswered = dict.fromkeys(OPERATIONS[record["op"]].outputs)
         self._core.replay(0, record | unanswered)
@@ -79,7 +79,7 @@ def test_equal_sides_show_no_difference(name):
 
 
 def one_free_block_too_few(record):
-    """The fault: freed after a preemption, or so the other side believes."""
+    """The fault: the reference seems to have one free block less after a preemption."""
     return record | {"free": record["free"] - 1} if record["op"] == "preempt" else record
 
 
