@@ -16,11 +16,11 @@ FOUND = Path(__file__).parent / "found"
 MAX_PROGRAM_BYTES = 8192
 PROGRAM_S = 20  # a program that takes longer hangs
 MAX_MIB = 3000
-ENDS_WITH_MIB = 400  # more than what the first thousand programs took: memory grows
+ENDS_WITH_MIB = 400  # growth after the first 5000 programs: more is a leak
 
 
 def main(seconds: int) -> None:
-    """Fuzz for so long; never returns, for libFuzzer ends the process."""
+    """Fuzz for this time; never returns, since libFuzzer ends the process."""
     with atheris.instrument_imports(include=["kvplane", "kvplane_service"]):
         from tests.fuzz import mutator, world
 
@@ -53,14 +53,14 @@ def main(seconds: int) -> None:
 
 
 class Memory:
-    """What this process takes, after it has warmed up and later."""
+    """The memory of this process, after warm-up and later."""
 
     def __init__(self) -> None:
         self.programs = 0
         self.warm_mib = 0.0
 
     def look(self) -> None:
-        """After each program; AssertionError when memory grows."""
+        """Call it after each program; AssertionError when memory has grown by ENDS_WITH_MIB."""
         self.programs += 1
         if self.programs % 1000:
             return

@@ -79,7 +79,7 @@ def mutate(data: bytes, max_size: int, seed: int, bend: Bend) -> bytes:
 
 
 def _rearrange(chance: random.Random, operations: list[Operation]) -> None:
-    """One operation more, twice, elsewhere or less; at least one is left."""
+    """Add, duplicate, move or remove an operation; at least one is left."""
     choice = chance.randrange(4) if operations else 0
     if choice == 0 or len(operations) >= MAX_OPERATIONS:
         operations[:] = operations[: MAX_OPERATIONS - 3]
@@ -152,7 +152,7 @@ def _value(chance: random.Random, field: FieldDescriptor, old: Any, bend: Bend) 
 
 
 def _column(chance: random.Random, old: bytes, bend: Bend) -> bytes:
-    """A column with another entry, one more, one less; or bytes that are none."""
+    """A column with another entry, one more or one less; or bytes that are not a column."""
     choice = chance.randrange(5)
     if choice == 0:
         return bend(old)

@@ -69,7 +69,7 @@ def test_mutations_are_well_formed_and_deterministic(grounds):
 
 
 def is_seen(grounds) -> bool:
-    """Whether some seed shows that something is wrong."""
+    """Whether some seed violates an invariant."""
     for program in SEEDS:
         try:
             world.run(grounds, program)
@@ -89,7 +89,7 @@ def test_a_refusal_that_changes_state_is_caught(grounds, monkeypatch):
 
     def apply_and_refuse(self: ReplicaHost, at: UnaryStep, parts: list[Part]) -> StepResult:
         result = apply_unary(self, at, parts)
-        if self.replica.seq > 2:  # behind what a world begins with
+        if self.replica.seq > 2:  # after the steps that prepare a world
             raise InvalidArgument("but it was done")
         return result
 

@@ -4,11 +4,11 @@ An input is a program, [u8 operation][u16 length, little-endian][bytes]...: a ca
 its request; a message of a session (adjacent ones are one stream); or an authorization header. It runs on a new
 world: replica "r" with a running and a waiting request, which the caller may use, and another owner's replica "v".
 
-Of every program it must hold that
+Every program must satisfy:
 - no call ends with INTERNAL or UNKNOWN, nor with an exception that is not a refusal;
 - a refusal, and a call that only reads, leave the digest of "r" as it was;
-- nothing that names "v" is answered, and "v" stays what it was;
-- no header but the caller's own is let in.
+- a request that names "v" is refused, and the digest of "v" is unchanged;
+- no header but the caller's own is accepted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Ended(BaseException):
 
 @dataclass
 class Context:
-    """What handlers ask of gRPC."""
+    """The part of a gRPC context that handlers use."""
 
     reads: list[bytes] = field(default_factory=list)
     writes: list[bytes] = field(default_factory=list)
@@ -87,11 +87,11 @@ class Context:
         return self.reads.pop(0) if self.reads else grpc.aio.EOF
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Who calls."""
+        """The metadata that identify the caller."""
         return (("authorization", f"Bearer {TOKEN}"),)
 
     def auth_context(self) -> dict[str, list[bytes]]:
-        """Of TLS."""
+        """TLS properties: none."""
         return {}
 
     def peer(self) -> str:
@@ -100,7 +100,7 @@ class Context:
 
 
 class Grounds:
-    """What all worlds share: the files of who may call, the event loop, and a server that has no replicas yet."""
+    """State that all worlds share: the files of authorized callers, the event loop, and a server without replicas."""
 
     def __init__(self, folder: Path) -> None:
         caller = {"replicas": ["r", "s"], "domains": ["", "d"], "scopes": [one.value for one in Scope]}
@@ -120,14 +120,14 @@ class Grounds:
             RpcServer(self.registry, config, About(), durable, filters)
 
     def clear(self) -> None:
-        """No replicas, at the beginning of time."""
+        """Remove all replicas and reset the clock."""
         for entry in self.registry:
             self.registry.remove(entry.host.name)
         self.clock.now_ns = 0
 
 
 class World:
-    """A service as a program finds it."""
+    """The service at the start of a program."""
 
     def __init__(self, grounds: Grounds, on_states: bool) -> None:
         self.grounds = grounds
@@ -150,7 +150,7 @@ class World:
         self.victim = self.digest("v")
 
     def digest(self, name: str = "r") -> str:
-        """Of a replica's state; "" when it is not there."""
+        """Digest of a replica's state; "" when it is not registered."""
         return digest(self.registry.get(name).host.replica) if name in self.registry else ""
 
     def call(self, method: str, raw: bytes) -> int:
@@ -242,7 +242,7 @@ def _served_by(handlers: _Handlers) -> Iterator[None]:
 
 
 def decode(data: bytes) -> list[tuple[int, bytes]]:
-    """The operations of a program, at most MAX_OPERATIONS; what is cut short is shorter."""
+    """The operations of a program, at most MAX_OPERATIONS; a truncated operation has fewer bytes."""
     found: list[tuple[int, bytes]] = []
     at = 0
     while at < len(data) and len(found) < MAX_OPERATIONS:
@@ -258,7 +258,7 @@ def encode(operations: list[tuple[int, bytes]]) -> bytes:
 
 
 def run(grounds: Grounds, data: bytes) -> None:
-    """Run a program; AssertionError when something does not hold."""
+    """Run a program; AssertionError when an invariant is violated."""
     CALL.set(ANONYMOUS)
     operations = decode(data)
     world = World(grounds, any(kind == ON_STATES for kind, _ in operations))
@@ -296,5 +296,5 @@ def _check_header(grounds: Grounds, raw: bytes) -> None:
 
 
 def new_grounds() -> Grounds:
-    """Grounds in a folder of their own."""
+    """Grounds in a new folder."""
     return Grounds(Path(tempfile.mkdtemp(prefix="kvplane-fuzz-")))
