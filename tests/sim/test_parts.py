@@ -195,7 +195,7 @@ def test_unavailable_store_fails_and_torn_write_keeps_a_part():
     store.tears, store.loses_answers = 0.0, 1.0
     with pytest.raises(StoreUnavailable):
         store.append(LOG, StoredChunk(10, b"x"), 0)
-    assert 10 in store.logs[LOG], "it was done all the same"
+    assert 10 in store.logs[LOG], "the write was done, and only its answer was lost"
     store.away = True
     with pytest.raises(StoreUnavailable):
         list(store.records())
