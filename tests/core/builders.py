@@ -209,7 +209,7 @@ class Engine:
         return self.last
 
     def idle(self) -> PartResult:
-        """A step that only tells what was executed."""
+        """A step that only reports what was executed."""
         return self.step(Part())[0]
 
     def add(self, slot: int, text: str, **columns: Any) -> PartResult:
@@ -313,7 +313,7 @@ class Engine:
         return self.replica.requests.computed[slot]
 
     def outside(self, text: str, domain: str = "") -> int:
-        """Hit that others may be told of: executed content only. The text is one longer than what could hit."""
+        """Hit that other clients may see: executed content only. The text is one longer than what could hit."""
         return self.replica.lookup(digests(self.spec, text), domain, len(text)).num_tokens
 
     def would_hit(self, text: str, **columns: Any) -> Hit:

@@ -29,7 +29,7 @@ class Shown(NamedTuple):
 
 
 class WrongView(AssertionError):
-    """A follower believes what is not so, or lacks what is."""
+    """The view of a follower has a key that is not published, or lacks one that is."""
 
 
 class Follower:

@@ -1,9 +1,9 @@
-"""The image of a replica with nothing in flight: what another one must be told to go on from here.
+"""The image of a replica with nothing in flight: what another replica needs to continue from here.
 
     image_of(replica)  ->  Image  ->  replica_of(image, epoch, stamps)
 
-An engine's session tells the same after a crash, from what it knows: `Resume` rows behind its requests. Keys are told
-beside it, as `Entries`: a page may be in a running table and published.
+An engine's session sends the same after a crash, from its own records: `Resume` rows behind its requests. Keys travel
+separately, as `Entries`: a page may be in a running table and published.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def image_of(replica: Replica) -> Image:
 
 
 def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica, Orders]:
-    """A replica that goes on from the image, in a new engine life on the same page memory; what ranks must do first.
+    """A replica that continues from the image, in a new engine life on the same page memory; the first orders to ranks.
 
     Args:
         image: of `image_of`.
@@ -94,13 +94,13 @@ def replica_of(image: Image, epoch: int, shown: Sequence[int]) -> tuple[Replica,
         replica.requests.request_id[one.slot], replica.requests.domain[one.slot] = one.request_id, one.domain
         replica.requests.skip_reading[one.slot] = one.skip_reading
         replica.requests.num_prompt[one.slot] = one.num_prompt
-    (told,) = replica.apply(Step(epoch, 1, [Part(resume=image.resume)])).parts
+    (result,) = replica.apply(Step(epoch, 1, [Part(resume=image.resume)])).parts
     free = replica.coordinator.pool.free
     for key, blocks in image.shared:
         _prefer(replica.coordinator.pool, key, blocks)
     if set(free) == set(image.free):
         free.rebuild(image.free)
-    return replica, told.orders
+    return replica, result.orders
 
 
 def _prefer(pool: BlockPool, key: Key, blocks: Sequence[int]) -> None:

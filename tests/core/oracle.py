@@ -26,7 +26,7 @@ class Request:
     computed: int = 0
     running: bool = False
     tables: list[list[Block | None]] = field(default_factory=list)
-    cached: list[int] = field(default_factory=list)  # per group, blocks whose caching is settled
+    cached: list[int] = field(default_factory=list)  # per group, leading blocks that need no further registration
 
 
 class Oracle:

@@ -14,14 +14,14 @@ MOST_IN_FLIGHT = 4
 
 
 class Answers:
-    """One engine life, as far as answers tell it.
+    """One engine life, as the answers of the service describe it.
 
     Attributes:
         pending: answered steps whose launch has not run.
-        failed: steps whose launch never ran, not told yet.
+        failed: steps whose launch never ran, not reported yet.
         lost: lives that may read garbage since a launch failed.
         launched: steps up to this one have run.
-        told: what of it was told.
+        executed_through: steps up to this one are reported as executed.
         hits: admissions that found a prefix.
         hashes: whether the engine hashes, or the service.
     """
@@ -39,7 +39,7 @@ class Answers:
 
     def begin(self) -> None:
         """A new life, without requests."""
-        self.seq = self.told = self.launched = 0
+        self.seq = self.executed_through = self.launched = 0
         self.requests: dict[int, Request] = {}
         self.tables = BlockTables(len(self.spec.groups))
         self.pending: list[Launch] = []
@@ -50,8 +50,8 @@ class Answers:
         self.known: dict[int, int] = {}
         self.late_ends: dict[int, list[tuple[int, End]]] = {}
 
-    def settle(self, parts: list[Part], results: list[PartResult]) -> None:
-        """Take the answer of the step; its launch is pending now."""
+    def take_answer(self, parts: list[Part], results: list[PartResult]) -> None:
+        """Apply the answer of the step; its launch is pending from now on."""
         self._take(parts, results)
         self.failed = []
 
@@ -95,7 +95,7 @@ class Answers:
                     load = self.requests[slot].load
                     if load is not None:
                         load.after = result.admit_load_after[row] if result.admit_load_after else 0
-        if self.failed:  # who is not there any more may have lost something to the failure, and is heard no more
+        if self.failed:  # a life that has ended may have lost pages to the failure; nothing reads them
             current = {request.life for request in self.requests.values() if not request.is_held}
             self.lost |= {row.life for launch in self.pending for row in launch.rows} - current
         self.pending.append(Launch(self.seq, [result.orders for result in results], list(rows.values())))
@@ -142,7 +142,7 @@ class Answers:
         return row
 
     def _ends_stay(self, slot: int) -> None:
-        """The request lost its blocks; a transfer that writes to them goes on."""
+        """The request loses its blocks; a transfer that writes to them continues."""
         request = self.requests.get(slot)
         if request is None:
             return
@@ -179,7 +179,7 @@ class Answers:
     def _may_end(self, request: Request) -> bool:
         """Whether the engine may say now that all of it came."""
         load = request.load
-        return load is not None and load.after <= self.told and self._may_start(load)
+        return load is not None and load.after <= self.executed_through and self._may_start(load)
 
     def _has_obeyed(self, seq: int) -> bool:
         """Whether every rank has carried out the orders of a step."""

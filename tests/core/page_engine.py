@@ -1,10 +1,10 @@
 """A random engine on a core in this process, with its page memory and the store behind it.
 
 After each step every key that others may see is compared with what its page holds, every launch with what it reads
-(`page_memory`), and what a subscriber of its events believes with what is published (`follower`).
+(`page_memory`), and the view of a subscriber of its events with what is published (`follower`).
 
 A launch goes in three strides: stamps, as early as the order of steps allows; zeroes and copies, behind every earlier
-launch; the launch. Transfers write between any two of them, and go on when the engine has died.
+launch; the launch. Transfers write between any two of them, and continue after the engine died.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RandomEngine(RandomScheduler):
         queue: launches whose orders or rows were not carried out, of failed steps too.
         stamped, moved: stamps of all steps up to this one are written; zeroes and copies are done.
         movers: transfers of engine lives that have ended.
-        stored: what a store was told, oldest first.
+        stored: entries sent to a store, oldest first.
         late: pieces that transfers wrote in another engine life than their own.
     """
 
@@ -93,19 +93,19 @@ class RandomEngine(RandomScheduler):
     def _send(self, parts: list[Part]) -> None:
         before, failed = self._blocks(), [launch for launch in self.queue if launch.seq in self.failed]
         results = self.apply(parts)
-        self.settle(parts, results)
+        self.take_answer(parts, results)
         self.queue.append(self.pending[-1])
         if self.cells is not None:
             rows = [row for launch in failed for row in launch.rows]
             lost = [block for row in rows for block in before.get(row.life[0], ())]
-            self.cells.answered((self.seq, self.told), parts, results, (before, self._blocks()), lost)
+            self.cells.answered((self.seq, self.executed_through), parts, results, (before, self._blocks()), lost)
 
     def _check_loads(self) -> None:
-        """The core holds pages for the loads that may go on, and for no other."""
-        goes_on = {slot for slot, one in self.requests.items() if one.load is not None}
-        may_hold = goes_on.union(slot for slot, one in self.requests.items() if one.may_hold)
+        """The core holds pages for the loads that may still write, and for no other."""
+        active = {slot for slot, one in self.requests.items() if one.load is not None}
+        may_hold = active.union(slot for slot, one in self.requests.items() if one.may_hold)
         loading = self.replica.requests.loading
-        assert goes_on <= loading <= may_hold, f"{goes_on} load, {may_hold} may hold pages, the core says {loading}"
+        assert active <= loading <= may_hold, f"{active} load, {may_hold} may hold pages, the core says {loading}"
 
     def _blocks(self) -> dict[int, list[int]]:
         """What each slot has, by slot: for cells."""
@@ -117,7 +117,7 @@ class RandomEngine(RandomScheduler):
 
     def apply(self, parts: list[Part]) -> list[PartResult]:
         """Let the replica apply a step, and others see what became of it."""
-        step = Step(self.epoch, self.seq, parts, executed_through=self.told)
+        step = Step(self.epoch, self.seq, parts, executed_through=self.executed_through)
         result = self.replica.apply(step)
         self.followed.step(step, result)
         for part, answer in zip(parts, result.parts, strict=True):
@@ -130,7 +130,7 @@ class RandomEngine(RandomScheduler):
     def _spoil(self, blocks: Iterable[int]) -> None:
         """Pages that were evicted or reset hold nothing that may be found: they were damaged, or of other weights.
 
-        Not those that a request or a launch has, which goes on with what it computed. Final when stamps are written.
+        Blocks of a request or a launch are left out: it continues with what it computed. Final when stamps are written.
         """
         held = [self.tables[slot] for slot in self.requests if slot in self.tables]
         held += [row.tables for launch in self.pending for row in launch.rows]
@@ -233,7 +233,7 @@ class RandomEngine(RandomScheduler):
     # -- deaths ------------------------------------------------------------------------------------------------------
 
     def _crash(self) -> None:
-        """The engine dies, or the service with it; some of what was in flight ran, and nobody was told."""
+        """The engine dies, or the service with it; some of what was in flight ran, without a reported outcome."""
         for _ in range(self.rng.randint(0, 2 * len(self.queue))):
             if self.queue:
                 self._stride()
@@ -293,7 +293,7 @@ class RandomEngine(RandomScheduler):
         return there and request.truth is not None and request.truth.end == request.computed > 0
 
     def _resume(self, kept: dict[int, Request], tables: BlockTables) -> None:
-        """The requests run on with the blocks that they have; transfers go on reading what they hold."""
+        """The requests continue with the blocks that they have; transfers continue to read held blocks."""
         news = News(slot=list(kept), domain=[one.domain for one in kept.values()])
         for request in kept.values():
             news.num_tokens.append(request.known)

@@ -35,7 +35,7 @@ class Left:
     Attributes:
         tables: as the launch saw them.
         end: length of its last state.
-        planned: what this was to be by the answer, which says in which block the state lies.
+        planned: the plan by the answer, which determines the block that has the state.
     """
 
     tables: list[list[int]]
@@ -59,7 +59,7 @@ class Row:
         start: first token.
         loaded: tokens from here to `start` are loaded from outside before the launch.
         tables: per group, as the launch sees them.
-        left: where the state of `start` tokens lies.
+        left: the block that has the state of `start` tokens.
         certain: tokens that are no drafts; behind them each length leaves a state.
     """
 
@@ -100,7 +100,7 @@ class Launch:
 
 @dataclass
 class Memory:
-    """Pages by block id, and the stamp table beside them. Moves pages as `kvplane.rank.PageMover` does."""
+    """Pages by block id, and their stamp table. Moves pages as `kvplane.rank.PageMover` does."""
 
     spec: ReplicaSpec
     pages: dict[int, Page] = field(default_factory=dict)
@@ -172,7 +172,7 @@ class Memory:
                     self._put(number, block, at % group.block_size, script[: at + 1 + _sees_ahead(group)])
 
     def holds(self, number: int, block: int, num_tokens: int, text: str) -> bool:
-        """Whether the block holds what a request needs of it that has computed so many tokens: slots, or its state.
+        """Whether the block holds what a request with `num_tokens` computed tokens needs of it: slots, or its state.
 
         The text may be longer, when more is known of what a draft layer has seen.
         """

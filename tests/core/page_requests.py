@@ -1,7 +1,7 @@
 """What an engine knows of its requests, and what their launches really compute.
 
-An engine that sends steps ahead plans positions behind drafts that nobody has verified. Its launches begin where the
-tokens end that were accepted: nearer to the start than planned, once a draft was rejected.
+An engine that sends steps ahead plans positions behind unverified drafts. Its launches begin where the accepted tokens
+end: nearer to the start than planned, once a draft was rejected.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ class Request:
 
     Attributes:
         life: (slot, stay): a preemption ends a stay.
-        limit: it ends with so many tokens.
-        known: tokens of the script that the service has been told.
-        hashed: block hashes that it was told, when the engine hashes.
+        limit: number of tokens with which it ends.
+        known: tokens of the script that the service has received.
+        hashed: block hashes that the service has received, when the engine hashes.
         computed: tokens that its steps so far compute, as the answers say.
         running: it holds blocks and may run.
         truth: what its launches have computed.
-        rows: launches with drafts whose outcome was not told.
+        rows: launches with drafts whose outcome is not reported.
         load: as long as a transfer writes to its pages.
-        may_hold: its transfer has ended, and no row has told the service so for certain.
+        may_hold: its transfer has ended, and no row has reported that to the service for certain.
         tables: where the transfer writes to, or reads from when the request is held.
     """
 

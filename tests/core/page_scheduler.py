@@ -3,7 +3,7 @@
 `RandomScheduler` writes the steps and reads the answers (`page_answers`), and knows nothing else of the allocator;
 `page_engine` drives a core in this process with it, the simulation (`tests/sim`) a service behind a network.
 
-It keeps the contract and nothing more: outcomes of launches are told in order, before executed_through passes them for
+It keeps the contract and nothing more: outcomes of launches are sent in order, before executed_through passes them for
 a request that runs. Everything else is drawn: steps ahead over unverified drafts, loads that write before, between and
 after launches, failed steps, ends with any fence, parts, budgets, caps, victims, flags, domains.
 """
@@ -50,16 +50,16 @@ class RandomScheduler(Answers):
     most_external = 9  # tokens of an admission that come from outside
 
     def plan(self) -> list[Part]:
-        """The parts of the next step; `told` is what it says to be executed."""
+        """The parts of the next step; sets `executed_through` of it."""
         self.seq += 1
         most = min([self.launched, *(seq - 1 for seq in self.failed)])
-        self.told = self.rng.randint(min(most, max(self.told, self.seq - MOST_IN_FLIGHT)), most)
+        self.executed_through = self.rng.randint(min(most, max(self.executed_through, self.seq - MOST_IN_FLIGHT)), most)
         return self._parts()
 
     def plan_end(self) -> list[Part]:
         """Ends every request; what transfers hold is released."""
         self.seq += 1
-        self.told = max(self.told, min([self.launched, *(seq - 1 for seq in self.failed)]))
+        self.executed_through = max(self.executed_through, min([self.launched, *(seq - 1 for seq in self.failed)]))
         facts, released = Facts(), list[int]()
         for slot, request in list(self.requests.items()):
             if request.is_held:
@@ -133,11 +133,11 @@ class RandomScheduler(Answers):
         return facts
 
     def _is_due(self, request: Request) -> bool:
-        """Whether executed_through passes a launch whose rejected drafts nobody was told of."""
-        return any(row.seq <= self.told for row in request.rows)
+        """Whether executed_through passes a launch whose rejected drafts are not reported."""
+        return any(row.seq <= self.executed_through for row in request.rows)
 
     def _load_fact(self, facts: Facts, slot: int, request: Request) -> None:
-        """A transfer comes to its end, goes on behind a request that ended, or is given up."""
+        """A transfer ends, continues behind a request that ended, or is given up."""
         load = request.load
         assert load is not None
         if not request.running:
@@ -170,7 +170,7 @@ class RandomScheduler(Answers):
         computed, commit = UNCHANGED, UNCHANGED
         appended = self._take_outcomes(request)
         rejected = self.just_rejected
-        if rejected or (self.has_told and self._chance(10)):
+        if rejected or (self.has_reported and self._chance(10)):
             computed = request.computed - rejected
         if not request.rows and self._is_launched(request) and self._chance(6):
             appended, computed = 0, self._back(request, computed)
@@ -191,10 +191,10 @@ class RandomScheduler(Answers):
         """Outcomes of launches that have run, in order; tokens that join the request by them."""
         waiting = {id(row) for launch in self.pending for row in launch.rows}
         ran = [row for row in request.rows if row.is_resolved and id(row) not in waiting]
-        must = len([row for row in ran if row.seq <= self.told])
+        must = len([row for row in ran if row.seq <= self.executed_through])
         ran = ran[: max(must, self.rng.randint(0, len(ran)) if self._chance(30) else len(ran))]
         request.rows = request.rows[len(ran) :]
-        self.just_rejected, self.has_told = sum(row.rejected for row in ran), bool(ran)
+        self.just_rejected, self.has_reported = sum(row.rejected for row in ran), bool(ran)
         return ran[-1].sampled - request.known if ran else 0
 
     def _back(self, request: Request, computed: int) -> int:
@@ -297,7 +297,7 @@ class RandomScheduler(Answers):
         """The load is over; before it was allowed to start it has failed, and the answer preempts the request."""
         load = request.load
         assert load is not None
-        if request.running and load.after <= self.told:
+        if request.running and load.after <= self.executed_through:
             if not self._may_end(request):
                 return False
             self._end_load(request)
@@ -364,12 +364,12 @@ class RandomScheduler(Answers):
         return run
 
     def _may_run(self, request: Request) -> bool:
-        """Whether the request may run: what it loads is there, and no launch that is told lacks its outcome."""
+        """Whether the request may run: what it loads is there, and each reported launch has its outcome."""
         if not request.running or request.is_held or self._is_due(request):
             return False
         if request.load is None:
             return True
-        if request.load.is_done and request.load.after <= self.told:
+        if request.load.is_done and request.load.after <= self.executed_through:
             return True
         if not self._may_end(request) or not self._chance(30):
             return False

@@ -137,7 +137,7 @@ class Cells:
         self._pending: defaultdict[int, set[Cell]] = defaultdict(set)
         self._acts: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
         self._news: dict[int, set[str]] = {}
-        self._seq = self._told = 0
+        self._seq = self._executed = 0
 
     def read(self, block: int) -> None:
         """The oracle has compared this page."""
@@ -151,7 +151,7 @@ class Cells:
             if "." in name:
                 self._pending[block].add((name,))
             if is_act:
-                acts = self._acts[block] = [(act, seq) for act, seq in self._acts[block] if seq > self._told]
+                acts = self._acts[block] = [(act, seq) for act, seq in self._acts[block] if seq > self._executed]
                 self._pending[block].update((act, name) for act, _ in acts)
                 acts.append((name, self._seq))
 
@@ -160,7 +160,7 @@ class Cells:
         self.note(DEATH, blocks)
         self._acts.clear()
         self._news.clear()
-        self._told, self._seq = 0, 1
+        self._executed, self._seq = 0, 1
         for block in blocks:
             self._acts[block].append((DEATH, 1))
 
@@ -175,11 +175,11 @@ class Cells:
         """A step was answered.
 
         Args:
-            place: its number, and the step said to be executed.
+            place: its number, and the last step reported as executed.
             tables: the blocks of each slot before and after it.
             failed: blocks of the launches that it says have failed.
         """
-        self._seq, self._told = place
+        self._seq, self._executed = place
         before, after = tables
         for part, result in zip(parts, results, strict=True):
             self._facts(part.facts, before)

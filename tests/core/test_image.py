@@ -1,4 +1,4 @@
-"""A replica that goes on from its image decides as the one that was never away, and no image breaks an invariant."""
+"""A replica that continues from its image decides as the original one, and no image breaks an invariant."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.core.test_page_contents import MIXES, run
 BEFORE, AFTER = 25, 15
 
 
-def settle(engine: RandomEngine) -> None:
+def drain(engine: RandomEngine) -> None:
     """Nothing is in flight, and no window holds what has left it."""
     while engine.queue:
         engine._launch()
     engine.seq += 1
-    engine.told = engine.launched
+    engine.executed_through = engine.launched
     engine.apply([Part()])
     engine.launched = engine.stamped = engine.moved = engine.seq
     requests, coordinator = engine.replica.requests, engine.replica.coordinator
@@ -56,14 +56,14 @@ def go_on(engine: RandomEngine, forget: Callable[[Image], Image] = lambda image:
         engine.memory.stamps[block] = stamp
     engine.followed = Followed(engine.replica)
     engine.seq = engine.launched = engine.stamped = engine.moved = 1
-    engine.told = 0
+    engine.executed_through = 0
     inspect.check(engine.replica)
     engine.check_keys()
 
 
 def answers(engine: RandomEngine, steps: int) -> list[object]:
     """What the replica answers from now on, but for the stamps, whose epochs differ."""
-    told: list[object] = []
+    given: list[object] = []
     apply = engine.replica.apply
 
     def listen(step: Step) -> StepResult:
@@ -72,15 +72,15 @@ def answers(engine: RandomEngine, steps: int) -> list[object]:
             stamped = sorted(part.orders.stamp_block)
             orders = deepcopy(part.orders)
             orders.stamp, orders.stamp_block = [], []
-            told.append((part.granted, part.preempted, part.admit_status, part.admit_hit, part.admit_granted))
-            told.append((part.new_blocks, part.tables, orders, stamped, part.free_blocks))
+            given.append((part.granted, part.preempted, part.admit_status, part.admit_hit, part.admit_granted))
+            given.append((part.new_blocks, part.tables, orders, stamped, part.free_blocks))
         return result
 
     engine.replica.apply = listen  # type: ignore[method-assign]
     engine._crash = lambda: None  # type: ignore[method-assign]
     for _ in range(steps):
         engine.step()
-    return told
+    return given
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -88,13 +88,13 @@ def answers(engine: RandomEngine, steps: int) -> list[object]:
 @given(seed=st.integers(0, 2**32))
 def test_it_decides_as_if_it_had_never_been_away(mix, seed):
     engine = run(mix, seed, BEFORE, deaths=0)
-    settle(engine)
+    drain(engine)
     other = deepcopy(engine)
     go_on(other)
     assert answers(other, AFTER) == answers(engine, AFTER)
 
 
-def as_an_engine_tells(image: Image) -> Image:
+def as_sent_by_an_engine(image: Image) -> Image:
     """An image without single-group hits and keys, with freed blocks in its tables, and a store without entries."""
     resume, groups = image.resume, image.spec.groups
     rng = Random(len(resume.blocks))
@@ -105,19 +105,19 @@ def as_an_engine_tells(image: Image) -> Image:
             if not blocks[at] and kind is not GroupKind.MAMBA:
                 blocks[at] = rng.randrange(image.spec.num_blocks)
         start += count
-    told = replace(resume, blocks=blocks, single_group_hit=[], num_cached_blocks=[])
-    return replace(image, resume=told, entries=image.entries if rng.random() < 0.5 else Entries(32))
+    sent = replace(resume, blocks=blocks, single_group_hit=[], num_cached_blocks=[])
+    return replace(image, resume=sent, entries=image.entries if rng.random() < 0.5 else Entries(32))
 
 
 @pytest.mark.parametrize("mix", MIXES)
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**32))
-def test_what_an_engine_knows_is_enough(mix, seed):
-    """Decisions are others, and every page holds what keys and launches want of it."""
+def test_an_image_from_an_engine_is_sufficient(mix, seed):
+    """Decisions differ, and every page holds what keys and launches require."""
     engine = run(mix, seed, BEFORE, deaths=0)
-    settle(engine)
+    drain(engine)
     running = engine.replica.num_running
-    go_on(engine, as_an_engine_tells)
+    go_on(engine, as_sent_by_an_engine)
     assert engine.replica.num_running == running
     for _ in range(AFTER):
         engine.step()
@@ -129,7 +129,7 @@ def test_what_an_engine_knows_is_enough(mix, seed):
 def test_no_image_breaks_an_invariant(mix, seed):
     """It is refused whole, or what comes of it is sound."""
     engine, rng = run(mix, seed, 12), Random(seed)
-    settle(engine)
+    drain(engine)
     image = image_of(engine.replica)
     for _ in range(8):
         replica, _ = replica_of(replace(image, resume=Resume()), engine.epoch + 1, engine.memory.stamps)
@@ -250,7 +250,7 @@ def test_full_blocks_of_one_prefix_may_be_in_two_tables():
 
 
 @pytest.mark.parametrize("stamps", [(), [0] * 20, [7] * 20, [3 << 32] * 20], ids=["none", "zero", "equal", "future"])
-def test_pages_that_the_memory_does_not_prove_are_nobodys(stamps):
+def test_an_image_with_pages_that_the_memory_does_not_prove_is_refused(stamps):
     with pytest.raises(InvalidArgument, match=r"show|stamp"):
         waiting_replica(stamps).apply(image_step(ROW))
 

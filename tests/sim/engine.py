@@ -129,7 +129,7 @@ class EngineLife(RandomScheduler):
     async def _step(self, parts: list[Part]) -> StepResult:
         try:
             async with asyncio.timeout(self._patience_s):
-                answer = await self.session.apply(*parts, executed_through=self.told)
+                answer = await self.session.apply(*parts, executed_through=self.executed_through)
         except TimeoutError:
             await self._run_alone()
             raise Unavailable("a step was not answered") from None
@@ -143,7 +143,7 @@ class EngineLife(RandomScheduler):
             self.world.record(history.Answered(self.site.name, self.epoch, seq, answer.part, fingerprint))
         self._last_part[answer.seq] = answer.part + len(answer.parts) - 1
         used = self._used()
-        self.settle(parts, answer.parts)
+        self.take_answer(parts, answer.parts)
         self._check_tables()
         self.queue.append(self.pending[-1])
         self._emptied[answer.seq] = self._evicted_by(parts, answer.parts) - used, self._note_stamps(answer.parts)
