@@ -86,6 +86,7 @@ PLAIN: tuple[str, ...] = (
     "tests/cli",
     "tests/client",
     "tests/conformance",
+    "tests/core",
     "tests/engine",
     "tests/faults",
     "tests/fleet",

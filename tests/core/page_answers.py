@@ -95,7 +95,7 @@ class Answers:
                     load = self.requests[slot].load
                     if load is not None:
                         load.after = result.admit_load_after[row] if result.admit_load_after else 0
-        if self.failed:  # a life that has ended may have lost pages to the failure; nothing reads them
+        if self.failed:  # lives that have ended may have lost content to it, and get no further answers
             current = {request.life for request in self.requests.values() if not request.is_held}
             self.lost |= {row.life for launch in self.pending for row in launch.rows} - current
         self.pending.append(Launch(self.seq, [result.orders for result in results], list(rows.values())))

@@ -132,7 +132,7 @@ def test_extra_tokens_are_placeholders_for_drafts():
     assert engine.keyed() == []
 
 
-def test_nobody_goes_beyond_the_longest_request():
+def test_admission_stops_at_the_longest_request():
     engine = waiting("a" * 6, max_model_len=8)
     assert outcome(section(engine, 0, extra=9)) == [(GRANTED, 8)]
 
@@ -167,7 +167,7 @@ def test_full_fit_counts_what_was_generated_before_a_preemption():
 
 
 def test_more_than_the_empty_pool_never_fits():
-    """8 usable blocks hold 32 tokens. The engine should refuse such a request for good instead of asking again."""
+    """8 usable blocks hold 32 tokens. The engine should refuse such a request permanently instead of asking again."""
     engine = waiting("a" * 33, "b" * 32)
     assert outcome(section(engine, 0)) == [(NEVER_FITS, 0)]
     engine.admit(2, "c")
@@ -249,7 +249,7 @@ def test_an_admission_succeeds_exactly_when_its_blocks_are_there(groups, before,
     assert ready().admit(1, cap=cap, lookahead=lookahead, reserved=left + 1).status is REFUSED
 
 
-def test_a_row_of_a_request_that_does_not_wait_says_so_and_later_rows_are_reached():
+def test_admission_of_a_request_that_does_not_wait_is_refused_and_later_rows_are_reached():
     engine = Engine(full())
     engine.admit(0, "aaaab")
     engine.admit(1, "bbbbc")

@@ -1,4 +1,4 @@
-"""Rows are aligned where the replica has states, at no cost for a decoding row and wherever its quiet zone ends."""
+"""Rows are aligned where the replica has states, at no cost for a decoding row and wherever its fast path ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_row_without_columns_is_aligned_too():
 
 
 @pytest.mark.parametrize(("columns", "granted"), [({}, 0), ({"cap": 5}, 5)])
-def test_the_cap_says_that_a_part_has_a_small_budget_of_its_own(columns, granted):
+def test_the_cap_marks_a_part_with_a_small_budget_of_its_own(columns, granted):
     """Its budget alone could be the rest of a large one, of which an earlier part had its tokens."""
     engine = hybrid()
     engine.admit(0, "d" * 7)
@@ -63,7 +63,7 @@ def starved(order: tuple[int, int], budget: int, steps: int, waits: bool = False
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_prompt_that_finds_less_than_a_state_block_in_step_after_step_is_counted(waits):
-    """It waits as in the reference, as long as the rows in front of it go on."""
+    """It waits as in the reference, as long as the rows in front of it continue."""
     patience = step_applier.PATIENT_ROWS
     engine = starved((0, 1), budget=8, steps=patience, waits=waits)
     assert (engine.computed(1), engine.replica.counters.starved_chunks) == (0 if waits else 8, 0)
@@ -121,8 +121,8 @@ def test_a_decoding_row_is_not_looked_at(monkeypatch, columns):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_the_quiet_zone_decides_nothing(seed):
-    """A chunk may lie in a quiet zone. It is clipped as where every manager is asked about every row."""
+def test_the_fast_path_changes_no_decision(seed):
+    """A chunk may be on the fast path. It is clipped as if every manager were asked about every row."""
     rng = Random(seed)
     quiet, asked = hybrid(), hybrid()
     text = "".join(rng.choice("ab") for _ in range(90))

@@ -73,7 +73,7 @@ def test_pages_under_a_load_stay_held_when_the_engine_life_ends(how):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "finish",
     [
         lambda engine: engine.cache(released=[1]),
         lambda engine: engine.fact(1, commit=12),
@@ -83,12 +83,12 @@ def test_pages_under_a_load_stay_held_when_the_engine_life_ends(how):
     ],
     ids=["released", "committed", "ended", "run", "held and released"],
 )
-def test_a_load_that_was_over_holds_nothing(told):
-    assert begin(with_a_load(told)) == ()
+def test_a_load_that_was_over_holds_nothing(finish):
+    assert begin(with_a_load(finish)) == ()
 
 
 def test_a_load_before_the_launch_is_over_when_its_step_is_executed():
-    """It may go on when the engine dies with the step in flight, though its keys were tentative."""
+    """It may continue when the engine dies with the step in flight, though its keys are tentative."""
     engine = Engine(full(), num_blocks=9)
     engine.executed = 0
     loaded = engine.admit(0, PROMPT, external=8)
@@ -107,7 +107,7 @@ def test_states_from_outside_are_held_in_every_group():
 
 
 def test_movers_and_the_engine_name_further_blocks():
-    """Their keys go, whatever the memory shows; what is held for ever is nobody's to name."""
+    """Their keys go, whatever the memory shows; a block that the group holds forever cannot be named."""
     engine = Engine(sinks(4), num_blocks=12)
     table = engine.serve(0, "aaaabbbbc").table[0]
     (sink,) = engine.pool.reserved
@@ -118,7 +118,7 @@ def test_movers_and_the_engine_name_further_blocks():
     assert [event.blocks for event in engine.replica.take_events()] == [(table[1],)]
 
 
-def test_what_a_store_brought_back_is_no_exception():
+def test_recovered_keys_of_busy_blocks_are_dropped():
     engine = Engine(full(), num_blocks=12)
     table = engine.serve(0, "aaaabbbbc").table[0]
     engine.idle()
@@ -129,7 +129,7 @@ def test_what_a_store_brought_back_is_no_exception():
     assert replica.busy_blocks == tuple(sorted({table[1], 9}))
     assert [event.blocks for event in replica.take_events()] == [(table[1],)]
     assert replica.count_keys() == 1
-    assert replica.apply(Step(3, 1, [Part()])).parts[0].orders.stamp_block == [table[1]], "the memory hears of it"
+    assert replica.apply(Step(3, 1, [Part()])).parts[0].orders.stamp_block == [table[1]], "the memory gets a new stamp"
 
 
 def test_they_are_held_over_further_lives():
@@ -150,7 +150,7 @@ def test_new_memory_frees_them_all():
 # -- how they return ---------------------------------------------------------------------------------------------------
 
 
-def test_they_return_when_the_engine_says_that_their_loads_are_over():
+def test_busy_blocks_return_when_the_engine_reports_their_loads_as_over():
     engine = with_a_load()
     begin(engine)
     assert engine.cache(loads_over=[3]).free_blocks == 7
@@ -216,10 +216,10 @@ def test_an_image_takes_over_the_pages_of_its_loads(how):
     """Named busy when the life was opened, they belong to the request's own load then, and to no other life's."""
     engine = with_a_load(how)
     image = image_of(engine.replica)
-    told = Part(news=engine.news(1, PROMPT))
+    news = Part(news=engine.news(1, PROMPT))
     engine.replica.begin_epoch(5, tuple(engine.pool.stamp))
     assert engine.replica.busy_blocks == (2, 3)
-    engine.replica.apply(Step(5, 1, [told]))
+    engine.replica.apply(Step(5, 1, [news]))
     engine.replica.apply(Step(5, 2, [Part(resume=image.resume)]))
     inspect.check(engine.replica)
     assert not engine.replica.busy_blocks
@@ -240,13 +240,13 @@ def test_a_load_that_an_image_took_over_is_zeroed_where_it_fails():
     assert result.orders.zero_block == loaded
 
 
-def test_an_image_gives_no_busy_page_to_who_is_not_loading():
+def test_an_image_gives_no_busy_page_to_a_request_that_does_not_load():
     engine = with_a_load()
     resume = image_of(engine.replica).resume
     resume.loading = [0]
-    told = Part(news=engine.news(1, PROMPT))
+    news = Part(news=engine.news(1, PROMPT))
     engine.replica.begin_epoch(5, tuple(engine.pool.stamp))
-    engine.replica.apply(Step(5, 1, [told]))
+    engine.replica.apply(Step(5, 1, [news]))
     before = inspect.digest(engine.replica)
     with pytest.raises(InvalidArgument) as caught:
         engine.replica.apply(Step(5, 2, [Part(resume=resume)]))
@@ -258,7 +258,7 @@ def test_an_image_gives_no_busy_page_to_who_is_not_loading():
 
 
 @pytest.mark.parametrize(("loading", "busy"), [([1], (1, 2, 3)), ([0], ()), ([], ())])
-def test_who_ended_as_held_under_a_load_is_told_so(loading, busy):
+def test_resume_names_held_requests_that_load(loading, busy):
     """The other replica has no keys, so that it does not know a hit from what is loaded."""
     engine = with_a_load(lambda engine: engine.end(1, how=End.HELD))
     resume = image_of(engine.replica).resume
@@ -283,7 +283,7 @@ def test_a_column_of_another_length_is_refused():
 
 
 def run(mix: str, seed: int) -> RandomEngine:
-    """Engines that die often: every load of a dead one goes on, writes when it likes, and ends some time."""
+    """Engines that die often: every load of a dead one continues, writes at any time, and ends at some time."""
     rng = Random(seed)
     groups, changes = MIXES[mix]
     spec = replica_spec(*groups, **{"max_model_len": 64, "max_in_flight_tokens": 256, "num_blocks": 24, **changes})

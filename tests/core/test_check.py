@@ -125,7 +125,7 @@ def further_key_without_a_primary(engine):
     return "block 3: further keys .* without a primary one"
 
 
-def tentative_key_that_nobody_accounts_for(engine):
+def tentative_key_of_no_step(engine):
     engine.pool.key_step[1] = 99
     return "block 1: its key waits for step 99, which has no record of it"
 
@@ -208,7 +208,7 @@ FAULTS = [
     lost_reference, wrong_count, reference_of_a_free_block, double_free, block_in_two_free_places, lost_block,
     null_block_freed, null_block_keyed, wrong_free_count, broken_backward_link, broken_last_link, ring_in_the_list,
     key_without_map_entry, map_entry_without_key, map_entry_to_another_block, block_twice_under_a_key, empty_map_entry,
-    further_key_without_a_primary, tentative_key_that_nobody_accounts_for, two_blocks_with_one_stamp,
+    further_key_without_a_primary, tentative_key_of_no_step, two_blocks_with_one_stamp,
     keyed_block_without_a_stamp, wrong_number_running, waiting_request_with_blocks, held_flag_without_blocks,
     held_blocks_without_a_flag, busy_block_that_is_free, busy_block_with_a_holder, busy_block_with_a_key,
     negative_in_flight, block_outside_the_pool, caching_beyond_the_table,
@@ -232,7 +232,7 @@ def test_keys_where_nothing_is_cached_are_a_fault():
         inspect.check(engine.replica)
 
 
-def test_a_snapshot_proves_before_it_tells(engine):
+def test_a_snapshot_checks_references_first(engine):
     engine.pool.references[1] += 1
     with pytest.raises(AssertionError, match="block 1"):
         inspect.take_snapshot(engine.replica)
@@ -318,7 +318,7 @@ def test_a_state_has_one_key():
         inspect.check(engine.replica)
 
 
-def test_a_snapshot_tells_the_length_of_every_prefix():
+def test_a_snapshot_has_the_length_of_every_prefix():
     """The second block holds 8 tokens, and the prompt that ended after 6 of them is found in it too."""
     engine = Engine(full(4), full(2, lookup_class=1), partial_hits=True)
     engine.admit(0, "aaaabbc")
@@ -367,13 +367,13 @@ def test_a_fault_among_keys_that_came_back_is_seen(fault):
     replica = Replica(engine.spec)
     replica.recover(1, [table], [stored])
     inspect.check(replica)
-    told = fault(replica.coordinator.pool)
-    with pytest.raises(AssertionError, match=told):
+    message = fault(replica.coordinator.pool)
+    with pytest.raises(AssertionError, match=message):
         inspect.check(replica)
 
 
 def books(engine):
-    """Each a fault in what is noted beside tables and keys."""
+    """Faults in the records next to tables and keys, one each."""
     requests, tracker = engine.replica.requests, engine.replica.tracker
     state_manager = engine.replica.coordinator.managers[0]
     yield "tokens in flight", lambda: requests.in_flight.__setitem__(0, 3)

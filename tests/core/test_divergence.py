@@ -29,7 +29,7 @@ def letters(count):
 def test_1000_tokens_and_a_divergence_at_991(full_block, hit, changes, is_kept):
     """A window of 256 in blocks of 16, full attention in blocks of 16 or, as reported, of 32.
 
-    The replay boundary is 992 both ways, and 991 lies in the block before it, so 976 or 960 tokens are shared in whole
+    The replay boundary is 992 both ways, and 991 is in the block before it, so 976 or 960 tokens are shared in whole
     blocks. That is where the second window ends, if it is kept.
     """
     engine = Engine(full(full_block), window(256, 16), num_blocks=400, **changes)

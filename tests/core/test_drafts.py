@@ -50,7 +50,7 @@ def test_groups_without_draft_layers_drop_nothing_of_their_own():
 
 
 def test_a_drop_repeats_only_when_another_group_has_shortened_the_candidate():
-    """The far window loses its third block: 16 is shortened to 8 by it, and the near window checks 8 anew."""
+    """The far window loses its third block: 16 is shortened to 8 by it, and the near window checks 8 again."""
     engine = Engine(full(), window(8, drops_last_block=True), window(12, lookup_class=4))
     tables = engine.serve(0, TEXT + "eeee").table
     assert engine.would_hit(TEXT + "eeee").num_tokens == 16

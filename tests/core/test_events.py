@@ -43,7 +43,7 @@ def test_the_parent_is_the_hash_before_the_range():
 
 
 def test_the_parent_comes_from_the_content_also_where_the_block_before_is_null():
-    """The window's block 1 has left the table; the hash chain knows what came before all the same."""
+    """The window's block 1 has left the table; the hash chain still has what came before."""
     engine = Engine(window(4), full())
     made = digests(engine.spec, "a" * 16)
     engine.admit(0, "a" * 12)
@@ -111,7 +111,7 @@ def test_one_of_two_equal_blocks_is_removed_by_itself():
 
 @pytest.mark.parametrize("commit", CommitRule)
 def test_a_state_that_moves_to_a_copy_leaves_one_block_and_is_stored_in_another(commit):
-    """The request goes on in the page that has the name of its prompt's last boundary. The reference tells nothing."""
+    """The request continues in the page that has the key of its prompt's last boundary. The reference has no event."""
     aligned = AlignSpec(8, 4096, stop_at_tail=True)
     partial = {"partial_hits": True, "hash_block_size": 4, "scheduler_block_size": 8, "align": aligned}
     engine = Engine(full(8), state(8), **partial, commit=commit)
@@ -136,7 +136,7 @@ def test_a_reset_is_one_event():
     assert engine.cache(reset=True).events == [CacheEvent(CLEARED)]
 
 
-def test_a_new_epoch_tells_which_keys_it_could_not_prove():
+def test_a_new_epoch_reports_the_keys_that_it_could_not_prove():
     engine = Engine(full())
     engine.serve(0, PROMPT)
     memory = list(engine.pool.stamp)
@@ -151,4 +151,4 @@ def test_events_can_be_off():
     engine = Engine(full(), events=False, num_blocks=4)
     assert engine.serve(0, PROMPT[:9]).result.events == []
     assert engine.admit(1, "zzzzyyyyx").result.events == []
-    assert engine.replica.group_counters()[0].evicted_blocks == 2, "what happened is counted all the same"
+    assert engine.replica.group_counters()[0].evicted_blocks == 2, "evictions are counted without events too"

@@ -38,8 +38,8 @@ def test_what_was_loaded_is_cached_for_others():
     assert engine.would_hit(PROMPT).num_tokens == 12
 
 
-def test_an_admission_whose_hit_has_changed_is_told_so():
-    """The engine asked the outside for what lies behind a hit of 4; by now the hit is another."""
+def test_an_admission_whose_hit_has_changed_is_refused_with_the_new_hit():
+    """The engine asked an external store for the tokens behind a hit of 4; the hit has changed since."""
     engine = Engine(full())
     stale = engine.admit(0, PROMPT, external=4, expected_hit=4)
     assert (stale.status, stale.hit, stale.table) == (STALE_HIT, 0, [[]])
@@ -99,7 +99,7 @@ def test_keys_of_a_failed_load_that_were_registered_are_dropped():
 
 
 def test_blocks_that_a_load_fills_are_zeroed_only_where_it_fails():
-    """A zero order beside a transfer could wipe what it wrote. What a failed load left unwritten is zeroed when that is
+    """A zero order during a transfer could wipe what it wrote. What a failed load left unwritten is zeroed when that is
     known, so that no bytes of the page's last owner are read.
     """
     engine = Engine(full(zero_new_blocks=True))
@@ -133,7 +133,7 @@ def test_a_failed_load_is_zeroed_whenever_its_tokens_are_given_up(parts, zeroed)
         assert engine.run(0).result.orders.zero_block == engine.table(0)[3:], "once only"
 
 
-def test_what_a_load_has_brought_is_not_zeroed_when_drafts_are_rejected():
+def test_loaded_tokens_are_not_zeroed_when_drafts_are_rejected():
     engine = Engine(full(zero_new_blocks=True))
     engine.admit(0, PROMPT, external=12, cap=0, flags=DELAY)
     engine.run(0, extra=6)
@@ -161,7 +161,7 @@ def test_external_tokens_outside_the_window_need_no_blocks():
     assert engine.num_free == 100 - 3 - 6
 
 
-def test_a_hit_that_lies_outside_the_window_by_then_is_not_adopted():
+def test_a_hit_outside_the_window_behind_the_load_is_not_adopted():
     """8 tokens are hit and 12 more come from outside: the window reaches back to 17, so no local block is needed."""
     engine = Engine(window(4), full())
     local = engine.serve(0, "a" * 9).table[0]
@@ -196,7 +196,7 @@ def test_blocks_for_external_tokens_never_come_from_another_groups_hit():
 
 
 def test_reserved_blocks_stay_for_others():
-    """Such as sequences whose external tokens are still under way and will need blocks to go on."""
+    """Such as sequences whose external tokens are still loading and will need blocks to continue."""
     engine = Engine(full(), num_blocks=9)
     assert engine.admit(0, PROMPT, reserved=5).status is REFUSED
     assert engine.admit(0, reserved=4).status is GRANTED
@@ -220,12 +220,12 @@ def preempted_while_loading():
 def test_pages_under_a_load_stay_with_it_when_the_request_is_preempted():
     engine = preempted_while_loading()
     assert engine.num_free == 5
-    assert engine.admit(0, cap=100).status is GRANTED, "others go on"
+    assert engine.admit(0, cap=100).status is GRANTED, "other requests continue"
     assert engine.admit(1).status is DEFERRED, "a second life would wait for a second load into other pages"
 
 
 @pytest.mark.parametrize(
-    "told",
+    "finish",
     [
         lambda engine: engine.cache(released=[1]),
         lambda engine: engine.fact(1, commit=12),
@@ -234,9 +234,9 @@ def test_pages_under_a_load_stay_with_it_when_the_request_is_preempted():
     ],
     ids=["released", "committed", "preempted", "ended"],
 )
-def test_they_return_when_the_load_is_told_to_be_over(told):
+def test_loading_blocks_return_when_the_load_is_reported_as_over(finish):
     engine = preempted_while_loading()
-    told(engine)
+    finish(engine)
     assert engine.num_free == 8
     assert engine.keyed() == [], "what was loaded for a life that is over has no name"
 

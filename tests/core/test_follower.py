@@ -13,7 +13,7 @@ SEEDS = range(1, 31)
 
 @pytest.mark.parametrize("twin", ["a removal of a held key is swallowed", "withdrawn keys stay shown"])
 @pytest.mark.parametrize("mix", MIXES)
-def test_a_twin_is_caught_by_what_a_follower_believes(twin, mix):
+def test_a_twin_is_caught_by_the_view_of_a_follower(twin, mix):
     with weakened(twin), pytest.raises(WrongView, match="shown, and not published"):
         run_all(mix)
 

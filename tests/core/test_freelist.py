@@ -1,4 +1,4 @@
-"""The free list: victims leave on the left; whoever frees decides which end a block joins."""
+"""The free list: victims leave on the left; the caller that frees a block chooses the end that it joins."""
 
 from __future__ import annotations
 

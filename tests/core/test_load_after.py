@@ -36,7 +36,7 @@ LOADED = "zzzzyyyyx"  # 8 tokens come from outside
 
 
 def load(engine, slot=9, text=LOADED, external=8, **columns):
-    """Admit a request whose first tokens a transfer brings; the step after which that may start."""
+    """Admit a request whose first tokens a transfer loads; the step after which that may start."""
     admitted = engine.admit(slot, text, external=external, cap=0, flags=DELAY, **columns)
     assert admitted.status is GRANTED
     return next(iter(admitted.result.admit_load_after), 0)
@@ -170,7 +170,7 @@ def test_what_would_end_a_load_that_cannot_have_started_is_refused(part, field):
     engine.step(part)
 
 
-def test_the_step_that_commits_may_say_that_it_is_executed():
+def test_the_step_that_commits_may_report_it_as_executed():
     engine = in_flight()
     load(engine)
     engine.executed = 1
@@ -212,7 +212,7 @@ def test_a_row_that_has_tokens_ends_its_load_also_when_its_request_is_preempted_
 
 
 @pytest.mark.parametrize("order", [(9, 0), (0, 9)])
-def test_an_end_says_that_the_load_is_over_whichever_row_came_first(order):
+def test_an_end_reports_the_load_as_over_whichever_row_came_first(order):
     """The answer does not show whether a request had tokens before it was preempted."""
     engine = victim_of_its_own_part(*order)
     engine.end(9, how=End.PREEMPTED)
@@ -231,7 +231,7 @@ def test_an_end_is_always_allowed_and_its_blocks_wait_for_the_launches(how):
     assert engine.num_free == 2
 
 
-def test_a_release_before_the_start_says_that_the_load_failed():
+def test_a_release_before_the_start_fails_the_load():
     engine = in_flight()
     load(engine)
     result = engine.cache(released=[9])
@@ -272,7 +272,7 @@ def test_a_new_engine_life_counts_no_step_of_the_life_before():
     assert load(engine) == 0
 
 
-def test_a_peek_says_nothing_of_loads():
+def test_a_peek_has_no_loads():
     engine = in_flight()
     engine.add(3, LOADED)
     assert engine.step(Part(peek=Peek([3])))[0].admit_load_after == []
@@ -317,7 +317,7 @@ def test_a_launch_of_the_life_before_writes_no_page_that_a_load_has_filled():
 
 
 def partial_hit_with_a_load(device):
-    """Slot 1 continues inside slot 0's block: its copy is ordered, and a load brings the rest of the page."""
+    """Slot 1 continues inside slot 0's block: its copy is ordered, and a load fills the rest of the page."""
     spec = device.sound.spec
     table = StampTable.create(bytearray(table_bytes(spec.num_blocks)), spec.num_blocks, incarnation=7)
     replica = Replica(spec)

@@ -120,10 +120,10 @@ def test_a_lookup_reserves_and_touches_nothing():
     assert result.peek_blocks.by_row()[1] == {0: [1, 2]}
     assert engine.free_order == before
     engine.serve(2, "zzzzyyyyxxxxw")
-    assert engine.admit(1).hit < 8, "what was promised to nobody may be gone"
+    assert engine.admit(1).hit < 8, "a hit without an admission may be evicted"
 
 
-def test_peeking_without_blocks_tells_lengths_only():
+def test_peeking_without_blocks_gives_lengths_only():
     engine = Engine(full())
     engine.serve(0, LONG)
     engine.add(1, LONG)
@@ -178,7 +178,7 @@ def test_an_engine_that_hashes_sends_each_hash_when_its_block_is_full():
     assert engine.would_hit("aaaabbbbc").num_tokens == 8
 
 
-def test_the_answer_tells_the_hashes_that_the_service_made():
+def test_the_answer_has_the_hashes_that_the_service_made():
     engine = Engine(full())
     made = digests(engine.spec, "aaaabbbb")
     result = engine.add(0, "aaaabbb")

@@ -55,7 +55,7 @@ def test_blocks_of_earlier_chunks_need_no_lookup(cached, max_tokens, found):
     assert find_in(chunked(8), cached, max_tokens) == found
 
 
-def test_beside_full_attention_it_shortens_the_hit_only_within_the_last_chunk():
+def test_chunks_with_full_attention_shorten_the_hit_only_within_the_last_chunk():
     engine = Engine(chunked(8), full())
     tables = engine.serve(0, "a" * 17).table
     engine.cache(evicted=[block for block in tables[0] if block])

@@ -5,7 +5,7 @@ A chunk writes its end state into the block of its last token, so the blocks in 
     tokens    0..3    4..7    8..11      a chunk of 8, then one of 4
     table     null     s0      s1
 
-States at block boundaries stay behind as cached prefixes. A hit needs one of them, no matter what lies before it.
+States at block boundaries stay behind as cached prefixes. A hit needs one of them, whatever is cached before it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shape(engine, slot=0):
 
 
 def hybrid(**changes):
-    """One state group beside full attention."""
+    """One state group and one of full attention."""
     return Engine(state(), full(), **{"num_blocks": 60, **changes})
 
 
@@ -124,7 +124,7 @@ def test_what_is_counted_is_what_is_taken(text, drafts, states):
     assert Engine(group, full(), num_blocks=blocks).admit(0, text).status is not GRANTED
 
 
-def test_a_hit_costs_its_state_when_that_lies_free():
+def test_a_hit_costs_its_state_when_that_is_free():
     """4 full blocks and a state are adopted from the free list, and one of each is new: 7 in all."""
     for num_free, status in [(7, GRANTED), (6, REFUSED)]:
         engine = hybrid(num_blocks=20)
@@ -223,7 +223,7 @@ def test_a_state_at_no_common_boundary_is_of_no_use():
     assert find_in(state(), ".xx.", scheduler_block_size=8) == "0x"
 
 
-def test_an_adopted_state_is_where_the_request_goes_on():
+def test_an_adopted_state_is_where_the_request_continues():
     engine = hybrid()
     engine.admit(0, "a" * 12 + "b", cap=12)
     cached = engine.table(0)[2]

@@ -133,14 +133,14 @@ def test_encoder_blocks_count_in_the_full_sequence_check():
     assert engine.admit(1, "a" * 12, encoder_tokens=5, cap=1, flags=RowFlag.FULL_FIT).status is NEVER_FITS
 
 
-# -- sinks: full attention beside blocks that the group holds for good -------------------------------------------------
+# -- sinks: full attention, and blocks that the group holds permanently ------------------------------------------------
 
 
 def test_sink_blocks_are_held_for_the_life_of_the_pool():
     engine = Engine(sinks(8), num_blocks=10)
     assert engine.pool.reserved == [1, 2]
     assert engine.num_free == 7
-    assert engine.admit(0, "aaaabbbbc").table == [[3, 4, 5]], "they are in nobody's table"
+    assert engine.admit(0, "aaaabbbbc").table == [[3, 4, 5]], "no table has them"
     engine.end(0)
     assert engine.num_free == 7
 

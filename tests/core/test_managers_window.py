@@ -18,7 +18,7 @@ KINDS = [GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA]
 
 
 def run_to(engine, slot, num_tokens):
-    """Decode until so many tokens are computed."""
+    """Decode until `num_tokens` are computed."""
     while engine.computed(slot) < num_tokens:
         engine.run(slot, text="x")
 
@@ -99,7 +99,7 @@ def test_what_is_in_flight_stays_in_the_window():
     assert engine.table(0)[0] == 0
 
 
-def test_the_engine_may_say_what_is_in_flight():
+def test_the_engine_may_state_the_tokens_in_flight():
     engine = Engine(window(4))
     engine.admit(0, "aaaabbb")
     engine.run(0, text="b", in_flight=7)
@@ -117,8 +117,8 @@ def test_tokens_retained_for_a_prefill_that_looks_ahead_shift_the_window():
     assert engine.table(0)[0] == 0
 
 
-def test_a_refused_row_has_given_back_its_window_all_the_same():
-    """Nobody needs what left the window, so it goes whether or not the call succeeds (as in the reference)."""
+def test_a_refused_row_releases_blocks_outside_its_window():
+    """No row reads blocks outside the window: they are released even if the call fails (as in the reference)."""
     engine = Engine(full(), window(4), num_blocks=8)
     engine.admit(0, "aaaabbbb")
     engine.admit(1, "zzzz")

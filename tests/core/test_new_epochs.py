@@ -1,7 +1,7 @@
-"""What a new engine life does to the pool, beside a specification that goes through it block by block.
+"""What a new engine life does to the pool, compared with a specification that visits every block.
 
 Random lives: requests run, wait, are held, have ended behind a fence; steps are in flight; keys were dropped from free
-blocks; one content lies in several blocks, and a block has several keys; some keys came back from a store.
+blocks; one content is in several blocks, and a block has several keys; some keys came back from a store.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Life:
         stored, table = engine.replica.entries(), list(engine.pool.stamp)
         engine.replica = Replica(engine.spec)
         engine.replica.recover(1, [table], [stored])
-        self.begin_anew()
+        self.begin_again()
 
-    def begin_anew(self):
+    def begin_again(self):
         self.engine.seq, self.engine.executed = 0, None
         self.slots.clear()
 
@@ -155,11 +155,11 @@ def test_a_new_life_is_what_going_through_the_pool_block_by_block_makes_of_it(dr
     (life, table), (mirror, _) = lived(*drawn), lived(*drawn)
     kept = begin_block_by_block(mirror.engine.replica, 2, table)
     assert life.engine.replica.begin_epoch(2, table) == kept
-    told, expected = lost(life.engine.replica.take_events()), lost(mirror.engine.replica.take_events())
-    assert told == expected
+    reported, expected = lost(life.engine.replica.take_events()), lost(mirror.engine.replica.take_events())
+    assert reported == expected
     assert (life.engine.digest, life.engine.free_order) == (mirror.engine.digest, mirror.engine.free_order)
     for one in (life, mirror):
-        one.begin_anew()
+        one.begin_again()
         one.go_on(12)
     assert life.engine.digest == mirror.engine.digest
     assert life.engine.pool.residency == mirror.engine.pool.residency, "ages are of this life alone"
@@ -167,7 +167,7 @@ def test_a_new_life_is_what_going_through_the_pool_block_by_block_makes_of_it(dr
 
 @given(lives, st.integers(0, 30))
 @settings(max_examples=60)
-def test_an_end_that_is_given_up_is_gone_on_with_and_every_loss_is_told_once(drawn, turns):
+def test_an_interrupted_end_of_an_epoch_continues_and_reports_every_loss_once(drawn, turns):
     (life, table), (whole, _) = lived(*drawn), lived(*drawn)
     whole.engine.replica.begin_epoch(2, table)
     ending = life.engine.replica.end_epoch(table)
@@ -185,7 +185,7 @@ def test_an_end_that_is_given_up_is_gone_on_with_and_every_loss_is_told_once(dra
 
 
 def test_a_life_without_stamps_that_is_given_up_leaves_no_key_to_the_next():
-    """It began: what it dropped was not told one by one, so the others must go too."""
+    """It has begun: its drops are not reported one by one, so the other keys must go too."""
     engine = Engine(full(), num_blocks=30)
     for slot, text in enumerate(("a" * 12, "b" * 12, "c" * 12)):
         engine.serve(slot, text)

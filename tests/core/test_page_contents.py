@@ -76,7 +76,7 @@ def test_a_page_holds_what_its_key_says(mix, seed):
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_random_engine_gets_hits(mix):
-    """Were there none, the test above would say nothing."""
+    """Without hits the test above proves nothing."""
     engines = [run(mix, seed) for seed in range(12)]
     assert sum(engine.hits for engine in engines) > 5
     assert sum(engine.keys_seen for engine in engines) > 1000

@@ -148,7 +148,7 @@ def test_the_gap_behind_a_kept_prompt_does_not_stop_rejected_drafts():
     apply(kept, 3, facts=Facts(slot=[0], appended=[1], tokens=[7]), run=Run(slot=[0], extra=[2]))
     assert 0 in kept.coordinator.tables(0)[0]
     assert apply(kept, 4, facts=Facts(slot=[0], computed=[21])).preempted == [], "the window is there"
-    assert apply(kept, 5, facts=Facts(slot=[0], computed=[10])).preempted == [0], "it would lie in the gap"
+    assert apply(kept, 5, facts=Facts(slot=[0], computed=[10])).preempted == [0], "it would be in the gap"
 
 
 def with_draft_states() -> Replica:
@@ -157,8 +157,8 @@ def with_draft_states() -> Replica:
     return replica(GroupSpec(FULL, 4), states, **sizes)
 
 
-def test_after_a_rejected_draft_no_state_lies_at_the_boundary():
-    """The launch left the state of 9 tokens; that of 8 lies beside it, not in the block of tokens 4 to 8."""
+def test_a_rejected_draft_leaves_no_state_at_the_boundary():
+    """The launch left the state of 9 tokens; that of 8 is next to it, not in the block of tokens 4 to 8."""
     made = with_draft_states()
     apply(made, 1, news=news(0, TOKENS[:7]), admit=Admit(slot=[0]))
     grown = Facts(slot=[0], appended=[1], tokens=[TOKENS[7]])

@@ -1,6 +1,6 @@
 """Hits that end inside a block: the shared block is copied before it is written (copy on write).
 
-Hashes are finer than blocks (2 tokens here, blocks of 4). Beside its full blocks a prompt registers its last hash
+Hashes are finer than blocks (2 tokens here, blocks of 4). With its full blocks a prompt registers its last hash
 boundary, so that a repeat of it loses at most a hash unit, not a block. Every group must be able to take part.
 
     tokens   a a | a a | b b | c            prompt of 7: hash boundary 6, inside the second block of 4
@@ -138,7 +138,7 @@ def test_the_copy_target_is_zeroed_before_it_is_filled():
 
 @pytest.mark.parametrize(("num_blocks", "status"), [(20, GRANTED), (19, REFUSED)])
 def test_the_copy_takes_one_block_more(num_blocks, status):
-    """3 blocks of 2 and 2 of 4 are adopted and lie free; new are the copy and one block of 2: 7 in all."""
+    """3 blocks of 2 and 2 of 4 are adopted from the free list; new are the copy and one block of 2: 7 in all."""
     engine = two_sizes(num_blocks=num_blocks)
     engine.serve(0, "aaaabbc")
     engine.admit(9, "z" * 16)
@@ -225,7 +225,7 @@ def test_a_window_whose_blocks_are_hash_units_takes_part():
 
 def test_a_group_that_is_never_cached_does_not_matter():
     engine = with_state()
-    beside_ring = Engine(
+    with_ring = Engine(
         state(8),
         full(8),
         ring(8),
@@ -234,15 +234,15 @@ def test_a_group_that_is_never_cached_does_not_matter():
         partial_hits=True,
         align=engine.spec.align,
     )
-    prefill(beside_ring, 0, "a" * 13)
-    beside_ring.end(0)
-    assert beside_ring.would_hit("a" * 14).num_tokens == 12
+    prefill(with_ring, 0, "a" * 13)
+    with_ring.end(0)
+    assert with_ring.would_hit("a" * 14).num_tokens == 12
 
 
 # -- drafts ------------------------------------------------------------------------------------------------------------
 
 
 def test_drafts_drop_one_hash_unit():
-    """12 tokens found, 10 left: they lie in all three blocks. Without partial hits a whole block goes."""
+    """12 tokens found, 10 left: they are in all three blocks. Without partial hits a whole block goes."""
     assert find_in(full(4), "xxx", drops_last_block=True, hash_block_size=2, partial_hits=True) == "xxx"
     assert find_in(full(4), "xxx", drops_last_block=True, hash_block_size=2) == "xx"

@@ -136,7 +136,7 @@ def test_a_state_is_padded_even_when_the_ratio_is_whole():
     assert cache_plan.groups[1].block_size == 16
 
 
-def test_latent_rows_beside_a_draft_window_of_another_size_are_rescued_by_keeping_every_token():
+def test_latent_rows_and_a_draft_window_of_another_size_are_planned_by_keeping_every_token():
     layers = named(t=(3, latent()), d=(1, window(head_size=6)))
     cache_plan = plan(layers)
     assert names(cache_plan) == ["t.0 t.1 t.2 d.0"]
@@ -144,7 +144,7 @@ def test_latent_rows_beside_a_draft_window_of_another_size_are_rescued_by_keepin
     assert codes(cache_plan) == [WarningCode.FULL_ALLOCATION]
 
 
-def test_latent_rows_beside_chunks_of_another_size_cannot_be_rescued():
+def test_latent_rows_and_chunks_of_another_size_are_refused():
     with pytest.raises(InvalidArgument, match=r"the page of layer 't\.0'.*block-outermost"):
         plan(named(t=(3, latent()), d=(1, chunked(head_size=6))))
 
@@ -247,7 +247,7 @@ def test_without_hybrid_windows_alone_stay_windows():
     assert codes(cache_plan) == []
 
 
-def test_without_hybrid_a_state_beside_attention_is_refused():
+def test_a_state_with_attention_is_refused_without_hybrid():
     with pytest.raises(InvalidArgument, match="hybrid: the model's layers cannot be allocated alike"):
         plan(named(f=(1, full()), m=(1, state())), hybrid=False)
 

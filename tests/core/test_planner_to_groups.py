@@ -1,4 +1,4 @@
-"""What the allocator is told of a plan, also against the groups that the reference recorded in its traces."""
+"""Groups that the allocator gets from a plan, also against those that the reference recorded in its traces."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_chunk_is_capped_by_what_it_can_hold():
     assert (group.chunk, group.admission_cap_blocks) == (64, 7)
 
 
-def test_a_state_says_how_it_is_cached():
+def test_a_state_group_has_its_cache_mode():
     group = only(state(speculative_blocks=2))
     assert (group.mamba_mode, group.speculative_blocks) == (MambaMode.ALIGN, 2)
     assert only(state(mode=MambaMode.NONE)).mamba_mode is MambaMode.NONE
 
 
-def test_sinks_reference_windows_and_rings_are_told_apart():
+def test_sinks_reference_windows_and_rings_are_distinguished():
     assert only(SinkFullAttentionSpec(**SMALL, sink_tokens=32)).sink_tokens == 32
     assert only(RSWASpec(**SMALL, window=64)).window == 64
     assert only(RingSpec(**SMALL)).kind is GroupKind.RING
@@ -65,7 +65,7 @@ def test_context_parallel_ranks_see_blocks_of_all_their_tokens():
     assert [group.block_size for group in groups] == [64, 16], "a state is not split"
 
 
-def test_attention_blocks_are_zeroed_beside_states_and_states_and_rings_never():
+def test_attention_blocks_are_zeroed_where_there_are_states_and_states_and_rings_never():
     groups = groups_of(named(f=(1, full()), m=(1, state()), r=(1, RingSpec(**SMALL))))
     assert [group.zero_new_blocks for group in groups] == [True, False, False]
     assert not only(full()).zero_new_blocks

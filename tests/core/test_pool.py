@@ -205,7 +205,7 @@ def test_a_block_can_have_further_keys_and_loses_them_together():
     assert [event.hashes for event in pool.events] == [(fake_digest(8),), (fake_digest(6),)]
 
 
-def test_moving_keys_says_nothing_and_leaves_the_source_bare():
+def test_moving_keys_emits_no_event_and_leaves_the_source_unkeyed():
     pool = pool_of()
     source, target = pool.take(2)
     pool.register(source, key(1), 4)
@@ -240,7 +240,7 @@ def test_dropping_the_keys_of_a_block_in_use_frees_nothing():
     assert engine.keyed() == [table[1]]
 
 
-def test_dropping_nothing_says_nothing():
+def test_dropping_no_keys_emits_no_event():
     engine = Engine(full())
     assert engine.cache(evicted=[5]).events == []
 

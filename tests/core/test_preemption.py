@@ -52,7 +52,7 @@ def test_a_row_with_nothing_to_do_costs_nothing():
     assert run(engine, 0, 1, budget=Budget(tokens=1)).granted == [0, 1]
 
 
-def test_nobody_goes_beyond_the_longest_request():
+def test_running_rows_stop_at_the_longest_request():
     engine = crowd(7, max_model_len=8)
     assert run(engine, 0, extra=[5]).granted == [1]
 
@@ -87,7 +87,7 @@ def test_victims_go_one_by_one_until_the_row_fits():
 
 
 def test_the_engine_names_its_victims():
-    """By priority, say. Whoever does not run is passed over, and a victim need not stand among the rows."""
+    """By priority, for example. A victim that does not run is skipped, and a victim need not be among the rows."""
     engine = crowd(8, 12, 12)
     engine.add(7, "zz")
     result = run(engine, 1, 2, victims=[7, 0, 2])
@@ -100,7 +100,7 @@ def test_a_victim_that_was_granted_gives_back_its_budget_and_its_blocks():
     assert engine.num_free == 1
     result = run(engine, 0, 1, 2, victims=[0], budget=Budget(tokens=2))
     assert (result.granted, result.preempted) == ([0, 1, 1], [0])
-    assert result.new_blocks.row == [1], "what slot 0 got is not told"
+    assert result.new_blocks.row == [1], "the answer leaves out the blocks of slot 0"
 
 
 def test_the_input_budget_comes_back_with_its_overhead():
@@ -126,7 +126,7 @@ def test_without_a_list_the_victims_are_the_rows_themselves():
     assert run(engine, 0).preempted == [0]
 
 
-def test_when_no_victim_is_left_the_row_gets_nothing_and_they_are_gone_all_the_same():
+def test_a_row_without_further_victims_gets_nothing_and_the_preempted_stay_preempted():
     """Slot 0 needs 3 blocks, slot 1 has 1 to give."""
     engine = crowd(8, 4, 20)
     facts = Facts([0], appended=[9], tokens=tokens("y" * 9))

@@ -39,7 +39,7 @@ def engine_after(*groups, prompts=(PROMPT,), **changes):
 
 
 def recover(engine, stored, *tables, epoch=1):
-    """A new object of the same spec: the engine goes on with it."""
+    """A new object of the same spec: the engine continues with it."""
     engine.replica = Replica(engine.spec)
     engine.seq, engine.executed = 0, None
     outcome = engine.replica.recover(epoch, tables, stored)
@@ -104,7 +104,7 @@ def test_every_rank_must_show_the_stamp():
     assert recover(engine, [stored], first, first[:2]).kept == 1, "a table that is too short proves what it holds"
 
 
-def test_a_key_of_a_step_that_was_not_executed_is_not_told():
+def test_a_key_of_a_step_that_was_not_executed_is_not_stored():
     engine = Engine(full())
     engine.executed = 0
     engine.admit(0, PROMPT)
@@ -125,7 +125,7 @@ def test_an_entry_of_another_page_content_is_unproven():
     assert engine.outside("zzzzy") == 0
 
 
-def test_rows_that_are_told_twice_count_once():
+def test_rows_that_are_stored_twice_count_once():
     engine = engine_after(full(), window(8))
     stored = engine.replica.entries()
     outcome = recover(engine, [stored, stored], memory(engine))
@@ -152,7 +152,7 @@ def test_further_keys_of_a_block_come_back_with_the_first():
     engine.idle()
     pieces = split(engine.replica.entries())
     hit, table = engine.outside("aaaabbc"), memory(engine)
-    assert hit > 4, "the prompt's end lies inside a block"
+    assert hit > 4, "the prompt's end is inside a block"
     for order in (pieces, pieces[::-1]):
         assert recover(engine, order, table).kept == len(pieces)
         assert engine.outside("aaaabbc") == hit
@@ -234,7 +234,7 @@ def test_keys_become_objects_when_their_blocks_are_touched():
     assert (engine.pool.lazy_keys, engine.keyed(), engine.pool.count_keys()) == (None, [], 0)
 
 
-def test_content_that_is_computed_again_lies_beside_what_came_back():
+def test_content_that_is_computed_again_is_kept_next_to_recovered_content():
     engine = engine_after(full())
     recover(engine, [engine.replica.entries()], memory(engine))
     (first,) = engine.pool.find("", (0,), digests(engine.spec, PROMPT)[:1][0])
@@ -249,7 +249,7 @@ def test_content_that_is_computed_again_lies_beside_what_came_back():
     assert engine.outside(PROMPT) == 12
 
 
-def test_what_came_back_is_evicted_and_told_as_ever():
+def test_recovered_keys_are_evicted_and_reported_as_others():
     engine = engine_after(full(), num_blocks=5)
     recover(engine, [engine.replica.entries()], memory(engine))
     removed = [event.hashes[0] for event in engine.admit(0, "qqqqrrrrsssst").result.events if event.hashes]
@@ -261,8 +261,8 @@ def test_what_came_back_is_evicted_and_told_as_ever():
 texts = st.text("ab", min_size=1, max_size=18)
 
 
-def told(engine):
-    """Keys and their blocks as the events say, and where each block begins that an event says it of."""
+def reported(engine):
+    """Keys and their blocks by the events, and the start of each block for which an event has it."""
     blocks: list[tuple[Key, int]] = []
     starts: dict[int, int] = {}
     for event in map(wire.decode_event, map(wire.encode_event, engine.replica.replay_events())):
@@ -277,7 +277,7 @@ def told(engine):
     st.lists(texts, min_size=1, max_size=8),
     st.randoms(use_true_random=False),
 )
-def test_all_that_came_back_is_told_as_stored(kind, prompts, chance):
+def test_every_recovered_key_has_a_stored_event(kind, prompts, chance):
     several = kind == "several keys"
     groups = (full(4), full(2, lookup_class=1)) if several else KINDS[kind]
     engine = Engine(*groups, num_blocks=40, partial_hits=several)
@@ -291,7 +291,7 @@ def test_all_that_came_back_is_told_as_stored(kind, prompts, chance):
             engine.end(slot)
     engine.idle()
     keys = inspect.take_snapshot(engine.replica).keys
-    blocks, starts = told(engine)
+    blocks, starts = reported(engine)
     assert sorted(blocks) == sorted((one.key, one.block) for one in keys)
     first = {one.block: one for one in reversed(keys)}
     assert set(starts) == set(first)

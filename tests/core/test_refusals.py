@@ -137,7 +137,7 @@ def test_a_queue_gets_the_same_answers(name, answered_twice):
         queue = Queue(seed, groups, **changes)
         for _ in range(40):
             queue.step()
-    assert REUSED.total() > before + 300, "memory was hardly used, so this says nothing"
+    assert REUSED.total() > before + 300, "memory was hardly used, so this proves nothing"
 
 
 @pytest.mark.parametrize("forgets", ["forget_keys", "forget_blocks"])
@@ -276,8 +276,8 @@ class TestWhenItIsForgotten:
         self.offer(engine, flags=whole)
         assert self.offer(engine, flags=whole, budget=Budget(tokens=10)) == [NO_ROOM]
 
-    def test_nobody_runs_any_more(self):
-        """The watermark counts only beside running requests."""
+    def test_the_watermark_is_ignored_when_no_request_runs(self):
+        """The watermark counts only while other requests run."""
         engine = Engine(full(), num_blocks=9, watermark_blocks=4)
         engine.add(1, "a" * 20)
         engine.admit(0, "x" * 4)

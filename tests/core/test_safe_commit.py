@@ -4,7 +4,7 @@
                  |-- tentative --|
 
 Until then its own replica may build on it, and if the step does not run, the key goes and so does what was built on it.
-The reference registers a key for good when it grants the tokens (vLLM #57580); `commit=reference` keeps that.
+The reference registers a key permanently when it grants the tokens (vLLM #57580); `commit=reference` keeps that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROMPT = "aaaabbbbc"  # two full blocks and one token
 
 
 def in_flight_engine(*groups, **changes):
-    """Nothing is executed until a test says so."""
+    """Nothing is executed until a test sets it."""
     engine = Engine(*(groups or (full(),)), **changes)
     engine.executed = 0
     return engine
@@ -103,7 +103,7 @@ def test_a_deferred_row_stops_the_section_or_is_passed_over():
     assert passed.admit_status == [DEFERRED, GRANTED]
 
 
-def test_the_answer_says_up_to_which_step_keys_may_be_shown():
+def test_the_answer_has_the_last_step_whose_keys_may_be_shown():
     engine = in_flight_engine()
     engine.idle()
     engine.idle()
@@ -130,7 +130,7 @@ def test_a_request_preempted_in_the_step_that_granted_it_leaves_no_keys_behind(r
     assert engine.admit(0).hit == hit
 
 
-def test_withdrawn_keys_are_told_as_such():
+def test_withdrawn_keys_have_their_own_reason():
     engine = in_flight_engine()
     engine.add(0, PROMPT)
     admitted, gone = engine.step(Part(admit=admit_row(0)), Part(facts=Facts([0], end=[End.PREEMPTED])))
@@ -163,7 +163,7 @@ def test_adopters_are_preempted_with_the_key():
     engine.add(3, "zzzz")
     granted, gone = engine.step(Part(admit=admit_row(0, 1, 2, 3)), Part(facts=Facts([0], end=[End.PREEMPTED])))
     assert granted.admit_hit == [0, 8, 12, 0]
-    assert gone.preempted == [1, 2], "the request itself is not told what it said"
+    assert gone.preempted == [1, 2], "the answer does not repeat the request's own end"
     assert engine.keyed() == granted.tables.by_row()[3][0], "what the bystander wrote stays"
 
 
@@ -180,13 +180,13 @@ def test_an_adopter_preempted_by_the_run_section_gives_its_budget_back():
     assert admitted.admit_hit == [4]
     assert result.preempted == [0, 1]
     assert result.granted == [0, 9]
-    assert 0 not in result.new_blocks.row, "blocks of a row that was taken back are not told"
+    assert 0 not in result.new_blocks.row, "the answer leaves out blocks of a row that was taken back"
 
 
 # -- failed steps ------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_step_preempts_whom_it_granted_and_withdraws_its_keys():
+def test_a_failed_step_preempts_the_requests_that_it_granted_and_withdraws_its_keys():
     engine = in_flight_engine()
     engine.admit(0, PROMPT)
     result = engine.cache(failed_steps=[1])
@@ -258,7 +258,7 @@ def test_an_adopter_is_found_when_it_copied_the_block():
     assert engine.cache(failed_steps=[1]).preempted == [0, 1]
 
 
-def test_a_failure_is_told_before_its_step_counts_as_executed():
+def test_a_failure_is_reported_before_its_step_counts_as_executed():
     """A synchronous engine whose step 1 failed says executed_through 0 with it; then the count may pass the failure."""
     engine = Engine(full())
     engine.admit(0, PROMPT)

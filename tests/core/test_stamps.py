@@ -1,6 +1,6 @@
 """Stamps say which version of its content a page holds; equal stamps mean equal content.
 
-Each rank keeps a table of stamps beside its pages and writes the answer's orders into it before anything else. A stamp
+Each rank keeps a table of the stamps of its pages and writes the answer's orders into it before anything else. A stamp
 is renewed when a block is handed out and whenever a key leaves it, so that nothing made for the old content is proven.
 """
 

@@ -68,7 +68,7 @@ class Outcome:
     free: int = 0
 
     def take(self, part: Part, result: PartResult) -> None:
-        """Add the answer to one part. Whoever was preempted has nothing of what this step had granted it."""
+        """Add the answer to one part. A preempted request keeps nothing of what this step granted it."""
         for slot in result.preempted:
             self.granted.pop(slot, None)
             self.new.pop(slot, None)

@@ -243,9 +243,9 @@ def test_the_part_at_fault_is_named_and_the_good_ones_before_it_are_not_applied(
     assert refusal(engine, good, Part(run=Run([TOKENS]))).field == "parts[1].run.slot[0]"
 
 
-@pytest.mark.parametrize("told", [-1, 5, 10**9])
-def test_steps_that_were_not_sent_cannot_be_executed(engine, told):
-    assert refusal(engine, Part(), executed_through=told).field == "executed_through"
+@pytest.mark.parametrize("executed", [-1, 5, 10**9])
+def test_steps_that_were_not_sent_cannot_be_executed(engine, executed):
+    assert refusal(engine, Part(), executed_through=executed).field == "executed_through"
 
 
 def test_a_step_has_a_part(engine):
@@ -256,7 +256,7 @@ def test_a_failure_must_come_before_the_count_passes_it(engine):
     assert refusal(engine, Part(cache=Cache(failed_steps=[4])), executed_through=4).field.endswith("failed_steps[0]")
 
 
-def test_messages_say_what_is_wrong(engine):
+def test_messages_name_the_fault(engine):
     error = refusal(engine, Part(facts=Facts([TOKENS], appended=[5], tokens=tokens("bbbbb"))))
     assert str(error) == "parts[0].facts.appended[0]: the request would have 13 tokens, its limit is 12"
 

@@ -1,6 +1,6 @@
-"""The quiet zone: rows for which no manager has anything to do are counted and nothing else.
+"""The fast path: rows for which no manager has anything to do are only counted.
 
-It is only a shortcut: a replica that forgets its quiet zones before every step decides the same.
+It is only a shortcut: a replica that leaves the fast path before every step decides the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_what_changes_the_table_wakes_the_request(move):
     engine = Engine(full(), num_blocks=6)
     engine.admit(0, "aaaab")
     engine.run(0, text="b")
-    assert engine.replica.requests.fast_path_until[0] == 8, "its block has so many slots"
+    assert engine.replica.requests.fast_path_until[0] == 8, "its block has 8 slots"
     if move == "fact":
         engine.fact(0, computed=5)
     elif move == "commit":
@@ -72,16 +72,16 @@ def test_what_changes_the_table_wakes_the_request(move):
     assert engine.replica.requests.fast_path_until[0] == 0
 
 
-def test_a_full_block_wakes_nobody_before_its_hash_is_known():
-    """The engine hashes, and tells the hash of the second block two steps late."""
+def test_a_full_block_leaves_the_fast_path_only_when_its_hash_is_known():
+    """The engine hashes, and sends the hash of the second block two steps late."""
     made = digests(replica_spec(full()), "aaaabbbb")
     news = News([0], [5], num_hashes=[1], hashes=made[0])
     asked_at, engine = [], Engine(full())
     engine.step(Part(news=news, admit=Admit([0])))
     seen = asked(engine)
     for tokens_known in range(6, 13):
-        told = made[1:] if tokens_known == 11 else []
-        facts = Facts([0], appended=[1], num_hashes=[len(told)], hashes=b"".join(told))
+        sent = made[1:] if tokens_known == 11 else []
+        facts = Facts([0], appended=[1], num_hashes=[len(sent)], hashes=b"".join(sent))
         engine.step(Part(facts=facts, run=Run([0])))
         if seen:
             asked_at.append(tokens_known)
@@ -129,7 +129,7 @@ def test_a_new_hash_asks_no_manager_for_blocks():
     assert (seen, looked) == ([0, 0], [0]), "the next token needs a block"
 
 
-def test_a_prefill_has_no_quiet_zone():
+def test_a_prefill_has_no_fast_path():
     """Its boundaries matter to retention; chunks are few."""
     engine = Engine(state(), full(), num_blocks=30)
     engine.admit(0, "a" * 20, cap=3)
