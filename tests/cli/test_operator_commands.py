@@ -191,7 +191,7 @@ def test_explain_of_a_disconnected_engine_works_by_request_name(service, kvplane
             session.apply(part_of(NewsRow(0, tokens=[7] * 40, request_id="first"), AdmitRow(0)))
     code, _, errors = kvplane("explain", "left", "--tokens", str(file), "--service", service.address)
     assert code == 1
-    assert "the engine of left is gone or silent (none of its pages can be hit until it is back; name a req" in errors
+    assert "the engine of left is gone or silent (its pages cannot be hit until the engine reconnects; name a" in errors
     assert kvplane("explain", "left", "--request", "first", "--service", service.address)[0] == 0
 
 
@@ -199,7 +199,7 @@ def test_explain_of_a_disconnected_engine_works_by_request_name(service, kvplane
     ("arguments", "code", "message"),
     [
         (["explain", "r"], 2, "exactly one of --request and --tokens"),
-        (["explain", "r", "--request", "unknown"], 2, "no attempt to admit 'unknown' is recorded"),
+        (["explain", "r", "--request", "unknown"], 2, "no attempt to admit 'unknown' is in the decision log"),
         (["explain", "r", "--tokens", "/nowhere/file"], 2, "No such file"),
         (["describe", "unknown"], 2, "there is no replica 'unknown'"),
     ],

@@ -174,7 +174,9 @@ class Round:
         if wrong:
             raise Finding(f"output {output} of prompt {prompt}: {wrong} tokens differ from the dense model's")
         if prompt is not LONG:
-            self._requests.done(replace(request, tokens=[*prompt, *output]))
+            answered = replace(request)
+            answered.tokens = [*prompt, *output]
+            self._requests.done(answered)
 
     # -- checks after a round ----------------------------------------------------------------------------------------
 

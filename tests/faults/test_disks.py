@@ -82,7 +82,7 @@ def test_full_disk_loses_nothing_and_accepts_writes_once_space_is_free(disk, fil
     disk.fill()
     with pytest.raises(errors.StoreFull, match="full") as caught:
         append_until_refused(filled)  # the file has some free pages
-    assert "make room" in caught.value.remedy
+    assert "free space" in caught.value.remedy
     held = list(filled.load(LOG))
     assert held[0] == chunk(1)
     disk.make_room()

@@ -183,7 +183,7 @@ async def test_a_cancelled_step_is_applied_and_its_answer_kept():
 async def test_a_refused_long_step_changes_nothing_and_the_session_continues():
     one = Stepping(Part(admit=Admit([7])))
     one.hand.go()
-    with pytest.raises(InvalidArgument, match="names no request"):
+    with pytest.raises(InvalidArgument, match="slot 7 has no request"):
         await one.work
     assert one.world.digest == one.before
     assert one.host.state is ReplicaState.LIVE

@@ -17,7 +17,8 @@ from kvplane_service.core.columns import U32, U64, Ints, put_range, put_zeros, z
 from kvplane_service.core.counters import Residency
 from kvplane_service.core.dropping import forget_all_keys, keyed_blocks
 from kvplane_service.core.freelist import FreeList
-from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key, KeyTable
+from kvplane_service.core.keys import LAZY_KEY, NULL_BLOCK, Key
+from kvplane_service.core.keytable import KeyTable
 from kvplane_service.core.refusals import Refusals
 
 if TYPE_CHECKING:

@@ -35,7 +35,8 @@ from kvplane_service.core.columns import (
 )
 from kvplane_service.core.entries import Entries
 from kvplane_service.core.freelist import Links
-from kvplane_service.core.keys import LAZY_KEY, Key, KeyTable
+from kvplane_service.core.keys import LAZY_KEY, Key
+from kvplane_service.core.keytable import KeyTable
 
 _MAX_U32 = (1 << 32) - 1
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplane_service.core.keys import NULL_BLOCK, Key, KeyTable
+from kvplane_service.core.keys import NULL_BLOCK, Key
+from kvplane_service.core.keytable import KeyTable
 
 PAIRS = [("", 0), ("tenant", 0), ("", 3)]
 NUM_BLOCKS = 1000
