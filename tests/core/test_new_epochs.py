@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvplane.base.stamps import MAX_COUNTER
+from kvplane.base.stamps import MAX_COUNTER, in_time
 from kvplane.base.step import CacheEvent, End, EventKind, RemoveReason
 from kvplane_service.core import dropping, freelist, in_flight, inspect
 from kvplane_service.core.cache_events import CacheEvents
@@ -44,6 +44,7 @@ def begin_block_by_block(replica, epoch, table):
     replica.tracker.close()
     for block in [block for block, key in enumerate(pool.key) if key is not None]:
         proven = block < len(table) and table[block] == pool.stamp[block] != 0
+        proven = proven and in_time(table[block]) > in_time(table[NULL_BLOCK])  # issued after the memory's last reset
         if not table:
             pool.unregister(block)
             pool.restamp(block)
