@@ -43,6 +43,7 @@ def generate(root: Path, tools: Path, out: Path) -> None:
     protos = sorted((root / "proto" / PACKAGE).glob("*.proto"))
     if not protos:
         raise SystemExit(f"no .proto file in {root / 'proto' / PACKAGE}")
+    tools = tools.resolve()  # scripts of an environment have its path in their first line
     python = environment(tools / "protoc", PROTOC) / "python"
     plugin = environment(tools / "stubs", STUBS) / "protoc-gen-mypy_grpc"
     command = [str(python), "-m", "grpc_tools.protoc", f"-I{root / 'proto'}"]
