@@ -1,7 +1,7 @@
-"""The cache events of a part. Consecutive removals are stored as columns and become single events on iteration.
+"""The cache events (keys stored or removed) of one part of a step. Consecutive removals are stored as columns.
 
-With a full pool every allocation evicts, so a step may have thousands of removals. Most readers need only their
-columns: `runs_of`.
+With a full pool every allocation evicts a key, so a step may remove thousands of keys. Iteration makes one event per
+removed key; most readers need only the columns, which `runs_of` returns.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from kvplane_service.core.keys import Key
 
 
 class CacheEvents(Sequence[CacheEvent]):
-    """Events in the order in which they happened. Iteration yields REMOVED events of one hash each.
+    """A sequence of events in the order in which they happened; iteration yields REMOVED events with one hash each.
 
     Attributes:
-        runs: the same in order, with consecutive removals of one group, domain and reason as one CacheEvent.
+        runs: the same events, with consecutive removals of one group, domain and reason joined into one CacheEvent.
     """
 
     __slots__ = ("_blocks", "_hashes", "_open", "runs")
@@ -29,12 +29,12 @@ class CacheEvents(Sequence[CacheEvent]):
         self._blocks: list[int] = []
 
     def append(self, event: CacheEvent) -> None:
-        """STORED, CLEARED, or a whole run of removals."""
+        """Append an event: STORED, CLEARED, or a REMOVED event with any number of hashes."""
         self.runs.append(event)
         self._open = None
 
     def removed(self, block: int, keys: Iterable[Key], reason: RemoveReason) -> None:
-        """The block lost these keys."""
+        """Append one REMOVED event for keys of one block."""
         for domain, group, digest in keys:
             if self._open != (domain, group, reason):
                 self._open = domain, group, reason
@@ -72,5 +72,7 @@ class CacheEvents(Sequence[CacheEvent]):
 
 
 def runs_of(events: Sequence[CacheEvent]) -> Sequence[CacheEvent]:
-    """The events in runs; a list of single events is returned unchanged."""
+    """Return the events of a `CacheEvents` with consecutive removals joined (its `runs`); return any other sequence
+    unchanged.
+    """
     return events.runs if isinstance(events, CacheEvents) else events

@@ -1,12 +1,13 @@
-"""Columns over all blocks of a pool: arrays of the standard library, and numpy views of the same bytes.
+"""Functions on columns: arrays of the standard library with one integer per entry, and numpy views of the bytes of such
+an array.
 
-Arrays are compact, and single entries are read and written fast. Passes over many entries use numpy.
+An array is compact, and reading or writing a single entry is fast. Passes over many entries use numpy.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from kvplane.base.stamps import COUNTER_BITS, EPOCH_BITS, GENERATION_BITS, MAX_COUNTER, MAX_EPOCH, Stamp, in_time
 
 U32, U64 = "I", "Q"  # type codes of columns
-SLICE_BLOCKS = 4096  # between two yields of a pass over many blocks: a few milliseconds at most
+_SORTED, _COMPARED = 1 << 14, 1 << 16  # values that `find_equal` sorts, and compares, in one slice
+SLICE_BLOCKS = 4096  # blocks between two yields of a pass over many: a few milliseconds at most
 
 _COUNTERS, _EPOCHS = np.uint64(MAX_COUNTER), np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
 _COUNTER_BITS, _GENERATION_BITS = np.uint64(COUNTER_BITS), np.uint64(GENERATION_BITS)
@@ -28,28 +30,33 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 def zeros(code: str, count: int) -> array[int]:
-    """A column of zeros."""
+    """Return a new column of `count` zeros; `code` is the type code of its entries: `U32` or `U64`."""
     return array(code, bytes(count * array(code).itemsize))
 
 
 def column(code: str, values: npt.NDArray[Any]) -> array[int]:
-    """A column of these values."""
+    """Copy the values into a new column; `code` is the type code of its entries: `U32` or `U64`."""
     made = array(code)
     made.frombytes(np.ascontiguousarray(values, code).view(np.uint8).data)
     return made
 
 
 def words_of(values: Sequence[int]) -> Words:
-    """These u64 values as a numpy array; a column is not copied."""
+    """Return u64 values as a numpy array, which shares the bytes of a column; the values of a list are copied."""
     return np.frombuffer(values if isinstance(values, array | memoryview) else array(U64, values), np.uint64)
 
 
 def behind_reset(stamps: Words, last_reset: int) -> Mask:
-    """Which of these stamps were issued after a reset; `last_reset` 0: there was none."""
+    """Return a mask: which stamps (version numbers of block contents) were issued after the reset of the cache.
+
+    `last_reset` is the stamp that the reset issued; 0 if there was no reset, then every entry of the mask is true.
+    """
     if not last_reset:
         return np.ones(len(stamps), np.bool_)
     generations = stamps >> _GENERATION_AT << _COUNTER_BITS
-    given: Words = (stamps & _EPOCHS) << _GENERATION_BITS | generations | stamps & _COUNTERS  # as `in_time`
+    given: Words = (
+        (stamps & _EPOCHS) << _GENERATION_BITS | generations | stamps & _COUNTERS
+    )  # the order of `stamps.in_time`
     return given > np.uint64(in_time(last_reset))
 
 
@@ -58,18 +65,40 @@ def are_equal(some: Sequence[int], others: Sequence[int]) -> bool:
     return len(some) == len(others) and (some is others or bool((words_of(some) == words_of(others)).all()))
 
 
+def find_equal(values: array[int]) -> Generator[None, None, tuple[int, ...]]:
+    """Find two equal u64 values other than 0. Returns their two positions, or () if all values differ.
+
+    Yields after each slice of about a millisecond. Each slice sorts only the values that are equal modulo a constant,
+    because a sort of all values would take too long.
+    """
+    words = words_of(values)
+    num_parts = 1 + len(words) // _SORTED
+    for part in range(num_parts):
+        found = []
+        for start in range(0, len(words), _COMPARED):
+            piece = words[start : start + _COMPARED]
+            found.append(piece[(piece % np.uint64(num_parts) == part) & (piece != 0)])
+            yield
+        mine = np.sort(np.concatenate(found))
+        twice = mine[1:][mine[1:] == mine[:-1]]
+        if len(twice):
+            return tuple(np.flatnonzero(words == twice[0])[:2].tolist())
+        yield
+    return ()
+
+
 def put_zeros(target: array[int], at: Sequence[int] | Ints) -> None:
-    """Set these entries to 0."""
+    """Set the entries at these positions to 0."""
     np.frombuffer(target, target.typecode)[at] = 0
 
 
 def put_range(target: array[int], at: Ints, first: int) -> None:
-    """Set these entries to `first`, `first` + 1 and so on."""
+    """Set the entries at these positions to `first`, `first` + 1 and so on."""
     np.frombuffer(target, target.typecode)[at] = np.arange(first, first + len(at), dtype=target.typecode)
 
 
 def rows_in_order(values: Words) -> Ints:
-    """Row numbers in ascending order of the values; equal values keep their order. Overwrites `values`."""
+    """Return the positions of the values, sorted by value; equal values keep their order. Overwrites `values`."""
     bits = len(values).bit_length()
     if not len(values) or int(values.max()).bit_length() + bits > 64:
         return np.argsort(values, kind="stable")

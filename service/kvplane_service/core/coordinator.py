@@ -1,12 +1,13 @@
-"""All groups of a replica together: an allocation is made in every group or in none."""
+"""The coordinator allocates blocks for a request in all KV cache groups of a replica, or in none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
-from kvplane.base.groups import CommitRule, ReplicaSpec
+from kvplane.base.groups import CommitRule, GroupKind, ReplicaSpec
 from kvplane.base.step import Orders
 from kvplane_service.core.lookup import Hit, PrefixLookup
 from kvplane_service.core.managers import GroupManager, GroupSetup, make_manager
@@ -16,22 +17,24 @@ from kvplane_service.core.pool import INSIDE, BlockPool
 from kvplane_service.core.requests import Requests
 from kvplane_service.core.setup import is_cached, states_for_drafts
 
+NO_HIT = Hit(0, 0, ())
+
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The first allocation of a waiting request.
+    """Arguments of the first allocation for a waiting request.
 
     Attributes:
-        slot: the request.
-        num_new: tokens to compute.
-        hit: the cached prefix that it adopts.
-        num_external: tokens behind the hit that an external source provides.
-        lookahead: further slots, for drafts.
-        num_encoder: encoder tokens.
-        delay_caching: register no keys yet.
-        full_fit: the whole sequence must fit.
-        leave_free: blocks that must stay free, in addition to the watermark.
-        watermark: blocks that must stay free.
+        slot: slot of the request.
+        num_new: tokens to compute in this step.
+        hit: the cached prefix; the request takes references to the blocks of this prefix.
+        num_external: tokens behind the hit whose KV is loaded instead of computed.
+        lookahead: further token positions to allocate, for draft tokens.
+        num_encoder: encoder tokens, for cross-attention groups.
+        delay_caching: register no keys yet, because the tokens are still being loaded.
+        full_fit: require free blocks for the whole sequence, not only for the tokens of this step.
+        leave_free: number of blocks that must stay free, in addition to `watermark`.
+        watermark: number of blocks that every admission must leave free.
     """
 
     slot: int
@@ -46,12 +49,45 @@ class Admission:
     watermark: int = 0
 
 
+class FastPathBounds(NamedTuple):
+    """The three bounds of a request's fast path: allocated positions, processed tokens and known tokens.
+
+    A row of a step that stays below these bounds needs no work of the managers; see `Requests`.
+    """
+
+    blocks: int
+    window: int
+    keys: int
+
+
+class Growth(NamedTuple):
+    """Arguments of a further allocation for a running request.
+
+    Attributes:
+        num_new: tokens to compute in this step.
+        lookahead: further token positions to allocate, for draft tokens.
+        in_flight: computed tokens whose step is not executed yet; the blocks that these tokens attend to are kept.
+        delay_caching: register no keys yet.
+        leave_free: number of blocks that must stay free.
+        full_fit: require free blocks for the whole sequence, not only for the tokens of this step.
+    """
+
+    num_new: int
+    lookahead: int
+    in_flight: int
+    delay_caching: bool = False
+    leave_free: int = 0
+    full_fit: bool = False
+
+
 class Coordinator:
-    """Calls each group's manager, and allocates only when all groups fit.
+    """Allocates, registers and releases blocks through one manager per group.
+
+    An allocation changes nothing unless the pool has enough free blocks for all groups.
 
     Args:
-        spec: the replica.
-        requests: its requests.
+        spec: specification of the replica.
+        requests: state of the requests of the replica.
     """
 
     def __init__(self, spec: ReplicaSpec, requests: Requests) -> None:
@@ -68,54 +104,76 @@ class Coordinator:
         self._caching = tuple(manager for manager in self.managers if is_cached(manager.spec))
         self._drops_last_block = any(manager.drops_last_block for manager in self.managers)
         self._cache_unit = self._find_cache_unit()
+        # A request with a retained window computes its tokens behind the prompt without those in the gap.
+        retains = any(group.kind is GroupKind.R_SWA for group in spec.groups)
+        self._hits_end_in_prompt = retains and spec.commit is CommitRule.SAFE
         self._unfinalized = max(0, spec.prefill_lookahead - 1)
 
     def _find_cache_unit(self) -> int:
-        """Tokens in whose multiples keys become registrable; 1 when groups have boundaries of their own."""
+        """Return the number of tokens in whose multiples all groups can register keys; 1 if this number differs between
+        groups.
+        """
         if len(self.managers) == 1 or self.spec.partial_hits or self._drops_last_block:
             return 1
         return self.spec.scheduler_block_size
 
     # -- look-up -----------------------------------------------------------------------------------------------------
 
-    def find_hit(self, slot: int) -> Hit:
-        """The longest cached prefix, at most the request's tokens - 1: the last is computed for its logits."""
+    def find_hit(self, slot: int, limit: int = FOREVER) -> Hit:
+        """Find the request's longest cached prefix of at most `limit` tokens.
+
+        A hit never includes the last token of the prompt, which must be computed for its logits. Changes nothing.
+        """
         requests = self.requests
-        limit = 0 if requests.skip_reading[slot] else requests.num_tokens[slot] - 1
+        limit = 0 if requests.skip_reading[slot] else min(limit, requests.num_tokens[slot] - 1)
+        if self._hits_end_in_prompt:
+            limit = min(limit, requests.num_prompt[slot])
         return self.lookup.find(requests.content[slot].digests, requests.domain[slot], limit, INSIDE)
 
     def hit_is_ready(self, hit: Hit) -> bool:
-        """Whether every group can adopt its part of the hit in this step."""
+        """Whether the request may take references to the blocks of the hit, in every group, in this step; otherwise the
+        caller defers the admission to a later step.
+        """
         return all(manager.hit_is_ready(hit.blocks[manager.group], hit.num_tokens) for manager in self.managers)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether every group still has the blocks that computing from `num_computed` on reads or writes."""
+        """Whether every group still has all blocks that are needed to compute the tokens after the first `num_computed`
+        again.
+        """
         return all(manager.can_rewind(slot, num_computed) for manager in self.managers)
 
     def rewind(self, slot: int, num_computed: int) -> None:
-        """Tokens from `num_computed` on will be computed again: states that this overwrites lose their keys."""
+        """Prepare to compute the tokens after the first `num_computed` again: remove the keys of states that will be
+        overwritten.
+        """
         for manager in self.managers:
             manager.rewind(slot, num_computed)
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
     def free_wanted(self, admission: Admission) -> int:
-        """Blocks that must be free for an admission, the watermark included."""
+        """Return how many free blocks the pool must have for this admission, including the blocks that must
+        stay free.
+        """
         total = self._known(admission)
         num_main = total + admission.num_new
         num_slots = min(num_main + admission.lookahead, self.spec.max_model_len)
         need = Need(admission.slot, num_slots, num_main, total, admission.hit.num_tokens, admission.num_encoder)
         wanted = self._count(need, admission.hit) + admission.leave_free
         if admission.full_fit:
-            wanted = max(wanted, self._blocks_of_all(admission, total))
+            slot, hit, encoder = admission.slot, admission.hit, admission.num_encoder
+            wanted = max(wanted, self._blocks_of_all(slot, total, hit.num_tokens, hit, encoder))
         return wanted + admission.watermark
 
     def _known(self, admission: Admission) -> int:
-        """Tokens that need not be computed."""
+        """Return the number of tokens that need not be computed: the tokens of the hit and the external tokens."""
         return min(admission.hit.num_tokens + admission.num_external, self.spec.max_model_len)
 
     def admit(self, admission: Admission) -> list[list[int]]:
-        """Adopt the hit and allocate the first blocks; the new ones per group. `free_wanted` blocks are free."""
+        """Adopt the hit and allocate the first blocks of a request; returns the new blocks per group.
+
+        The caller has checked that `free_wanted` blocks are free.
+        """
         slot, spec = admission.slot, self.spec
         local, total = admission.hit.num_tokens, self._known(admission)
         num_main = total + admission.num_new
@@ -131,29 +189,23 @@ class Coordinator:
         self.requests.invalidate_fast_path(slot)  # the next row releases blocks of the hit that are outside a window
         return new
 
-    def extend(
-        self, slot: int, num_new: int, lookahead: int, in_flight: int, delay_caching: bool
-    ) -> Sequence[list[int]] | None:
-        """Allocate blocks for `num_new` more tokens of a running request; returns the new ones per group.
+    def extend(self, slot: int, growth: Growth) -> Sequence[list[int]] | None:
+        """Allocate blocks for more tokens of a running request; returns the new blocks per group.
 
-        None: too few blocks are free, and nothing was allocated. Blocks that left a window are released even then, as
-        in vLLM, since no request needs them.
-
-        Args:
-            slot: the request.
-            num_new: tokens to compute.
-            lookahead: further slots, for drafts.
-            in_flight: tokens whose step is not executed; blocks that they attend to are kept.
-            delay_caching: register no keys yet.
+        Returns None, and allocates nothing, if too few blocks are free. Blocks that left the attention window are
+        released in both cases, as in vLLM: the request never reads these blocks again.
         """
+        num_new, lookahead, in_flight, delay_caching, leave_free, full_fit = growth
         requests, computed = self.requests, self.requests.computed[slot]
+        if full_fit and self._blocks_of_all(slot, computed, computed) > self.pool.num_free:
+            return None
         num_main = computed + num_new
         num_slots = min(num_main + lookahead, self.spec.max_model_len)
         processed = max(0, computed - in_flight)
         new: Sequence[list[int]] | None = ()
-        grows = num_slots > requests.alloc_bound[slot] or processed >= requests.window_bound[slot]
+        grows = num_slots > requests.alloc_bound[slot] or processed >= requests.window_bound[slot] or leave_free > 0
         if grows:
-            new = self._grow_tables(slot, num_slots, num_main, processed)
+            new = self._grow_tables(slot, num_slots, num_main, processed, leave_free)
             if new is None:
                 requests.invalidate_fast_path(slot)
                 return None
@@ -166,8 +218,10 @@ class Coordinator:
             self._find_fast_path(slot, processed, num_main)
         return new
 
-    def _grow_tables(self, slot: int, num_slots: int, num_main: int, processed: int) -> list[list[int]] | None:
-        need = 0
+    def _grow_tables(
+        self, slot: int, num_slots: int, num_main: int, processed: int, leave_free: int
+    ) -> list[list[int]] | None:
+        need = leave_free
         for manager in self.managers:
             manager.release_skipped(slot, processed)
             need += manager.blocks_to_extend(slot, num_slots, num_main)
@@ -175,19 +229,37 @@ class Coordinator:
             return None
         return [manager.allocate(slot, num_slots, num_main, 0) for manager in self.managers]
 
-    def _blocks_of_all(self, admission: Admission, total: int) -> int:
-        """Blocks that the whole sequence needs."""
-        num_tokens = min(self.requests.num_tokens[admission.slot], self.spec.max_model_len)
-        need = Need(
-            admission.slot, num_tokens, num_tokens, total, admission.hit.num_tokens, admission.num_encoder, capped=True
-        )
-        return self._count(need, admission.hit)
+    def release_skipped(self, slot: int, num_processed: int) -> None:
+        """Release the blocks outside the attention window of the token after the first `num_processed` tokens.
+
+        `num_processed` tokens are computed, and their steps executed. Blocks that steps in flight may read are kept.
+        """
+        requests = self.requests
+        if slot in requests.loading:
+            return  # the load still writes blocks of tokens that count as computed
+        processed = min(num_processed, requests.computed[slot] - requests.in_flight[slot])
+        for manager in self.managers:
+            manager.release_skipped(slot, max(0, processed))
+        requests.invalidate_fast_path(slot)
+
+    def _blocks_of_all(self, slot: int, total: int, local: int, hit: Hit = NO_HIT, num_encoder: int = 0) -> int:
+        """Return how many more blocks the whole sequence of the request needs.
+
+        `total`: tokens that need not be computed (hit and external tokens). `local`: tokens of the hit.
+        """
+        num_tokens = min(self.requests.num_tokens[slot], self.spec.max_model_len)
+        return self._count(Need(slot, num_tokens, num_tokens, total, local, num_encoder, capped=True), hit)
 
     def _count(self, need: Need, hit: Hit) -> int:
-        return sum(manager.blocks_needed(need, hit.blocks[manager.group]) for manager in self.managers)
+        blocks = hit.blocks or [()] * len(self.managers)
+        return sum(manager.blocks_needed(need, blocks[manager.group]) for manager in self.managers)
 
     def _adopt(self, admission: Admission, local: int, total: int) -> None:
-        """Adopt in all groups before allocating external blocks, which could evict an unadopted hit (vLLM #33775)."""
+        """Adopt the hit in all groups (take references to its blocks), then allocate the blocks of the external tokens.
+
+        The allocation must be second: it could otherwise evict blocks of the hit that no request holds yet (vLLM
+        #33775).
+        """
         if not (any(admission.hit.blocks) or admission.num_external):
             return
         for manager in self.managers:
@@ -197,7 +269,10 @@ class Coordinator:
                 manager.allocate_external(admission.slot, local, total)
 
     def _leave_to_load(self, slot: int, local: int, total: int, first_zero: int) -> None:
-        """Remove blocks that a transfer fills from the zero orders since `first_zero`: the load writes whole pages."""
+        """Remove blocks that a load will fill from the orders to zero blocks, beginning with order `first_zero`.
+
+        The load writes whole pages, so these blocks need no zeroing before.
+        """
         loaded = {block for manager in self.managers for block in manager.blocks_between(slot, local, total)}
         orders = self._orders
         rows = list(zip(orders.zero_block[first_zero:], orders.zero_group[first_zero:], strict=True))
@@ -205,38 +280,50 @@ class Coordinator:
         orders.zero_group[first_zero:] = [group for block, group in rows if block not in loaded]
 
     def zero_unloaded(self, slot: int, num_tokens: int) -> None:
-        """A load provided only these tokens: order zeroes for the blocks that it did not write."""
+        """Order the zeroing of blocks that a load left unwritten, because the load provided only the first `num_tokens`
+        tokens.
+        """
         for manager in self.managers:
             manager.zero_unloaded(slot, num_tokens)
 
     def blocks_when_alone(self, num_tokens: int, num_encoder: int = 0) -> int:
-        """Most blocks that a request of `num_tokens` tokens holds at once; more than the pool has: it can never run."""
+        """Return the largest number of blocks that a request of `num_tokens` tokens holds at one time.
+
+        The request can never run in a pool with fewer blocks.
+        """
         return sum(manager.blocks_alone(num_tokens, num_encoder) for manager in self.managers)
 
     def _find_fast_path(self, slot: int, processed: int, num_main: int) -> None:
-        """Compute the bounds of the fast path; none in prefill, where chunks register at boundaries of their own."""
+        """Compute and store the bounds of the request's fast path (see `Requests`).
+
+        A request in prefill has no fast path, because the ends of its chunks decide which blocks can be registered.
+        """
         requests = self.requests
         if num_main < requests.num_prompt[slot]:
             requests.invalidate_fast_path(slot)
             return
+        bounds = self.fast_path_bounds(slot, processed)
+        requests.alloc_bound[slot], requests.window_bound[slot], requests.register_bound[slot] = bounds
+        requests.fast_path_until[slot] = min(bounds.blocks, bounds.window, bounds.keys - 1)
+
+    def fast_path_bounds(self, slot: int, processed: int) -> FastPathBounds:
+        """Return the bounds of the request's fast path (see `Requests`).
+
+        `processed`: number of tokens that are computed and whose steps are executed.
+        """
         blocks = window = keys = FOREVER
         for manager in self.managers:
             blocks = min(blocks, manager.alloc_bound(slot))
             window = min(window, manager.window_bound(slot, processed))
             keys = min(keys, manager.register_bound(slot))
-        if self.spec.enable_caching:
-            keys = -(-keys // self._cache_unit) * self._cache_unit
-        else:
-            keys = FOREVER
-        requests.alloc_bound[slot] = blocks
-        requests.register_bound[slot] = keys
-        requests.window_bound[slot] = window
-        requests.fast_path_until[slot] = min(blocks, window, keys - 1)
+        if not self.spec.enable_caching:
+            return FastPathBounds(blocks, window, FOREVER)
+        return FastPathBounds(blocks, window, -(-keys // self._cache_unit) * self._cache_unit)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 
     def register(self, slot: int, num_tokens: int) -> None:
-        """Register the full blocks of the request's first `num_tokens` tokens."""
+        """Register the full blocks of the request's first `num_tokens` tokens, so that look-ups find them."""
         if not self.spec.enable_caching:
             return
         boundaries = _replay_boundaries(
@@ -249,22 +336,28 @@ class Coordinator:
             manager.register_blocks(slot, self._share(manager, num_tokens), boundaries)
 
     def register_again(self, blocks: Sequence[int]) -> None:
-        """Let requests that have these blocks register them again; the reference does not."""
+        """Let the requests that hold these blocks register keys for them again, after the keys were dropped.
+
+        With commit=reference (the replica behaves as vLLM) this does nothing.
+        """
         if self.spec.commit is CommitRule.SAFE:
             for manager in self.managers:
                 manager.register_again(frozenset(blocks))
 
     def commit(self, slot: int, num_tokens: int) -> None:
-        """Register blocks that earlier steps wrote, so that rows of this step can hit them."""
+        """Register the blocks of the first `num_tokens` tokens, which earlier steps wrote, so that look-ups of this
+        step find them.
+        """
         self.register(slot, num_tokens)
         for manager in self.managers:
             manager.note_written(slot)
 
     def _share(self, manager: GroupManager, num_tokens: int) -> int:
-        """Tokens of which this group may register blocks: a hit can only end at an aligned length.
+        """Return the number of leading tokens whose blocks this group may register.
 
-        Look-ups that drop the last block read one block more, so one more is registered. Tokens that a multi-module
-        drafter will compute again are not final and are left out.
+        With several groups the number is rounded down to a length at which a hit can end. If look-ups leave out the
+        last matched block, a hit needs one block more, so one more block is registered. Tokens that a drafter of
+        several modules will compute again are not counted, because their pages still change.
         """
         final = max(0, num_tokens - self._unfinalized)
         if len(self.managers) == 1:
@@ -282,35 +375,44 @@ class Coordinator:
     # -- release -----------------------------------------------------------------------------------------------------
 
     def free(self, slot: int) -> None:
-        """Release all blocks of a request, group by group, tail first: the tail is evicted before the prefix."""
+        """Release all blocks of a request, group by group, the request's last block first: so its tail is evicted
+        before its prefix.
+        """
         for manager in self.managers:
             self.pool.release(reversed(manager.take_all(slot)))
 
     def take_all(self, slot: int) -> list[int]:
-        """Empty the tables; the blocks of all groups in order, whose references the caller now owns."""
+        """Empty the request's block tables and return the blocks of all groups. The caller must release
+        the references.
+        """
         return [block for manager in self.managers for block in manager.take_all(slot)]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def grow(self, slot: int) -> None:
-        """Make room for the slot."""
+        """Extend the managers' columns so that they have an entry for this slot."""
         for manager in self.managers:
             manager.grow(slot)
 
     def new_step(self) -> None:
-        """A step begins to allocate."""
+        """Clear what the managers record per step; call this before the first allocation of a step."""
         for manager in self.managers:
             manager.new_step()
 
     def take_copies(self) -> list[int]:
-        """End of a step: the blocks held for its copies, sources and targets. The caller owns the references."""
+        """Return and clear the source and target blocks of the copies that this step orders.
+
+        The caller must release the references that kept these blocks until the copies ran.
+        """
         held = [block for manager in self.managers for pair in manager.copies for block in pair]
         for manager in self.managers:
             manager.copies.clear()
         return held
 
     def take_orders(self) -> Orders:
-        """Return and clear the orders for ranks since the last call."""
+        """Return and clear the orders (copy or zero blocks, write stamps) that ranks must carry out, collected since
+        the last call.
+        """
         orders, taken = self._orders, Orders()
         for name in ("copy_src", "copy_dst", "copy_group", "zero_block", "zero_group"):
             column = getattr(orders, name)
@@ -322,17 +424,17 @@ class Coordinator:
         return taken
 
     def tables(self, slot: int) -> list[list[int]]:
-        """Block table per group; fresh lists."""
+        """Return copies of the request's block tables, one per group."""
         return [list(manager.table[slot]) for manager in self.managers]
 
 
 @lru_cache(maxsize=4096)
 def _replay_boundaries(num_prompt: int, unit: int, drops_last_block: bool, keep_divergence: bool) -> tuple[int, ...]:
-    """Positions at which a later request that replays this prompt can resume.
+    """Return the positions, in tokens, at which the computation of a later request that repeats this prompt can begin.
 
-    An identical prompt resumes at its last token at most, a longer one at the prompt's end. Where look-ups drop the
-    last matched block both are one block lower. `keep_divergence` adds the boundary one unit lower, for prompts that
-    diverge inside their last block (vLLM #57610).
+    An identical prompt begins at the latest with its last token; a longer prompt at the end of this one. Where look-ups
+    leave out the last matched block, both positions are one block lower. `keep_divergence` adds the position one
+    alignment unit lower, for prompts that differ inside their last block (vLLM #57610).
     """
     if not drops_last_block:
         boundaries = {num_prompt - 1}

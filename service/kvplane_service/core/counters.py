@@ -1,4 +1,4 @@
-"""What a replica counts: events since it was registered, and blocks by passing over tables and pool."""
+"""Counters of a replica: events since its registration, and blocks counted in one pass over tables and pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since registration; those without a unit in their name or comment are events."""
+    """Counts since the replica was registered. A count without a unit in its name or comment counts events."""
 
     steps: int = 0
     admitted: int = 0
@@ -27,13 +27,15 @@ class Counters:
     hit_tokens: int = 0
     granted_tokens: int = 0
     withdrawn_keys: int = 0
-    unaligned_chunks: int = 0  # rows that ended inside a state block: no chunk of their step could hold a whole one
-    starved_chunks: int = 0  # aligned rows without tokens, after more than PATIENT_ROWS such rows of the request
+    unaligned_chunks: int = 0  # rows that ended inside a block of state: the budget was below one block
+    starved_chunks: int = 0  # rows of 0 tokens for lack of room for a state block, after PATIENT_ROWS in sequence
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCounters:
-    """Counters of one group: blocks held and keyed now, the others since registration."""
+    """Counters of one group: used and cached blocks at the time of the call, all other counts since
+    the registration.
+    """
 
     used_blocks: int
     cached_blocks: int
@@ -44,7 +46,7 @@ class GroupCounters:
 
 @dataclass(slots=True)
 class Residency:
-    """Histograms of block lifetimes in steps, by power of two (index: bit length of the number of steps)."""
+    """Histograms of block lifetimes: entry n counts the lifetimes whose number of steps has n binary digits."""
 
     lifetime: list[int]  # from one allocation of the block to the next
     idle_before_evict: list[int]  # from the last use to the eviction of a key
@@ -52,17 +54,18 @@ class Residency:
 
     @classmethod
     def empty(cls) -> Residency:
-        """All zero."""
+        """Return histograms whose entries are all 0."""
         return cls([0] * 65, [0] * 65, [0] * 65)  # bit lengths 0 to 64
 
 
 def count_by_group(pool: BlockPool, managers: Sequence[GroupManager]) -> list[GroupCounters]:
-    """Counters of each group; passes over the whole pool and changes nothing."""
+    """Return the counters of each group. Passes over the whole pool; changes nothing."""
     cached = [0] * len(managers)
     for block in range(pool.num_blocks):
         key = pool.key_of(block)
         if key is not None:
-            cached[key.group] += 1
+            _, group, _ = key
+            cached[group] += 1
     return [
         GroupCounters(
             used_blocks=len({block for table in manager.table for block in table if block}),
@@ -76,7 +79,7 @@ def count_by_group(pool: BlockPool, managers: Sequence[GroupManager]) -> list[Gr
 
 
 def count_common_blocks(requests: Requests, managers: Sequence[GroupManager]) -> list[int]:
-    """Per group, leading blocks that every running request shares."""
+    """Return, per group, how many leading blocks are the same in the tables of all running requests."""
     running = [slot for slot in requests.slots() if requests.running[slot]]
     counts = []
     for manager in managers:

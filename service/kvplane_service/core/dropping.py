@@ -1,6 +1,7 @@
-"""Passes over many blocks of a pool, column by column: verifying stamps and removing keys.
+"""Removes the keys of many blocks of a pool at once, or keeps those that the stamps in the page memory confirm.
 
-A million keys are removed in half a second; block by block takes several times as long.
+A stamp is the version number of the content of a block. Work is done by column: a million keys are removed in half a
+second; block by block takes several times as long.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _Lost: TypeAlias = tuple[str, int, Sequence[bytes], Sequence[int]]  # domain, gr
 
 
 def keyed_blocks(pool: BlockPool) -> Iterator[Ints]:
-    """Blocks with a key, ascending, in slices; each slice is computed when it is requested."""
+    """Yield arrays of the blocks that have a key, ascending; each array is computed when the caller requests it."""
     num_tokens = np.frombuffer(pool.key_tokens, np.uint32)
     for start in range(0, pool.num_blocks, SLICE_BLOCKS):
         blocks = start + np.flatnonzero(num_tokens[start : start + SLICE_BLOCKS])
@@ -32,10 +33,11 @@ def keyed_blocks(pool: BlockPool) -> Iterator[Ints]:
 
 
 def confirm(pool: BlockPool, blocks: Ints, shown: Words) -> Ints:
-    """Split keyed blocks by what the page memory proves: returns the unproven, and publishes the keys of the others.
+    """Mark keys as executed if the page memory still has the content of their block; return all other blocks.
 
-    `shown`: stamps of the page memory, by block. A block is proven if the memory shows the pool's stamp, issued after
-    the memory's last reset, and the step that registered its key is executed.
+    `blocks`: blocks that have keys. `shown`: by block, the stamp (version number of the content) in the page memory.
+    The memory has the content if its stamp equals that of the pool and was issued after the last reset of the memory,
+    and if the step that registered the key is executed.
     """
     within = blocks[: np.searchsorted(blocks, len(shown))]
     stamps, steps = np.frombuffer(pool.stamp, np.uint64), np.frombuffer(pool.key_step, np.uint64)
@@ -48,14 +50,17 @@ def confirm(pool: BlockPool, blocks: Ints, shown: Words) -> Ints:
 
 
 def any_key_has(pool: BlockPool, stamps: set[int], without: set[int]) -> bool:
-    """Whether a keyed block that is not in `without` has one of these stamps."""
+    """Whether one of these stamps belongs to a block that has a key and is not in `without`."""
     keyed = np.frombuffer(pool.key_tokens, np.uint32) > 0
     keyed[list(without)] = False
     return bool(np.isin(np.frombuffer(pool.stamp, np.uint64)[keyed], words_of(list(stamps))).any())
 
 
 def drop_all_keys(pool: BlockPool, blocks: Ints, reason: RemoveReason) -> None:
-    """As `BlockPool.drop_keys` for each of these keyed blocks; one event per domain and group."""
+    """Remove all keys of these blocks, and give each block a new stamp (version number of its content).
+
+    Every block must have a key. Emits one REMOVED event per domain (name space of keys) and group.
+    """
     for domain, group, digests, of_blocks in _unregister_all(pool, blocks.tolist()):
         if pool.with_events and of_blocks:
             event = CacheEvent(EventKind.REMOVED, group, digests, of_blocks, domain=domain, reason=reason)
@@ -64,7 +69,7 @@ def drop_all_keys(pool: BlockPool, blocks: Ints, reason: RemoveReason) -> None:
 
 
 def forget_all_keys(pool: BlockPool, blocks: Ints) -> None:
-    """As `drop_all_keys`, without an event."""
+    """Remove all keys of these blocks, and give each a new stamp (version number of its content). Emits no events."""
     for _ in _unregister_all(pool, blocks.tolist()):
         pass
     pool.restamp_all(blocks)
@@ -106,4 +111,4 @@ def _unregister_each(pool: BlockPool, blocks: list[int]) -> Iterator[_Lost]:
         for key in pool.unregister(block):
             keys.setdefault(key[:2], []).append((key, block))
     for (domain, group), found in keys.items():
-        yield domain, group, [key.digest for key, _ in found], [block for _, block in found]
+        yield domain, group, [digest for (_, _, digest), _ in found], [block for _, block in found]

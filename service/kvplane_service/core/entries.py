@@ -1,7 +1,7 @@
-"""Published keys of a replica in columns, for a store; and as STORED events, for a follower that has no state yet.
+"""Published keys (keys that other clients may see): as columns for a store, and as STORED events for a new subscriber.
 
 Replica.entries(blocks) -> Entries -> a store -> Entries -> Replica.recover(epoch, stamp tables, entries)
-Replica.replay_events() -> STORED events -> a follower
+Replica.replay_events() -> STORED events -> a subscriber
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import numpy as np
 
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.columns import U32, column
-from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import BlockPool
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRun:
-    """`count` consecutive rows belong to this domain and group."""
+    """The domain (name space of keys) and the group of the next `count` rows of an `Entries`."""
 
     domain: str
     group: int
@@ -29,18 +28,19 @@ class KeyRun:
 
 @dataclass(slots=True)
 class Entries:
-    """Keys of blocks in columns.
+    """Keys of blocks in columns, one row per key.
 
     Attributes:
         digest_size: bytes of a digest.
-        runs: cover the rows in order.
-        block, stamp: the block of the content, and its version.
-        num_tokens: of the prefix that the key names; 0 for the further keys of a block.
-        age: u32, time of the last use in a unit of the store's. Lower ages are evicted first, and of equal ages longer
-            prefixes. The core writes 0.
-        digests: concatenated.
-        unkeyed_block, unkeyed_stamp: blocks that have no published key under this stamp.
-        used_block, used_age: later uses of blocks.
+        runs: domains and groups of the rows, in order.
+        block, stamp: the block that holds the content, and its stamp: the version number of this content.
+        num_tokens: tokens of the prefix that the key names; 0 for the second and further keys of a block.
+        age: u32, time of the last use in a unit that the store chooses. After a recovery, blocks with a lower value are
+            evicted first; of equal values, the block with the longer prefix. The core writes 0.
+        digests: the digests of all rows, concatenated.
+        unkeyed_block, unkeyed_stamp: blocks that have no published key, and their stamps: a store deletes its older
+            rows for these blocks.
+        used_block, used_age: blocks that were used after their rows were stored, and the times of these uses.
     """
 
     digest_size: int
@@ -56,12 +56,14 @@ class Entries:
     used_age: Sequence[int] = field(default_factory=list)
 
     def __len__(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self.block)
 
 
 def collect(pool: BlockPool, blocks: Iterable[int], digest_size: int) -> Entries:
-    """The published keys of these blocks, in their order within each run. Changes nothing."""
+    """Return the published keys of these blocks. Rows are sorted by domain (name space of keys) and group, then in the
+    order of `blocks`.
+    """
     bare: list[int] = []
     rows: dict[tuple[str, int], list[tuple[int, int, bytes]]] = {}
     horizon, key_of, stamp = pool.executed_through, pool.key_of, pool.stamp
@@ -70,9 +72,10 @@ def collect(pool: BlockPool, blocks: Iterable[int], digest_size: int) -> Entries
         if key is None or pool.key_step[block] > horizon:
             bare.append(block)
             continue
-        rows.setdefault(key[:2], []).append((block, pool.key_tokens[block], key.digest))
-        for more in pool.more_keys.get(block, ()):
-            rows.setdefault(more[:2], []).append((block, 0, more.digest))
+        domain, group, digest = key
+        rows.setdefault((domain, group), []).append((block, pool.key_tokens[block], digest))
+        for domain, group, digest in pool.more_keys.get(block, ()):
+            rows.setdefault((domain, group), []).append((block, 0, digest))
     flat = [row for run in rows.values() for row in run]
     return Entries(
         digest_size,
@@ -87,13 +90,14 @@ def collect(pool: BlockPool, blocks: Iterable[int], digest_size: int) -> Entries
     )
 
 
-MAX_HASHES = 1000  # per event
+MAX_HASHES = 1000  # per STORED event
 
 
 def replay_events(pool: BlockPool, block_sizes: Sequence[int]) -> Iterator[CacheEvent]:
-    """STORED events for all keys of a pool whose keys are all published; `block_sizes`: tokens, by group.
+    """Yield STORED events for all keys of the pool.
 
-    Changes nothing. Keys that are still packed stay packed.
+    The caller must ensure that every key is published (other clients may see it): no key may wait for the execution of
+    its step. `block_sizes`: by group, tokens per block. Changes nothing; recovered keys stay packed (`KeyTable`).
     """
     num_tokens = np.frombuffer(pool.key_tokens, np.uint32)
     if pool.lazy_keys is not None:
@@ -105,21 +109,25 @@ def replay_events(pool: BlockPool, block_sizes: Sequence[int]) -> Iterator[Cache
         for group, by_digest in enumerate(maps):
             entries = iter(by_digest.items())
             while piece := list(islice(entries, MAX_HASHES)):
-                yield from _events_of_entries(pool, Key(domain, group, b""), piece, block_sizes[group])
+                yield from _events_of_entries(pool, domain, group, piece, block_sizes[group])
 
 
 def _events_of_entries(
-    pool: BlockPool, pair: Key, entries: list[tuple[bytes, int | list[int]]], size: int
+    pool: BlockPool, domain: str, group: int, entries: list[tuple[bytes, int | list[int]]], size: int
 ) -> Iterator[CacheEvent]:
-    """Events of indexed keys; without block_starts for further keys, whose tokens a store does not keep."""
+    """Yield STORED events for these keys of the pool's index.
+
+    The events of second and further keys of a block have no `block_starts`: the pool does not know the lengths of their
+    prefixes.
+    """
     primary, further = list[tuple[bytes, int]](), list[tuple[bytes, int]]()
     for digest, entry in entries:
         for block in [entry] if isinstance(entry, int) else entry:
-            (primary if pool.key[block] == pair._replace(digest=digest) else further).append((digest, block))
+            (primary if pool.key[block] == (domain, group, digest) else further).append((digest, block))
     for rows in (primary, further):
         if rows:
             starts = [(pool.key_tokens[block] - 1) // size * size for _, block in primary] if rows is primary else []
             hashes, blocks = zip(*rows, strict=True)
             yield CacheEvent(
-                EventKind.STORED, pair.group, hashes, blocks, pair.domain, block_size=size, block_starts=tuple(starts)
+                EventKind.STORED, group, hashes, blocks, domain, block_size=size, block_starts=tuple(starts)
             )

@@ -1,6 +1,7 @@
-"""Explains the length of a hit: the hit of each group alone, the class that shortened it last, the missing block.
+"""Explains the length of a hit: the hit of each group alone, which groups shortened it last, and the missing block.
 
-It runs the managers and the search of the look-up itself, so that it cannot disagree with it. Changes nothing.
+The explanation runs the managers and the search of a real look-up, so the explained hit equals that of the look-up.
+Changes nothing. Groups of equal format are looked up jointly, as one look-up class (`lookup.LookupClass`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ Found: TypeAlias = list[int] | None
 
 
 class MissingPrefix(NamedTuple):
-    """What a longer hit lacks: the content of tokens [start, end) in a group; `num_hashes`: hash blocks up to `end`."""
+    """The cached content that is missing for a longer hit: the KV of tokens [start, end) in one group.
+
+    `num_hashes`: number of hash blocks up to `end`.
+    """
 
     group: int
     start: int
@@ -33,11 +37,12 @@ class LookupExplanation:
 
     Attributes:
         hit: the result of the look-up.
-        longest: the longest hit that is possible; the last token is always computed.
-        alone: tokens of the hit of each group alone; 0 for groups that are never cached.
-        cut_by: groups of the class that shortened the candidate last; empty when the hit is the longest.
-        wanted: the candidate length that it shortened.
-        missing: the first prefix that this class lacks; None: none, it drops its last matched block.
+        longest: tokens of the longest possible hit, which leaves out the last token of the prompt.
+        alone: by group, tokens of the hit of a look-up in this group only; 0 for groups that are never cached.
+        cut_by: groups of the look-up class that shortened the hit last; empty when the hit is the longest possible.
+        wanted: length of the hit, in tokens, before the groups `cut_by` shortened it.
+        missing: the first content that the groups `cut_by` lack; None: they have all, but leave out the last matched
+            block.
     """
 
     hit: Hit
@@ -49,7 +54,9 @@ class LookupExplanation:
 
 
 class Prefix(NamedTuple):
-    """A prefix to look up: its hashes, the domain, the longest hit, and the last step whose keys count."""
+    """A prefix to look up. `horizon`: keys that later steps registered are ignored. A hit has at most `max_tokens`
+    tokens.
+    """
 
     digests: Sequence[bytes]
     domain: str
@@ -58,7 +65,7 @@ class Prefix(NamedTuple):
 
 
 class LookupExplainer:
-    """Explains look-ups in the cache of a replica, or in one that is given by its `find` function."""
+    """Explains look-ups in the prefix cache of a replica, or in any cache that has a `find` function (`over`)."""
 
     def __init__(self, spec: ReplicaSpec, lookup: PrefixLookup, pool: BlockPool) -> None:
         self._spec = spec
@@ -67,7 +74,7 @@ class LookupExplainer:
 
     @classmethod
     def over(cls, spec: ReplicaSpec, find: Callable[[str, Sequence[int], bytes], Found]) -> LookupExplainer:
-        """For a cache of which only `find(domain, groups, digest)` is known (see BlockPool.find)."""
+        """Return an explainer for another cache: `find(domain, groups, digest)` answers as `BlockPool.find` does."""
         sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
         coordinator = Coordinator(replace(spec, num_blocks=sinks + 2), Requests())
         pool = _Known(find, len(spec.groups))
@@ -76,7 +83,7 @@ class LookupExplainer:
         return cls(spec, coordinator.lookup, pool)
 
     def explain(self, prefix: Prefix) -> LookupExplanation:
-        """What a look-up of this prefix finds, and why it finds no more."""
+        """Look the prefix up, and explain what limits the length of its hit."""
         lookup, unit = self._lookup, self._spec.hit_alignment
         hit = lookup.find(prefix.digests, prefix.domain, prefix.max_tokens, prefix.horizon)
         hashed = len(prefix.digests) * self._spec.hash_block_size
@@ -96,7 +103,7 @@ class LookupExplainer:
         return one.manager.find(search.query(one, max(prefix.max_tokens, 0), one.drops_last_block))[1]
 
     def _cut(self, prefix: Prefix, longest: int) -> _Ask | None:
-        """The last query whose answer shortened the candidate."""
+        """Return the last query whose answer was shorter than the length that it asked for; None if there was none."""
         search = _RecordingSearch(self._lookup, prefix.digests, prefix.domain, prefix.horizon)
         search.run(prefix.max_tokens)
         unit, last = self._spec.hit_alignment, None
@@ -107,7 +114,9 @@ class LookupExplainer:
         return last
 
     def _missing(self, ask: _Ask, prefix: Prefix) -> MissingPrefix | None:
-        """The first block, or boundary inside one, that a longer hit needs in this class and that is not cached."""
+        """Return the first block that must be cached, up to its end or to a position inside it, for a longer hit in the
+        class of `ask`.
+        """
         size, block_size = self._spec.hash_block_size, ask.one.manager.block_size
         for end in ask.one.manager.needed_ends(ask.found, ask.wanted):
             digest = prefix.digests[end // size - 1]
@@ -118,7 +127,7 @@ class LookupExplainer:
 
 
 class _Ask(NamedTuple):
-    """A query of one class and its answer, in tokens."""
+    """A query of one look-up class: the length that it asked for, and the length that was found, in tokens."""
 
     one: LookupClass
     wanted: int
@@ -126,27 +135,27 @@ class _Ask(NamedTuple):
 
 
 class _RecordingSearch(Search):
-    """Records each query and its answer."""
+    """A search that records each query and its answer."""
 
     def __init__(self, lookup: PrefixLookup, digests: Sequence[bytes], domain: str, horizon: int) -> None:
         super().__init__(lookup, digests, domain, horizon)
         self.asks: list[_Ask] = []
 
     def ask(self, number: int, one: LookupClass, length: int) -> int:
-        """See Search."""
+        """Query one class as `Search.ask` does, and record the answer."""
         found = super().ask(number, one, length)
         self.asks.append(_Ask(one, length, found))
         return found
 
 
 class _Known(BlockPool):
-    """A pool without blocks whose look-ups call a function."""
+    """A substitute for a block pool that has no content: it passes each look-up to a given function."""
 
     def __init__(self, find: Callable[[str, Sequence[int], bytes], Found], num_groups: int) -> None:
         super().__init__(2, num_groups, enable_caching=True)
         self._find = find
 
     def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int = 0) -> Found:
-        """See BlockPool.find; the horizon is ignored."""
+        """Return what the given function returns, which is as for `BlockPool.find`; `horizon` is ignored."""
         del horizon
         return self._find(domain, groups, digest)

@@ -1,4 +1,6 @@
-"""The free blocks in eviction order: a doubly linked list in two columns, with O(1) removal of any block."""
+"""The list of the free blocks in eviction order: doubly linked, in two columns; any block can be removed in constant
+time.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from kvplane_service.core.columns import SLICE_BLOCKS, U32, Ints, column
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """The links of a whole free list.
+    """The links of a whole free list, computed in one pass.
 
     Attributes:
-        following, previous: by block; the last entry is the sentinel's.
+        following, previous: by block, the next and the previous block in eviction order; the last entry is that of the
+            sentinel.
+        count: number of free blocks.
     """
 
     following: array[int]
@@ -25,7 +29,7 @@ class Links:
 
     @classmethod
     def of(cls, num_blocks: int, order: Ints) -> Links:
-        """Blocks in eviction order."""
+        """Build the links of a list with the blocks of `order`, which is the eviction order."""
         chain = np.concatenate([[num_blocks], order, [num_blocks]])
         following, previous = np.zeros(num_blocks + 1, np.uint32), np.zeros(num_blocks + 1, np.uint32)
         following[chain[:-1]] = chain[1:]
@@ -34,7 +38,7 @@ class Links:
 
 
 class FreeList:
-    """Blocks that can be allocated, next victim first.
+    """Blocks that can be allocated; the first one is evicted next.
 
     The order is the eviction policy. Blocks without a key are freed to the front, since they can never hit; blocks with
     a key to the back, the tail of the request first, so that the beginnings of prefixes are evicted last (as in vLLM's
@@ -44,21 +48,23 @@ class FreeList:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        """All blocks but the null block 0 are free, in id order."""
-        self._sentinel = num_blocks
+        """Make a list of all blocks except the null block 0, in ascending order."""
+        self.sentinel = num_blocks
         self.replace(Links.of(num_blocks, np.arange(1, num_blocks)))
 
     def __iter__(self) -> Iterator[int]:
-        """Block ids in eviction order."""
-        block = self._next[self._sentinel]
-        while block != self._sentinel:
+        """Yield the block ids in eviction order."""
+        block = self._next[self.sentinel]
+        while block != self.sentinel:
             yield block
             block = self._next[block]
 
     def pop(self, count: int) -> list[int]:
-        """Remove the next `count` victims; the caller has checked that the list has them."""
+        """Remove and return the first `count` blocks. The caller must check that the list has at least
+        `count` blocks.
+        """
         assert count <= self.count, f"{count} blocks requested, {self.count} free"
-        follow, sentinel = self._next, self._sentinel
+        follow, sentinel = self._next, self.sentinel
         block = follow[sentinel]
         taken = []
         for _ in range(count):
@@ -70,39 +76,40 @@ class FreeList:
         return taken
 
     def remove(self, block: int) -> None:
-        """Remove one given block."""
+        """Remove this block, which must be in the list."""
         before, after = self._previous[block], self._next[block]
         self._next[before] = after
         self._previous[after] = before
         self.count -= 1
 
     def prepend(self, blocks: Sequence[int]) -> None:
-        """Put blocks at the front; blocks[0] becomes the next victim."""
-        self._insert(self._sentinel, blocks)
+        """Put blocks at the front; blocks[0] is evicted next."""
+        self._insert(self.sentinel, blocks)
 
     def append(self, blocks: Sequence[int]) -> None:
         """Put blocks at the back; blocks[-1] is evicted last."""
-        self._insert(self._previous[self._sentinel], blocks)
+        self._insert(self._previous[self.sentinel], blocks)
 
     def rebuild(self, order: Iterable[int]) -> None:
-        """Set the list to `order`."""
-        self._next[self._sentinel] = self._previous[self._sentinel] = self._sentinel
+        """Replace the content of the list by `order`."""
+        self._next[self.sentinel] = self._previous[self.sentinel] = self.sentinel
         self.count = 0
         self.append(list(order))
 
     def put_unkeyed_first(self, key: Sequence[object], num_keyed: int) -> Generator[None]:
-        """Move blocks without a key in front of those with one; in slices, and the list is valid after each.
+        """Move all blocks without a key to the front of all blocks with a key. Yields between slices; the list is valid
+        at each yield.
 
-        Walks from the back to the first keyed block and moves the unkeyed blocks that it passed in front of that block.
-        This is cheap where most keyed blocks are at the back, as `append` puts them. Keyed blocks keep their order,
-        also when the generator is dropped half way.
+        Walks from the back of the list to the first block that has a key, and moves the blocks without a key that were
+        on the way in front of this block. This is fast where most blocks with keys are at the back, as `append` puts
+        them. Blocks with keys keep their order, even when the generator is closed before its end.
 
         Args:
-            key: by block; None: the block has no key.
-            num_keyed: free blocks with a key.
+            key: one entry per block of the pool; None: the block has no key.
+            num_keyed: number of free blocks that have a key.
         """
-        behind: list[int] = []  # unkeyed blocks, last one first
-        block, left = self._sentinel, num_keyed
+        behind: list[int] = []  # blocks without a key, last one first
+        block, left = self.sentinel, num_keyed
         while left:
             for _ in range(SLICE_BLOCKS):
                 block = self._previous[block]
@@ -122,7 +129,7 @@ class FreeList:
             yield
 
     def replace(self, links: Links) -> None:
-        """Replace the list by prebuilt links for as many blocks; takes ownership of the arrays."""
+        """Replace the list by links that were built for a pool of the same size; takes ownership of the arrays."""
         self._next, self._previous, self.count = links.following, links.previous, links.count
 
     def _insert(self, before: int, blocks: Sequence[int]) -> None:
@@ -136,15 +143,11 @@ class FreeList:
         previous[after] = before
         self.count += len(blocks)
 
-    def check(self) -> set[int]:
-        """Assert that the links agree in both directions and with the count; returns the free blocks."""
-        seen: set[int] = set()
-        before = self._sentinel
-        for block in self:
-            assert block not in seen, f"free list: block {block} twice"
-            assert self._previous[block] == before, f"free list: block {block} does not point back to {before}"
-            seen.add(block)
-            before = block
-        assert self._previous[self._sentinel] == before, "free list: sentinel does not point to the last block"
-        assert len(seen) == self.count, f"free list: {len(seen)} blocks, count says {self.count}"
-        return seen
+    def links(self) -> Iterator[tuple[int, int]]:
+        """Yield (block, the block before it) in eviction order, the sentinel last. Used to check the links."""
+        block = self.sentinel
+        while True:
+            block = self._next[block]
+            yield block, self._previous[block]
+            if block == self.sentinel:
+                return

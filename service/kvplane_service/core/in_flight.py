@@ -1,11 +1,12 @@
-"""What steps in flight granted and registered, and the blocks whose release waits for one of them, by step.
+"""Records of each step in flight: tokens granted, keys registered, and blocks to release after the execution of the
+step.
 
-    free -> assigned -> executed -> published
+    a block:  free -> assigned -> executed -> published
 
-A step that was answered may be executed later, or never. Until `executed_through` reaches it, the keys that it
-registered are tentative: requests of this replica may hit them, which is safe because their steps run later (states may
-not be hit), and no reader outside sees them. They are withdrawn when the step will not run for their request; requests
-that adopted their blocks are preempted then.
+A step that was answered may be executed later, or never. Until `executed_through` reaches the step, the keys that it
+registered are tentative: other requests of this replica may hit these keys, which is safe because the steps of those
+requests run later (a recurrent state may not be hit); other clients do not see them. If the step does not run for the
+request that registered a key, the key is withdrawn, and requests that adopted its block are preempted.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from kvplane_service.core.coordinator import Coordinator
 from kvplane_service.core.counters import Counters
 from kvplane_service.core.keys import NULL_BLOCK, Key
 
-_SLICE_REQUESTS = 64  # a request of a few hundred blocks takes some 50 us to free
+_SLICE_REQUESTS = 64  # requests freed in one slice; a request of a few hundred blocks takes about 50 us
 
 
 class Stay(NamedTuple):
-    """A request in a slot, from an admission to its end or preemption."""
+    """One use of a slot by a request, from its admission to its end or preemption; `serial` counts the uses of the
+    slot.
+    """
 
     slot: int
     serial: int
@@ -35,27 +38,39 @@ class Stay(NamedTuple):
 
 @dataclass(slots=True)
 class Grants:
-    """Tokens that one step granted, in columns: one entry per stay and part."""
+    """Tokens that one step granted, in columns: one entry per part of the step and per stay (one use of a slot)."""
 
     slot: list[int] = field(default_factory=list)
     serial: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
 
     def stays(self) -> list[Stay]:
-        """The stays that were granted tokens."""
+        """Return the stays (uses of a slot) to which the step granted tokens."""
         return [Stay(slot, serial) for slot, serial in zip(self.slot, self.serial, strict=True)]
 
 
-class TentativeKey(NamedTuple):
-    """A key that a step in flight registered for a stay."""
+@dataclass(slots=True)
+class TentativeKeys:
+    """Keys that a step in flight registered, in columns: the block of each key, and the stay (use of a slot) that
+    registered it.
+    """
 
-    block: int
-    key: Key
-    stay: Stay
+    keys: list[tuple[int, Key]] = field(default_factory=list)
+    slot: list[int] = field(default_factory=list)
+    serial: list[int] = field(default_factory=list)
+
+    def take(self, stay: Stay) -> list[tuple[int, Key]]:
+        """Remove and return the keys that one stay registered, in order."""
+        rows = list(zip(self.keys, self.slot, self.serial, strict=True))
+        kept = [row for row in rows if row[1:] != stay]
+        self.keys = [key for key, _, _ in kept]
+        self.slot = [slot for _, slot, _ in kept]
+        self.serial = [serial for _, _, serial in kept]
+        return [key for key, slot, serial in rows if (slot, serial) == stay]
 
 
 class InFlightTracker:
-    """Records by step number, which are removed once the step is executed."""
+    """Keeps what each step in flight granted, registered and adopted, until the step is executed or fails."""
 
     def __init__(self, coordinator: Coordinator, counters: Counters) -> None:
         self._blocks = coordinator
@@ -63,7 +78,7 @@ class InFlightTracker:
         self._counters = counters
         self._safe = coordinator.spec.commit is CommitRule.SAFE
         self.grants: dict[int, Grants] = {}
-        self.tentative: dict[int, list[TentativeKey]] = {}
+        self.tentative: dict[int, TentativeKeys] = {}
         self.adoptions: dict[int, list[tuple[int, Stay]]] = {}  # (block with a key of that step, stay that adopted it)
         self.waiting: deque[tuple[int, list[int]]] = deque()  # (step, blocks) to release once it is executed, in order
         self.held: dict[int, list[int]] = {}  # slot -> blocks that a transfer reads (ended as held) or writes
@@ -73,7 +88,7 @@ class InFlightTracker:
     # -- notes -------------------------------------------------------------------------------------------------------
 
     def note_grants(self, slots: Sequence[int], num_tokens: Sequence[int], seq: int) -> None:
-        """Record the tokens that each of these requests may compute in this step."""
+        """Record the tokens that step `seq` grants to each of these requests."""
         requests = self._requests
         if requests.not_zeroed:
             self.end_loads(slots)
@@ -88,12 +103,16 @@ class InFlightTracker:
         self._counters.granted_tokens += sum(num_tokens)
 
     def end_loads(self, slots: Iterable[int]) -> None:
-        """These requests were granted tokens, so their loads are over: an engine runs no request before that."""
+        """Record that the loads of these requests have ended: an engine grants tokens to a loading request only after
+        the load.
+        """
         self._requests.loading.difference_update(slots)
         self._requests.not_zeroed.difference_update(slots)
 
     def granted_in(self, seq: int) -> tuple[int, int]:
-        """Rows with tokens of this step so far, and these tokens; requests preempted since are left out."""
+        """Return how many rows of this step got tokens so far, and the sum of these tokens; rows preempted since do not
+        count.
+        """
         requests, grants = self._requests, self.grants.get(seq, Grants())
         latest = dict(zip(grants.slot, zip(grants.serial, grants.num_tokens, strict=True), strict=True))
         kept = [
@@ -104,7 +123,7 @@ class InFlightTracker:
         return len(kept), sum(kept)
 
     def note_admission(self, slot: int, num_hit: int, hit: Sequence[Sequence[int]]) -> None:
-        """Count an admission, and record the adopted blocks whose keys are still tentative."""
+        """Count an admission, and record the blocks of its hit whose keys were registered by steps not executed yet."""
         self._counters.admitted += 1
         if not self._requests.skip_reading[slot]:
             self._counters.queried_tokens += self._requests.num_tokens[slot]
@@ -117,14 +136,17 @@ class InFlightTracker:
                 self.adoptions.setdefault(pool.key_step[block], []).append((block, self._stay(slot)))
 
     def note_filling(self, slot: int, hit: Sequence[Sequence[int]], seq: int) -> None:
-        """Record that the launch of this step loads the request's external tokens: the load ends with the step."""
+        """Record that the launch of this step itself loads the request's external tokens: the load ends with
+        the step.
+        """
         self.filling.setdefault(seq, []).extend(sorted(self._loaded_blocks(slot, hit)))
 
     def _loaded_blocks(self, slot: int, hit: Sequence[Sequence[int]]) -> set[int]:
-        """Blocks that a load may write: all of the tables but the hit where it was adopted.
+        """Return the blocks that a load may write: all blocks of the request's tables except those of the hit.
 
-        Compared by position: a hit names blocks outside the window too. The request does not adopt those, so its own
-        allocation may reuse one of them at another position, where the load writes it.
+        A block counts as part of the hit only where table and hit list it at the same position. The hit also lists
+        blocks outside the attention window, which the request does not hold: its own allocation may put such a block at
+        another position, and the load writes it there.
         """
         return {
             block
@@ -134,13 +156,18 @@ class InFlightTracker:
         }
 
     def note_keys(self, slot: int, seq: int) -> None:
-        """Record the keys registered since the last call as this request's, in this step."""
+        """Record, for step `seq`, the keys that this request registered since the last call."""
         registered = self._blocks.pool.registered
         if not registered:
             return
         if self._safe and seq > self._blocks.pool.executed_through:
-            stay = self._stay(slot)
-            self.tentative.setdefault(seq, []).extend([TentativeKey(block, key, stay) for block, key in registered])
+            tentative = self.tentative.get(seq)
+            if tentative is None:
+                tentative = self.tentative[seq] = TentativeKeys()
+            count = len(registered)
+            tentative.keys.extend(registered)
+            tentative.slot.extend([slot] * count)
+            tentative.serial.extend([self._requests.serial[slot]] * count)
         registered.clear()
 
     def _stay(self, slot: int) -> Stay:
@@ -150,19 +177,23 @@ class InFlightTracker:
         return self._requests.running[stay.slot] and self._requests.serial[stay.slot] == stay.serial
 
     def is_executed(self, slot: int, num_tokens: int) -> bool:
-        """Whether the pages of the request's first `num_tokens` tokens are written, adopted ones included."""
+        """Whether all steps that write the pages of the request's first `num_tokens` tokens are executed; pages of the
+        hit count too.
+        """
         requests = self._requests
         if num_tokens > requests.computed[slot] - requests.in_flight[slot]:
             return False
         if requests.granted_step[slot] > self._blocks.pool.executed_through:
-            return False  # a grant of 0 tokens can order a copy too
+            return False  # a row that was granted 0 tokens can order a copy too
         stay = self._stay(slot)
         return not any(adopter == stay for book in self.adoptions.values() for _, adopter in book)
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
     def executed(self, through: int) -> None:
-        """All steps up to this one have finished on all ranks."""
+        """Remove the records of steps up to `through`, which all ranks have finished; releases the blocks that waited
+        for these steps.
+        """
         pool, requests = self._blocks.pool, self._requests
         in_flight, serial, running = requests.in_flight, requests.serial, requests.running
         through = pool.executed_through = max(pool.executed_through, through)
@@ -179,7 +210,9 @@ class InFlightTracker:
             pool.release(self.waiting.popleft()[1])
 
     def release_later(self, blocks: list[int], fence: int) -> None:
-        """Release blocks in this order once step `fence` is executed; now, if it is."""
+        """Release the blocks, in this order, once step `fence` is executed; immediately if `fence` is
+        executed already.
+        """
         if fence <= self._blocks.pool.executed_through:
             self._blocks.pool.release(blocks)
         elif blocks:
@@ -187,22 +220,27 @@ class InFlightTracker:
             self.waiting.append((fence, blocks))
 
     def preempt(self, slot: int, seq: int, fence: int = 0) -> list[int]:
-        """Preempt a request; its blocks are released after the fence. Returns all preempted slots, this one first.
+        """Preempt a request; its blocks are released once step `fence` is executed.
 
-        A step that granted it tokens and is still being applied will not run for it: the keys of that step are
-        withdrawn, and requests that adopted them are preempted too.
+        Returns all slots that are preempted, beginning with `slot`. If the step being applied granted tokens to the
+        request, the step will not run for the request: the keys that the request registered in this step are withdrawn,
+        and requests that adopted blocks of these keys are preempted too.
         """
         cancelled_from_step = seq if self._requests.granted_step[slot] == seq else seq + 1
         return self._preempt_cascade([self._stay(slot)], cancelled_from_step, fence)
 
     def fail_step(self, seq: int) -> list[int]:
-        """A step will never run: preempt the requests to which it granted tokens, and those that adopted its keys."""
+        """Preempt the requests to which a failed step granted tokens, and the requests that adopted keys of this step.
+
+        Returns the preempted slots.
+        """
         return self._preempt_cascade(self.grants.get(seq, Grants()).stays(), seq)
 
     def _preempt_cascade(self, stays: Iterable[Stay], from_step: int, fence: int = 0) -> list[int]:
-        """Steps from `from_step` on do not run for these stays: withdraw their keys of these steps, and preempt them.
+        """Preempt these stays (uses of a slot), for which steps from `from_step` on do not run, and withdraw the keys
+        of these steps.
 
-        The same for every stay that adopted a withdrawn key. Of stays that have ended only the keys are withdrawn.
+        Every stay that adopted a withdrawn key is treated in the same way. A stay that has ended only loses its keys.
         """
         queue, seen, preempted = deque(stays), set[Stay](), list[int]()
         while queue:
@@ -224,7 +262,7 @@ class InFlightTracker:
         return preempted
 
     def _cancel_grants(self, stay: Stay, from_step: int) -> None:
-        """Remove the grants of steps from `from_step` on for this stay."""
+        """Remove the records of tokens that steps from `from_step` on granted to this stay (use of a slot)."""
         for grants in (grants for step, grants in self.grants.items() if step >= from_step):
             for row in reversed([row for row, one in enumerate(grants.stays()) if one == stay]):
                 self._counters.granted_tokens -= grants.num_tokens[row]
@@ -232,21 +270,22 @@ class InFlightTracker:
                     del column[row]
 
     def _withdraw(self, stay: Stay, from_step: int) -> list[Stay]:
-        """Drop the keys that steps from `from_step` on registered for this stay; the stays that adopted them."""
+        """Drop the keys that this stay (use of a slot) registered in steps from `from_step` on; returns the stays that
+        adopted these keys.
+        """
         pool, adopters = self._blocks.pool, list[Stay]()
         for step in [step for step in self.tentative if step >= from_step]:
-            mine = [one for one in self.tentative[step] if one.stay == stay]
-            self.tentative[step] = [one for one in self.tentative[step] if one.stay != stay]
-            for one in mine:
-                if pool.has_key(one.block, one.key):
-                    pool.drop_keys(one.block, RemoveReason.WITHDRAWN)
+            mine = self.tentative[step].take(stay)
+            for block, key in mine:
+                if pool.has_key(block, key):
+                    pool.drop_keys(block, RemoveReason.WITHDRAWN)
                     self._counters.withdrawn_keys += 1
-            blocks = {one.block for one in mine}
+            blocks = {block for block, _ in mine}
             adopters.extend(adopter for block, adopter in self.adoptions.get(step, ()) if block in blocks)
         return adopters
 
     def _note_use(self, slot: int) -> None:
-        """Record that launches in flight may use the request's blocks; the present step runs without the request."""
+        """Record that launches in flight may use the request's blocks; the step being applied is not one of them."""
         pool = self._blocks.pool
         last = min(self._requests.granted_step[slot], pool.step - 1)
         if last > pool.executed_through:
@@ -254,7 +293,9 @@ class InFlightTracker:
                 pool.note_use(table, last)
 
     def _give_back(self, slot: int, fence: int) -> None:
-        """Release now, group by group; or after the fence all groups in one call, as the reference's deferred frees."""
+        """Release the request's blocks: group by group if step `fence` is executed, else all in one call once it is, as
+        vLLM does.
+        """
         self._note_use(slot)
         if fence > self._blocks.pool.executed_through:
             self.release_later(self._blocks.take_all(slot)[::-1], fence)
@@ -262,14 +303,17 @@ class InFlightTracker:
             self._blocks.free(slot)
 
     def _pin_for_transfer(self, slot: int) -> None:
-        """Hold a request's blocks: a transfer in flight cannot be cancelled, so they wait until its end is reported."""
+        """Hold a request's blocks until the engine reports the end of the transfer that reads these blocks: a transfer
+        cannot be cancelled.
+        """
         self._note_use(slot)
         self.held[slot] = self.held.pop(slot, []) + self._blocks.take_all(slot)[::-1]
 
     def load_is_over(self, slot: int, fence: int = 0) -> int:
-        """The transfer into a request's pages has ended or failed; release them if the request was preempted since.
+        """Record that the load into a request's pages has ended; releases the pages if the request was preempted since.
 
-        Returns the step after which the request's pages may be released: launches before the load may still use them.
+        Returns the number of the step after which the request's pages may be released, at least `fence`: launches that
+        were sent before the load may still use the pages.
         """
         requests = self._requests
         if slot in requests.loading:
@@ -280,22 +324,24 @@ class InFlightTracker:
         return fence
 
     def _is_ready(self, slot: int) -> bool:
-        """Whether the load of a loading request is allowed to start."""
+        """Whether the load into this request is allowed to start."""
         return self._requests.load_after[slot] <= self._blocks.pool.executed_through
 
     def cannot_run(self, seq: int) -> frozenset[int]:
-        """Slots that get no tokens in this part: their load cannot have started, or they ran in an earlier part.
+        """Return slots that get no tokens in this part: the load of their request cannot have started, or an earlier
+        part granted tokens.
 
-        A request runs once a step, except with commit=reference.
+        A request runs at most once per step, except with commit=reference (the replica behaves as vLLM).
         """
         ran = frozenset(self.grants[seq].slot) if self._safe and seq in self.grants else frozenset()
         loading = self._requests.loading
         return ran.union(slot for slot in loading if not self._is_ready(slot)) if loading else ran
 
     def note_load(self, slot: int, hit: Sequence[Sequence[int]]) -> int:
-        """A transfer will fill the blocks of an admission that are not of its hit.
+        """Record that a transfer will fill all blocks of an admitted request that are not part of its hit.
 
-        Returns the last step in flight that may read or write one of them: the transfer starts after it.
+        Returns the number of the last step in flight that may read or write one of these blocks: the transfer must
+        start after it.
         """
         self._requests.loading.add(slot)
         self._requests.not_zeroed.add(slot)
@@ -303,7 +349,10 @@ class InFlightTracker:
         return self._requests.load_after[slot]
 
     def end(self, slot: int, seq: int, fence: int) -> list[int]:
-        """End a request and release its blocks after the fence; the slots preempted for adopting withdrawn keys."""
+        """End a request; its blocks are released once step `fence` is executed.
+
+        Returns the slots that are preempted because they adopted keys of the request that are now withdrawn.
+        """
         adopters = self._forget_ungranted(slot, seq)
         self._give_back(slot, fence)
         self._requests.end(slot)
@@ -311,7 +360,9 @@ class InFlightTracker:
         return self._preempt_cascade(adopters, seq)
 
     def hold(self, slot: int, seq: int) -> list[int]:
-        """End a request but hold its blocks until `release_held`; transfers may use them until then."""
+        """End a request but hold its blocks for transfers until `release_held`; returns the preempted slots, as `end`
+        does.
+        """
         adopters = self._forget_ungranted(slot, seq)
         self._pin_for_transfer(slot)
         self._requests.stop(slot)
@@ -320,10 +371,10 @@ class InFlightTracker:
         return self._preempt_cascade(adopters, seq)
 
     def release_held(self, slot: int, seq: int) -> list[int]:
-        """Record that the transfers of a held request have ended, or the load of a request that is not held.
+        """Record that the transfers of a held request have ended, or the load into a request that is not held.
 
-        Returns the slots that this preempts: a load that ends before step `load_after` is executed has written nothing,
-        so its request is preempted.
+        Returns the slots that are preempted: a load that is reported as ended before step `load_after` is executed
+        cannot have started, so its request is preempted.
         """
         if not self._requests.held[slot]:
             ready = self._is_ready(slot)
@@ -339,16 +390,20 @@ class InFlightTracker:
         return []
 
     def close_step(self, seq: int) -> None:
-        """The step is complete: release the blocks of its copies once it is executed (now with commit=reference)."""
+        """Complete step `seq`: the blocks of its copies are released once the step is executed.
+
+        With commit=reference (the replica behaves as vLLM) they are released immediately.
+        """
         copies = self._blocks.take_copies()
         self._blocks.pool.note_use(copies, seq)
         self.release_later(copies, seq if self._safe else 0)
 
     def abandon(self) -> Generator[None]:
-        """The epoch ends and no step in flight will be reported as executed: release all blocks.
+        """Release the blocks of all requests at the end of an engine life (the time of one epoch): its steps in flight
+        will not be executed.
 
-        In slices of some requests, or of one with many blocks. After a generator that was dropped half way a further
-        call continues. The records, and the blocks that a load may still write, are kept until `close`.
+        Yields after some requests, or after one with many blocks. If the generator is closed early, another call
+        continues the work. The records, and the list of blocks that a load may still write, are kept until `close`.
         """
         self.under_load |= self._under_load()
         pool, returned = self._blocks.pool, self._blocks.pool.num_free
@@ -366,7 +421,9 @@ class InFlightTracker:
         pool.release(self._blocks.take_copies())
 
     def close(self) -> list[int]:
-        """The epoch has ended: clear all records. Returns the blocks that its loads may still write, ascending."""
+        """Clear all records of an ended engine life (the time of one epoch); returns the blocks that its loads may
+        still write, ascending.
+        """
         busy = sorted(self.under_load)
         self.under_load.clear()
         for book in (self.grants, self.tentative, self.adoptions, self.filling):
@@ -374,7 +431,9 @@ class InFlightTracker:
         return busy
 
     def _under_load(self) -> set[int]:
-        """Blocks that loads may still write. Keyed blocks of a loading request are its hit, which no load writes."""
+        """Return the blocks that loads may still write. A block with a key belongs to a hit, and no load writes the
+        blocks of a hit.
+        """
         requests, pool = self._requests, self._blocks.pool
         found = {block for blocks in self.filling.values() for block in blocks}
         for slot in requests.loading:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, TypeAlias
 
 from kvplane.base.groups import NULL_BLOCK as NULL_BLOCK
 
+# A name of a block's content: (domain, group, digest of the prefix that ends in the block). A plain tuple, since a pool
+# keeps one per block: the cycle collector stops tracking a plain tuple of strings, numbers and bytes at the first
+# collection that it survives, but visits a named tuple in every full collection.
+Key: TypeAlias = tuple[str, int, bytes]
 
-class Key(NamedTuple):
-    """A name of a block's content: the digest of the prefix that ends in it, in a group and a domain."""
-
-    domain: str
-    group: int
-    digest: bytes
-
-
-LAZY_KEY: Final = Key("", -1, b"")  # in `BlockPool.key`: the key is still packed in the pool's table
+LAZY_KEY: Final[Key] = ("", -1, b"")  # in `BlockPool.key`: the key is a row of the pool's packed KeyTable

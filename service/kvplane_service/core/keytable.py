@@ -1,10 +1,10 @@
-"""Keys packed in a table: those that a recovery installed, until their block is touched.
+"""A packed table of the keys that a recovery installed; each key stays in the table until its block is used.
 
-They stay packed: a Key object is
-created on first access, so that a million keys can be installed within milliseconds. A row is a key:
+A key becomes a tuple only on first access, so that a million keys can be installed within milliseconds. The table has
+one row per key, in these columns:
 
     digests   row by row                      words   sorted: hash of (domain, group, digest) above, row below
-    pairs     (domain, group) of each row     block   of each row, 0 once the key was taken out
+    pairs     (domain, group) of each row     block of each row, 0 once its key was taken out
 
 A block has one row at most. Keys of several blocks are taken out of the table before the first look-up, so that `find`
 never has to choose.
@@ -30,14 +30,14 @@ _ROWS_PER_BUCKET_BITS = 3  # words with equal high bits share a bucket of about 
 
 
 class KeyTable:
-    """Keys and their blocks, packed.
+    """A table of keys and their blocks, stored in arrays instead of one object per key.
 
     Args:
-        num_blocks: of the pool.
-        pairs: (domain, group) by number.
-        pair: number of each row's pair.
-        block: of each row.
-        digest: of each row, a row of at least 16 bytes.
+        num_blocks: number of blocks of the pool.
+        pairs: the different (domain, group) pairs of the rows.
+        pair: per row, index of its pair in `pairs`.
+        block: per row, its block.
+        digest: per row, its digest of at least 16 bytes.
     """
 
     def __init__(self, num_blocks: int, pairs: list[tuple[str, int]], pair: Ints, block: Ints, digest: Bytes) -> None:
@@ -61,17 +61,25 @@ class KeyTable:
         self.num_keys = len(block)
 
     def __iter__(self) -> Iterator[tuple[int, Key]]:
-        """Blocks and keys that were not taken out, by row."""
+        """Yield (block, key) for each row that was not taken out, in row order."""
         return ((block, self._key(row)) for row, block in enumerate(self._block) if block)
 
+    def has_row(self, block: int) -> bool:
+        """Whether the key of this block is still in the table."""
+        return self._block[self._row_of[block]] == block
+
+    def count_rows(self) -> int:
+        """Count the rows that were not taken out, one by one; must equal `num_keys`."""
+        return int(np.count_nonzero(np.frombuffer(self._block, np.uint32)))
+
     def key_of(self, block: int) -> Key:
-        """The key of a block that has a row."""
+        """Return the key of a block; the block must have a row."""
         row = self._row_of[block]
         assert self._block[row] == block, f"block {block} has no row"
         return self._key(row)
 
     def find(self, domain: str, group: int, digest: bytes) -> int:
-        """The block of a key; NULL_BLOCK: the key has no row."""
+        """Return the block of a key, or NULL_BLOCK if the key has no row."""
         pair = self._number.get((domain, group))
         if pair is None or len(digest) != self._size:
             return NULL_BLOCK
@@ -98,7 +106,7 @@ class KeyTable:
         return key
 
     def take_all(self, blocks: list[int]) -> Iterator[tuple[str, int, Digests, array[int]]]:
-        """Remove the keys of these blocks: by domain and group, their digests and blocks."""
+        """Remove the keys of these blocks; yields (domain, group, digests, blocks) per pair of domain and group."""
         rows = np.frombuffer(self._row_of, np.uint32)[blocks]
         of_rows = np.frombuffer(self._block, np.uint32)
         assert (of_rows[rows] == blocks).all(), f"one of the blocks {blocks[:9]} ... has no row"
@@ -115,7 +123,7 @@ class KeyTable:
         self.num_keys -= len(blocks)
 
     def shared_keys(self) -> list[list[int]]:
-        """For each key of several blocks, these blocks in row order."""
+        """Return, for each key that several blocks have, these blocks in row order."""
         words = np.frombuffer(self._words, np.uint64)
         hashes = words >> np.uint64(self._row_bits)
         at = np.flatnonzero(hashes[1:] == hashes[:-1])
@@ -124,16 +132,16 @@ class KeyTable:
             blocks.setdefault(self._key(int(row)), []).append(self._block[int(row)])
         return [shared for shared in blocks.values() if len(shared) > 1]
 
-    def domains(self) -> set[str]:
-        """The domains of the rows."""
-        return {domain for domain, _ in self._pairs}
+    def domains(self) -> list[str]:
+        """The domains (name spaces of keys) in the order of their first row, which is the same in every process."""
+        return list(dict.fromkeys(domain for domain, _ in self._pairs))
 
     def count_keys(self, group: int) -> int:
-        """Rows of a group."""
+        """Return the number of rows of a group."""
         return sum(left for (_, of_group), left in zip(self._pairs, self._left, strict=True) if of_group == group)
 
     def runs(self, max_rows: int) -> Iterator[tuple[str, int, array[int], Digests]]:
-        """The remaining rows in pieces, by domain and group: blocks, and digests that become objects on access."""
+        """Yield the remaining rows as (domain, group, blocks, digests) with at most `max_rows` rows each."""
         block, pair = np.frombuffer(self._block, np.uint32), np.frombuffer(self._pair, np.uint32)
         rows = np.flatnonzero(block)
         if len(self._pairs) > 1:
@@ -146,14 +154,14 @@ class KeyTable:
                 yield domain, group, column(U32, block[piece]), Digests(self._digests, self._size, column(U32, piece))
 
     def _key(self, row: int) -> Key:
-        return Key(*self._pairs[self._pair[row]], self._digest(row))
+        return (*self._pairs[self._pair[row]], self._digest(row))
 
     def _digest(self, row: int) -> bytes:
         return bytes(self._digests[row * self._size : (row + 1) * self._size])
 
 
 class Digests(Sequence[bytes]):
-    """A selection of rows of a digest array."""
+    """A view of some rows of an array of digests; a digest becomes a bytes object only when it is read."""
 
     def __init__(self, raw: memoryview, size: int, rows: array[int]) -> None:
         self._raw, self._size, self._rows = raw, size, rows
@@ -173,7 +181,7 @@ class Digests(Sequence[bytes]):
 
 
 def _sorted_words(pair: Ints, digest: Bytes) -> Words:
-    """Hashes of the rows in ascending order, each with the row number in its low bits."""
+    """Return one u64 per row, ascending: a hash of the key in the high bits, the row number in the low bits."""
     if not len(pair):
         return np.zeros(0, np.uint64)
     halves: Words = np.ndarray((len(pair), 2), "<u8", digest, strides=(digest.shape[1], 8))

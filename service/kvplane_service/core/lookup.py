@@ -1,7 +1,7 @@
-"""The longest cached prefix that all groups of a replica accept.
+"""Finds the longest prefix that is cached in all groups of a replica.
 
-Groups of equal format are looked up jointly, as one *class*. Each class accepts a candidate length or shortens it. This
-repeats until no class shortens it, and ends because lengths only decrease (as in vLLM's hybrid coordinator).
+Groups of equal format are looked up jointly, as one *look-up class*. Each class accepts a candidate length or shortens
+it. This repeats until no class shortens it, and ends because lengths only decrease (as in vLLM's hybrid coordinator).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Hit:
     """The result of a look-up.
 
     Attributes:
-        num_tokens: length of the hit.
-        single_group_hit: tokens of the longest hit of a single class, where that is longer than `num_tokens`; else 0
-            (vLLM: shared prefix boundary). Groups with sparse retention register the blocks at this length.
-        blocks: per group, with the null block where the group needs none.
+        num_tokens: length of the hit in tokens.
+        single_group_hit: tokens of the longest hit in a single look-up class, if it is longer than `num_tokens`; else 0
+            (vLLM: shared prefix boundary). Groups that keep only some blocks cached keep the blocks at this length.
+        blocks: per group, the blocks of the hit in token order; the null block where the group needs none.
     """
 
     num_tokens: int
@@ -33,11 +33,13 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class LookupClass:
-    """Groups that are looked up jointly.
+    """Groups that are looked up jointly, because their formats are equal.
 
     Attributes:
-        manager: of the first group; it looks up for all of them.
-        downward_closed: see `GroupManager.is_downward_closed`.
+        groups: ids of the groups.
+        manager: manager of the first group, which looks up for all groups of the class.
+        drops_last_block: whether look-ups leave out the last matched block, which drafters compute again.
+        downward_closed: whether a hit of n tokens implies every shorter aligned hit.
     """
 
     groups: tuple[int, ...]
@@ -55,7 +57,10 @@ class PrefixLookup:
         self._classes = _classes(managers)
 
     def find(self, digests: Sequence[bytes], domain: str, max_tokens: int, horizon: int) -> Hit:
-        """The longest prefix of at most `max_tokens` tokens that is cached in every group."""
+        """Find the longest prefix of at most `max_tokens` tokens that is cached in every group.
+
+        Keys that were registered by steps after `horizon` are ignored.
+        """
         empty: tuple[list[int], ...] = tuple([] for _ in self._managers)
         if not self._spec.enable_caching or max_tokens <= 0 or not self._classes:
             return Hit(0, 0, empty)
@@ -68,16 +73,18 @@ class PrefixLookup:
 
     @property
     def classes(self) -> tuple[LookupClass, ...]:
-        """In look-up order."""
+        """The look-up classes, in the order in which they are searched."""
         return self._classes
 
     @property
     def num_groups(self) -> int:
-        """Groups of the replica, those that are never cached included."""
+        """Number of groups of the replica, including groups that are never cached."""
         return len(self._managers)
 
     def keys_asked(self, hit: Hit, digests: Sequence[bytes]) -> Sequence[bytes]:
-        """The digests that a hit depends on: registering or removing other keys cannot change it."""
+        """Return the digests that a hit depends on: registering or removing a key with any other digest cannot change
+        the hit.
+        """
         if not self._classes or not self._classes[0].downward_closed:
             return digests  # the search starts at the end
         # Safe: the first class bounds the others, and each reads at most one block, and what it drops, past its length.
@@ -86,7 +93,7 @@ class PrefixLookup:
 
 
 class Search:
-    """One fixed-point search."""
+    """One search for the longest hit of all look-up classes; the candidate length shrinks until all accept it."""
 
     def __init__(self, lookup: PrefixLookup, digests: Sequence[bytes], domain: str, horizon: int) -> None:
         self._lookup = lookup
@@ -99,11 +106,11 @@ class Search:
         self._longest = 0
 
     def query(self, one: LookupClass, max_tokens: int, drop: bool) -> Query:
-        """The query for a look-up in one class."""
+        """Make the query for a look-up of at most `max_tokens` tokens in one class."""
         return Query(self._digests, self._domain, one.groups, max_tokens, drop, self._horizon)
 
     def run(self, max_tokens: int) -> Hit:
-        """Shorten the candidate until all classes accept it."""
+        """Shorten the candidate length until all classes accept it; returns the hit."""
         classes = self._lookup.classes
         two_pass_enough = len(classes) == 2 and classes[0].downward_closed
         candidate = max_tokens
@@ -119,7 +126,10 @@ class Search:
         return self._hit(min(candidate, length))
 
     def ask(self, number: int, one: LookupClass, length: int) -> int:
-        """Look one class up; returns the candidate length that it accepts."""
+        """Search in one look-up class; returns the longest length, at most `length` tokens, that this class has cached.
+
+        `number`: index of the class.
+        """
         if one.downward_closed and number in self._lengths:
             return min(length, self._lengths[number])  # every shorter length is cached too, so one look-up is enough
         drop = one.drops_last_block and number not in self._dropped
@@ -150,7 +160,9 @@ class Search:
 
 
 def _classes(managers: Sequence[GroupManager]) -> tuple[LookupClass, ...]:
-    """Classes of cached groups in order of appearance, full attention first: one scan of it bounds the others."""
+    """Make the look-up classes of the groups that can be cached. Full attention comes first, since its hit limits all
+    others.
+    """
     members: dict[int, list[GroupManager]] = {}
     for manager in managers:
         if is_cached(manager.spec):

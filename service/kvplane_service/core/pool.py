@@ -1,8 +1,8 @@
-"""The block pool of one replica: references, keys and stamps of every block, in columns by block id.
+"""The block pool of one replica: reference counts, keys and stamps (version numbers of contents) of all blocks.
 
-A block is free (no reference) or held; either way it may have keys, under which look-ups find it. Requests share blocks
-by reference. Several blocks may have one key, since a request that computed content which is cached already keeps its
-own block: tables are append-only.
+Columns have one entry per block id. A block is free (no reference) or held; in both cases it may have keys, under which
+look-ups find it. Several requests may hold the same block. Several blocks may have the same key: a request that
+computed content which is already cached keeps its own block, since block tables are append-only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class BlockPool:
     """Allocates blocks, counts references, and maps keys to blocks.
 
     Args:
-        num_blocks: blocks, the null block included.
-        num_groups: KV cache groups.
+        num_blocks: number of blocks, the null block included.
+        num_groups: number of KV cache groups.
         enable_caching: whether keys are registered.
         with_events: whether removed keys are reported as events.
     """
@@ -45,20 +45,20 @@ class BlockPool:
         self.references = [0] * num_blocks
         self.key: list[Key | None] = [None] * num_blocks  # the primary key or LAZY_KEY, see `key_of`
         self.key_tokens = zeros(U32, num_blocks)  # tokens of the primary key's prefix; 0: no key
-        self.key_step = zeros(U64, num_blocks)  # step that registered it; tentative until that is executed
-        self.more_keys: dict[int, dict[Key, int]] = {}  # keys of prefixes that end inside the block, tokens
+        self.key_step = zeros(U64, num_blocks)  # step that registered the key; tentative until it is executed
+        self.more_keys: dict[int, dict[Key, int]] = {}  # keys of prefixes that end inside the block: their tokens
         self.index: dict[str, list[dict[bytes, int | list[int]]]] = {}
-        self.lazy_keys: KeyTable | None = None  # recovered keys of blocks not touched since; they are not in `index`
+        self.lazy_keys: KeyTable | None = None  # recovered keys of blocks not used since; not in `index`
         self.num_groups = num_groups
         self.stamp = zeros(U64, num_blocks)
         self.stamped: dict[int, None] = {}  # blocks whose stamp changed since the orders were last taken, in order
         self.generation = 0
         self.epoch = 0
         self._counter = 0
-        self._stamp_base = 0  # a stamp without its counter
-        self.step = 0  # the step being applied
+        self._stamp_base = 0  # generation and epoch of new stamps, packed
+        self.step = 0  # number of the step being applied
         self.executed_through = 0
-        self.registered: list[tuple[int, Key]] = []  # since the tracker last took note
+        self.registered: list[tuple[int, Key]] = []  # (block, key) since InFlightTracker last cleared it
         self.events = CacheEvents()
         self.refusals = Refusals()
         self.reserved: list[int] = []  # blocks that are never released (sinks)
@@ -69,22 +69,22 @@ class BlockPool:
         self._age_base = 0  # added to this epoch's steps, so that a new epoch need not zero the columns
         self._born = [0] * num_blocks  # _age_base + step of the allocation; up to _age_base: none so far
         self._used = [0] * num_blocks  # the same for the last use
-        self._last_use = [0] * num_blocks  # the same for the last step that may read or write it for an earlier owner
+        self._last_use = [0] * num_blocks  # the same for the last step whose launch may use it for an earlier request
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now, cached ones included."""
+        """Number of blocks that can be allocated now; blocks that have a key but no reference are included."""
         return self.free.count
 
     @property
     def is_unused(self) -> bool:
-        """Whether no request holds a block. Busy blocks do not count, since they have no key."""
+        """Whether no request holds a block. Reserved blocks, and those of `hold_busy`, do not count."""
         return self.num_free == self.num_blocks - 1 - len(self.reserved) - len(self.busy)
 
     def take(self, count: int) -> list[int]:
-        """Allocate `count` blocks, with one reference each; their keys are evicted. The caller checked `num_free`."""
+        """Allocate `count` blocks with one reference each; removes their keys. The caller must check `num_free`."""
         blocks = self.free.pop(count)
         references, key, born, used = self.references, self.key, self._born, self._used
         lifetime, base = self.residency.lifetime, self._age_base
@@ -101,7 +101,7 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Add a reference to each block except the null block; free ones leave the free list."""
+        """Add a reference to each block except the null block; blocks that were free leave the free list."""
         references, used, reuse_gap = self.references, self._used, self.residency.reuse_gap
         base, now = self._age_base, self._age_base + self.step
         for block in blocks:
@@ -120,10 +120,10 @@ class BlockPool:
             used[block] = now
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove one reference of each block except the null block; blocks without references become free.
+        """Remove one reference from each block except the null block; blocks without references become free.
 
-        Free blocks join the free list in the given order, unkeyed ones at its front and keyed ones at its back, so that
-        of either kind the first given is evicted first.
+        Freed blocks join the free list in the given order: those without a key at its front, those with a key at its
+        back. So among blocks with a key, and among those without, the first one in `blocks` is evicted first.
         """
         references, key = self.references, self.key
         unkeyed: list[int] = []
@@ -142,7 +142,7 @@ class BlockPool:
         self.free.append(keyed)
 
     def note_use(self, blocks: Iterable[int], step: int) -> None:
-        """Record that launches or copies up to this step may use blocks whose owner releases them now."""
+        """Record that launches or copies up to this step may still use the blocks; a request releases them now."""
         if step <= self.executed_through:
             return
         last_use, use = self._last_use, self._age_base + step
@@ -151,18 +151,18 @@ class BlockPool:
                 last_use[block] = use
 
     def last_use(self, blocks: Iterable[int]) -> int:
-        """The last step in flight that may read or write one of these blocks for an earlier owner; 0: none."""
+        """Return the last step in flight in which an earlier request may use one of these blocks; 0 if none."""
         step = max((self._last_use[block] for block in blocks), default=0) - self._age_base
         return step if step > self.executed_through else 0
 
     def reserve(self, count: int) -> list[int]:
-        """Allocate blocks that are never released."""
+        """Allocate `count` blocks that are never released."""
         blocks = self.take(count)
         self.reserved.extend(blocks)
         return blocks
 
     def hold_busy(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that a load of an earlier engine life may still write, so that they are not allocated.
+        """Hold blocks that a load of an earlier engine life (epoch) may still write, so that they are not allocated.
 
         Their keys are removed, since the content of the pages is not known. Call it when a new engine life begins and
         no request has blocks.
@@ -175,25 +175,25 @@ class BlockPool:
             self.busy.add(block)
 
     def release_busy(self, blocks: Sequence[int]) -> None:
-        """Release busy blocks: their loads have ended, or now belong to a request of this engine life."""
+        """Release blocks of `hold_busy`: their loads have ended, or belong to a request of this engine life (epoch)."""
         self.busy.difference_update(blocks)
         self.release(blocks)
 
     def count_evictable(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks are free now: adopting these reduces the free count."""
+        """Count how many of these blocks are free; `num_free` falls by this number if a request adopts all of them."""
         references = self.references
         return sum(1 for block in blocks if block != NULL_BLOCK and references[block] == 0)
 
     def is_private(self, block: int) -> bool:
-        """Whether its one owner may write into it: exactly one reference and no key."""
+        """Whether the block has exactly one reference and no key: its request may then write into it."""
         return block != NULL_BLOCK and self.references[block] == 1 and self.key[block] is None
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
     def find(self, domain: str, groups: Sequence[int], digest: bytes, horizon: int = INSIDE) -> list[int] | None:
-        """The first block registered under the digest in each of the groups; None: some group has none.
+        """Return, for each of the groups, the first block registered under the digest; None if some group has none.
 
-        Keys that were registered by steps after `horizon` are ignored. Changes nothing.
+        Keys that steps after `horizon` registered are ignored. Changes nothing.
         """
         maps = self.index.get(domain)
         if maps is None:
@@ -216,16 +216,17 @@ class BlockPool:
         return found
 
     def blocks_of(self, key: Key) -> list[int]:
-        """All blocks registered under the key."""
-        maps = self.index.get(key.domain)
-        entry = maps[key.group].get(key.digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
+        """Return all blocks that are registered under the key."""
+        domain, group, digest = key
+        maps = self.index.get(domain)
+        entry = maps[group].get(digest, NULL_BLOCK) if maps is not None else NULL_BLOCK
         if entry == NULL_BLOCK and self.lazy_keys is not None:
-            entry = self.lazy_keys.find(*key)
+            entry = self.lazy_keys.find(domain, group, digest)
         blocks = [entry] if isinstance(entry, int) else list(entry)
         return blocks if blocks != [NULL_BLOCK] else []
 
     def key_of(self, block: int) -> Key | None:
-        """The block's primary key."""
+        """Return the block's primary key, None if it has no key."""
         key = self.key[block]
         if key is LAZY_KEY:
             assert self.lazy_keys is not None, f"block {block} has a lazy key and no row in the key table"
@@ -237,11 +238,11 @@ class BlockPool:
         return next((block for block in blocks if self.key_step[block] <= horizon), NULL_BLOCK)
 
     def has_key(self, block: int, key: Key) -> bool:
-        """Whether the block is registered under the key, as its primary or a further one."""
+        """Whether the block is registered under this key, as its primary key or a further one."""
         return self.key_of(block) == key or key in self.more_keys.get(block, ())
 
     def register(self, block: int, key: Key, num_tokens: int) -> None:
-        """Add a key to the block. The first key of a block is its primary key; a key that it has already is ignored."""
+        """Add a key to the block, unless the block has it. The first key of a block is its primary key."""
         if self.has_key(block, key):
             return
         if self.key[block] is None:
@@ -262,7 +263,7 @@ class BlockPool:
         self.registered.append((block, key))
 
     def install_recovered(self, state: RecoveredState) -> None:
-        """Install recovered keys in an unused pool; takes ownership of the columns (see `recovery`)."""
+        """Install recovered keys (see `recovery`) in an unused pool, which takes ownership of the columns."""
         assert not self.index, "a pool with keys needs no recovery"
         stamps_of_reserved = [(block, self.stamp[block]) for block in self.reserved]
         self.key, self.key_tokens, self.stamp = state.key, state.key_tokens, state.stamp
@@ -282,7 +283,7 @@ class BlockPool:
         self.registered.clear()
 
     def _move_to_index(self, block: int) -> None:
-        """Create the Key object of a block whose key is still packed, and index it."""
+        """Move the key of a block from the table of recovered keys (`KeyTable`) to the index."""
         self.key[block] = key = self._take_lazy_key(block)
         self._add_to_index(block, key)
 
@@ -299,22 +300,23 @@ class BlockPool:
             self.index = {domain: maps for domain, maps in self.index.items() if any(maps)}
 
     def _add_to_index(self, block: int, key: Key) -> None:
-        if key.digest in self.refusals.by_digest:
+        domain, group, digest = key
+        if digest in self.refusals.by_digest:
             self.refusals.forget_keys((key,))
-        maps = self.index.get(key.domain)
+        maps = self.index.get(domain)
         if maps is None:
-            maps = self.index[key.domain] = [{} for _ in range(self.num_groups)]
-        by_digest = maps[key.group]
-        entry = by_digest.get(key.digest)
+            maps = self.index[domain] = [{} for _ in range(self.num_groups)]
+        by_digest = maps[group]
+        entry = by_digest.get(digest)
         if entry is None:
-            by_digest[key.digest] = block
+            by_digest[digest] = block
         elif isinstance(entry, int):
-            by_digest[key.digest] = [entry, block]
+            by_digest[digest] = [entry, block]
         else:
             entry.append(block)
 
     def unregister(self, block: int) -> list[Key]:
-        """Remove and return all keys of the block, primary first. Emits no event and keeps the stamp."""
+        """Remove and return all keys of the block, the primary key first. Emits no event; the stamp is kept."""
         primary = self.key[block]
         if primary is None:
             return []
@@ -333,7 +335,10 @@ class BlockPool:
         return keys
 
     def unregister_lazy_keys(self, blocks: list[int]) -> Iterator[tuple[str, int, Sequence[bytes], Sequence[int]]]:
-        """As `unregister` for blocks whose keys are still packed; the result is by domain and group."""
+        """Remove the keys of blocks whose key is still in the packed table of recovered keys (`KeyTable`).
+
+        Yields (domain, group, digests, blocks) per domain and group. Emits no event; the stamps are kept.
+        """
         table = self.lazy_keys
         assert table is not None, "the pool has no lazy keys"
         taken = list(table.take_all(blocks))
@@ -342,7 +347,7 @@ class BlockPool:
         yield from taken
 
     def lose_primary(self, domain: str, blocks: list[int]) -> None:
-        """Clear the key columns of blocks whose only keys, all of this domain, were removed from the index."""
+        """Mark blocks as having no key: their only keys, all of this domain, were removed from the index."""
         self.refusals.clear()
         key = self.key
         for block in blocks:
@@ -357,19 +362,23 @@ class BlockPool:
             del self.index[domain]
 
     def _forget(self, block: int, key: Key) -> None:
-        maps = self.index[key.domain]
-        entry = maps[key.group][key.digest]
+        domain, group, digest = key
+        by_digest = self.index[domain][group]
+        entry = by_digest[digest]
         if isinstance(entry, int):
             assert entry == block, f"the index has block {entry} for a key of block {block}"
-            del maps[key.group][key.digest]
-            self._drop_empty(key.domain)
+            del by_digest[digest]
+            self._drop_empty(domain)
             return
         entry.remove(block)
         if len(entry) == 1:
-            maps[key.group][key.digest] = entry[0]
+            by_digest[digest] = entry[0]
 
     def drop_keys(self, block: int, reason: RemoveReason) -> bool:
-        """Remove all keys of a block that is not being reallocated: restamp it and emit REMOVED. False: it had none."""
+        """Remove all keys of a block that is not being allocated; emits REMOVED and changes its stamp (version).
+
+        Returns False, and changes nothing, if the block has no key.
+        """
         keys = self.unregister(block)
         if not keys:
             return False
@@ -378,9 +387,9 @@ class BlockPool:
         return True
 
     def move_keys(self, source: int, target: int) -> list[tuple[Key, int]]:
-        """Move all keys of the source block to the target; restamps both, and leaves the events to the caller.
+        """Move all keys of the source block to the target; gives both a new stamp (version). Emits no event.
 
-        Returns the keys with the tokens of their prefixes; an empty list: the keys were removed since.
+        Returns each key with the number of tokens of its prefix; an empty list if the source has no key.
         """
         assert self.key[target] is None, f"block {target} already has a key"
         moved: list[tuple[Key, int]] = []
@@ -394,7 +403,10 @@ class BlockPool:
         return moved
 
     def reset(self) -> bool:
-        """Remove all keys and emit CLEARED; keeps the eviction order. False, and no change: a request holds a block."""
+        """Remove all keys and emit CLEARED; the eviction order stays the same.
+
+        Returns False, and changes nothing, if a request holds a block.
+        """
         if not self.is_unused:
             return False
         self.clear()
@@ -406,34 +418,34 @@ class BlockPool:
         return True
 
     def clear(self) -> None:
-        """Remove all keys of all blocks and restamp these blocks, without emitting events."""
+        """Remove all keys of all blocks, and give these blocks a new stamp (version number). Emits no events."""
         for blocks in keyed_blocks(self):
             forget_all_keys(self, blocks)
             self.stamped.update(dict.fromkeys(blocks.tolist()))
 
     def _evict(self, block: int) -> None:
         keys = self.unregister(block)
-        for key in keys:
-            self.evicted_keys[key.group] += 1
+        for _, group, _ in keys:
+            self.evicted_keys[group] += 1
         idle = self._age_base + self.step - max(self._used[block], self._age_base)
         self.residency.idle_before_evict[idle.bit_length()] += 1
         self.report_removed(keys, block, RemoveReason.EVICTED)
 
     def report_removed(self, keys: Iterable[Key], block: int, reason: RemoveReason) -> None:
-        """Emit REMOVED for keys that were removed from the block."""
+        """Emit REMOVED events for keys that were removed from the block."""
         if self.with_events:
             self.events.removed(block, keys, reason)
 
     def count_keys(self) -> int:
-        """Distinct (domain, group, digest) keys."""
+        """Count the distinct (domain, group, digest) keys."""
         return sum(self.count_keys_of(group) for group in range(self.num_groups))
 
     def count_lazy_keys(self) -> int:
-        """Recovered keys whose blocks were not touched since."""
+        """Count the recovered keys whose blocks were not used since the recovery."""
         return self.lazy_keys.num_keys if self.lazy_keys is not None else 0
 
     def count_keys_of(self, group: int) -> int:
-        """Distinct (domain, digest) keys of a group."""
+        """Count the distinct (domain, digest) keys of a group."""
         untouched = self.lazy_keys.count_keys(group) if self.lazy_keys is not None else 0
         return untouched + sum(len(maps[group]) for maps in list(self.index.values()))  # metrics read it at any time
 
@@ -445,7 +457,7 @@ class BlockPool:
     # -- stamps and ages ---------------------------------------------------------------------------------------------
 
     def restamp(self, block: int) -> None:
-        """Give the block a new stamp: a version of its content that was never used in this memory."""
+        """Give the block a new stamp: a version number of its content that was never used in this page memory."""
         if self._counter == MAX_COUNTER:
             self._next_generation()
             self._counter = 0
@@ -454,7 +466,7 @@ class BlockPool:
         self.stamped[block] = None
 
     def restamp_all(self, blocks: Ints) -> None:
-        """As `restamp` for each of these blocks, in this order; the caller updates `stamped`."""
+        """Give each of these blocks a new stamp (version), in this order. The caller adds them to `stamped`."""
         if self._counter + len(blocks) > MAX_COUNTER:
             for block in blocks.tolist():
                 self.restamp(block)
@@ -463,18 +475,21 @@ class BlockPool:
         self._counter += len(blocks)
 
     def _next_generation(self) -> None:
-        """Start a new generation: the counter of this one is used up."""
+        """Raise the generation number, a part of each stamp, since the counter in the stamps is at its maximum."""
         assert self.generation < MAX_GENERATION, "the stamps of this epoch are used up"
         self.generation += 1
         self._stamp_base = Stamp(self.generation, self.epoch, 0).pack()
 
     @property
     def last_counter(self) -> int:
-        """Counter part of the last stamp."""
+        """Counter of the last stamp that was issued."""
         return self._counter
 
     def begin_epoch(self, epoch: int) -> None:
-        """Begin an epoch: its stamps contain its number, steps count from 1, remaining keys count as executed."""
+        """Begin an engine life numbered `epoch`: stamps contain this number from now on, and steps count from 1.
+
+        Remaining keys count as executed, since the stamps of their blocks were verified.
+        """
         assert epoch > self.epoch, f"epoch {epoch} after {self.epoch}: stamps would repeat"
         self.epoch, self.generation = epoch, 0
         self._stamp_base = Stamp(0, epoch, 0).pack()

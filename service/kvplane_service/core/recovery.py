@@ -1,11 +1,12 @@
-"""Verifies the entries of a store against the stamps of the page memory, for a pool that is not in use yet.
+"""Verifies the keys in a store against the stamps in the page memory, for a pool that is not in use yet.
 
-Entries and stamp tables come in, a `RecoveredState` goes out, whose columns the pool takes over. A store may lose,
-repeat or reorder what it was given. An entry is accepted only where the memory of every rank still shows the stamp that
-is stored with it: no stamp is used twice in an incarnation, so equal stamps mean equal content.
+A stamp is the version number of a block's content. Entries and stamp tables come in, a `RecoveredState` goes out, whose
+columns the pool takes over. A store may lose, repeat or reorder what was written to it. An entry is accepted only if
+the memory of every rank still has the stamp that the store has for this entry: no stamp is used twice in one
+incarnation of the memory, so equal stamps mean equal content.
 
 Rows are processed in columns and never become objects, since a million of them must be recovered within a second.
-Nothing is shared with the pool before it takes the result, so this may run on another thread.
+Nothing is shared with the pool before the pool takes the result, so the verification may run on another thread.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ Pairs = list[tuple[str, int]]  # (domain, group) by number
 
 @dataclass(frozen=True, slots=True)
 class RecoveryOutcome:
-    """How many rows were recovered, and how many were not, by reason.
+    """How many stored rows were recovered, and how many were not, by reason.
 
     Attributes:
-        kept: are keys of the pool.
-        unproven: the memory shows other stamps.
-        repeated: the block has the key already.
-        impossible: have a block, group or digest size that the pool does not have.
+        kept: rows that are keys of the pool now.
+        unproven: rows whose stamp (version number of the content) is not that of their block in the page memory.
+        repeated: rows whose key the block already has.
+        impossible: rows with a block, group or digest size that the pool does not have.
     """
 
     kept: int
@@ -65,14 +66,15 @@ class RecoveredState:
     """The columns of a pool after a recovery; the pool takes ownership of them.
 
     Attributes:
-        outcome: counts for logs and metrics.
-        epoch: the highest epoch of a stamp in the memory or the entries.
-        stamp, key_tokens: by block; 0 for blocks without a key.
-        key: by block, LAZY_KEY or None.
-        links: free blocks in eviction order.
-        table: the primary keys; several blocks may have one key.
-        shared: for each key of several blocks, these blocks.
-        further: keys other than the primary one of their block.
+        outcome: how many rows were recovered or not, for logs and metrics.
+        epoch: the highest epoch of any stamp in the memory or the entries.
+        stamp, key_tokens: by block, its stamp (version number of its content) and the tokens of the prefix that its
+            primary key names; 0 for blocks without a key.
+        key: by block, LAZY_KEY if it has a key, else None.
+        links: the free list, whose order is the order of eviction.
+        table: the primary keys, one row per block; several blocks may have the same key.
+        shared: for each key that several blocks have, these blocks.
+        further: (block, key) of keys other than the primary one of their block.
     """
 
     outcome: RecoveryOutcome
@@ -91,8 +93,10 @@ class PoolShape:
     """The properties of an unused pool that a recovery depends on.
 
     Attributes:
+        num_blocks: number of blocks, the null block included.
+        num_groups: number of KV cache groups.
         digest_size: bytes of a key's digest.
-        reserved: blocks that the pool never releases.
+        reserved: blocks that the pool never releases, such as attention sinks.
     """
 
     num_blocks: int
@@ -102,7 +106,9 @@ class PoolShape:
 
 
 class _Rows(NamedTuple):
-    """Rows in columns; `pair` is an index of `Pairs`, and each digest is a row of bytes."""
+    """Stored keys as columns: `pair` is an index into `Pairs` (domain and group), and `digest` has one row of bytes per
+    key.
+    """
 
     pair: Ints
     block: Ints
@@ -112,7 +118,7 @@ class _Rows(NamedTuple):
     digest: Bytes
 
     def select(self, wanted: Mask) -> _Rows:
-        """The rows where the mask is set."""
+        """Return the rows for which the mask is true."""
         if wanted.all():
             return self
         at = np.flatnonzero(wanted)
@@ -120,11 +126,12 @@ class _Rows(NamedTuple):
 
 
 def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: Iterable[Entries]) -> RecoveredState:
-    """Which of these entries the memory proves, as columns for the pool.
+    """Select the stored entries whose content the page memory still has, and return them as columns for the pool.
 
     Args:
-        tables: the stamps in each rank's memory, one per block.
-        stored: in any order; where two have a primary key for one block, the first is taken.
+        shape: the properties of the pool.
+        tables: for each rank, the stamps (version numbers of contents) in its memory, one per block.
+        stored: the entries in any order; if two name a primary key for the same block, the first one is taken.
     """
     entries, pairs = list(stored), Pairs()
     fitting = [one for one in entries if one.digest_size == shape.digest_size]
@@ -164,13 +171,13 @@ def verify_entries(shape: PoolShape, tables: Sequence[Sequence[int]], stored: It
 
 
 def _epochs(*stamps: Words) -> set[int]:
-    """The highest epoch in each array of stamps."""
+    """Return, for each array of stamps, the highest epoch in it."""
     mask = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
     return {Stamp.unpack(int((some & mask).max())).epoch for some in stamps if some.size}
 
 
 def _stack(stored: list[Entries], digest_size: int, pairs: Pairs) -> _Rows:
-    """All rows in one table; appends their (domain, group) pairs to `pairs`."""
+    """Join the rows of all entries to one set of columns; appends their (domain, group) pairs to `pairs`."""
     number: dict[tuple[str, int], int] = {}
     runs = [run for entries in stored for run in entries.runs]
     numbers = [number.setdefault((run.domain, run.group), len(number)) for run in runs]
@@ -191,16 +198,17 @@ def _join(columns: list[Sequence[int]], dtype: type[np.unsignedinteger[Any]]) ->
 
 
 def _are_possible(rows: _Rows, pairs: Pairs, shape: PoolShape) -> Mask:
-    """Which rows have a block and a group of the pool."""
+    """Return a mask: which rows name a block and a group that exist in the pool."""
     group_exists = np.array([group < shape.num_groups for _, group in pairs], np.bool_)
     possible: Mask = (rows.block > 0) & (rows.block < shape.num_blocks) & group_exists[rows.pair]
     return possible
 
 
 def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
-    """Which rows have a stamp that every rank shows, issued after the last reset that some rank shows.
+    """Return a mask: which rows have the same stamp (version number of the content) as the memory of every rank.
 
-    Reserved blocks are not proven: no key may be on them.
+    The stamp must also be newer than the last reset that is recorded in the memory of any rank. Rows of reserved blocks
+    are always false, since reserved blocks must not have keys.
     """
     last_reset = max((int(table[NULL_BLOCK]) for table in shown if table.size), key=in_time, default=0)
     proven = (rows.stamp != 0) & behind_reset(rows.stamp, last_reset)
@@ -213,7 +221,7 @@ def _are_proven(rows: _Rows, shown: list[Words], shape: PoolShape) -> Mask:
 
 
 def _first_rows(rows: _Rows, num_blocks: int) -> Ints:
-    """By block, the first row that can be its primary key; -1: none."""
+    """Return, by block, the index of the first row that can be its primary key; -1 if there is none."""
     row_of = np.full(num_blocks, -1, np.int64)
     last_to_first = np.flatnonzero(rows.num_tokens)[::-1]
     row_of[rows.block[last_to_first]] = last_to_first  # numpy keeps the last assignment, that of the first row
@@ -221,7 +229,11 @@ def _first_rows(rows: _Rows, num_blocks: int) -> Ints:
 
 
 def _without_doubles(first: _Rows, others: _Rows) -> tuple[_Rows, _Rows]:
-    """Remove rows whose stamp is on two pages: no service issues a stamp twice, so such a memory proves neither."""
+    """Remove the rows of all blocks whose stamp another block has too.
+
+    No stamp (version number of a content) is issued twice, so equal stamps of two blocks show that the page memory is
+    wrong about at least one of them.
+    """
     stamps = np.sort(first.stamp)
     double = stamps[1:][stamps[1:] == stamps[:-1]]
     if not double.size:
@@ -230,17 +242,19 @@ def _without_doubles(first: _Rows, others: _Rows) -> tuple[_Rows, _Rows]:
 
 
 def _further_keys(others: _Rows, proven: _Rows, row_of: Ints, pairs: Pairs) -> list[tuple[int, Key]]:
-    """Keys other than the primary one of their block, each once."""
+    """Return (block, key) for the keys that are not the primary key of their block, each pair once."""
     first = row_of[others.block]
     same = (proven.pair[first] == others.pair) & (proven.digest[first] == others.digest).all(axis=1)
     further = others.select((first >= 0) & ~same)
     names = [pairs[pair] for pair in further.pair.tolist()]
-    keys = [Key(domain, group, raw.tobytes()) for (domain, group), raw in zip(names, further.digest, strict=True)]
+    keys = [(domain, group, raw.tobytes()) for (domain, group), raw in zip(names, further.digest, strict=True)]
     return list(dict.fromkeys(zip(further.block.tolist(), keys, strict=True)))
 
 
 def _presence(num_tokens: Ints) -> list[Key | None]:
-    """The pool's column of keys. In pieces, so that other threads can run in between."""
+    """Return, by block, LAZY_KEY if it has a recovered key, else None; built in pieces, so that other threads can run
+    in between.
+    """
     present: list[Key | None] = []
     for start in range(0, len(num_tokens), SLICE_BLOCKS):
         present += [LAZY_KEY if count else None for count in num_tokens[start : start + SLICE_BLOCKS].tolist()]
@@ -248,14 +262,14 @@ def _presence(num_tokens: Ints) -> list[Key | None]:
 
 
 def _without_key(blocks: Ints, num_blocks: int) -> Ints:
-    """All blocks but these, the null block included."""
+    """Return all blocks of the pool that are not in `blocks`, the null block included."""
     is_bare = np.ones(num_blocks, np.bool_)
     is_bare[blocks] = False
     return np.flatnonzero(is_bare)
 
 
 def _last_uses(first: _Rows, stored: list[Entries], num_tokens: Ints) -> Ints:
-    """The time of the last use of each row's block."""
+    """Return, for each row, the time of the last use of the row's block, in the unit of the store."""
     used = _join([entries.used_block for entries in stored], np.uint32)
     if not used.size:
         return first.age
@@ -267,7 +281,9 @@ def _last_uses(first: _Rows, stored: list[Entries], num_tokens: Ints) -> Ints:
 
 
 def _eviction_order(first: _Rows, age: Ints) -> Ints:
-    """Blocks by time of last use; of equal times the longer prefix first."""
+    """Return the blocks in ascending order of the time of last use; of equal times, the block with the longer prefix
+    comes first.
+    """
     longest = int(first.num_tokens.max(initial=0))
     turn = age.astype(np.uint64)
     turn -= turn.min(initial=_MAX_U32)

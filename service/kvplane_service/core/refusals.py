@@ -1,8 +1,9 @@
-"""Remembered refusals of admissions, so that an engine can offer all its waiting requests in every step.
+"""Stores refusals of admissions, so that an engine can offer all its waiting requests in every step at low cost.
 
-A refusal depends on the request, its row, its hit, which blocks of the hit are free, and the number of free blocks. It
-is forgotten when a key that its look-up read is registered or removed, or when a block of its hit becomes free or held.
-It is used only while fewer blocks are free than the admission needs. So the answer is always that of a new look-up.
+A refusal depends on the request, its row in the step, its hit, which blocks of the hit are free, and the number of free
+blocks. A stored refusal is dropped when a key that its look-up read is registered or removed, or when a block of its
+hit becomes free or held. It answers a row only while the pool has fewer free blocks than the admission needs. So the
+answer equals that of a new look-up.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from typing import NamedTuple
 from kvplane.base.step import AdmitStatus
 from kvplane_service.core.keys import Key
 
-MOST_WATCHED = 512  # keys, and blocks, that a remembered refusal may depend on
-MOST_WATCHED_OF_ALL = 1 << 18  # keys and blocks; above this all refusals are forgotten
+MOST_WATCHED = 512  # most keys, and most blocks, that a stored refusal may depend on
+MOST_WATCHED_OF_ALL = 1 << 18  # keys and blocks of all refusals; above this all refusals are dropped
 
 
 class RowTerms(NamedTuple):
-    """The row of an admission.
+    """What the engine sent in the row of an admission.
 
     Attributes:
-        which: numbers of the columns that the section has.
-        entries: of the row, in these columns.
-        runs: whether some request runs, so that the watermark applies.
+        which: indices of the columns of `Admit` that are not empty.
+        entries: the row's entries in these columns.
+        runs: whether any request is running, so that the watermark applies.
     """
 
     which: tuple[int, ...]
@@ -32,10 +33,12 @@ class RowTerms(NamedTuple):
 
 
 class RequestVersion(NamedTuple):
-    """The request of an admission, as it was at its refusal.
+    """The state of a request when its admission was refused.
 
     Attributes:
-        serial: number of its stay in the slot.
+        serial: number of uses of the slot, so that a later request in the same slot has another value.
+        num_tokens: tokens of the request.
+        num_digests: block hashes of the request.
     """
 
     serial: int
@@ -44,12 +47,14 @@ class RequestVersion(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """A refusal.
+    """A refused admission, and the conditions under which it would be refused again.
 
     Attributes:
-        free_wanted: blocks that must be free for the admission.
-        room: tokens of budget from which on the budget does not limit the row.
-        hit_tokens, single_group_hit, status: the answer.
+        asked: state of the request when it was refused.
+        row: what the engine sent in the row of the admission.
+        free_wanted: number of blocks that must be free for the admission.
+        room: the row does not depend on the budget if the budget has at least this number of tokens.
+        hit_tokens, single_group_hit, status: the answer to the row.
     """
 
     asked: RequestVersion
@@ -62,10 +67,11 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """The last refusal of each slot.
+    """The last refusal of each slot, until it is dropped.
 
     Attributes:
-        by_digest, by_block: slots whose refusals depend on the digest or block.
+        by_digest: by digest of a key, the slots whose refusals change if this key is registered or removed.
+        by_block: by block, the slots whose refusals change if this block becomes free or held.
     """
 
     def __init__(self) -> None:
@@ -74,11 +80,13 @@ class Refusals:
         self._refused: dict[int, Refusal] = {}
 
     def find(self, slot: int) -> Refusal | None:
-        """The last refusal of this slot, if its hit, and which blocks of that are free, have not changed."""
+        """Return the last refusal of this slot; None if there is none, or if it was dropped."""
         return self._refused.get(slot)
 
     def note(self, slot: int, refused: Refusal, digests: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Remember a refusal that depends on these digests and blocks; not if these exceed MOST_WATCHED."""
+        """Store a refusal that depends on these digests and blocks; does nothing if there are more than MOST_WATCHED of
+        either.
+        """
         if len(digests) > MOST_WATCHED or len(blocks) > MOST_WATCHED:
             return
         self._refused[slot] = refused
@@ -90,18 +98,18 @@ class Refusals:
             self.clear()
 
     def forget_keys(self, keys: Iterable[Key]) -> None:
-        """These keys were registered or removed."""
-        for key in keys:
-            if key.digest in self.by_digest:
-                self._forget(self.by_digest.pop(key.digest))
+        """Drop the refusals that depend on these keys, which were registered or removed."""
+        for _, _, digest in keys:
+            if digest in self.by_digest:
+                self._forget(self.by_digest.pop(digest))
 
     def forget_blocks(self, blocks: Sequence[int]) -> None:
-        """These blocks became free or held."""
+        """Drop the refusals that depend on these blocks, which became free or held."""
         for block in self.by_block.keys() & blocks:
             self._forget(self.by_block.pop(block))
 
     def clear(self) -> None:
-        """Forget all refusals: many keys were registered or removed at once."""
+        """Drop all refusals, because many keys were registered or removed at once."""
         for book in (self.by_digest, self.by_block, self._refused):
             book.clear()
 

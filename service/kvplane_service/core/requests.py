@@ -1,4 +1,4 @@
-"""The requests of one replica, in columns by slot."""
+"""The state of all requests of one replica, in columns by slot."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ NO_FAST_PATH = 0
 
 @dataclass(slots=True)
 class Content:
-    """The content of a request as the core needs it.
+    """The content of a request, as block hashes.
 
     Attributes:
-        digests: block hash of each full hash block, chained.
-        hasher: computes the digests where the service hashes; None where the engine sends hashes.
+        digests: chained hash of each full hash block.
+        hasher: hashes appended tokens; None if the engine sends hashes instead of token ids.
     """
 
     digests: list[bytes]
@@ -24,20 +24,20 @@ class Content:
 
 
 class Requests:
-    """One entry per slot and column; a slot is live from its news row until it ends.
+    """One entry per slot in each column; a slot is live from its news row until its request ends.
 
-    `fast_path_until` is where the fast path of a running request ends: a row whose slots end at or before it needs no
-    allocation, no window release and no registration, so a step only adds its tokens to the columns. It is safe because
-    it is the least of three bounds: up to `alloc_bound` slots the tables need no block, below `window_bound` processed
-    tokens no block leaves a window (processed tokens are fewer than slots), and below `register_bound` known tokens no
-    block can be registered. Whatever could lower a bound calls `invalidate_fast_path`.
+    `fast_path_until` is a position in tokens where the fast path of a running request ends. A row of a step that ends
+    at or before this position needs no allocation, no release and no registration, so a step only adds its tokens to
+    the columns. This is safe because `fast_path_until` is the least of three bounds: up to position `alloc_bound` the
+    tables need no block, below `window_bound` processed tokens no block leaves a window, and below `register_bound`
+    known tokens no block can be registered. Code that could lower a bound must call `invalidate_fast_path`.
     """
 
     def __init__(self) -> None:
         self.live: list[bool] = []
         self.running: list[bool] = []
         self.held: list[bool] = []
-        self.serial: list[int] = []  # number of the slot's present stay, see `in_flight.Stay`
+        self.serial: list[int] = []  # counts the uses of the slot, see `in_flight.Stay`
         self.request_id: list[str] = []
         self.domain: list[str] = []
         self.skip_reading: list[bool] = []
@@ -51,7 +51,7 @@ class Requests:
         self.granted_step: list[int] = []  # last step that granted tokens
         self.load_after: list[int] = []  # the load of its external tokens must not start before this step is executed
         self.content: list[Content] = []
-        self.ends_at: list[int] = []  # tokens at which the last launch ends, drafts included; see `launch_end`
+        self.ends_at: list[int] = []  # position where the last launch ends, drafts included; see `launch_end`
         self.fast_path_until: list[int] = []
         self.alloc_bound: list[int] = []
         self.window_bound: list[int] = []
@@ -67,7 +67,7 @@ class Requests:
         return 0 <= slot < len(self.live) and self.live[slot]
 
     def grow(self, slot: int) -> None:
-        """Make room for the slot."""
+        """Extend the columns so that they have an entry for this slot."""
         missing = slot + 1 - len(self.live)
         if missing <= 0:
             return
@@ -98,7 +98,7 @@ class Requests:
         )
 
     def add(self, slot: int, num_tokens: int, limit: int, content: Content) -> None:
-        """Put a request into a free slot."""
+        """Put a request of `num_tokens` tokens, which may grow to `limit` tokens, into a free slot."""
         self.grow(slot)
         assert not self.live[slot], f"slot {slot} is taken"
         self.live[slot] = True
@@ -113,17 +113,20 @@ class Requests:
         self.stop(slot)
 
     def launch_end(self, slot: int) -> int:
-        """Tokens at which the last launch ends; on the fast path `ends_at` is not updated, `computed` is as high."""
+        """Return the position, in tokens, where the request's last launch ends.
+
+        Rows on the fast path do not update `ends_at`; for them `computed` is this position.
+        """
         return max(self.ends_at[slot], self.computed[slot])
 
     def start(self, slot: int) -> None:
-        """The request was admitted."""
+        """Mark the request as running, after its admission."""
         assert not self.running[slot]
         self.running[slot] = True
         self.num_running += 1
 
     def stop(self, slot: int) -> None:
-        """The request has no blocks any more, or not yet."""
+        """Mark the request as not running and without blocks, because it is new, preempted or held for a transfer."""
         if self.running[slot]:
             self.running[slot] = False
             self.num_running -= 1
@@ -133,21 +136,23 @@ class Requests:
         self.invalidate_fast_path(slot)
 
     def invalidate_fast_path(self, slot: int) -> None:
-        """The next row calls every manager."""
+        """End the fast path of a request, so that its next row calls every manager."""
         self.fast_path_until[slot] = self.alloc_bound[slot] = self.register_bound[slot] = NO_FAST_PATH
         self.window_bound[slot] = NO_FAST_PATH
 
     def invalidate_register_bound(self, slot: int) -> None:
-        """A block may have become registrable; tables and windows are unchanged."""
+        """End the fast path because a block may have become registrable; `alloc_bound` and `window_bound`
+        stay valid.
+        """
         self.fast_path_until[slot] = self.register_bound[slot] = NO_FAST_PATH
 
     def invalidate_all_fast_paths(self) -> None:
-        """The next row of every request calls every manager."""
+        """End the fast path of all requests."""
         for slot in self.slots():
             self.invalidate_fast_path(slot)
 
     def end(self, slot: int) -> None:
-        """Free the slot."""
+        """End the request and free its slot."""
         self.stop(slot)
         self.live[slot] = self.held[slot] = False
         self.loading.discard(slot)
@@ -155,5 +160,5 @@ class Requests:
         self.asked.pop(slot, None)
 
     def slots(self) -> list[int]:
-        """Live slots, ascending."""
+        """Return the live slots, ascending."""
         return [slot for slot, live in enumerate(self.live) if live]

@@ -1,10 +1,13 @@
-"""Resumes requests of an earlier engine life with the blocks that they have, from an image (`Part.resume`).
+"""Resumes requests of an earlier engine life (time of one epoch) with the blocks that they had.
+
+The engine sends these in an image (`Part.resume`): its running and held requests with their block tables.
 
     check    compares the whole image with the requests, the stamps of the memory, and the rules of every group
-    apply    installs tables, references and counts; drops keys that do not fit the content of their page
+    apply    installs tables, references and counts; drops keys that do not match the content of their page
 
 An accepted image cannot violate the invariants of the pool, whatever an engine sends: a block is in two tables only
-where it is full and has the same prefix in both, and every block of the image has a proven stamp.
+where it is full and has the same prefix in both, and the memory of every rank has the same stamp (version number of the
+content) for each block of the image.
 """
 
 from __future__ import annotations
@@ -30,21 +33,26 @@ _Name = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One running request of an image."""
+    """One running request of an image (the requests and block tables that an engine resumes)."""
 
     slot: int
     progress: RequestProgress
     single_group_hit: int
     loading: bool
     tables: list[list[int]]
-    num_cached_blocks: list[int]
+    num_cached_blocks: Sequence[int | None]
 
 
 class Resumption:
-    """An image, for a replica that has allocated no block in this engine life."""
+    """Checks and applies an image: the requests, with their block tables, that an engine resumes.
+
+    The replica must not have allocated a block in this engine life (the time of one epoch).
+    """
 
     def __init__(self, coordinator: Coordinator, tracker: InFlightTracker, shown: Sequence[int]) -> None:
-        """`shown`: one stamp per block, as the memory of every rank showed them when this engine life began."""
+        """`shown`: by block, the stamp (version of the content) that all ranks had when this engine life began; 0: they
+        differ.
+        """
         self._blocks = coordinator
         self._pool = coordinator.pool
         self._requests = coordinator.requests
@@ -54,16 +62,18 @@ class Resumption:
     # -- check -------------------------------------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
-        """Raise InvalidArgument naming the column at fault; changes nothing."""
+        """Raise InvalidArgument, naming the column at fault, if the image cannot be accepted. Changes nothing."""
         (part, *others) = step.parts
         alone = not others and step.part == 0 and step.last and replace(part, resume=None) == Part()
         _require(alone and part.resume is not None, "parts", "an image must be alone in its step")
         assert part.resume is not None
         pool, resume = self._pool, part.resume
         _require(
-            pool.is_unused and not self._requests.num_running, "slot", "this engine life has allocated blocks already"
+            pool.is_unused and not self._requests.num_running,
+            "slot",
+            "this engine life has allocated blocks already: an image must come first",
         )
-        _require(len(self._shown) == pool.num_blocks, "blocks", "this engine life was opened without stamps")
+        _require(len(self._shown) == pool.num_blocks, "blocks", "the session was opened without a stamp table")
         names = self._check_tables(resume)
         held = self._check_held(resume, names)
         self._check_stamps({*names, *held})
@@ -71,7 +81,9 @@ class Resumption:
         _require(late == NULL_BLOCK, "loading", f"a load may still write block {late}; mark its request as loading")
 
     def _check_tables(self, resume: Resume) -> dict[int, _Name]:
-        """The content of each block of a table according to the image; equal names mean equal content."""
+        """Check the tables; returns a name for the content of each block: blocks with equal names must have equal
+        content.
+        """
         self._check_columns(resume)
         names: dict[int, _Name] = {}
         for row in self._rows(resume):
@@ -96,38 +108,58 @@ class Resumption:
         for name in _BY_ROW:
             column = getattr(resume, name)
             given = len(column) == rows or (not column and name != "computed")
-            _require(given, name, f"expected one entry for each of {rows} rows")
+            _require(given, name, f"{len(column)} entries for {rows} rows, expected one per row")
         sizes = len(resume.num_blocks) == rows * len(self._blocks.managers)
-        _require(sizes and min(resume.num_blocks, default=0) >= 0, "num_blocks", "expected one entry per row and group")
+        _require(
+            sizes and min(resume.num_blocks, default=0) >= 0,
+            "num_blocks",
+            f"expected one entry of at least 0 per row and group, found {len(resume.num_blocks)} entries",
+        )
         given = (
             len(resume.num_cached_blocks) in (0, len(resume.num_blocks))
             and min(resume.num_cached_blocks, default=0) >= 0
         )
-        _require(given, "num_cached_blocks", "expected one entry per row and group")
-        _require(sum(resume.num_blocks) == len(resume.blocks), "blocks", "expected the sum of num_blocks")
+        _require(
+            given,
+            "num_cached_blocks",
+            f"expected one entry of at least 0 per row and group, found {len(resume.num_cached_blocks)} entries",
+        )
+        _require(
+            sum(resume.num_blocks) == len(resume.blocks),
+            "blocks",
+            f"{len(resume.blocks)} blocks, num_blocks adds up to {sum(resume.num_blocks)}",
+        )
         for slot in resume.slot:
             waits = requests.is_live(slot) and not requests.held[slot]
             _require(waits and bool(requests.num_tokens[slot]), "slot", f"slot {slot} has no waiting request")
         for row in self._rows(resume):
             at, num_tokens = row.progress, requests.num_tokens[row.slot]
-            _require(1 <= at.computed <= longest, "computed", f"{at.computed} tokens")
-            _require(at.computed <= at.launch_end <= longest, "launch_end", f"{at.launch_end} for {at.computed} tokens")
-            _require(1 <= at.num_prompt <= num_tokens, "num_prompt", f"{at.num_prompt} of {num_tokens} tokens")
+            _require(1 <= at.computed <= longest, "computed", f"{at.computed} tokens are not 1 to {longest}")
+            _require(
+                at.computed <= at.launch_end <= longest,
+                "launch_end",
+                f"{at.launch_end} tokens are not {at.computed} (computed) to {longest} (max_model_len)",
+            )
+            _require(
+                1 <= at.num_prompt <= num_tokens,
+                "num_prompt",
+                f"{at.num_prompt} tokens are not 1 to {num_tokens}, the tokens of the request",
+            )
             _require(
                 0 <= row.single_group_hit <= num_tokens,
                 "single_group_hit",
-                f"{row.single_group_hit} of {num_tokens} tokens",
+                f"{row.single_group_hit} tokens are not 0 to {num_tokens}, the tokens of the request",
             )
 
     def _check_held(self, resume: Resume, names: dict[int, _Name]) -> list[int]:
         slots, counts = resume.held_slot, resume.held_count
         taken = set(resume.slot)
         _require(len(set(slots)) == len(slots) and not taken & set(slots), "held_slot", "a slot is listed twice")
-        _require(len(counts) == len(slots), "held_count", f"expected one entry for each of {len(slots)} rows")
+        _require(len(counts) == len(slots), "held_count", f"{len(counts)} entries for {len(slots)} held slots")
         loading = len(resume.held_loading) in (0, len(slots))
-        _require(loading, "held_loading", f"expected one entry for each of {len(slots)} rows")
+        _require(loading, "held_loading", f"{len(resume.held_loading)} entries for {len(slots)} held slots")
         total = sum(counts) == len(resume.held_blocks) and min(counts, default=0) >= 0
-        _require(total, "held_blocks", "expected as many blocks as the sum of held_count")
+        _require(total, "held_blocks", f"{len(resume.held_blocks)} blocks, held_count adds up to {sum(counts)}")
         for slot, blocks, _ in _held(resume):
             _require(0 <= slot < MAX_SLOTS, "held_slot", f"there is no slot {slot}")
             _require(len(set(blocks)) == len(blocks), "held_blocks", f"slot {slot} lists a block twice")
@@ -139,25 +171,38 @@ class Resumption:
 
     def _check_ids(self, blocks: list[int], column: str) -> None:
         within = not blocks or 0 < min(blocks) <= max(blocks) < self._pool.num_blocks
-        _require(within and not set(blocks) & set(self._pool.reserved), column, "a null, reserved or unknown block")
+        _require(
+            within and not set(blocks) & set(self._pool.reserved),
+            column,
+            "a block is the null block, reserved, or not in the pool",
+        )
 
     def _check_stamps(self, blocks: set[int]) -> None:
-        """Every block has a stamp of an earlier life on all ranks, and shares it with no other or keyed block."""
+        """Check the stamps (version numbers of contents) of these blocks.
+
+        Every block must have, on all ranks, the same stamp of an earlier engine life (epoch), and no other block may
+        have this stamp.
+        """
         pool, shown = self._pool, self._shown
         stamps = {shown[block] for block in blocks}
         proven = 0 not in stamps and all(Stamp.unpack(stamp).epoch < pool.epoch for stamp in stamps)
-        _require(proven, "blocks", "the memory of some rank shows another stamp of a block")
+        _require(proven, "blocks", "a block has no stamp of an earlier life that all ranks agree on")
         single = len(stamps) == len(blocks) and not any_key_has(pool, stamps, blocks)
-        _require(single, "blocks", "two blocks have one stamp")
+        _require(single, "blocks", "two blocks have the same stamp, which proves neither content")
 
     def _name(self, manager: GroupManager, row: _Row, index: int) -> _Name:
-        """The content of a table entry: a prefix that requests may share, or content of this request alone."""
+        """Return a name for the content of a table entry: equal names mean equal content.
+
+        A block that requests may share is named by its prefix; any other entry gets a name that no other entry has.
+        """
         digest = manager.sealed_prefix(row.slot, index, row.progress)
         domain = self._requests.domain[row.slot]
         return (digest, manager.group, domain) if digest else (None, manager.group, row.slot, index)
 
     def _busy_for_others(self, resume: Resume) -> set[int]:
-        """Blocks that a load of an earlier engine life may write and whose request is not marked as loading."""
+        """Return blocks of the image that a load of an earlier engine life (epoch) may write, though the image does not
+        mark their request as loading.
+        """
         found = set[int]()
         for row in self._rows(resume) if self._pool.busy else ():
             if not row.loading:
@@ -184,13 +229,13 @@ class Resumption:
                 resume.single_group_hit[number] if resume.single_group_hit else 0,
                 bool(resume.loading and resume.loading[number]),
                 tables[number * groups : (number + 1) * groups],
-                resume.num_cached_blocks[number * groups : (number + 1) * groups] or [0] * groups,
+                resume.num_cached_blocks[number * groups : (number + 1) * groups] or [None] * groups,
             )
 
     # -- apply -------------------------------------------------------------------------------------------------------
 
     def apply(self, resume: Resume) -> None:
-        """Apply an image that `check` accepted."""
+        """Apply an image that passed `check`."""
         for row in self._rows(resume):
             self._resume(row)
         for slot, blocks, loading in _held(resume):
@@ -232,7 +277,7 @@ class Resumption:
 
 
 def _held(resume: Resume) -> Iterator[tuple[int, list[int], bool]]:
-    """Slot, blocks, and whether a load still wrote these when the request ended as held."""
+    """Yield each held slot, its blocks, and whether a load may still write them."""
     start = 0
     loading = resume.held_loading or [0] * len(resume.held_slot)
     for slot, count, loads in zip(resume.held_slot, resume.held_count, loading, strict=True):

@@ -12,7 +12,10 @@ _NEVER_CACHED = (GroupKind.CROSS, GroupKind.RING)
 
 
 def check_spec(spec: ReplicaSpec) -> None:
-    """Raise InvalidArgument naming the field, or FailedPrecondition for a hash whose package is absent."""
+    """Raise InvalidArgument, naming the field, if fields of the spec contradict each other.
+
+    Raises FailedPrecondition if the Python package for its hash function is not installed.
+    """
     spec.validate()
     for number, group in enumerate(spec.groups):
         _check_sizes(spec, group, f"groups[{number}]")
@@ -23,7 +26,9 @@ def check_spec(spec: ReplicaSpec) -> None:
         _check_drafts(spec)
     HashScheme.of(spec)
     sinks = sum(group.sink_tokens // group.block_size for group in spec.groups)
-    _require(sinks < spec.num_blocks - 1, "num_blocks", f"{sinks} sink blocks leave no block to hand out")
+    _require(
+        sinks < spec.num_blocks - 1, "num_blocks", f"{sinks} sink blocks leave none to allocate of {spec.num_blocks}"
+    )
 
 
 def is_cached(group: GroupSpec) -> bool:
@@ -68,13 +73,13 @@ def _check_caching(spec: ReplicaSpec, group: GroupSpec, name: str) -> None:
     _require(
         len(spec.groups) > 1 or group.block_size == spec.hash_block_size,
         "hash_block_size",
-        f"must equal the block size {group.block_size} of the only group",
+        f"{spec.hash_block_size} is not the block size of the only group, {group.block_size}",
     )
     if group.kind is GroupKind.CHUNKED_LOCAL:
         _require(
             group.block_size == spec.hit_alignment,
             f"{name}.block_size",
-            f"must equal the hit alignment {spec.hit_alignment}",
+            f"{group.block_size} is not the hit alignment {spec.hit_alignment}, which chunked local attention needs",
         )
         _require(not group.drops_last_block, f"{name}.drops_last_block", "chunked local attention cannot drop a block")
     windows = group.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA)
@@ -92,7 +97,7 @@ def _check_retention(spec: ReplicaSpec) -> None:
     _require(
         any(group.kind in _SPARSE_KINDS for group in spec.groups),
         "retention_interval",
-        "has no effect without a sliding window or state group; use 0",
+        f"{interval} has no effect without a sliding window or state group; use 0",
     )
     _require(
         interval % spec.scheduler_block_size == 0,
@@ -106,7 +111,7 @@ def _check_drafts(spec: ReplicaSpec) -> None:
     _require(
         not drafts or spec.scheduler_block_size >= spec.prefill_lookahead,
         "scheduler_block_size",
-        f"must be at least prefill_lookahead {spec.prefill_lookahead}: the dropped block must hold all drafts",
+        f"{spec.scheduler_block_size} is below prefill_lookahead {spec.prefill_lookahead}: a block holds all drafts",
     )
 
 
@@ -116,5 +121,7 @@ def _require(holds: bool, field: str, message: str) -> None:
 
 
 def states_for_drafts(spec: ReplicaSpec) -> int | None:
-    """Drafts that can be rejected without losing a state; None: the replica has no states."""
+    """Return how many draft tokens can be rejected without losing a recurrent state; None if the replica has no such
+    states.
+    """
     return min((group.speculative_blocks for group in spec.groups if group.kind is GroupKind.MAMBA), default=None)

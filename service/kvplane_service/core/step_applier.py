@@ -1,8 +1,8 @@
 """Applies the run and admit sections of a part: grants tokens to rows in order, within budgets and free blocks.
 
-The amount of a row depends on refusals before it, and refusals depend on earlier amounts. The engine sends the order of
-its rows and its budgets, and this loop decides the amounts, so that a step takes one message. A row gets the least of
-what it wants and what the budgets leave; a preempted row's tokens return to the budgets.
+The number of tokens of a row depends on refusals before the row, and refusals depend on earlier numbers. The engine
+sends the order of its rows and its budgets, and this loop decides the numbers, so that a step takes one message. A row
+gets the least of what it wants and what the budgets leave; a preempted row's tokens return to the budgets.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kvplane.base.step import (
     Run,
     Watermark,
 )
-from kvplane_service.core.coordinator import Admission, Coordinator
+from kvplane_service.core.coordinator import Admission, Coordinator, Growth
 from kvplane_service.core.in_flight import InFlightTracker
 from kvplane_service.core.lookup import Hit
 from kvplane_service.core.refusals import Refusal, RequestVersion, RowTerms
 from kvplane_service.core.requests import Requests
 
 # Plain integers: an enum's operators cost more than the rest of a row.
-UNALIGNED, DELAY_CACHING = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING)
+UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
 
 PATIENT_ROWS = 64  # more rows than this in sequence without room for a state block count as starved
 
 
 class StepApplier:
-    """Runs the run and admit rows of one part.
+    """Applies the run and admit rows of one part, and adds the granted tokens and blocks to the result.
 
     Args:
-        coordinator: the blocks.
+        coordinator: allocates and releases the blocks.
         tracker: records grants, and removes them on preemption.
-        budget: of the part.
-        result: is filled in.
-        seq: the step being applied.
+        budget: tokens that the rows of the part may have in total.
+        result: result of the part; the answers to the rows are added to it.
+        seq: number of the step being applied.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class StepApplier:
         self._new: dict[int, Sequence[list[int]]] = {}  # by run row
 
     def _room(self) -> int:
-        """Tokens that the next row may have."""
+        """Return how many tokens the budget leaves for the next row."""
         return min(self._tokens_left, self._input_left)
 
     def _spend(self, num_tokens: int) -> int:
-        """Subtract a row's tokens from the budget; returns the tokens that the next row may have."""
+        """Subtract a row's tokens from the budget; returns how many tokens the next row may have."""
         self._tokens_left -= num_tokens
         self._input_left -= num_tokens + self._overhead
         return min(self._tokens_left, self._input_left)
@@ -74,7 +74,10 @@ class StepApplier:
     # -- run ---------------------------------------------------------------------------------------------------------
 
     def run(self, rows: Run) -> None:
-        """Grant tokens to running requests in row order; preempts victims when too few blocks are free."""
+        """Grant tokens to running requests in row order.
+
+        If too few blocks are free, victims are preempted, or the row is refused, as `on_refusal` states.
+        """
         requests = self._requests
         running, num_tokens, computed = requests.running, requests.num_tokens, requests.computed
         fast_path_until, lookahead = requests.fast_path_until, rows.lookahead
@@ -85,6 +88,8 @@ class StepApplier:
         granted = self._result.granted = self._unnoted = [0] * len(rows.slot)
         victims, cannot_run = self._victims(rows), self._tracker.cannot_run(self._seq)
         plain = not (rows.extra or rows.cap or rows.flags)
+        # Rows that may be refused although they need no block.
+        limited = bool(rows.reserved) or any(flags & FULL_FIT for flags in rows.flags)
         most = 1 if self._aligns else UNLIMITED  # a row with one known token needs no alignment
         room = self._room()
         for row, slot in enumerate(rows.slot):
@@ -100,7 +105,7 @@ class StepApplier:
             if wanted <= 0:
                 continue
             slots = computed[slot] + wanted + (lookahead[row] if lookahead else 0)
-            if slots > fast_path_until[slot] and not self._extend(rows, row, wanted, victims):
+            if (slots > fast_path_until[slot] or limited) and not self._extend(rows, row, wanted, victims):
                 if rows.on_refusal is OnRefusal.STOP:
                     break
                 room = self._room()
@@ -114,7 +119,11 @@ class StepApplier:
             self._report_new_blocks(row, blocks)
 
     def _limited(self, rows: Run, row: int, slot: int, wanted: int, room: int) -> int:
-        """Tokens wanted with `extra`, limited by the cap, the longest request and the room, and aligned."""
+        """Return how many tokens a row can get at most, free blocks aside.
+
+        `wanted` and the `extra` of the row, limited by its `cap`, max_model_len and `room`, then aligned for recurrent
+        states.
+        """
         computed = self._requests.computed[slot]
         aligns = self._aligns and (wanted > 1 or computed < self._requests.num_prompt[slot])
         wanted += rows.extra[row] if rows.extra else 0
@@ -126,9 +135,10 @@ class StepApplier:
         return wanted
 
     def _aligned(self, slot: int, start: int, wanted: int, cap: int) -> int:
-        """The chunk, clipped to where states can be cached; inside a block only if no row of this step can hold one.
+        """Return the number of tokens of a chunk, shortened so that it ends where recurrent states can be cached.
 
-        Where other rows leave less than a block it gets nothing, as in the reference; such rows are counted.
+        The chunk ends inside a state block only if the budget of the whole step is below one block. If other rows leave
+        less than a block of budget, the row gets 0 tokens, as in vLLM; such rows are counted.
         """
         clipped = align_chunk(self._blocks, slot, start, wanted)
         if clipped <= 0 < wanted:
@@ -144,7 +154,7 @@ class StepApplier:
         return clipped
 
     def _budget_of_step(self) -> int:
-        """Tokens that a single row of this step could have had; parts of a step share its budget."""
+        """Return how many tokens a row of this step could have had if it were the only row of the step."""
         rows, tokens = self._tracker.granted_in(self._seq)
         rows += len(self._unnoted) - self._unnoted.count(0)
         tokens += sum(self._unnoted)
@@ -158,15 +168,18 @@ class StepApplier:
             self._tracker.note_grants(slots, granted, self._seq)
 
     def _extend(self, rows: Run, row: int, wanted: int, victims: Iterator[int]) -> bool:
-        """Allocate the row's blocks, preempting victims until enough are free; False: the row gets no tokens."""
+        """Allocate the blocks of the row, preempting victims until enough blocks are free; returns False if that is not
+        enough.
+        """
         slot = rows.slot[row]
         in_flight = rows.in_flight[row] if rows.in_flight else -1
         if in_flight < 0:
             in_flight = self._requests.in_flight[slot]
         lookahead = rows.lookahead[row] if rows.lookahead else 0
-        delay_caching = bool(rows.flags and rows.flags[row] & DELAY_CACHING)
+        flags, reserved = rows.flags[row] if rows.flags else 0, rows.reserved[row] if rows.reserved else 0
+        delays, full_fit = bool(flags & DELAY_CACHING), bool(flags & FULL_FIT)
         while True:
-            new = self._blocks.extend(slot, wanted, lookahead, in_flight, delay_caching)
+            new = self._blocks.extend(slot, Growth(wanted, lookahead, in_flight, delays, reserved, full_fit))
             if new is not None:
                 self._tracker.note_keys(slot, self._seq)
                 if new:
@@ -182,12 +195,15 @@ class StepApplier:
                 return False
 
     def _victims(self, rows: Run) -> Iterator[int]:
-        """Slots to preempt, in order; those that no longer run are skipped."""
+        """Yield the slots to preempt, in order, leaving out those that do not run any more."""
         order = rows.victims or reversed(rows.slot)
         return (slot for slot in order if self._requests.running[slot])
 
     def _preempt(self, slot: int) -> None:
-        """Preempt a request and those that adopted its keys of this step; their tokens return to the budget."""
+        """Preempt a request, and the requests that adopted keys which it registered in this step.
+
+        Tokens that this step granted to the preempted requests return to the budget.
+        """
         granted = self._result.granted
         row_of = {one: row for row, one in enumerate(self._run_slots) if granted[row]}
         self._tracker.end_loads(row_of)  # a grant ends a load, also where it is recorded after this
@@ -209,7 +225,7 @@ class StepApplier:
     # -- admit -------------------------------------------------------------------------------------------------------
 
     def admit(self, rows: Admit) -> None:
-        """Admit waiting requests in row order, each with its longest hit at that moment."""
+        """Admit waiting requests in row order, each with the longest prefix that is cached at that moment."""
         result, count = self._result, len(rows.slot)
         result.admit_status = [int(AdmitStatus.NOT_REACHED)] * count
         result.admit_hit = [0] * count
@@ -234,7 +250,7 @@ class StepApplier:
                 break
 
     def _refused_before(self, row: int, slot: int, terms: RowTerms) -> AdmitStatus | None:
-        """The status of a row whose last refusal still holds; None: look it up again."""
+        """Return the status of the last refusal of this row, if it still holds; None if the row must be looked up."""
         pool, result = self._blocks.pool, self._result
         refused = pool.refusals.find(slot)
         if refused is None or refused.row != terms or refused.asked != self._asked(slot):
@@ -246,7 +262,9 @@ class StepApplier:
         return refused.status
 
     def _note_refusal(self, slot: int, terms: RowTerms, hit: Hit, free_wanted: int, status: AdmitStatus) -> None:
-        """Remember a refusal, unless the room limits the row: it could fit with less room later."""
+        """Store a refusal, unless the budget limited the row: with another budget the row could need fewer blocks, and
+        fit.
+        """
         requests, room = self._requests, self._requests.num_tokens[slot]
         if self._room() >= room:
             keys = self._blocks.lookup.keys_asked(hit, requests.content[slot].digests)
@@ -262,7 +280,7 @@ class StepApplier:
         requests, result, unaligned = self._requests, self._result, self.unaligned_chunks
         if slot in requests.loading:
             return AdmitStatus.DEFERRED
-        hit = self._blocks.find_hit(slot)
+        hit = self._blocks.find_hit(slot, rows.hit_limit[row] if rows.hit_limit else UNLIMITED)
         result.admit_hit[row] = hit.num_tokens
         result.admit_single_group_hit[row] = hit.single_group_hit
         external = rows.external[row] if rows.external else 0
@@ -271,7 +289,7 @@ class StepApplier:
             return AdmitStatus.STALE_HIT
         requests.single_group_hit[slot] = hit.single_group_hit
         wanted = self._wanted_at_admission(rows, row, slot, hit.num_tokens + external)
-        if wanted < 0 or (wanted == 0 and not (self._flag(rows, row, RowFlag.DELAY_CACHING) and external)):
+        if wanted < self._least(rows, row, hit.num_tokens + external):
             return AdmitStatus.NO_ROOM
         if not self._blocks.hit_is_ready(hit):
             return AdmitStatus.DEFERRED
@@ -300,6 +318,15 @@ class StepApplier:
             result.tables.add(number, group, table)
         return AdmitStatus.GRANTED
 
+    def _least(self, rows: Admit, row: int, adopted: int) -> int:
+        """Return the fewest tokens that the row may be granted.
+
+        0 if the row waits for a load, or if its `min_new` is 0 and it has a hit or external tokens.
+        """
+        if self._flag(rows, row, RowFlag.DELAY_CACHING) and rows.external and rows.external[row]:
+            return 0
+        return rows.min_new[row] if rows.min_new and adopted else max(1, rows.min_new[row] if rows.min_new else 1)
+
     def _note_load(self, row: int, load_after: int) -> None:
         if load_after:
             result = self._result
@@ -307,7 +334,7 @@ class StepApplier:
             result.admit_load_after[row] = load_after
 
     def _wanted_at_admission(self, rows: Admit, row: int, slot: int, start: int) -> int:
-        """Tokens of the first chunk; -1: a WHOLE row exceeds the budget."""
+        """Return the tokens of the first chunk; -1 if a row with the flag WHOLE exceeds the budget."""
         wanted = self._requests.num_tokens[slot] + (rows.extra[row] if rows.extra else 0) - start
         if rows.cap and rows.cap[row] != UNLIMITED:
             wanted = min(wanted, rows.cap[row])
@@ -348,7 +375,7 @@ class StepApplier:
 
 
 def _columns(rows: Admit) -> tuple[Sequence[int], ...]:
-    """The columns of an admit row, except its slot."""
+    """Return the columns of the admit section, except the slots."""
     return (
         rows.extra,
         rows.cap,
@@ -359,15 +386,17 @@ def _columns(rows: Admit) -> tuple[Sequence[int], ...]:
         rows.reserved,
         rows.watermark,
         rows.flags,
+        rows.hit_limit,
+        rows.min_new,
     )
 
 
 def align_chunk(coordinator: Coordinator, slot: int, start: int, wanted: int, most: int = UNLIMITED) -> int:
-    """Clip a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
+    """Shorten a prefill chunk so that recurrent states end where they can be cached (conformance STEPS, section 7).
 
     Chunks end at multiples of the state block, at the prompt's last block and hash boundaries, and at the longest hit
-    of a single group. A chunk ends inside a block only if no chunk of up to `most` tokens can hold a block. Returns
-    the tokens of the chunk; 0: none.
+    of a single group. A chunk ends inside a block only if `most`, the most tokens of a chunk, is less than a block.
+    Returns the number of tokens of the chunk; 0 if none is left.
     """
     requests, align = coordinator.requests, coordinator.spec.align
     size, prompt, num_tokens = align.block_size, requests.num_prompt[slot], requests.num_tokens[slot]

@@ -1,8 +1,8 @@
 """Refuses steps that cannot be applied whole, before anything is changed.
 
 Whether a row is valid depends on the rows before it (which slots are live, how many tokens they have), so the validator
-goes through the parts in order, with an overlay of what they would change. What depends on results (which requests run,
-what is cached) is never an error: such rows are answered with 0 tokens or a status.
+reads the parts in order, and records what they would change. A fault that depends on results (which requests run, what
+is cached) is never an error: such a row is answered with 0 tokens or a status.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvplane.base.step import (
     News,
     OnRefusal,
     Part,
+    Peek,
     RowFlag,
     Run,
     Step,
@@ -36,36 +37,21 @@ from kvplane_service.core.setup import states_for_drafts
 MAX_LOOKAHEAD = 4096
 MAX_TOKEN_ID = (1 << 32) - 1
 RESERVED_ALIGN, RESERVED_LOAD = 1, 32  # bits of flags: the first is ignored, the second is refused
-RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.UNALIGNED)
+RUN_FLAGS = RESERVED_ALIGN | int(RowFlag.DELAY_CACHING | RowFlag.FULL_FIT | RowFlag.UNALIGNED)
 ADMIT_FLAGS = RESERVED_ALIGN | int(sum(RowFlag))
 DIGEST_SIZES = (16, 32)
-_NEWS_COLUMNS = (
-    "num_tokens",
-    "num_hashes",
-    "request_id",
-    "domain",
-    "extra_keys",
-    "skip_reading",
-    "max_tokens",
-    "traceparent",
-)
+_FACTS_COLUMNS = ("computed", "appended", "num_hashes", "commit", "end", "fence", "release_skipped")
+_NEWS_COLUMNS = "num_tokens num_hashes request_id domain extra_keys skip_reading max_tokens traceparent".split()
 _ADMIT_COLUMNS = (
-    "extra",
-    "cap",
-    "lookahead",
-    "external",
-    "expected_hit",
-    "encoder_tokens",
-    "reserved",
-    "watermark",
-    "flags",
-)
+    "extra cap lookahead external expected_hit encoder_tokens "
+    "reserved watermark flags hit_limit min_new"
+).split()
 _EMPTY = Part()  # sections equal to those of an empty part are skipped
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A slot as it would be after the rows so far."""
+    """The state that a slot would have after the rows that were checked so far."""
 
     live: bool
     held: bool
@@ -77,37 +63,49 @@ class _Slot:
 
 
 class StepValidator:
-    """Checks one step against the state. Changes nothing."""
+    """Checks whether a step can be applied to the current state of the replica. Changes nothing."""
 
     def __init__(
         self, spec: ReplicaSpec, requests: Requests, executed_through: int, busy: Collection[int] = ()
     ) -> None:
-        """`busy`: blocks that loads of earlier engine lives may still write."""
+        """`busy`: blocks that loads of earlier engine lives (epochs) may still write."""
         self._spec = spec
         self._requests = requests
         self._executed_through = executed_through
         self._busy = busy
-        self._not_busy_any_more: set[int] = set()  # named by loads_over in this message
+        self._not_busy_any_more: set[int] = set()  # blocks that loads_over releases in this message
         self._slots: dict[int, _Slot] = {}
         self._num_parts = 0
         self._plain: Sequence[int] = ()  # slots of facts that only append tokens
-        self._plain_tokens: Sequence[int] = ()  # tokens of these slots after the facts
-        self._computed: dict[int, int] = {}  # by slot, as facts set it
+        self._plain_tokens: Sequence[int] = ()  # number of tokens of these slots after the facts
+        self._computed: dict[int, int] = {}  # by slot, the computed tokens that facts set
         self._ended = False  # some slot ends in this step
         self._asked_to_load: set[int] = set()  # slots of admit rows of this message
         self._loads_over: set[int] = set()  # slots whose request or load ends in this message
         self._where = ""
 
     def check(self, step: Step) -> None:
-        """Raise InvalidArgument naming the field at fault."""
+        """Raise InvalidArgument, naming the field at fault, if a part of the step cannot be applied."""
         self._require(len(step.parts) > 0, "parts", "a step has at least one part")
         through = step.executed_through
-        self._require(0 <= through < step.seq, "executed_through", f"step {through} is not before step {step.seq}")
+        self._require(0 <= through < step.seq, "executed_through", f"step {through} is not 0 to {step.seq - 1}")
         self._executed_through = max(self._executed_through, through)
         self._num_parts = len(step.parts)
         for number, part in enumerate(step.parts):
             self._where = f"parts[{number}]."
             self._check_part(part, step.seq)
+
+    def check_row(self, part: Part, seq: int) -> None:
+        """Check a part with one row, whose predecessors in the step are applied already.
+
+        Raises InvalidArgument as `check` of a step with all these rows would. Records only what concerns the whole
+        message: which loads it begins and ends.
+        """
+        self._slots.clear()
+        self._computed.clear()
+        self._plain, self._plain_tokens, self._ended = (), (), False
+        self._num_parts = 2
+        self._check_part(part, seq)
 
     def _check_part(self, part: Part, seq: int) -> None:
         if part.facts != _EMPTY.facts:
@@ -120,7 +118,10 @@ class StepValidator:
             self._run(part.run)
         if part.admit != _EMPTY.admit:
             self._admit(part.admit)
-        self._live(part.peek.slot, "peek.slot")
+        if part.peek != _EMPTY.peek:
+            self._columns(part.peek, ("limit",), "peek")
+            self._range(part.peek.limit, 0, UNLIMITED, "peek.limit")
+            self._live(part.peek.slot, "peek.slot")
         if part.budget != _EMPTY.budget:
             for name in ("tokens", "input", "overhead"):
                 self._range([getattr(part.budget, name)], 0, UNLIMITED, f"budget.{name}")
@@ -128,12 +129,12 @@ class StepValidator:
     # -- sections ----------------------------------------------------------------------------------------------------
 
     def _facts(self, facts: Facts, seq: int) -> None:
-        self._columns(facts, ("computed", "appended", "num_hashes", "commit", "end", "fence"), "facts")
+        self._columns(facts, _FACTS_COLUMNS, "facts")
         if facts.tokens:
             self._require(
                 len(facts.tokens) == sum(facts.appended),
                 "facts.tokens",
-                f"{len(facts.tokens)} ids for {sum(facts.appended)} appended tokens",
+                f"{len(facts.tokens)} token ids for {sum(facts.appended)} tokens in `appended`; send one id per token",
             )
             self._token_ids(facts.tokens, "facts.tokens")
         size = self._digest_size(facts.hashes, facts.num_hashes, "facts")
@@ -149,12 +150,13 @@ class StepValidator:
             self._fact_end(facts, row, known, seq)
 
     def _is_plain_growth(self, facts: Facts, size: int) -> bool:
-        """Whether the rows only append tokens within limits to distinct running requests of an engine that hashes.
+        """Whether the rows only append tokens, within limits, to distinct running requests whose tokens the service
+        hashes.
 
-        Most rows of most steps do. It is checked by whole columns, and only in a step of one part: no later facts then
-        depend on the overlay.
+        Most rows of most steps do, so this is checked for whole columns at once. It is used only in a step of one part:
+        then no later facts depend on the changes of these rows.
         """
-        said = (facts.tokens, facts.computed, facts.commit, facts.end, facts.fence)
+        said = (facts.tokens, facts.computed, facts.commit, facts.end, facts.fence, facts.release_skipped)
         if any(said) or self._num_parts > 1 or not facts.appended or not self._are_running(facts.slot):
             return False
         requests = self._requests
@@ -168,7 +170,7 @@ class StepValidator:
         )
 
     def _are_running(self, slots: Sequence[int]) -> bool:
-        """Whether these are distinct slots of running requests, which are live and not held."""
+        """Whether these are distinct slots of running requests; such requests are live and not held."""
         running = self._requests.running
         return (
             min(slots, default=0) >= 0
@@ -178,7 +180,7 @@ class StepValidator:
         )
 
     def _are_due(self, facts: Facts, tokens: Sequence[int], size: int) -> bool:
-        """Whether all hashes are of full blocks, and of the same size as earlier ones."""
+        """Whether all hashes are of full blocks, and have as many bytes as the request's earlier hashes."""
         unit = self._spec.hash_block_size
         for row, count in enumerate(facts.num_hashes):
             if count:
@@ -197,15 +199,25 @@ class StepValidator:
         )
         known.num_tokens += appended
         if appended and known.by_service:
-            self._require(bool(facts.tokens), f"facts.tokens[{row}]", "this request's tokens are hashed by the service")
+            self._require(
+                bool(facts.tokens),
+                f"facts.tokens[{row}]",
+                "the request was added with token ids: send the ids of its appended tokens",
+            )
         elif appended:
-            self._require(not facts.tokens, f"facts.tokens[{row}]", "this request came with hashes; send hashes")
+            self._require(
+                not facts.tokens,
+                f"facts.tokens[{row}]",
+                "the request was added with hashes: send hashes of its full blocks, no token ids",
+            )
         self._fact_load(facts, row)
-        for name in ("computed", "commit"):
+        for name in ("computed", "commit", "release_skipped"):
             column = getattr(facts, name)
             value = column[row] if column else UNCHANGED
             self._require(
-                UNCHANGED <= value <= self._spec.max_model_len, f"facts.{name}[{row}]", f"{value} is out of range"
+                UNCHANGED <= value <= self._spec.max_model_len,
+                f"facts.{name}[{row}]",
+                f"{value} is not 0 to max_model_len {self._spec.max_model_len}, or {UNCHANGED} for unchanged",
             )
 
     def _fact_load(self, facts: Facts, row: int) -> None:
@@ -220,7 +232,9 @@ class StepValidator:
         )
 
     def _load_has_started(self, slot: int, field: str) -> None:
-        """A commit or a run row ends the load of its request, which cannot end before it was allowed to start."""
+        """Refuse a row that ends the load of its request (a commit or run row) before this load was allowed
+        to start.
+        """
         requests = self._requests
         waits = slot in requests.loading and slot not in self._loads_over and requests.running[slot]
         if waits and requests.load_after[slot] > self._executed_through:
@@ -235,9 +249,9 @@ class StepValidator:
         if count == 0:
             return
         field = f"facts.num_hashes[{row}]"
-        self._require(not known.by_service, field, "this request's tokens are hashed by the service")
+        self._require(not known.by_service, field, "the request was added with token ids: send ids, no hashes")
         same = known.digest_size in (0, size)
-        self._require(same, "facts.hashes", f"digests of {size} bytes after those of {known.digest_size}")
+        self._require(same, "facts.hashes", f"hashes of {size} bytes, earlier ones have {known.digest_size}")
         known.digest_size = size
         known.num_digests += count
         self._digests_fit(known, field)
@@ -245,12 +259,16 @@ class StepValidator:
     def _fact_end(self, facts: Facts, row: int, known: _Slot, seq: int) -> None:
         end = facts.end[row] if facts.end else End.NONE
         fence = facts.fence[row] if facts.fence else 0
-        self._require(end in End._value2member_map_, f"facts.end[{row}]", f"{end} is not an End")
-        self._require(0 <= fence <= seq, f"facts.fence[{row}]", f"step {fence} has not been sent")
+        self._require(end in End._value2member_map_, f"facts.end[{row}]", f"{end} is not a value of End")
+        self._require(0 <= fence <= seq, f"facts.fence[{row}]", f"{fence} is not 0 to {seq}, the number of this step")
         self._require(
-            fence == 0 or end != End.HELD, f"facts.fence[{row}]", "cache.released releases a held request, not a step"
+            fence == 0 or end != End.HELD,
+            f"facts.fence[{row}]",
+            "a row that ends as HELD has no fence: cache.released releases its blocks",
         )
-        self._require(not known.held, f"facts.slot[{row}]", "the request ended as held; name it in cache.released")
+        self._require(
+            not known.held, f"facts.slot[{row}]", "the request has ended as HELD: name its slot in cache.released"
+        )
         if end != End.NONE:
             self._loads_over.add(facts.slot[row])
         known.held = end == End.HELD
@@ -260,17 +278,21 @@ class StepValidator:
     def _cache(self, cache: Cache, seq: int) -> None:
         for row, failed in enumerate(cache.failed_steps):
             field = f"cache.failed_steps[{row}]"
-            self._require(0 < failed < seq, field, f"step {failed} was not sent before this one")
+            self._require(0 < failed < seq, field, f"step {failed} was not sent before this one, step {seq}")
             # Safe only before executed_through passes it: then its keys are published.
-            self._require(failed > self._executed_through, field, f"step {failed} is reported as executed")
+            self._require(
+                failed > self._executed_through, field, f"step {failed} was reported as executed, so it cannot fail"
+            )
         for row, block in enumerate(cache.evicted):
             self._require(
-                0 < block < self._spec.num_blocks, f"cache.evicted[{row}]", f"block {block} is not in the pool"
+                0 < block < self._spec.num_blocks,
+                f"cache.evicted[{row}]",
+                f"block {block} is not 1 to {self._spec.num_blocks - 1}",
             )
         for row, slot in enumerate(cache.released):
             known = self._known(slot, f"cache.released[{row}]")
             waits = known.held or slot in self._requests.loading
-            self._require(waits, f"cache.released[{row}]", f"slot {slot} is not held and has no load")
+            self._require(waits, f"cache.released[{row}]", f"slot {slot} has not ended as HELD and has no load")
             self._loads_over.add(slot)
             if known.held:
                 known.held = known.live = False
@@ -279,18 +301,18 @@ class StepValidator:
         for row, block in enumerate(cache.loads_over):
             field = f"cache.loads_over[{row}]"
             is_busy = block in self._busy and block not in self._not_busy_any_more
-            self._require(is_busy, field, f"no load of an earlier engine life holds block {block}")
+            self._require(is_busy, field, f"block {block} is not one of busy_blocks, or is listed twice")
             self._not_busy_any_more.add(block)
 
     def _news(self, news: News) -> None:
         self._columns(news, _NEWS_COLUMNS, "news")
-        self._require(len(news.num_tokens) == len(news.slot), "news.num_tokens", "every new request needs an entry")
+        self._require(len(news.num_tokens) == len(news.slot), "news.num_tokens", "send one entry per new request")
         by_service = bool(news.tokens)
         if by_service:
             self._require(
                 len(news.tokens) == sum(news.num_tokens),
                 "news.tokens",
-                f"{len(news.tokens)} ids for {sum(news.num_tokens)} tokens",
+                f"{len(news.tokens)} token ids for {sum(news.num_tokens)} tokens in num_tokens; send one id each",
             )
             self._require(not news.hashes, "news.hashes", "give tokens or hashes, not both")
             self._token_ids(news.tokens, "news.tokens")
@@ -299,11 +321,13 @@ class StepValidator:
             self._new_slot(news, row, slot, by_service, size)
 
     def _new_slot(self, news: News, row: int, slot: int, by_service: bool, digest_size: int) -> None:
-        self._require(0 <= slot < MAX_SLOTS, f"news.slot[{row}]", f"slot {slot} is not below {MAX_SLOTS}")
+        self._require(0 <= slot < MAX_SLOTS, f"news.slot[{row}]", f"slot {slot} is not 0 to {MAX_SLOTS - 1}")
         self._require(not self._look(slot).live, f"news.slot[{row}]", f"slot {slot} is taken by a live request")
         max_tokens = news.max_tokens[row] if news.max_tokens else 0
         limit = min(max_tokens or self._spec.max_model_len, self._spec.max_model_len)
-        self._require(0 <= max_tokens <= MAX_TOKENS, f"news.max_tokens[{row}]", f"{max_tokens} is out of range")
+        self._require(
+            0 <= max_tokens <= MAX_TOKENS, f"news.max_tokens[{row}]", f"{max_tokens} is not 0 to {MAX_TOKENS}"
+        )
         num_tokens = news.num_tokens[row]
         self._require(1 <= num_tokens <= limit, f"news.num_tokens[{row}]", f"{num_tokens} is not 1 to {limit}")
         known = _Slot(True, False, num_tokens, 0, limit, by_service, digest_size)
@@ -312,7 +336,7 @@ class StepValidator:
         self._slots[slot] = known
 
     def _run(self, run: Run) -> None:
-        self._columns(run, ("extra", "cap", "lookahead", "in_flight", "flags"), "run")
+        self._columns(run, ("extra", "cap", "lookahead", "in_flight", "flags", "reserved"), "run")
         if run.slot != self._plain:
             self._live(run.slot, "run.slot")
             self._distinct(run.slot, "run.slot")
@@ -324,15 +348,16 @@ class StepValidator:
         self._range(run.cap, 0, UNLIMITED, "run.cap")
         self._range(run.lookahead, 0, MAX_LOOKAHEAD, "run.lookahead")
         self._range(run.in_flight, -1, MAX_TOKENS, "run.in_flight")
+        self._range(run.reserved, 0, self._spec.num_blocks, "run.reserved")
         self._bits(run.flags, RUN_FLAGS, "run.flags")
         if run.extra and max(run.extra) > 0 and self._spec.commit is CommitRule.SAFE:
             self._drafts(run)
 
     def _drafts(self, run: Run) -> None:
-        """Refuse launches with more drafts than there are draft states: a rejection could not go back to its state.
+        """Refuse rows with more drafts than there are draft states: the state before rejected drafts would be lost.
 
-        Placeholders for tokens of steps without an answer yet are not drafts. Tokens that are computed, and those of
-        the last row until its step is executed, count as accepted.
+        Placeholders for tokens that steps without an answer will sample are not drafts. Tokens that are computed, and
+        those of the request's last row until its step is executed, count as accepted.
         """
         most = states_for_drafts(self._spec)
         if most is None or max(run.extra) <= most:
@@ -365,6 +390,8 @@ class StepValidator:
         self._range(admit.encoder_tokens, 0, MAX_TOKENS, "admit.encoder_tokens")
         self._range(admit.expected_hit, -1, self._spec.max_model_len, "admit.expected_hit")
         self._range(admit.reserved, 0, self._spec.num_blocks, "admit.reserved")
+        self._range(admit.hit_limit, 0, UNLIMITED, "admit.hit_limit")
+        self._range(admit.min_new, 0, UNLIMITED, "admit.min_new")
         self._range(admit.watermark, 0, int(max(Watermark)), "admit.watermark")
         self._bits(admit.flags, ADMIT_FLAGS, "admit.flags")
         self._range([admit.max_running], 0, UNLIMITED, "admit.max_running")
@@ -372,7 +399,9 @@ class StepValidator:
             rows = zip(admit.slot, admit.external, admit.flags, strict=True)
             late = [slot for slot, external, flags in rows if external and flags & RowFlag.DELAY_CACHING]
             self._asked_to_load.update(late)
-        self._require(admit.on_refusal is not OnRefusal.PREEMPT, "admit.on_refusal", "an admission cannot preempt")
+        self._require(
+            admit.on_refusal is not OnRefusal.PREEMPT, "admit.on_refusal", "PREEMPT is for run rows: use STOP or SKIP"
+        )
 
     # -- checks of values --------------------------------------------------------------------------------------------
 
@@ -412,7 +441,7 @@ class StepValidator:
     def _distinct(self, slots: Sequence[int], field: str) -> None:
         if len(set(slots)) != len(slots):
             twice = next(slot for row, slot in enumerate(slots) if slot in slots[:row])
-            self._require(False, field, f"slot {twice} is listed twice")
+            self._require(False, field, f"slot {twice} is listed twice; send one row per slot")
 
     def _digests_fit(self, known: _Slot, field: str) -> None:
         most = known.num_tokens // self._spec.hash_block_size
@@ -423,7 +452,7 @@ class StepValidator:
         )
 
     def _digest_size(self, hashes: bytes, counts: Sequence[int], section: str) -> int:
-        """Bytes per digest of a section; 0: it has none."""
+        """Return the bytes per digest of a section, 0 if it has no digests; refuses other sizes than 16 and 32."""
         if not hashes and not counts:
             return 0
         self._range(counts, 0, MAX_TOKENS, f"{section}.num_hashes")
@@ -436,22 +465,24 @@ class StepValidator:
         )
         return size
 
-    def _columns(self, section: Facts | News | Run | Admit, names: Sequence[str], where: str) -> None:
-        """Require one entry per row, or no entry."""
+    def _columns(self, section: Facts | News | Run | Admit | Peek, names: Sequence[str], where: str) -> None:
+        """Require that each of these columns has one entry per row, or no entry."""
         rows = len(section.slot)
         for name in names:
             column = getattr(section, name)
             if column and len(column) != rows:
-                self._require(False, f"{where}.{name}", f"{len(column)} entries for {rows} rows")
+                self._require(
+                    False, f"{where}.{name}", f"{len(column)} entries for {rows} rows; send one per row, or none"
+                )
 
     def _range(self, column: Sequence[int], low: int, high: int, field: str) -> None:
         if column and not (low <= min(column) and max(column) <= high):
-            self._require(False, field, f"every entry must be {low} to {high}")
+            self._require(False, field, f"every entry must be {low} to {high}, found {min(column)} to {max(column)}")
 
     def _bits(self, column: Sequence[int], allowed: int, field: str) -> None:
         unknown = reduce(or_, column, 0) & ~allowed
         if unknown:
-            name = "LOAD, which is reserved" if unknown & RESERVED_LOAD else "unknown here"
+            name = "LOAD, which is reserved" if unknown & RESERVED_LOAD else "not a flag of these rows"
             self._require(False, field, f"bit {unknown & -unknown} is {name}")
 
     def _token_ids(self, tokens: Sequence[int], field: str) -> None:

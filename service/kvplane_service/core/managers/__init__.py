@@ -1,4 +1,4 @@
-"""One manager per KV cache group. What differs by kind of attention is a method, in a file per kind."""
+"""Group managers: one per KV cache group. Each kind of attention is a subclass of `GroupManager`, in its own file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BY_KIND: dict[GroupKind, type[GroupManager]] = {
 
 
 def make_manager(setup: GroupSetup) -> GroupManager:
-    """The manager of the group's kind."""
+    """Make the manager for a group, of the class for its kind of attention."""
     if setup.spec.kind is GroupKind.MAMBA:
         aligned = setup.spec.mamba_mode is MambaMode.ALIGN
         return AlignedStateManager(setup) if aligned else UncachedStateManager(setup)

@@ -1,4 +1,5 @@
-"""The interface of a group manager, and what the kinds share: block tables by slot, allocation, registration.
+"""The base class of group managers, with the parts that are common to all kinds of attention: block tables, allocation,
+registration.
 
     |<- computed ->|<-- hit -->|<- external ->|<--- new --->|<- lookahead ->|
     |                          |              |             |               |
@@ -6,7 +7,7 @@
                     by `adopt`  `allocate_external`
 
 Positions are tokens from the start of the request. A table entry covers `block_size` tokens; it is the null block where
-the kind needs no block any more, or never needed one.
+this kind of attention does not need the block any more, or never needed it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ FOREVER = 1 << 62
 
 
 class GroupManager(ABC):
-    """The blocks of one group: allocates, releases, registers and finds them as its kind of attention requires."""
+    """Manages the blocks of one group: allocates, releases, registers and finds blocks as its kind of attention
+    requires.
+    """
 
     def __init__(self, setup: GroupSetup) -> None:
         self.group = setup.group
@@ -39,23 +42,26 @@ class GroupManager(ABC):
         self.block_size = setup.spec.block_size
         self.hash_size = setup.replica.hash_block_size
         self.table: list[list[int]] = []
-        self.num_cached: list[int] = []  # leading blocks that need no registration; NOT_TRACKED: none yet
+        self.num_cached: list[int] = []  # leading blocks that need no further registration; NOT_TRACKED: no table yet
         self.partial_hit: dict[int, tuple[int, int]] = {}  # slot -> (index, shared block) to copy before a write
         self.copies: list[tuple[int, int]] = []  # (source, target) of this step; both are held until it is executed
-        self.stores_empty_ranges = not self._safe  # as the reference: STORED also where nothing was registered
+        self.stores_empty_ranges = not self._safe  # as vLLM: emit STORED even if nothing was registered
         self.allocated = 0
         self.adopted = 0
 
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def grow(self, slot: int) -> None:
-        """Make room for the slot."""
+        """Extend the columns so that they have an entry for this slot."""
         missing = slot + 1 - len(self.table)
         self.table.extend([] for _ in range(missing))
         self.num_cached.extend([NOT_TRACKED] * missing)
 
     def take_all(self, slot: int) -> list[int]:
-        """Empty the slot's table; its blocks in order without leading nulls, whose references the caller now owns."""
+        """Empty the slot's table and return its blocks in order, without leading null blocks.
+
+        The references to these blocks pass to the caller.
+        """
         blocks = self.table[slot]
         self.table[slot] = []
         self.num_cached[slot] = NOT_TRACKED
@@ -64,7 +70,7 @@ class GroupManager(ABC):
         return blocks[first:]
 
     def new_step(self) -> None:
-        """Called before the first allocation of a step."""
+        """Clear what the manager records per step; called before the first allocation of a step."""
         return
 
     def _blocks_for(self, num_tokens: int) -> int:
@@ -73,9 +79,10 @@ class GroupManager(ABC):
     # -- allocation --------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
-        """Blocks that the allocation would take from the free count: new ones, adopted free ones, a copy target.
+        """Return by how many blocks the allocation lowers the pool's number of free blocks.
 
-        `hit`: the blocks of this group that it would adopt, nulls in front.
+        New blocks, free blocks of the hit, and the target of a copy count. `hit`: the blocks of this group that the
+        request would take references to, with null blocks in front.
         """
         required = self._blocks_for(need.num_slots)
         if need.capped and self.spec.admission_cap_blocks:
@@ -89,12 +96,20 @@ class GroupManager(ABC):
         return new + self.pool.count_evictable(hit[max(0, skipped - has) :])
 
     def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
-        """Blocks that a running request needs to reach `num_slots` slots, of which `num_main` are not lookahead."""
+        """Return how many more blocks a running request needs for `num_slots` token positions, lookahead included.
+
+        `num_main`: the same positions without lookahead.
+        """
         del num_main
         return max(-(-num_slots // self.block_size) - len(self.table[slot]), 0)
 
     def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
-        """Start the table with the hit, nulls for skipped blocks; note a block that must be copied before a write."""
+        """Begin the table with the blocks of the hit; null blocks stand for blocks that are outside the attention
+        window.
+
+        If the hit ends inside a block, this block is recorded in `partial_hit`: it must be copied before the request
+        writes.
+        """
         table = self.table[slot]
         assert not table, f"slot {slot} already has blocks"
         skipped = max(self.skipped_tokens(total_computed), 0) // self.block_size
@@ -110,7 +125,7 @@ class GroupManager(ABC):
             self.num_cached[slot] = index
 
     def allocate_external(self, slot: int, local_computed: int, total_computed: int) -> None:
-        """Allocate blocks for external tokens, as far as these are inside the window."""
+        """Allocate blocks for the external tokens (loaded instead of computed) that are inside the attention window."""
         external = total_computed - max(local_computed, self.skipped_tokens(total_computed))
         if external <= 0:
             return
@@ -118,7 +133,11 @@ class GroupManager(ABC):
         self._extend(table, max(0, self._blocks_for(total_computed) - len(table)))
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """Extend the table to `num_slots` tokens; the new blocks, a copy target first. `blocks_needed` are free."""
+        """Extend the table to `num_slots` token positions, lookahead included; returns the new blocks, targets of
+        copies first.
+
+        `num_main`: the same positions without lookahead. The caller must check that the pool has enough free blocks.
+        """
         del num_main, num_encoder
         copies = self._redirect_partial_hit(slot)
         table = self.table[slot]
@@ -141,11 +160,13 @@ class GroupManager(ABC):
         self.orders.zero_group.extend([self.group] * len(blocks))
 
     def blocks_between(self, slot: int, first: int, end: int) -> list[int]:
-        """The request's blocks for the tokens [first, end)."""
+        """Return the request's blocks for the tokens [first, end)."""
         return self.table[slot][first // self.block_size : self._blocks_for(end)]
 
     def zero_unloaded(self, slot: int, num_tokens: int) -> None:
-        """Order zeroes for the request's own blocks behind these tokens, where the kind zeroes new blocks."""
+        """Order the zeroing of the request's private blocks after `num_tokens` tokens, if the group zeroes
+        new blocks.
+        """
         if self.spec.zero_new_blocks:
             rest = self.table[slot][self._blocks_for(num_tokens) :]
             self._order_zero([block for block in rest if self.pool.is_private(block)])
@@ -154,7 +175,11 @@ class GroupManager(ABC):
         return len(hit) > 0 and num_tokens % self.block_size != 0
 
     def _redirect_partial_hit(self, slot: int) -> list[int]:
-        """Replace a shared block in which the hit ends by a private copy; both are held until the copy has run."""
+        """Replace a shared block in which the hit ends by a private copy; returns the block of the copy, if there is
+        one.
+
+        Both blocks are held until the copy has run.
+        """
         partial = self.partial_hit.pop(slot, None)
         if partial is None:
             return []
@@ -171,14 +196,16 @@ class GroupManager(ABC):
         self.pool.touch([target])
 
     def _order_copy(self, source: int, target: int) -> None:
-        """Add a copy to the orders. Ranks copy in row order; `copies` keeps the references of both blocks."""
+        """Add a copy to the orders, which ranks carry out in this sequence; `copies` keeps the references to both
+        blocks.
+        """
         self.copies.append((source, target))
         self.orders.copy_src.append(source)
         self.orders.copy_dst.append(target)
         self.orders.copy_group.append(self.group)
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """Most blocks that a request of `num_tokens` tokens holds at once."""
+        """Return the largest number of blocks that a request of `num_tokens` tokens holds at one time."""
         del num_encoder
         need = self._blocks_for(num_tokens)
         return min(need, self.spec.admission_cap_blocks) if self.spec.admission_cap_blocks else need
@@ -186,39 +213,46 @@ class GroupManager(ABC):
     # -- image -------------------------------------------------------------------------------------------------------
 
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
-        """The table with nulls for blocks that are not needed any more; None: a block that is needed is missing."""
+        """Return the table with null blocks where no block is needed any more; None if a needed block is missing."""
         first = max(self.skipped_tokens(at.computed), 0) // self.block_size
         if len(table) < self._blocks_for(at.computed) or NULL_BLOCK in table[first:]:
             return None
         return [NULL_BLOCK] * first + table[first:]
 
     def sealed_prefix(self, slot: int, index: int, at: RequestProgress) -> bytes:
-        """Digest of the prefix that ends with this block of the table; b"" while the request may still write it."""
+        """Return the digest of the prefix that ends with the block at `index`; b"" if the request may still write this
+        block.
+        """
         end = (index + 1) * self.block_size
         if not is_cached(self.spec) or end > at.computed:
             return b""
         digests = self.requests.content[slot].digests
         return self._digest(digests, index) if end <= len(digests) * self.hash_size else b""
 
-    def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int) -> None:
-        """Continue with a normalized table whose references the slot owns; removes keys that do not fit its content.
+    def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int | None) -> None:
+        """Continue a request with a table from `normalize_table`; removes keys that do not match the content of their
+        block.
 
-        `num_cached_blocks`: leading blocks that need no registration, as far as known.
+        The slot holds the references already. `num_cached_blocks`: leading blocks that need no further registration;
+        None: all blocks up to the last one that has a key.
         """
         self.table[slot] = table
-        self.num_cached[slot] = min(num_cached_blocks, len(table))
-        pool, size = self.pool, self.block_size
+        pool, size, last = self.pool, self.block_size, 0
         for index, block in enumerate(table):
             if block == NULL_BLOCK:
                 continue
             if pool.key[block] is not None and not self._key_fits(slot, index, at):
                 pool.drop_keys(block, RemoveReason.DROPPED)
-            is_named = pool.key[block] is not None and pool.key_tokens[block] == (index + 1) * size
-            if is_named or pool.references[block] > 1:  # of several requests that share it, the first registers it
-                self.num_cached[slot] = max(self.num_cached[slot], index + 1)
+            if pool.key[block] is not None and pool.key_tokens[block] == (index + 1) * size:
+                last = index + 1
+        # An eviction can leave blocks without a key before others with one, in several tables: each request registers
+        # them again. Safe at any number, because a block with the key of its end is not registered twice.
+        self.num_cached[slot] = last if num_cached_blocks is None else min(num_cached_blocks, len(table))
 
     def _key_fits(self, slot: int, index: int, at: RequestProgress) -> bool:
-        """Whether the primary key of the block at this index fits the content of the request."""
+        """Whether the primary key of the block at this index names the content that the request has at
+        this position.
+        """
         del at
         block = self.table[slot][index]
         key, num_tokens = self.pool.key[block], self.pool.key_tokens[block]
@@ -230,16 +264,23 @@ class GroupManager(ABC):
     # -- window ------------------------------------------------------------------------------------------------------
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """Leading tokens that the next token does not attend to, after `num_computed` tokens."""
+        """Return the number of leading tokens that the token after `num_computed` tokens does not attend to."""
         del num_computed
         return 0
 
     def release_skipped(self, slot: int, num_processed: int) -> None:
-        """Release blocks of skipped tokens only; `num_processed`: tokens that are computed and not in flight."""
+        """Release the blocks that no later token attends to.
+
+        `num_processed`: tokens that are computed and whose steps are executed.
+        """
         skipped = self.skipped_tokens(num_processed)
         if skipped > 0:
             last = min(skipped // self.block_size, len(self.table[slot]))
             self._release_range(slot, 0, last)
+
+    def releases(self, slot: int, num_processed: int) -> bool:
+        """Whether `release_skipped` would release a block; used by the check of invariants."""
+        return any(self.table[slot][: max(self.skipped_tokens(num_processed), 0) // self.block_size])
 
     def _release_range(self, slot: int, first: int, last: int) -> None:
         table = self.table[slot]
@@ -252,8 +293,11 @@ class GroupManager(ABC):
         self._give_up(slot, freed)
 
     def _give_up(self, slot: int, blocks: list[int]) -> None:
-        """Release blocks that a running request does not need any more; its launches in flight may still read them."""
-        self.pool.note_use(blocks, self.requests.granted_step[slot])
+        """Release blocks that a running request does not need any more; records that launches in flight may still read
+        them.
+        """
+        # Launches of earlier steps: that of the present step does not read what it skips.
+        self.pool.note_use(blocks, min(self.requests.granted_step[slot], self.pool.step - 1))
         self.pool.release(blocks)
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
@@ -288,12 +332,12 @@ class GroupManager(ABC):
             block = table[index]
             if block == NULL_BLOCK or (keep is not None and not keep[index - start]):
                 continue
-            key = Key(domain, self.group, digests[(index + 1) * per_block - 1])
             if self.pool.key_tokens[block] == (index + 1) * self.block_size:
                 continue  # registered already, and kept when a block before it lost its key
+            digest = digests[(index + 1) * per_block - 1]
             self.promote(block, (index + 1) * self.block_size)
-            self.pool.register(block, key, (index + 1) * self.block_size)
-            hashes.append(key.digest)
+            self.pool.register(block, (domain, self.group, digest), (index + 1) * self.block_size)
+            hashes.append(digest)
             blocks.append(block)
             starts.append(index * self.block_size)
         if self.replica.events and (hashes or self.stores_empty_ranges):
@@ -315,71 +359,83 @@ class GroupManager(ABC):
             )
 
     def register_again(self, blocks: Collection[int]) -> None:
-        """Registration of requests that have one of these blocks starts again at that block."""
+        """Let requests that hold one of these blocks register their blocks from that one on again."""
         for slot, table in enumerate(self.table):
             first = next((index for index, block in enumerate(table) if block in blocks), FOREVER)
             self.num_cached[slot] = min(self.num_cached[slot], first)
 
     def key(self, slot: int, num_hashes: int) -> Key:
-        """The key of the request's first `num_hashes` hash blocks in this group."""
-        return Key(self.requests.domain[slot], self.group, self.requests.content[slot].digests[num_hashes - 1])
+        """Return the key, in this group, of the prefix that consists of the request's first `num_hashes`
+        hash blocks.
+        """
+        return self.requests.domain[slot], self.group, self.requests.content[slot].digests[num_hashes - 1]
 
     def promote(self, block: int, num_tokens: int) -> None:
-        """Remove the key of a block that is filled further: it names a shorter prefix. No key: nothing to do."""
+        """Remove the keys of a block that now holds more tokens, because the primary key names a shorter prefix."""
         if self.pool.key[block] is not None:
             assert self.pool.key_tokens[block] < num_tokens, f"block {block} has a key of as many tokens or more"
             self.pool.drop_keys(block, RemoveReason.PROMOTED)
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """Which of the blocks [start, end) can be part of a hit; None: all."""
+        """Return a mask: which of the blocks with indices [start, end) can be part of a hit; None: all of them."""
         del start, end, boundaries
         return None
 
     @abstractmethod
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """The longest cached prefix of at most query.max_tokens: blocks per group, nulls in front; its tokens."""
+        """Find the longest cached prefix.
+
+        Returns the blocks of the prefix per group, with null blocks in front, and its length in tokens.
+        """
 
     def is_downward_closed(self) -> bool:
-        """Whether a hit of n tokens implies every shorter aligned hit, so that one look-up serves all lengths."""
+        """Whether a hit of n tokens implies every shorter aligned hit; one look-up then answers for all lengths."""
         return False
 
     def drop_margin(self) -> int:
-        """Tokens behind the wanted length that a look-up reads when it drops its last block."""
+        """Return how many tokens a look-up reads behind the wanted length, if it leaves out the last matched block."""
         return self.block_size
 
     def needed_ends(self, found: int, wanted: int) -> Iterator[int]:
-        """Ends of the prefixes that a hit of `wanted` tokens needs and one of `found` tokens may lack, ascending."""
+        """Yield the ends, in tokens, of prefixes whose keys a hit of `wanted` tokens needs, and that a hit of `found`
+        tokens may not need.
+        """
         del found
         first = max(self.skipped_tokens(wanted), 0) // self.block_size
         for index in range(first, self._blocks_for(wanted)):
             yield min((index + 1) * self.block_size, wanted)
 
     def may_have_keys(self, count: int) -> bool:
-        """Whether one block can have this number of keys: of prefixes that end at different tokens inside it."""
+        """Whether one block can have `count` keys, each of a prefix that ends at another position inside the block."""
         del count
         return True
 
     def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
-        """Whether a hit of `num_tokens` tokens can be adopted in this step.
+        """Whether a request can take references to the blocks of a hit of `num_tokens` tokens in this step.
 
-        A hit that ends inside a block is copied before the launch, so its page must not be written by this step's own
-        launch. The reference does not check this.
+        A block in which the hit ends is copied before the launch of this step, so it must be written by an earlier
+        step. vLLM does not check this.
         """
         if not self._safe or not self._ends_inside_block(hit, num_tokens):
             return True
         return hit[-1] == NULL_BLOCK or self.pool.key_step[hit[-1]] < self.pool.step
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """Whether the table still has all blocks that computing from `num_computed` on reads or writes."""
+        """Whether the table still has all blocks that are needed to compute the tokens after the first `num_computed`
+        again.
+        """
         first = max(self.skipped_tokens(num_computed), 0) // self.block_size
         return NULL_BLOCK not in self.table[slot][first:]
 
     def rewind(self, slot: int, num_computed: int) -> None:
-        """Tokens from `num_computed` on will be computed again; an attention page then gets the same content."""
+        """Prepare to compute the tokens after the first `num_computed` again.
+
+        Attention needs no preparation: the pages get the same content again.
+        """
         del slot, num_computed
 
     def note_written(self, slot: int) -> None:
-        """The blocks that the request registered were written before this step."""
+        """Record that steps before the current one wrote the blocks that the request registered."""
         return
 
     def _digest(self, digests: Sequence[bytes], index: int) -> bytes:
@@ -388,35 +444,38 @@ class GroupManager(ABC):
     # -- fast path ---------------------------------------------------------------------------------------------------
 
     def alloc_bound(self, slot: int) -> int:
-        """Slots up to which the table needs no further block."""
+        """Return the position, in tokens, up to which the request can grow without another block."""
         if slot in self.partial_hit:
             return 0
         return len(self.table[slot]) * self.block_size
 
     def window_bound(self, slot: int, num_processed: int) -> int:
-        """Processed tokens below which no block leaves the window, after `release_skipped(slot, num_processed)`."""
+        """Return the number of processed tokens below which no further block leaves the attention window.
+
+        `release_skipped(slot, num_processed)` must have been called before.
+        """
         del slot, num_processed
         return FOREVER
 
     def register_bound(self, slot: int) -> int:
-        """Tokens below which no block becomes registrable with the present hashes; new hashes end the fast path."""
+        """Return the number of tokens below which no further block can be registered, with the hashes known now."""
         end = (max(self.num_cached[slot], 0) + 1) * self.block_size
         hashed = len(self.requests.content[slot].digests) * self.hash_size
         return end if end <= hashed else FOREVER
 
     def is_sound(self, slot: int) -> bool:
-        """Whether the notes about the request agree with its table; for `inspect.check`."""
+        """Whether the manager's record of the request is consistent with its table; used by the check of invariants."""
         del slot
         return True
 
     # -- digest ------------------------------------------------------------------------------------------------------
 
     def slot_state(self, slot: int) -> tuple[object, ...]:
-        """The state of this request that later decisions depend on; for digests."""
+        """Return the manager's state of this request that later decisions depend on, for the digest of the replica."""
         return self.table[slot], self.num_cached[slot], self.partial_hit.get(slot)
 
     def step_state(self) -> tuple[object, ...]:
-        """The state of the present step that decisions depend on; for digests."""
+        """Return the manager's state of the current step that decisions depend on, for the digest of the replica."""
         return ()
 
     # -- options -----------------------------------------------------------------------------------------------------

@@ -8,23 +8,30 @@ from kvplane_service.core.managers.questions import Query
 
 
 class ChunkedLocalManager(GroupManager):
-    """With chunks of 8: 13 computed tokens skip 8, and so do 8, since the next token begins a chunk.
+    """Manages a group of chunked local attention.
+
+    With chunks of 8, after 13 computed tokens the next token does not attend to the first 8 tokens. Nor does it after 8
+    computed tokens, since the next token begins a chunk.
 
     0 1 2 3 4 5 6 7 | 8 9 10 11 12 [13]
     |--- skipped ---|
     """
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """See GroupManager.skipped_tokens."""
+        """Return the number of tokens in all chunks before the chunk of the next token."""
         return num_computed // self.spec.chunk * self.spec.chunk
 
     def window_bound(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.window_bound."""
+        """Return the first position of the next chunk: the blocks of the current chunk can be released when
+        it begins.
+        """
         del slot
         return (num_processed // self.spec.chunk + 1) * self.spec.chunk
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Nulls for the chunks before that of the last position, then blocks from left to right until a miss."""
+        """Find a prefix: null blocks for all chunks but the last one, then the cached blocks of the last chunk up to a
+        missing one.
+        """
         size = self.block_size
         first = self.skipped_tokens(max(query.max_tokens, 0)) // size
         limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size

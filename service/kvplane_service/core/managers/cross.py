@@ -1,4 +1,4 @@
-"""Cross attention: blocks by encoder tokens, allocated once, never shared."""
+"""Cross attention: blocks hold the encoder's tokens; they are allocated once and never shared."""
 
 from __future__ import annotations
 
@@ -11,50 +11,53 @@ from kvplane_service.core.managers.questions import Need, Query, RequestProgress
 
 
 class CrossAttentionManager(GroupManager):
-    """The encoder's output is fixed for the request, and differs between requests."""
+    """Manages a group of cross attention. The encoder's output does not grow and is never shared between requests."""
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
-        """Blocks for the encoder tokens, all at the first allocation."""
+        """Return the blocks for the encoder tokens; all are needed at the first allocation."""
         encoder = replace(need, num_slots=need.num_encoder, num_main=need.num_encoder, total_computed=0)
         return super().blocks_needed(encoder, ())
 
     def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
-        """None: the encoder's output does not grow."""
+        """Return 0: the encoder's output does not grow."""
         return 0
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """See GroupManager.blocks_alone."""
+        """Return the number of blocks for the encoder tokens."""
         return self._blocks_for(num_encoder)
 
     def adopt(self, slot: int, hit: Sequence[int], local_computed: int, total_computed: int) -> None:
-        """Nothing to adopt."""
+        """Do nothing: there is never a hit."""
         assert not hit, "cross attention is never looked up"
 
     def allocate_external(self, slot: int, local_computed: int, total_computed: int) -> None:
-        """External tokens are decoder tokens."""
+        """Do nothing: external tokens are decoder tokens, which have no block in this group."""
         return
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """See GroupManager.allocate; only encoder tokens count."""
+        """Extend the table to the encoder tokens; returns the new blocks."""
         return super().allocate(slot, num_encoder, num_encoder, num_encoder)
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Never cached."""
+        """Do nothing: blocks of this group are never cached."""
         return
 
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
-        """See GroupManager.normalize_table. The number of encoder tokens is not known, so any length is accepted."""
+        """Return the table if it has no null block, else None.
+
+        Any length is accepted, because the number of encoder tokens is not known here.
+        """
         del at
         return table if NULL_BLOCK not in table else None
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Never found."""
+        """Return no blocks: this group is never cached."""
         return [[] for _ in query.groups], 0
 
     def alloc_bound(self, slot: int) -> int:
-        """Decoder tokens need no block."""
+        """Return FOREVER: decoder tokens need no block."""
         return FOREVER
 
     def register_bound(self, slot: int) -> int:
-        """Never cached."""
+        """Return FOREVER: no block is ever registered."""
         return FOREVER

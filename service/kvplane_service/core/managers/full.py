@@ -1,4 +1,4 @@
-"""Full attention, and MLA, whose pages are managed alike: every block is kept until the request ends."""
+"""Full attention and MLA, which are managed in the same way: every block is kept until the request ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from kvplane_service.core.managers.questions import GroupSetup, Query, RequestPr
 
 
 class FullAttentionManager(GroupManager):
-    """Looks up left to right until a miss; with partial hits, also the inner boundaries of the first missing block."""
+    """Manages a group of full attention. A look-up goes from left to right until a block is missing.
+
+    With partial hits (hits that end inside a block) it then searches for the prefix that ends at a hash block inside
+    the missing block.
+    """
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """See GroupManager.find."""
+        """Find the longest cached prefix of the query; returns the blocks of the prefix per group, and its length in
+        tokens.
+        """
         unit = self.replica.hit_alignment
         found: list[list[int]] = [[] for _ in query.groups]
         limit = min(query.max_tokens, len(query.digests) * self.hash_size)
@@ -52,20 +58,25 @@ class FullAttentionManager(GroupManager):
         return length
 
     def is_downward_closed(self) -> bool:
-        """True: every block from the start is needed, so a shorter hit needs fewer of the same blocks."""
+        """Return True: a hit needs every block from the start, so a shorter hit needs fewer of the same blocks."""
         return True
 
     def drop_margin(self) -> int:
-        """With partial hits a look-up drops one hash block only."""
+        """Return how many tokens a look-up leaves out with the last block: one block, or with partial hits one hash
+        block.
+        """
         return min(self.hash_size, self.block_size) if self.replica.partial_hits else self.block_size
 
     def needed_ends(self, found: int, wanted: int) -> Iterator[int]:
-        """Every aligned end behind what was found."""
+        """Yield every aligned position after `found` up to `wanted`."""
         step = min(self.replica.hit_alignment, self.block_size)
         yield from range(found // step * step + step, wanted + 1, step)
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """See GroupManager.register_blocks; also the last hash boundary of the prompt when that is inside a block."""
+        """Register the full blocks of the first `num_tokens` tokens, and the prefix at the prompt's last hash boundary.
+
+        The latter ends inside a block.
+        """
         super().register_blocks(slot, num_tokens, boundaries)
         if self.block_size != self.hash_size:
             self._register_prompt_tail(slot, num_tokens)
@@ -76,7 +87,10 @@ class FullAttentionManager(GroupManager):
             register_inside_block(self, slot, block, boundary)
 
     def _prompt_tail(self, slot: int) -> tuple[int, int]:
-        """The prompt's last hash boundary with a known hash, and the block that it is inside of; null block: none."""
+        """Return the position of the prompt's last hash boundary whose hash is known, and the block that contains it.
+
+        The block is the null block if the boundary is at the edge of a block, or beyond the table.
+        """
         size = self.hash_size
         boundary = min(self._prompt_limit(slot) // size, len(self.requests.content[slot].digests)) * size
         index = boundary // self.block_size
@@ -84,11 +98,17 @@ class FullAttentionManager(GroupManager):
         return boundary, self.table[slot][index] if inside else NULL_BLOCK
 
     def _prompt_limit(self, slot: int) -> int:
-        """A repeat of the prompt matches at most prompt - 1 tokens; a look-up that drops a block reads one more."""
+        """Return how many tokens of the prompt a look-up of the same prompt may use.
+
+        A hit has all but the last token; a look-up that leaves out the last matched block may use the last token too.
+        """
         return self.requests.num_prompt[slot] - (0 if self.drops_last_block else 1)
 
     def register_bound(self, slot: int) -> int:
-        """See GroupManager.register_bound; 0 while the prompt's last hash boundary may still be registered."""
+        """Return the number of tokens below which no further block can be registered.
+
+        0 while the prefix at the prompt's last hash boundary is not registered.
+        """
         return 0 if self._awaits_prompt_tail(slot) else super().register_bound(slot)
 
     def _awaits_prompt_tail(self, slot: int) -> bool:
@@ -104,7 +124,10 @@ class FullAttentionManager(GroupManager):
 
 
 def register_inside_block(manager: GroupManager, slot: int, block: int, num_tokens: int) -> Key:
-    """Register the key of the prefix of `num_tokens` that ends inside `block`, instead of a shorter primary key."""
+    """Register the key of the prefix of `num_tokens` tokens, which ends inside `block`; returns this key.
+
+    If the primary key of the block names a shorter prefix, it is removed.
+    """
     pool = manager.pool
     key = manager.key(slot, num_tokens // manager.hash_size)
     if pool.has_key(block, key):
@@ -117,19 +140,20 @@ def register_inside_block(manager: GroupManager, slot: int, block: int, num_toke
 
 
 def report_stored_inside(manager: GroupManager, slot: int, block: int, key: Key, num_tokens: int) -> None:
-    """Emit STORED for the last hash block of the prefix of `num_tokens` that ends inside `block`."""
+    """Emit a STORED event for the last hash block of a prefix of `num_tokens` tokens, which ends inside `block`."""
     if not manager.replica.events:
         return
+    domain, group, digest = key
     size = manager.hash_size
     start, count = num_tokens - size, num_tokens // size
     parent = manager.requests.content[slot].digests[count - 2] if count > 1 else b""
     manager.pool.events.append(
         CacheEvent(
             EventKind.STORED,
-            manager.group,
-            (key.digest,),
+            group,
+            (digest,),
             (block,),
-            key.domain,
+            domain,
             parent,
             size,
             slot,
@@ -141,7 +165,9 @@ def report_stored_inside(manager: GroupManager, slot: int, block: int, key: Key,
 
 
 class SinkManager(FullAttentionManager):
-    """Full attention with sinks: the group reserves the sink blocks, which are in no table."""
+    """Manages full attention with attention sinks. The sink blocks are reserved in the pool, and are in no
+    block table.
+    """
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
@@ -149,32 +175,51 @@ class SinkManager(FullAttentionManager):
 
 
 class RetainedWindowManager(FullAttentionManager):
-    """R-SWA: a request keeps its prompt and the last `window` tokens; blocks of the gap between them are released.
+    """Manages retained sliding windows (R-SWA): a request keeps its prompt and the last `window` tokens.
+
+    Blocks between the prompt and the window (the gap) are released.
 
     |--- prompt ---|....... gap .......|<- window ->|
     """
 
+    def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
+        """Register blocks of the prompt only.
+
+        A later token does not attend to the gap between prompt and window, so its page depends on where the prompt
+        ends, which no key states. vLLM registers all blocks.
+        """
+        known = min(num_tokens, self.requests.num_prompt[slot]) if self._safe else num_tokens
+        super().register_blocks(slot, known, boundaries)
+
     def release_skipped(self, slot: int, num_processed: int) -> None:
-        """Release the blocks that are entirely in the gap."""
+        """Release the blocks that are entirely in the gap between prompt and window."""
         prompt = self.requests.num_prompt[slot]
         window_start = max(prompt, num_processed - self.spec.window)
         self._release_range(slot, self._blocks_for(prompt), window_start // self.block_size)
 
+    def releases(self, slot: int, num_processed: int) -> bool:
+        """Whether `release_skipped` would release a block."""
+        prompt = self.requests.num_prompt[slot]
+        window_start = max(prompt, num_processed - self.spec.window)
+        return any(self.table[slot][self._blocks_for(prompt) : window_start // self.block_size])
+
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
-        """See GroupManager.normalize_table."""
+        """Return the table with null blocks in the gap between prompt and window; None if another block is missing."""
         start = min(self._blocks_for(at.num_prompt), len(table))
-        stop = max(start, max(at.num_prompt, at.computed - self.spec.window) // self.block_size)
+        stop = max(start, min(len(table), max(at.num_prompt, at.computed - self.spec.window) // self.block_size))
         normalized = table[:start] + [NULL_BLOCK] * (stop - start) + table[stop:]
         needed = table[:start] + table[stop:]
         return normalized if len(table) >= self._blocks_for(at.computed) and NULL_BLOCK not in needed else None
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """See GroupManager.can_rewind: blocks of the gap are needed again once the window would include them."""
+        """Whether the window at `num_computed` tokens has all its blocks; some may have been released with the gap
+        before it.
+        """
         window_start = max(self.requests.num_prompt[slot], num_computed - self.spec.window)
         return NULL_BLOCK not in self.table[slot][window_start // self.block_size :]
 
     def window_bound(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.window_bound."""
+        """Return the number of processed tokens at which the next block is in the gap between prompt and window."""
         prompt = self.requests.num_prompt[slot]
         start = max(prompt, num_processed - self.spec.window)
         return (start // self.block_size + 1) * self.block_size + self.spec.window

@@ -1,4 +1,4 @@
-"""Recurrent state (Mamba, linear attention): a block holds one state, and a request needs only its last one.
+"""Recurrent state (Mamba, linear attention): a block holds one state, and a request needs only its last state.
 
 In mode "align" a prefill chunk writes its end state into the block of its last token; blocks in between stay null. The
 running state is in the last 1 + speculative blocks of the table:
@@ -9,7 +9,7 @@ running state is in the last 1 + speculative blocks of the table:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from kvplane.base.step import RemoveReason
@@ -22,64 +22,64 @@ NO_STATE = -1
 
 
 class UncachedStateManager(GroupManager):
-    """Mode "none": a block covers the longest request, so there is one state, and one more per draft token."""
+    """Manages states in mode "none": never cached; a request has one block for its state, and one per draft token."""
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
-        """See GroupManager.blocks_needed."""
+        """Return the number of new blocks for the state and the draft states."""
         extra = self.block_size * self.spec.speculative_blocks
         return super().blocks_needed(replace(need, num_slots=need.num_slots + extra), hit)
 
     def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
-        """See GroupManager.blocks_to_extend."""
+        """Return the number of blocks that a running request needs for `num_slots` tokens and the draft states."""
         extra = self.block_size * self.spec.speculative_blocks
         return super().blocks_to_extend(slot, num_slots + extra, num_main)
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """See GroupManager.blocks_alone."""
+        """Return the most blocks that a request holds at once: its state and the draft states."""
         return super().blocks_alone(num_tokens, num_encoder) + self.spec.speculative_blocks
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """See GroupManager.allocate."""
+        """Extend the table to the state and the draft states; returns the new blocks."""
         extra = self.block_size * self.spec.speculative_blocks
         return super().allocate(slot, num_slots + extra, num_main, num_encoder)
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """A state can go back only by as many drafts as have a state of their own."""
+        """Whether at most as many tokens are computed again as there are draft states: older states are lost."""
         return self.requests.computed[slot] - num_computed <= self.spec.speculative_blocks
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """Only the state of the last token is needed."""
+        """Return the number of computed tokens less one: only the state of the last token is needed."""
         return num_computed - 1
 
     def window_bound(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.window_bound."""
+        """Return the number of processed tokens from which on the next block of the table can be released."""
         del slot
         return (max(num_processed - 1, 0) // self.block_size + 1) * self.block_size + 1
 
     def alloc_bound(self, slot: int) -> int:
-        """See GroupManager.alloc_bound."""
+        """Return the position, in tokens, up to which no block is missing; the last blocks are for draft states."""
         return super().alloc_bound(slot) - self.block_size * self.spec.speculative_blocks
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Never found."""
+        """Return no blocks: states in this mode are never cached."""
         return [[] for _ in query.groups], 0
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """Never cached."""
+        """Do nothing: states in this mode are never cached."""
         return
 
     def register_bound(self, slot: int) -> int:
-        """Never cached."""
+        """Return FOREVER: no block is ever registered."""
         return FOREVER
 
 
 class AlignedStateManager(GroupManager):
-    """Mode "align": states at block boundaries stay as cached prefixes while the request moves on."""
+    """Manages states in mode "align": states at block ends are cached, and the request continues in new blocks."""
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)
         self.last_state: list[int] = []  # index of the state from which the last allocated block continues
-        self.num_retired: list[int] = []  # leading entries that are released
+        self.num_retired: list[int] = []  # leading entries of the table that are released
         self.has_allocated: list[bool] = []
         # slot -> index -> tokens of the state that a launch left there. Ends beyond the known tokens depend on drafts
         # that are unverified: no key is registered for them before the tokens are known, and `rewind` removes them.
@@ -92,7 +92,7 @@ class AlignedStateManager(GroupManager):
     # -- tables ------------------------------------------------------------------------------------------------------
 
     def grow(self, slot: int) -> None:
-        """See GroupManager.grow."""
+        """Extend the columns so that they have an entry for this slot."""
         super().grow(slot)
         missing = slot + 1 - len(self.last_state)
         self.last_state.extend([NO_STATE] * missing)
@@ -100,7 +100,7 @@ class AlignedStateManager(GroupManager):
         self.has_allocated.extend([False] * missing)
 
     def take_all(self, slot: int) -> list[int]:
-        """See GroupManager.take_all."""
+        """Empty the slot's table and return its blocks in order; the references pass to the caller."""
         self.last_state[slot] = NO_STATE
         self.num_retired[slot] = 0
         self.has_allocated[slot] = False
@@ -108,22 +108,22 @@ class AlignedStateManager(GroupManager):
         return super().take_all(slot)
 
     def new_step(self) -> None:
-        """See GroupManager.new_step."""
+        """Clear the set of keys that the previous step registered."""
         self._registered_this_step.clear()
 
     def slot_state(self, slot: int) -> tuple[object, ...]:
-        """See GroupManager.slot_state."""
+        """Return the manager's state of this request that later decisions depend on, for the digest of the replica."""
         own = self.last_state[slot], self.num_retired[slot], self.has_allocated[slot]
         return *super().slot_state(slot), *own, sorted(self._stopped_at.get(slot, {}).items())
 
     def step_state(self) -> tuple[object, ...]:
-        """See GroupManager.step_state."""
+        """Return the keys that the current step registered, for the digest of the replica."""
         return tuple(sorted(self._registered_this_step))
 
     # -- allocation --------------------------------------------------------------------------------------------------
 
     def blocks_needed(self, need: Need, hit: Sequence[int]) -> int:
-        """One state, a copy target, and the draft states at the first allocation; lookahead needs no state."""
+        """Return how many free blocks the allocation takes: a state, a copy's target, and at first the draft states."""
         partial = self._ends_inside_block(hit, need.local_computed) or need.slot in self.partial_hit
         if self._safe and need.total_computed > need.local_computed:
             new = self._new_states_with_external(need, len(hit), partial)
@@ -132,7 +132,7 @@ class AlignedStateManager(GroupManager):
         return new + self.pool.count_evictable(hit)
 
     def _new_states_with_external(self, need: Need, num_hit: int, partial: bool) -> int:
-        """States that `adopt`, `allocate_external` and `allocate` take together; the reference counts one too few."""
+        """Return how many states `adopt`, `allocate_external` and `allocate` take in total; vLLM counts one too few."""
         length = max(max(need.total_computed - 1, 0) // self.block_size, num_hit)
         external = max(self._blocks_for(need.total_computed) - length, 0)
         running = self._blocks_for(need.num_main)
@@ -140,7 +140,7 @@ class AlignedStateManager(GroupManager):
         return external + max(running + self.spec.speculative_blocks - filled, 0) + int(partial)
 
     def blocks_to_extend(self, slot: int, num_slots: int, num_main: int) -> int:
-        """See GroupManager.blocks_to_extend."""
+        """Return the number of new states that a running request needs to compute up to `num_main` tokens."""
         return self._new_states(slot, num_main, 0, slot in self.partial_hit)
 
     def _new_states(self, slot: int, num_main: int, num_hit: int, partial: bool) -> int:
@@ -154,7 +154,7 @@ class AlignedStateManager(GroupManager):
         return 1 + int(partial) + drafts
 
     def allocate(self, slot: int, num_slots: int, num_main: int, num_encoder: int) -> list[int]:
-        """Append the running state of `num_main` tokens, nulls in the gap before it; returns the new table entries."""
+        """Append a block for the state after `num_main` tokens, with null blocks before; returns the new entries."""
         table = self.table[slot]
         drafts = self.spec.speculative_blocks
         required = self._blocks_for(num_main) + drafts
@@ -186,17 +186,18 @@ class AlignedStateManager(GroupManager):
             self.last_state[slot] = len(self.table[slot]) - 1
 
     def _move_draft_state(self, table: list[int], index: int) -> None:
-        """Reuse a draft state that is now behind the running one, at the end of the table: it is private and unused."""
+        """Move a draft state that precedes the running state to the table's end: no other request uses its block."""
         block = table[index]
         assert self.pool.is_private(block), f"draft state {block} is shared or keyed"
         table.append(block)
         table[index] = NULL_BLOCK
 
     def _split_shared_state(self, slot: int, partial: tuple[int, int], target: int) -> list[int]:
-        """Separate a cached state from the running one that would overwrite it; returns the new table entries.
+        """Separate a cached state from the running state of the request, which would overwrite it; returns the new
+        table entries.
 
-        A new request gets a private copy. A running one keeps its block, since tables are append-only, and its keys
-        move to the copy. Both are safe because ranks copy before the launch.
+        A new request continues in a private copy. A running request keeps its block, since block tables are
+        append-only, and the keys of this block move to the copy. Both are safe because ranks copy before the launch.
         """
         index, source = partial
         if not self.has_allocated[slot]:
@@ -214,13 +215,16 @@ class AlignedStateManager(GroupManager):
         return []
 
     def blocks_alone(self, num_tokens: int, num_encoder: int) -> int:
-        """At most the previous state, the running one, a copy target, and the draft states."""
+        """Return the most blocks held at one time: previous state, running state, copy target and draft states."""
         return min(self._blocks_for(num_tokens), 3) + self.spec.speculative_blocks
 
     # -- image -------------------------------------------------------------------------------------------------------
 
     def normalize_table(self, table: list[int], at: RequestProgress) -> list[int] | None:
-        """See GroupManager.normalize_table. A block that was moved to the end may also be at its old index."""
+        """Return the table with null blocks where no state is needed any more; None if a needed state is missing.
+
+        The given table may still list a block that was moved to its end at the old index too.
+        """
         first, running = (at.computed - 1) // self.block_size, self._running_index(at)
         if len(table) < running + 1 + self.spec.speculative_blocks:
             return None
@@ -232,12 +236,12 @@ class AlignedStateManager(GroupManager):
         return normalized if there else None
 
     def sealed_prefix(self, slot: int, index: int, at: RequestProgress) -> bytes:
-        """See GroupManager.sealed_prefix; the next launch writes the running state and those behind it."""
+        """Return the digest of the prefix that ends with this block; b"" if the next launch may write the block."""
         stays = index < self._running_index(at) or at.launch_end == at.computed
         return super().sealed_prefix(slot, index, at) if stays else b""
 
-    def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int) -> None:
-        """See GroupManager.resume."""
+    def resume(self, slot: int, table: list[int], at: RequestProgress, num_cached_blocks: int | None) -> None:
+        """Continue a request with a table from `normalize_table`; finds the block of its running state."""
         super().resume(slot, table, at, num_cached_blocks)
         first, running = (at.computed - 1) // self.block_size, self._running_index(at)
         self.has_allocated[slot] = True
@@ -245,9 +249,9 @@ class AlignedStateManager(GroupManager):
         before = [index for index in range(first, running) if table[index] != NULL_BLOCK]
         self.last_state[slot] = before[-1] if before else NO_STATE
         inside = self.pool.key[table[running]] is not None and at.launch_end % self.block_size
-        if inside:  # the next launch would overwrite a keyed state: it is copied before
+        if inside:  # the next launch would overwrite a state with a key: it is copied before that
             self.partial_hit[slot] = (running, table[running])
-            self.num_cached[slot] = running
+            self.num_cached[slot] = min(self.num_cached[slot], running)
         # A store may have a key of this state that recovery has not seen, and prove it by the stamp after the state is
         # overwritten: a new stamp prevents that.
         for block in table[running:]:
@@ -255,7 +259,10 @@ class AlignedStateManager(GroupManager):
                 self.pool.restamp(block)
 
     def _key_fits(self, slot: int, index: int, at: RequestProgress) -> bool:
-        """The state of a block fits its key only where the last launch ended, or before the running state."""
+        """Whether the block's key names the state in the block.
+
+        It does if the last launch ended at the prefix of the key, or if the block is before the running state.
+        """
         end, running = self.pool.key_tokens[self.table[slot][index]], self._running_index(at)
         stays = end <= at.computed if index < running else index == running and end == at.computed == at.launch_end
         return stays and super()._key_fits(slot, index, at)
@@ -266,17 +273,25 @@ class AlignedStateManager(GroupManager):
     # -- window ------------------------------------------------------------------------------------------------------
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """Only the state of the last token is needed."""
+        """Return the number of computed tokens less one: only the state of the last token is needed."""
         return num_computed - 1
 
     def release_skipped(self, slot: int, num_processed: int) -> None:
-        """Release states before the last; the one from which the running state continues is released one step later."""
+        """Release all states before the last one; the state from which the running state continues is released one step
+        later.
+        """
         super().release_skipped(slot, num_processed)
         index = self.last_state[slot]
         if index != NO_STATE and index < self._blocks_for(num_processed) - 1:
             table = self.table[slot]
             self._give_up(slot, [table[index]])
             table[index] = NULL_BLOCK
+
+    def releases(self, slot: int, num_processed: int) -> bool:
+        """Whether `release_skipped` would release a state."""
+        index, table = self.last_state[slot], self.table[slot]
+        last_goes = index != NO_STATE and index < self._blocks_for(num_processed) - 1 and table[index] != NULL_BLOCK
+        return last_goes or super().releases(slot, num_processed)
 
     def _release_range(self, slot: int, first: int, last: int) -> None:
         table = self.table[slot]
@@ -288,7 +303,7 @@ class AlignedStateManager(GroupManager):
         self.num_retired[slot] = last
 
     def window_bound(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.window_bound."""
+        """Return the number of processed tokens from which on the next state can be released."""
         del num_processed
         next_retired = (self.num_retired[slot] + 1) * self.block_size + 1
         index = self.last_state[slot]
@@ -297,13 +312,13 @@ class AlignedStateManager(GroupManager):
         return min(next_retired, (index + 1) * self.block_size + 1)
 
     def alloc_bound(self, slot: int) -> int:
-        """See GroupManager.alloc_bound. Lookahead needs no state, so the bound is lower than it could be."""
+        """Return a position, in tokens, up to which no state is missing; it may be too low, as lookahead needs none."""
         return super().alloc_bound(slot) - self.spec.speculative_blocks * self.block_size
 
     # -- prefix cache ------------------------------------------------------------------------------------------------
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """The last cached state at an aligned boundary: nulls, then that state."""
+        """Find the last cached state at an aligned boundary; returns, per group, null blocks and then its block."""
         unit, size = self.replica.hit_alignment, self.block_size
         fine = unit < size and size % unit == 0
         stride = unit if fine else size
@@ -318,15 +333,15 @@ class AlignedStateManager(GroupManager):
         return [[] for _ in query.groups], 0
 
     def drop_margin(self) -> int:
-        """None: look-ups of states drop no block."""
+        """Return 0: look-ups of states drop no block."""
         return 0
 
     def may_have_keys(self, count: int) -> bool:
-        """A state is of one prefix: the page is overwritten as a whole."""
+        """Whether a block can have `count` keys: at most one, since a block holds the state of one prefix."""
         return count <= 1
 
     def hit_is_ready(self, hit: Sequence[int], num_tokens: int) -> bool:
-        """Whether the step that writes the state has run; until then the admission is deferred."""
+        """Whether the step that writes the hit's state is executed; otherwise the caller defers the admission."""
         del num_tokens
         if not hit or hit[-1] == NULL_BLOCK:
             return True
@@ -334,8 +349,15 @@ class AlignedStateManager(GroupManager):
             return self.pool.key_step[hit[-1]] <= self.pool.executed_through
         return self.pool.key[hit[-1]] not in self._registered_this_step
 
+    def register_again(self, blocks: Collection[int]) -> None:
+        """Let requests that hold these blocks register them again; a running state without a key needs no copy."""
+        super().register_again(blocks)
+        for slot in [slot for slot, (_, block) in self.partial_hit.items() if block in blocks]:
+            if self.has_allocated[slot]:
+                del self.partial_hit[slot]
+
     def note_written(self, slot: int) -> None:
-        """See GroupManager.note_written."""
+        """Record that steps before the current one wrote the states that the request registered."""
         self._registered_this_step -= {self.pool.key[block] for block in self.table[slot]}
 
     def _note_registered(self, blocks: Sequence[int]) -> None:
@@ -343,20 +365,27 @@ class AlignedStateManager(GroupManager):
         self._registered_this_step.update(key for key in keys if key is not None)
 
     def is_sound(self, slot: int) -> bool:
-        """See GroupManager.is_sound: states are inside the table, and none has more tokens than launches computed."""
-        size, end = len(self.table[slot]), self.requests.launch_end(slot)
+        """Whether the manager's record of the request is consistent with its table.
+
+        Recorded states are inside the table, released entries are null, the running and draft states have blocks, and
+        no state has more tokens than launches computed.
+        """
+        table, size, end = self.table[slot], len(self.table[slot]), self.requests.launch_end(slot)
         ends = self._stopped_at.get(slot, {})
         inside = all(0 <= index < size and 0 < length <= end for index, length in ends.items())
-        return inside and self.last_state[slot] < size and self.num_retired[slot] <= size
+        released = table[: self.num_retired[slot]]
+        kept = table[-1 - self.spec.speculative_blocks :] if self.has_allocated[slot] else []
+        whole = self.num_retired[slot] <= size and not any(released) and NULL_BLOCK not in kept
+        return inside and whole and self.last_state[slot] < size
 
     def can_rewind(self, slot: int, num_computed: int) -> bool:
-        """A state can go back by as many drafts as have a state of their own, to blocks that the table still has."""
+        """Whether at most as many tokens are computed again as there are draft states, and their blocks exist."""
         back = self.requests.computed[slot] - num_computed
         there = NULL_BLOCK not in self.table[slot][num_computed // self.block_size :]
         return back <= self.spec.speculative_blocks and there
 
     def rewind(self, slot: int, num_computed: int) -> None:
-        """Remove the keys of states after `num_computed`, which will be overwritten."""
+        """Remove the keys of states after more than `num_computed` tokens, because these will be overwritten."""
         for block in self.table[slot][num_computed // self.block_size :]:
             if block != NULL_BLOCK:
                 self.pool.drop_keys(block, RemoveReason.DROPPED)
@@ -370,9 +399,10 @@ class AlignedStateManager(GroupManager):
             del left[index]
 
     def _register_range(self, slot: int, start: int, end: int, keep: list[bool] | None) -> None:
-        """Register only states that end at their block's end: a longer chunk left a later state in the block.
+        """Register only blocks whose state is that at the end of the block: a launch that went further left a later
+        state in it.
 
-        Safe for drafts: all tokens up to `end` are known, so no unverified draft is among them.
+        Safe with drafts: all tokens up to `end` are known, so no unverified draft token is among them.
         """
         if self._safe:
             assert end * self.block_size <= self.requests.num_tokens[slot], f"slot {slot}: registers unverified drafts"
@@ -381,14 +411,16 @@ class AlignedStateManager(GroupManager):
         super()._register_range(slot, start, end, keep)
 
     def _ends_in(self, slot: int, index: int) -> int:
-        """Tokens of the state in this block once all launches so far have run; 0: not known."""
+        """Return after how many tokens of the request the state in this block is, once all launches so far have run; 0
+        if unknown.
+        """
         ends_at = self.requests.ends_at[slot]
         if index == self._blocks_for(ends_at) - 1:
             return ends_at
         return self._stopped_at.get(slot, {}).get(index, 0)
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """One state per segment (dense: every block) and the states at the given boundaries."""
+        """Return a mask: keep one state per retention interval, and the states at `boundaries`; None: keep all."""
         if self._dense:
             return None
         unit, size = self.replica.hit_alignment, self.block_size
@@ -406,7 +438,9 @@ class AlignedStateManager(GroupManager):
         return keep
 
     def register_blocks(self, slot: int, num_tokens: int, boundaries: Sequence[int]) -> None:
-        """See GroupManager.register_blocks; also the state at the prompt's last hash boundary, inside a block."""
+        """Register the states inside the first `num_tokens` tokens, and the state at the prompt's last
+        hash boundary.
+        """
         start = max(self.num_cached[slot], 0)
         super().register_blocks(slot, num_tokens, boundaries)
         end = max(self.num_cached[slot], 0)
@@ -433,7 +467,10 @@ class AlignedStateManager(GroupManager):
             self.num_cached[slot] = index
 
     def _prompt_boundary(self, slot: int) -> int:
-        """Where a repeat of the prompt continues: its last hash boundary that leaves tokens to compute."""
+        """Return the position, in tokens, at which another request with the same prompt continues.
+
+        This is the last end of a hash block in the prompt that has at least one token after it.
+        """
         prompt = self.requests.num_prompt[slot]
         if self._resumes_lower:
             return max(prompt // self.hash_size * self.hash_size - self.hash_size, 0)

@@ -1,4 +1,4 @@
-"""The values that a group manager is made of and asked with."""
+"""The types of the arguments of a group manager: for its construction, for allocations and for look-ups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ class GroupSetup:
 
     Attributes:
         group: index of the group.
-        orders: where the manager puts what ranks must do before the launch.
+        spec: specification of the group.
+        replica: specification of the replica.
+        pool: the block pool, which all groups share.
+        requests: state of all requests.
+        orders: what ranks must do before the launch of the step; the manager adds to this list.
     """
 
     group: int
@@ -30,16 +34,18 @@ class GroupSetup:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """An allocation, to count the blocks that it would take from the free count.
+    """An allocation that is planned: `GroupManager.blocks_needed` counts how many free blocks the allocation would
+    take.
 
     Attributes:
-        slot: the request.
-        num_slots: tokens of the request that need a slot, lookahead included.
-        num_main: the same without lookahead.
-        total_computed: tokens that need not be computed: hit and external ones included.
-        local_computed: of these, not external.
-        num_encoder: encoder tokens.
-        capped: count at most what the whole sequence can hold at once (`full_fit`).
+        slot: slot of the request.
+        num_slots: leading tokens of the request that need memory, lookahead included.
+        num_main: leading tokens of the request that need memory, without lookahead.
+        total_computed: tokens that need not be computed: the tokens of the hit and the external tokens.
+        local_computed: tokens of the hit.
+        num_encoder: encoder tokens, for cross attention.
+        capped: count at most the blocks that a request can hold at one time; used when the whole sequence must fit
+            (`full_fit`).
     """
 
     slot: int
@@ -53,12 +59,12 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class RequestProgress:
-    """How far a request is computed, with nothing in flight.
+    """How far a request is computed while none of its steps is in flight.
 
     Attributes:
         computed: leading tokens whose pages are written.
-        launch_end: tokens of the last launch, rejected drafts included.
-        num_prompt: tokens of the request when it was new.
+        launch_end: position in tokens where the last launch ended, rejected drafts included.
+        num_prompt: tokens of the request when it was added.
     """
 
     computed: int
@@ -72,11 +78,12 @@ class Query:
 
     Attributes:
         digests: hashes of the request's full hash blocks.
-        domain: of the request.
+        domain: domain of the request; keys of other domains are not found.
         groups: ids of the groups.
         max_tokens: the longest hit that may be returned.
-        drops_last_block: leave out the last matched block (with partial hits: the last hash block), as for drafts.
-        horizon: keys that later steps registered are ignored.
+        drops_last_block: leave out the last matched block (with partial hits: the last hash block), because drafters
+            compute it again.
+        horizon: a step number; keys that later steps registered are ignored.
     """
 
     digests: Sequence[bytes]

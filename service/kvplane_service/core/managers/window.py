@@ -1,4 +1,6 @@
-"""Sliding window attention: blocks behind the window are released, and a hit needs only the window before its end."""
+"""Sliding window attention: blocks before the window are released, and a hit needs only the blocks of its
+last window.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from kvplane_service.core.managers.questions import GroupSetup, Query
 
 
 class SlidingWindowManager(GroupManager):
-    """Window of w tokens: token t attends to t - w + 1 .. t.
+    """Manages a group of sliding window attention: with a window of w tokens, token t attends to t - w + 1 .. t.
 
     With window 4 and 7 computed tokens, the next token 7 attends to 4..7, so 0..3 are skipped:
 
@@ -24,21 +26,26 @@ class SlidingWindowManager(GroupManager):
         self._margin = setup.spec.window - 1 + setup.spec.extra_retained_tokens
 
     def _run_length(self, drops_last_block: bool) -> int:
-        """Consecutive cached blocks that a hit needs; one more where the last one is dropped."""
+        """Return how many consecutive cached blocks a hit needs; one block more if look-ups leave out the last matched
+        block.
+        """
         return self._blocks_for(self._window - 1) + int(drops_last_block)
 
     def skipped_tokens(self, num_computed: int) -> int:
-        """See GroupManager.skipped_tokens."""
+        """Return the number of leading tokens outside the window of the next token."""
         return max(0, num_computed - self._margin)
 
     def window_bound(self, slot: int, num_processed: int) -> int:
-        """See GroupManager.window_bound."""
+        """Return the number of processed tokens at which the next block leaves the window."""
         del slot
         released = self.skipped_tokens(num_processed) // self.block_size
         return (released + 1) * self.block_size + self._margin
 
     def find(self, query: Query) -> tuple[list[list[int]], int]:
-        """Search from the right for a run of blocks that fills the window; a run from block 0 may be shorter.
+        """Find the longest prefix whose last blocks, as many as the window needs, are all cached; searches from the
+        right.
+
+        Fewer are enough if they begin with block 0.
 
         index   0 1 2 3 4 5 6      run of 2 needed
         cached  . . . x x . x  ->  hit of 5 blocks: null null null b3 b4
@@ -54,7 +61,9 @@ class SlidingWindowManager(GroupManager):
         return rows, end * self.block_size
 
     def _find_run(self, query: Query) -> tuple[dict[int, list[int]], int, int]:
-        """Blocks by index, and the bounds [start, end) of the run."""
+        """Return the blocks that were found, by index, and the bounds [start, end) of the run of consecutive cached
+        blocks.
+        """
         unit, size = self.replica.hit_alignment, self.block_size
         needed = self._run_length(query.drops_last_block)
         limit = min(query.max_tokens, len(query.digests) * self.hash_size) // size
@@ -80,7 +89,8 @@ class SlidingWindowManager(GroupManager):
         return num_blocks
 
     def reachable_blocks(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        """The blocks of windows that end at segment boundaries (dense, or every n tokens) or at the given boundaries.
+        """Return a mask: which blocks are in a window that ends at a multiple of the retention interval or at one of
+        `boundaries`.
 
         Where look-ups drop the last block they read one block past the boundary, so the window ends one block later.
         """

@@ -7,9 +7,9 @@ packing                the rule for pages of different sizes in one block
 sizes                  tokens per block and hash, number of blocks, bytes and their placement
 exports                what the allocator and a worker need of a plan
 
-Plans equal those of vLLM 0.33 except where it fails or places wrongly. It refuses or crashes on full layers with
+Plans equal those of vLLM 0.33 except where vLLM fails or places wrongly: vLLM refuses or crashes on full layers with
 different windows, on latent windows without hybrid allocation, and on buckets that are not a pattern but must be cut.
-It merges latent windows of different row sizes into the first, gives a pipeline stage memory for layers of other
+vLLM merges latent windows of different row sizes into the first, gives a pipeline stage memory for layers of other
 stages, and includes cross attention in the hash granularity.
 """
 

@@ -1,4 +1,4 @@
-"""Parts of a plan for other components: group specs for the allocator, a rank plan for a worker."""
+"""Converts a cache plan for other components: group specs for the allocator, a rank plan for a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvplane_service.core.planner.sizes import effective_block_size
 
 
 def to_groups(plan: CachePlan) -> tuple[GroupSpec, ...]:
-    """One GroupSpec per group of the plan, in its order."""
+    """Return one GroupSpec per group of the plan, in the plan's order."""
     classes = _lookup_classes(plan.groups)
     dropping = _dropping_classes(plan, classes)
     return tuple(
@@ -31,13 +31,19 @@ def to_groups(plan: CachePlan) -> tuple[GroupSpec, ...]:
 
 
 def _lookup_classes(groups: tuple[CacheGroup, ...]) -> list[int]:
-    """One number per set of groups whose first layers have equal formats: these are looked up jointly."""
+    """Return a number per group: its look-up class. Groups whose first layers have equal formats get the same number.
+
+    Groups of one look-up class are looked up jointly.
+    """
     number_of: dict[LayerSpec, int] = {}
     return [number_of.setdefault(group.spec, len(number_of)) for group in groups]
 
 
 def _dropping_classes(plan: CachePlan, classes: list[int]) -> set[int]:
-    """Look-up classes whose hits drop the last matching block, for the drafter: those with a draft group, else all."""
+    """Return the look-up classes whose hits leave out the last matched block, which drafters compute again.
+
+    These are the classes with a group of draft layers; all classes if no group has draft layers.
+    """
     if not plan.options.drops_last_block:
         return set()
     with_drafts = {c for group, c in zip(plan.groups, classes, strict=True) if group.is_draft}
@@ -45,7 +51,10 @@ def _dropping_classes(plan: CachePlan, classes: list[int]) -> set[int]:
 
 
 def to_rank_plan(plan: CachePlan, worker: int = 0) -> RankPlan:
-    """The memory of the worker with this index; groups without a layer of it are empty, so that ids stay."""
+    """Return the memory plan of the worker with this index.
+
+    A group of which the worker has no layer is in the plan without layers, so that group ids stay the same.
+    """
     own = plan.workers[worker]
     held = {name for tensor in own.tensors for name in tensor.layer_names}
     groups = []

@@ -1,7 +1,7 @@
-"""The formats of a model's layers before they are grouped, and the formats that must change first.
+"""The cache formats of a model's layers before they are grouped, and changes of formats that grouping requires.
 
-Hidden-state layers take blocks whose size other groups have set; local layers become full attention where hybrid
-allocation is off, or where nothing else makes their pages equal.
+Hidden-state layers take the block size of the other groups. Local layers are treated as full attention if hybrid
+allocation is off, or if nothing else makes their pages equally large.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ Formats: TypeAlias = dict[str, LayerSpec]
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """Groups that have every layer exactly once, and warnings about memory that they cost."""
+    """The groups of a model, each layer in exactly one of them, and warnings about memory that the grouping costs."""
 
     groups: tuple[CacheGroup, ...]
     warnings: tuple[PlanWarning, ...] = ()
 
 
 def merged_group(names: Sequence[str], spec: LayerSpec) -> CacheGroup:
-    """A group whose layers all have one format."""
+    """Make a group whose layers all have the same format."""
     return CacheGroup(tuple(names), (spec,) * len(names), one_format=True)
 
 
 def uniform_group(formats: Formats) -> CacheGroup:
-    """A group whose layers are of one uniform type and keep their own formats."""
+    """Make a group whose layers keep their own formats; the caller ensures that all layers need blocks for the same
+    tokens.
+    """
     return CacheGroup(tuple(formats), tuple(formats.values()), one_format=False)
 
 
 def one_format(formats: Formats) -> LayerSpec | None:
-    """The format that serves every layer, if there is one."""
+    """Return the format that can be used for every one of these layers; None if there is none."""
     first, *rest = formats.values()
     merged: LayerSpec | None = first
     for spec in rest:
@@ -49,12 +51,12 @@ def one_format(formats: Formats) -> LayerSpec | None:
 
 
 def is_uniform_type(formats: Formats) -> bool:
-    """Whether all layers always need the same token slots; their pages may differ."""
+    """Whether all layers always need blocks for the same tokens; the sizes of their pages may differ."""
     return len({spec.uniform_key for spec in formats.values()}) == 1
 
 
 def page_sizes(formats: Formats) -> set[int]:
-    """The different page sizes, in bytes."""
+    """Return the different page sizes of the layers, in bytes."""
     return {spec.page_bytes for spec in formats.values()}
 
 
@@ -62,15 +64,15 @@ HiddenFormats = dict[str, HiddenStateSpec]
 
 
 def split_hidden(formats: Formats) -> tuple[HiddenFormats, Formats]:
-    """Hidden-state layers, and all others."""
+    """Split the layers into hidden-state layers and all others."""
     hidden = {name: spec for name, spec in formats.items() if isinstance(spec, HiddenStateSpec)}
     return hidden, {name: spec for name, spec in formats.items() if name not in hidden}
 
 
 def with_hidden_groups(groups: tuple[CacheGroup, ...], hidden: HiddenFormats) -> tuple[CacheGroup, ...]:
-    """Groups of one page size, followed by groups of the hidden-state layers, fitted to that page.
+    """Append a group per hidden-state layer, fitted to the page size that all `groups` have.
 
-    Where one token's hidden state is larger than the page, all blocks grow until it fits.
+    If the hidden state of one token is larger than a page, all blocks grow until it fits into a page.
     """
     if not hidden:
         return groups
@@ -89,19 +91,22 @@ def _scaled(spec: LayerSpec, scale: int) -> LayerSpec:
 
 
 def _fitted(spec: HiddenStateSpec, page_bytes: int, tokens: int) -> HiddenStateSpec:
-    """As many tokens as the page holds, but a divisor of the other groups' `tokens`, padded to the page."""
+    """Return the format that has the most tokens per block with a page of at most the given size, padded to this size.
+
+    The number of tokens per block must divide `tokens`.
+    """
     most = max(page_bytes // spec.token_bytes, 1)
     block_size = next(size for size in range(min(tokens, most), 0, -1) if tokens % size == 0)
     return replace(spec, block_size=block_size, padded_page_bytes=page_bytes)
 
 
 def without_hybrid(formats: Formats) -> tuple[Formats, tuple[PlanWarning, ...]]:
-    """Formats that keep every token, for an engine without hybrid allocation.
+    """Return formats that keep every token, for an engine without hybrid allocation, and a warning if any changed.
 
-    Layers that context-parallel ranks replicate are converted separately from those that they split.
+    Layers that context-parallel ranks replicate are converted separately from layers that these ranks split.
 
     Raises:
-        InvalidArgument: the layers cannot all be allocated alike.
+        InvalidArgument: the layers cannot all be treated as full attention.
     """
     parts: dict[bool, Formats] = {}
     for name, spec in formats.items():
@@ -112,9 +117,9 @@ def without_hybrid(formats: Formats) -> tuple[Formats, tuple[PlanWarning, ...]]:
         promoted = _promoted(part)
         if promoted is None:
             raise InvalidArgument(
-                "the model's layers cannot be allocated alike",
+                "the model's layers cannot be allocated alike as full attention, and hybrid is off",
                 field="hybrid",
-                remedy="turn it on for this model",
+                remedy="turn hybrid on for this model",
             )
         changed |= {name: spec for name, spec in promoted.items() if spec != part[name]}
     if not changed:
@@ -124,7 +129,10 @@ def without_hybrid(formats: Formats) -> tuple[Formats, tuple[PlanWarning, ...]]:
 
 
 def rescued(formats: Formats) -> Grouping | None:
-    """One group for latent attention and a sliding-window draft whose pages cannot be made equal; else None."""
+    """Return one group for MLA layers and sliding-window draft layers whose pages cannot be made equally large.
+
+    The window layers then keep every token. Returns None for any other model.
+    """
     kinds = {spec.kind for spec in formats.values()}
     unsupported = kinds & {GroupKind.SLIDING_WINDOW_MLA, GroupKind.CHUNKED_LOCAL}
     if unsupported or not {GroupKind.MLA, GroupKind.SLIDING_WINDOW} <= kinds:
@@ -139,7 +147,9 @@ def rescued(formats: Formats) -> Grouping | None:
 
 
 def _promoted(formats: Formats) -> Formats | None:
-    """Local layers as full attention, where the model has any; None: the result is not of one type."""
+    """Return the formats with local layers as full attention; None if the layers still need blocks for different
+    tokens.
+    """
     if _alike(formats):
         return formats
     full_block_sizes = {spec.block_size for spec in formats.values() if spec.holds_every_token}

@@ -1,8 +1,9 @@
-"""Which layers share a block table: the first rule that applies decides.
+"""Decides which layers share a block table; the first rule that applies decides.
 
-The rule for pages of one size makes each page as large as the largest, then deals equal layers out. A block of the pool
-must serve any group, so the groups should be equally wide. Models repeat a pattern, such as five sliding layers and a
-full one: the rarest kind gives the width, and the others are dealt into as many groups as they need.
+The rule for pages of one size makes each page as large as the largest, then distributes equal layers over groups. A
+block of the pool must serve any group, so the groups should have equally many layers. Models repeat a pattern, such as
+five sliding layers and a full one: the number of layers of the rarest kind is the width of a group, and the layers of
+each other kind are distributed over as many groups as needed.
 
     10 full, 52 sliding  ->  full [10]   sliding [9] [9] [9] [9] [8] [8]
 
@@ -31,7 +32,7 @@ from kvplane_service.core.planner.plan import CacheGroup, Layout, PlanWarning, W
 
 
 def group_layers(formats: Formats, *, hybrid: bool, layout: Layout) -> Grouping:
-    """The KV cache groups of a whole model. Decides as vLLM 0.33 (vllm/v1/core/kv_cache_planning.py).
+    """Divide the layers of a whole model into KV cache groups, as vLLM 0.33 does (v1/core/kv_cache_planning.py).
 
     Raises:
         InvalidArgument: the formats cannot be allocated from one pool.
@@ -55,7 +56,7 @@ def _grouped(formats: Formats, layout: Layout) -> Grouping:
     hidden, others = split_hidden(formats)
     if not others:
         raise InvalidArgument(
-            "hidden-state layers alone need one block size",
+            "hidden-state layers alone need one block size, these differ",
             field="layers",
             remedy="give them equal block sizes",
         )
@@ -80,19 +81,21 @@ def _refuse_pages(name: str) -> Grouping:
 
 
 def layers_that_cannot_grow(formats: Formats) -> list[str]:
-    """Layers whose page cannot be made as large as the largest, neither by more tokens nor by padding."""
+    """Return the layers whose page cannot be made as large as the largest page of any layer, by more tokens or by
+    padding.
+    """
     largest = _largest_page(formats)
     return [n for n, s in formats.items() if s.page_bytes < largest and s.grown_to(largest) is None]
 
 
 def with_equal_pages(formats: Formats) -> Formats:
-    """All formats with the page of the largest. No layer may be in `layers_that_cannot_grow`."""
+    """Return all formats, changed to the page size of the largest page. `layers_that_cannot_grow` must be empty."""
     largest = _largest_page(formats)
     return {name: _grown(spec, largest) for name, spec in formats.items()}
 
 
 def equal_page_groups(formats: Formats) -> Grouping:
-    """Deal layers with equal pages into groups of nearly equal width, in the order of each kind's first layer."""
+    """Distribute layers with equal pages over groups of nearly equal width, in the order of each kind's first layer."""
     buckets = _buckets(formats)
     width = _group_width([len(names) for _, names in buckets])
     groups: list[CacheGroup] = []
@@ -118,7 +121,7 @@ def _grown(spec: LayerSpec, page_bytes: int) -> LayerSpec:
 
 
 def _buckets(formats: Formats) -> list[tuple[LayerSpec, list[str]]]:
-    """Layers by merged format, in the order of each kind's first layer."""
+    """Return the layers by merged format, in the order of each format's first layer."""
     names_of: dict[LayerSpec, list[str]] = {}
     for name, spec in formats.items():
         names_of.setdefault(spec, []).append(name)
@@ -134,9 +137,10 @@ def _buckets(formats: Formats) -> list[tuple[LayerSpec, list[str]]]:
 
 
 def _group_width(counts: list[int]) -> int:
-    """Layers per group: the count of the rarest kind, or of the most frequent one if the counts are close.
+    """Return the layers per group: the count of the rarest kind, or of the most frequent kind if the counts are close.
 
-    12 sliding and 13 full (one draft layer was added) make 12 and 13, with one place empty, not 12, 7 and 6.
+    For example 12 sliding and 13 full layers (one is a draft layer) make groups of 12 and 13, with padding for one
+    layer, instead of groups of 12, 7 and 6.
     """
     fewest, most = min(counts), max(counts)
     return most if most < 1.5 * fewest else fewest

@@ -1,12 +1,13 @@
 """Grouping for the block-outermost layout, where a block has the pages of layers with different page sizes.
 
-Layers are put into buckets of one uniform type. A bucket whose page sizes have equally many layers is a
-repeating pattern (one layer of each size). Patterns are cut so that every group has about as many repeats:
+Layers that always need blocks for the same tokens are put into one bucket. A bucket whose page sizes have equally many
+layers is a repeating pattern (one layer of each size). Patterns are cut so that every group has about the same number
+of repeats of its pattern:
 
     20 x (A + B + C) stays whole, so 43 x D is cut into 22 + 21
 
-States, rings, and windows without a pattern are cut until none of their groups is wider than the other groups.
-Rules: vLLM 0.33, vllm/v1/core/kv_cache_planning.py.
+States, rings, and windows without a pattern are cut until none of their groups is wider than the other groups. Rules:
+vLLM 0.33, vllm/v1/core/kv_cache_planning.py.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WINDOWS = {GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA}
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Layers of one uniform type."""
+    """Layers that always need blocks for the same tokens; their page sizes may differ."""
 
     formats: Formats
 
@@ -49,11 +50,14 @@ class _Bucket:
         return next(iter(self.formats.values())).kind
 
     def widest_bytes(self, num_groups: int) -> int:
-        """Bytes of the widest of `num_groups` groups."""
+        """Return the bytes per block of the widest group, if the bucket is cut into `num_groups` groups."""
         return sum(ceil_div(len(names), num_groups) * page for page, names in self.names_by_page.items())
 
     def cut(self, num_groups: int) -> list[CacheGroup]:
-        """Groups of every num_groups-th repeat. A bucket that is not a pattern is not cut."""
+        """Cut the bucket into groups: each group gets every num_groups-th repeat of the pattern.
+
+        A bucket in which some page size has more layers than another is not a pattern, and stays whole.
+        """
         num_groups = min(num_groups, self.repeats)
         if num_groups == 1 or not self.is_pattern:
             return [uniform_group(self.formats)]
@@ -63,7 +67,7 @@ class _Bucket:
 
 
 def packed_groups(formats: Formats, layout: Layout) -> tuple[CacheGroup, ...]:
-    """Groups for pages of different sizes in the block-outermost layout; none in any other case."""
+    """Return groups for pages of different sizes in the block-outermost layout; () in any other case."""
     if layout is not Layout.BLOCK_OUTERMOST or len(page_sizes(formats)) <= 1:
         return ()
     buckets = _buckets(formats)
@@ -90,14 +94,17 @@ def _buckets(formats: Formats) -> list[_Bucket]:
 
 
 def _repeats_per_group(buckets: list[_Bucket]) -> int:
-    """Pattern repeats per group; 0: no pattern mixes page sizes."""
+    """Return how many repeats of its pattern a group has; 0 if no pattern has layers of different page sizes."""
     patterns = [bucket for bucket in buckets if bucket.is_pattern]
     at_least = max((bucket.repeats for bucket in patterns if len(bucket.names_by_page) > 1), default=0)
     return _least_padding([bucket.repeats for bucket in patterns], at_least) if at_least else 0
 
 
 def _least_padding(counts: list[int], at_least: int) -> int:
-    """The largest size of at least `at_least` that pads the counts least when they are rounded up to its multiples."""
+    """Return the number, at least `at_least`, to whose multiples the counts can be rounded up with the least padding.
+
+    Of equally good numbers, the largest is returned.
+    """
     candidates = range(at_least, max(counts) + 1)
     return min(candidates, key=lambda size: (sum(-count % size for count in counts), -size))
 

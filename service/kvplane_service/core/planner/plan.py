@@ -1,4 +1,4 @@
-"""What planning takes and what it makes: workers and options, groups, placements and the plan."""
+"""The input types of planning (workers and options) and its output types (groups, placements, the plan)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvplane.base.rank_plan import TensorPlacement
 
 
 class Layout(Enum):
-    """Order of layers and blocks in memory. The value is the reference's name (L = layer, B = block).
+    """Order of layers and blocks in memory. The value is vLLM's name (L = layer, B = block).
 
     LAYER_OUTERMOST: all blocks of a layer are contiguous.
     BLOCK_OUTERMOST: all layers of a block are contiguous, so a block is one large transfer.
@@ -26,11 +26,11 @@ class Layout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A rank. Tensor-parallel ranks have equal layers, pipeline stages different ones.
+    """The layers and memory of one rank. Tensor-parallel ranks have equal layers, pipeline stages different ones.
 
     Attributes:
-        layers: in model order.
-        memory_bytes: cache memory; ignored when the number of blocks is given.
+        layers: layers of the rank, in model order.
+        memory_bytes: memory for the cache; ignored if `PlanOptions.num_blocks` is given.
     """
 
     layers: tuple[Layer | KVSharingLayer, ...]
@@ -98,7 +98,7 @@ class PlanOptions:
 
 def _require_range(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise InvalidArgument(f"{value} is out of range", field=name, remedy=f"give {low} to {high}")
+        raise InvalidArgument(f"{value} is not {low} to {high}", field=name, remedy=f"give {low} to {high}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +106,10 @@ class CacheGroup:
     """Layers that share one block table.
 
     Attributes:
-        layer_names: in the group's order, which is their order in memory.
+        layer_names: names of the layers, in their order in memory.
         specs: the format of each layer as allocated, after growing and padding.
-        one_format: the layers were merged into one format; else each keeps its own, of one uniform type.
-        is_draft: has draft layers, whose last matched block is computed again.
+        one_format: whether the layers were merged into one format; otherwise each layer keeps its own page size.
+        is_draft: whether the group has draft layers, whose last matched block is computed again.
     """
 
     layer_names: tuple[str, ...]
@@ -119,7 +119,7 @@ class CacheGroup:
 
     @property
     def spec(self) -> LayerSpec:
-        """The format that represents the group."""
+        """The format of the group as a whole: that of its first layer."""
         return self.specs[0]
 
     @property
@@ -141,7 +141,7 @@ class CacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker's share. `layer_names` of its tensors are its own layers only."""
+    """The memory of one worker: bytes per block, total bytes, and the places of its own layers' tensors."""
 
     bytes_per_block: int
     size_bytes: int
@@ -149,7 +149,7 @@ class WorkerPlan:
 
 
 class WarningCode(Enum):
-    """Reasons of warnings."""
+    """Why a plan has a warning."""
 
     PADDING_LAYERS = "padding_layers"
     HYBRID_OFF = "hybrid_off"
@@ -159,7 +159,7 @@ class WarningCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlanWarning:
-    """Memory or hits that the plan loses. `figures`: the numbers of the message."""
+    """A warning about memory or cache hits that the plan loses. `figures` are the numbers in the message."""
 
     code: WarningCode
     message: str
@@ -173,17 +173,18 @@ class CachePlan:
     Attributes:
         options: as given, with max_model_len shortened where that was requested.
         groups: the whole model's groups; the index is the group id.
-        workers: one per worker given, in its order.
-        bytes_per_block: the widest group with alignment, over all workers' layers.
-        num_blocks: in every worker's pool, with the null block.
+        workers: one plan per given worker, in the same order.
+        bytes_per_block: bytes of the widest group, aligned, over the layers of all workers.
+        num_blocks: number of blocks in every worker's pool, the null block included.
         blocks_per_request: blocks that one request of max_model_len holds, over all groups.
         scheduler_block_size: tokens; hits are multiples of it unless they may end inside a block.
         hash_block_size: tokens per block hash.
-        partial_hits: hits may end inside a block.
-        needs_zeroing: new blocks must be zeroed: a page can be read as another type, or before it is written.
+        partial_hits: whether hits may end inside a block.
+        needs_zeroing: whether new blocks must be zeroed, because a page can be read as another type, or before it is
+            written.
         tp_replicas: consecutive tensor-parallel ranks that hold identical pages in every layer.
-        shared_layers: layers without a cache of their own.
-        warnings: for the operator.
+        shared_layers: layers that use the cache of another layer.
+        warnings: what the operator should know.
     """
 
     options: PlanOptions

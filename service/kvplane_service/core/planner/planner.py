@@ -1,4 +1,4 @@
-"""Planning from end to end: merge the workers' layers, group them, count blocks, check the options, place."""
+"""Makes a cache plan: merges the workers' layers, groups them, counts blocks, checks the options, places tensors."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvplane_service.core.planner.sizes import (
 
 
 def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
-    """The plan of a replica, with the groups of the whole model; all workers get as many blocks as the smallest fits.
+    """Plan the cache of a replica. All workers get the number of blocks for which the smallest worker has room.
 
     Raises:
-        InvalidArgument: with the field at fault: layers that contradict each other or cannot share a pool, memory
-            that is too small for the longest request, options that the model does not support.
+        InvalidArgument: with the field at fault: layers that contradict each other or cannot share a pool, memory that
+            is too small for the longest request, options that the model does not support.
     """
     model = whole_model(workers)
     formats = {layer.name: layer.spec.retaining(max(0, options.prefill_lookahead - 1)) for layer in model.layers}
@@ -58,7 +58,9 @@ def plan_cache(workers: Sequence[Worker], options: PlanOptions) -> CachePlan:
 def _with_draft_groups(
     groups: tuple[CacheGroup, ...], model: WholeModel, options: PlanOptions
 ) -> tuple[tuple[CacheGroup, ...], tuple[PlanWarning, ...]]:
-    """Mark the groups with draft layers, if look-ups drop a block for drafts."""
+    """Mark the groups that have draft layers, if look-ups leave out a block for drafts; returns the groups and
+    warnings.
+    """
     if not options.drops_last_block:
         return groups, ()
     drafts = {layer.name for layer in model.layers if layer.is_draft}
@@ -70,7 +72,7 @@ def _with_draft_groups(
 
 
 def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGroup]], options: PlanOptions) -> int:
-    """Blocks that every worker has memory for; a model without caches needs only the null block."""
+    """Return the number of blocks that every worker has memory for; 1 for a model without caches."""
     if not per_worker[0]:
         return NULL_BLOCKS
     block_bytes = [bytes_per_block(own, options.layout) for own in per_worker]
@@ -85,9 +87,9 @@ def _num_blocks(workers: Sequence[Worker], per_worker: Sequence[Sequence[CacheGr
 
 
 def _needs_zeroing(groups: Sequence[CacheGroup], first_worker: Sequence[CacheGroup]) -> bool:
-    """Whether new blocks are zeroed: states are read before they are written, and bytes of another type may be NaN.
+    """Whether new blocks must be zeroed: states are read before they are written, and bytes of another type may be NaN.
 
-    As in the reference, the first layer of a group on the first worker represents it.
+    As in vLLM, the first layer of a group on the first worker stands for the whole group.
     """
     if any(group.spec.is_state for group in groups):
         return True
@@ -102,7 +104,7 @@ def _tp_replicas(groups: Sequence[CacheGroup], options: PlanOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """Layers in the order of the workers, each once."""
+    """The layers of all workers, each once, in the order of the workers."""
 
     layers: tuple[Layer, ...]
     shared_layers: tuple[KVSharingLayer, ...]
@@ -112,8 +114,8 @@ def whole_model(workers: Sequence[Worker]) -> WholeModel:
     """Merge the workers' layers by name.
 
     Raises:
-        InvalidArgument: no workers, a name twice on one worker, one name for different layers, or a layer
-            that shares the cache of one that its worker does not have.
+        InvalidArgument: no workers, a name twice on one worker, one name for different layers, or a layer that shares
+            the cache of a layer that its worker does not have.
     """
     if not workers:
         raise InvalidArgument("there are no workers", field="workers", remedy="give at least one")
@@ -126,7 +128,7 @@ def whole_model(workers: Sequence[Worker]) -> WholeModel:
                 raise InvalidArgument(
                     f"{layer.name!r} differs between workers",
                     field=field,
-                    remedy="equal names need equal layers",
+                    remedy="give different layers different names",
                 )
     return WholeModel(
         tuple(layer for layer in merged.values() if isinstance(layer, Layer)),
@@ -138,7 +140,7 @@ def _check_names(worker: Worker, field: str) -> None:
     owned = {layer.name for layer in worker.layers if isinstance(layer, Layer)}
     shared = [layer for layer in worker.layers if isinstance(layer, KVSharingLayer)]
     if len(worker.layers) != len(owned | {layer.name for layer in shared}):
-        raise InvalidArgument("a name occurs twice", field=field, remedy="give every layer its own name")
+        raise InvalidArgument("a name occurs twice in the list", field=field, remedy="give every layer its own name")
     for layer in shared:
         if layer.shares_with not in owned:
             raise InvalidArgument(
@@ -149,7 +151,7 @@ def _check_names(worker: Worker, field: str) -> None:
 
 
 def check_options(groups: Sequence[CacheGroup], sizes: Granularity, options: PlanOptions) -> None:
-    """Raise InvalidArgument with the first option that these groups do not support."""
+    """Raise InvalidArgument for the first option that these groups do not support."""
     _check_retention(groups, sizes, options.retention_interval)
     _check_lookahead(groups, sizes, options)
     _check_context_parallel(groups, options.dcp_size)
@@ -166,7 +168,9 @@ def _check_retention(groups: Sequence[CacheGroup], sizes: Granularity, interval:
 
 
 def _check_lookahead(groups: Sequence[CacheGroup], sizes: Granularity, options: PlanOptions) -> None:
-    """The dropped block must cover what the drafter wrote ahead of the accepted tokens."""
+    """Refuse a lookahead of more tokens than a block: the block that look-ups leave out must have all that the drafter
+    wrote ahead.
+    """
     drops = options.prefix_caching and options.drops_last_block and groups
     if drops and sizes.scheduler_block_size < options.prefill_lookahead:
         unit = sizes.scheduler_block_size

@@ -32,12 +32,14 @@ class Granularity:
 
 
 def effective_block_size(spec: LayerSpec, dcp_size: int) -> int:
-    """Tokens of a block over the context-parallel ranks that share it."""
+    """Return the tokens of a block: the sum over the context-parallel ranks that share the block."""
     return spec.block_size * (dcp_size if spec.dcp_sharded else 1)
 
 
 def granularity(groups: Sequence[CacheGroup], options: PlanOptions) -> Granularity:
-    """Scheduler block: the least common multiple of all groups' blocks. Hash block: their greatest common divisor.
+    """Compute the scheduler block size, the least common multiple of the groups' block sizes, and the hash block size.
+
+    The hash block size is `prefix_match_unit`, or the greatest common divisor of the cacheable groups' block sizes.
 
     Raises:
         InvalidArgument: `prefix_match_unit` does not fit the groups.
@@ -73,13 +75,16 @@ def _has_uncached_state(groups: Sequence[CacheGroup]) -> bool:
 
 
 def _allows_hits_inside_states(groups: Sequence[CacheGroup], hash_block_size: int, dcp_size: int) -> bool:
-    """States are cached at boundaries, and hashes are finer (with context parallelism: no coarser)."""
+    """Whether states are cached at boundaries, and hash blocks are smaller than the blocks of states.
+
+    With context parallelism hash blocks may also be as large.
+    """
     finest = hash_block_size + 1 if dcp_size == 1 else hash_block_size
     return any(g.spec.mamba_mode is MambaMode.ALIGN and g.block_size >= finest for g in groups)
 
 
 def _all_look_up(groups: Sequence[CacheGroup], hash_block_size: int, dcp_size: int) -> bool:
-    """Every cacheable group can end a look-up at any hash boundary."""
+    """Whether a look-up can end at any end of a hash block, in every cacheable group."""
     return all(
         group.spec.fine_grained_hits or effective_block_size(group.spec, dcp_size) == hash_block_size
         for group in groups
@@ -88,7 +93,7 @@ def _all_look_up(groups: Sequence[CacheGroup], hash_block_size: int, dcp_size: i
 
 
 def _check_compression(groups: Sequence[CacheGroup], hit_alignment: int, hash_block_size: int) -> None:
-    """A hit must not end inside a compressed entry."""
+    """Refuse sizes with which a hit could end inside a compressed entry, which holds several tokens."""
     for spec in (spec for group in groups for spec in group.specs):
         if spec.prefix_cacheable and hit_alignment % spec.hit_unit:
             _refuse_unit(hash_block_size, f"hits must be multiples of {spec.hit_unit} tokens, one entry")
@@ -103,12 +108,12 @@ NULL_BLOCKS = 1
 
 
 def blocks_per_request(groups: Sequence[CacheGroup], limits: RequestLimits) -> int:
-    """Blocks that one request of max_model_len holds in all groups, which share one pool."""
+    """Return the blocks that one request of max_model_len tokens holds, summed over all groups, which share a pool."""
     return sum(max(spec.blocks_per_request(limits) for spec in group.specs) for group in groups)
 
 
 def fitting_options(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions) -> PlanOptions:
-    """The options, with max_model_len shortened to what fits where that was requested.
+    """Return the options; if `fit_max_model_len` is set, with max_model_len shortened to what fits.
 
     Raises:
         InvalidArgument: not even one request fits in addition to the null block.
@@ -134,7 +139,10 @@ def _fits(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions, m
 
 
 def _longest(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions) -> int:
-    """The longest request that fits, by bisection (need never falls with length); 0 when none does."""
+    """Return the length in tokens of the longest request that fits; 0 if none fits.
+
+    Found by bisection, since a longer request never needs fewer blocks.
+    """
     fits, too_long = 0, options.max_model_len
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
@@ -146,7 +154,7 @@ def _longest(groups: Sequence[CacheGroup], num_blocks: int, options: PlanOptions
 
 
 def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:
-    """Bytes of one block of the pool: the widest group, aligned; 0 without groups."""
+    """Return the bytes of one block of the pool, which are those of the widest group, aligned; 0 without groups."""
     if not groups:
         return 0
     if layout is Layout.LAYER_OUTERMOST:
@@ -155,12 +163,14 @@ def bytes_per_block(groups: Sequence[CacheGroup], layout: Layout) -> int:
 
 
 def projected(groups: Sequence[CacheGroup], layer_names: set[str]) -> tuple[CacheGroup, ...]:
-    """The groups with the layers of one worker only; a group may be empty, so that ids stay."""
+    """Return the groups with the layers of one worker only. A group may become empty; it is kept, so that group ids
+    stay the same.
+    """
     return tuple(_projected(group, layer_names) for group in groups)
 
 
 def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> WorkerPlan:
-    """Strides and offsets of a worker's layers. `groups` are projected to it."""
+    """Compute strides and offsets of a worker's layers. `groups` must have only its layers (see `projected`)."""
     block_bytes = bytes_per_block(groups, layout)
     tensors: list[TensorPlacement] = []
     for index, group in enumerate(groups):
@@ -177,7 +187,7 @@ def place(groups: Sequence[CacheGroup], num_blocks: int, layout: Layout) -> Work
 
 
 def _stride(spec: LayerSpec, groups: Sequence[CacheGroup]) -> int:
-    """Bytes from block to block of a layer. Groups that share blocks have equal pages and need equal strides."""
+    """Return the bytes from one block of a layer to the next. Groups that share blocks need equal strides."""
     alone = sum(bool(group.specs) for group in groups) == 1
     return round_up(spec.page_bytes, spec.block_stride_alignment if alone else _common_alignment(groups))
 

@@ -1,0 +1,436 @@
+"""A step that an engine applies row by row, in its own process, as its scheduler decides the rows.
+
+    open  ->  append | commit | end | evict | add | extend | admit ...  ->  close: the step and its result
+
+Each method applies one row at once and records it. The recorded step, applied whole to a replica in the same state, has
+the same result, because the effects of a row are complete before the next row starts. So a replica in a service can
+follow a replica in the engine's process with one message per step.
+
+Rows of a section are recorded in one part as long as their order is that of the sections of a part; a row of an earlier
+section starts the next part. The scheduler decides every amount: a row states its amount exactly and is not limited by
+a budget; if blocks are missing, the row is refused and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kvplane.base.errors import InvalidArgument
+from kvplane.base.groups import CommitRule
+from kvplane.base.step import (
+    UNCHANGED,
+    UNLIMITED,
+    Admit,
+    AdmitStatus,
+    Budget,
+    Cache,
+    End,
+    Facts,
+    News,
+    OnRefusal,
+    Part,
+    PartResult,
+    RowFlag,
+    Run,
+    Step,
+    StepResult,
+    Watermark,
+)
+from kvplane_service.core.coordinator import Growth
+from kvplane_service.core.facts import Update
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.replica import Replica
+from kvplane_service.core.requests import Content
+from kvplane_service.core.step_applier import StepApplier
+from kvplane_service.core.validate import StepValidator
+
+NO_SLOT = -1
+UNALIGNED, DELAY_CACHING, FULL_FIT = int(RowFlag.UNALIGNED), int(RowFlag.DELAY_CACHING), int(RowFlag.FULL_FIT)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitTerms:
+    """Options of one admission: the entries of its row in the columns of `Admit`, where they are explained."""
+
+    hit_limit: int = UNLIMITED
+    external: int = 0
+    lookahead: int = 0
+    encoder_tokens: int = 0
+    reserved: int = 0
+    watermark: Watermark = Watermark.AUTO
+    flags: int = 0
+
+
+class _Section(IntEnum):
+    FACTS = 0
+    CACHE = 1
+    NEWS = 2
+    RUN = 3
+    ADMIT = 4
+
+
+class OpenStep:
+    """A step of a replica that is applied row by row, while the scheduler decides the rows.
+
+    A method raises InvalidArgument, and applies no row, if the slot has no request or one in the wrong state.
+    """
+
+    def __init__(self, replica: Replica, executed_through: int) -> None:
+        """Begin the next step of the replica; all steps up to `executed_through` have finished on all ranks."""
+        self._replica = replica
+        self._requests = replica.requests
+        self._blocks = replica.coordinator
+        self._tracker = replica.tracker
+        self._aligns = replica.spec.align.block_size > 0
+        self._safe = replica.spec.commit is CommitRule.SAFE
+        self.seq = replica.seq + 1
+        self._executed_through = executed_through
+        self._parts: list[Part] = []
+        self._results: list[PartResult] = []
+        self._begun = False  # `new_step` was called
+        self.new_blocks: list[list[int]] = []  # of the last admit row, per group
+        self._granted: set[int] = set()  # slots that run in this step
+        self._loads: set[int] = set()  # slots whose load begins in this step
+        pool = self._blocks.pool
+        through = max(executed_through, pool.executed_through)
+        self._validator = StepValidator(replica.spec, replica.requests, through, pool.busy)
+        replica.begin_step(self.seq, executed_through)
+        self._open_part()
+
+    def close(self) -> tuple[Step, StepResult]:
+        """End the step; returns the recorded step and the result of the step."""
+        self._close_part()
+        self._replica.complete_step(self.seq, self._results[-1])
+        epoch, through = self._blocks.pool.epoch, self._blocks.pool.executed_through
+        step = Step(epoch, self.seq, self._parts, executed_through=self._executed_through)
+        return step, StepResult(self.seq, 0, self._results, through)
+
+    def flush(self) -> list[PartResult]:
+        """Complete the results of the rows so far, with their orders and events; further rows start the next part."""
+        if self._has_rows():
+            self._close_part()
+            self._open_part()
+        return self._results
+
+    def _has_rows(self) -> bool:
+        return bool(self._updates or self._runs or self._admits or self._part.news.slot or self._part.cache != Cache())
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _open_part(self) -> None:
+        self._section = _Section.FACTS
+        self._slots: set[int] = set()  # slots with a row in this section, kept for run and admit
+        self._updates: list[Update] = []
+        self._runs: list[tuple[int, int, int, int, int, int]] = []  # rows of Run: slot, extra, lookahead, ...
+        self._admits: list[Admit] = []
+        self._part = Part(run=Run(on_refusal=OnRefusal.SKIP), admit=Admit(on_refusal=OnRefusal.SKIP))
+        self._result = PartResult()
+
+    def _close_part(self) -> None:
+        self._leave_section()
+        part, result = self._part, self._result
+        part.facts = _facts(self._updates)
+        part.run = _run(self._runs)
+        part.admit = _admit(self._admits)
+        if not self._begun:
+            self._begin_to_allocate()
+        self._replica.complete_part(result, StepApplier(self._blocks, self._tracker, Budget(), result, self.seq))
+        self._parts.append(part)
+        self._results.append(result)
+
+    def _enter(self, section: _Section, slot: int = NO_SLOT) -> None:
+        """Begin a row of this section. Starts the next part if this part is past the section, or already has a row of
+        this slot.
+        """
+        if section < self._section or (section is self._section and slot in self._slots):
+            self._close_part()
+            self._open_part()
+        if section > self._section:
+            self._leave_section()
+            self._section = section
+            self._slots.clear()
+        if slot != NO_SLOT:
+            self._slots.add(slot)
+        if section >= _Section.RUN and not self._begun:
+            self._begin_to_allocate()
+
+    def _begin_to_allocate(self) -> None:
+        self._begun = True
+        self._blocks.new_step()
+
+    def _leave_section(self) -> None:
+        """Record the grants of the run section at the end of the section, in one call, as `Replica.apply` does."""
+        if self._section is not _Section.RUN or not self._runs:
+            return
+        granted = self._result.granted
+        if self._blocks.has_states and any(row[1] for row in self._runs):
+            for slot, extra, *_ in self._runs:
+                self._requests.asked[slot] = (self.seq, self._requests.num_tokens[slot] + extra)
+        rows = [(row[0], tokens) for row, tokens in zip(self._runs, granted, strict=True) if tokens]
+        if rows:
+            self._tracker.note_grants([slot for slot, _ in rows], [tokens for _, tokens in rows], self.seq)
+
+    # -- facts, cache, news ------------------------------------------------------------------------------------------
+
+    def update(self, update: Update) -> list[int]:
+        """Apply one row of facts; returns the slots that are preempted by it."""
+        if not self._is_plain_growth(update):
+            self._validator.check_row(Part(facts=_facts([update])), self.seq)
+        self._enter(_Section.FACTS)
+        before = len(self._result.preempted)
+        self._replica.facts.apply_update(update, (), self.seq, self._result)
+        self._updates.append(update)
+        if update.end is not End.NONE:
+            self._granted.discard(update.slot)
+        return self._taken_back(before)
+
+    def _is_plain_growth(self, update: Update) -> bool:
+        """Whether the row only adds tokens and block hashes within the limits, as most rows do."""
+        slot, requests = update.slot, self._requests
+        if not 0 <= slot < len(requests.running) or not requests.running[slot] or requests.by_service[slot]:
+            return False
+        others = (update.computed, update.commit, update.release_skipped)
+        if others != (UNCHANGED, UNCHANGED, UNCHANGED) or update.end or update.fence:
+            return False
+        num_tokens, known = requests.num_tokens[slot] + update.appended, requests.content[slot].digests
+        if not 0 <= update.appended <= requests.limit[slot] - requests.num_tokens[slot]:
+            return False
+        if not update.digests:
+            return True
+        is_due = len(known) + len(update.digests) <= num_tokens // self._replica.spec.hash_block_size
+        return is_due and bool(known) and all(len(one) == len(known[0]) for one in update.digests)
+
+    def change_cache(self, cache: Cache) -> list[int]:
+        """Apply a cache section; returns the slots that are preempted by it. If it resets the cache, read `reset_done`
+        after it.
+        """
+        self._validator.check_row(Part(cache=cache), self.seq)
+        if self._loads.intersection(cache.released):
+            raise InvalidArgument("a load of this step is released", field="cache.released", remedy="close the step")
+        if self._section > _Section.CACHE or self._part.cache != Cache():
+            self._close_part()
+            self._open_part()
+        self._enter(_Section.CACHE)
+        before = len(self._result.preempted)
+        self._part.cache = cache
+        self._replica.facts.apply_cache(cache, self._result)
+        return self._taken_back(before)
+
+    def _taken_back(self, before: int) -> list[int]:
+        preempted = self._result.preempted[before:]
+        self._granted.difference_update(preempted)
+        self._result.taken_back += len(preempted)
+        return preempted
+
+    @property
+    def reset_done(self) -> bool:
+        """Whether the last cache section reset the cache, which drops every key."""
+        return self._result.reset_done
+
+    def add(self, slot: int, num_tokens: int, digests: Sequence[bytes], **columns: str | int) -> None:
+        """Put a new request of `num_tokens` tokens into a free slot.
+
+        Args:
+            slot: a free slot.
+            num_tokens: number of tokens of the prompt.
+            digests: hashes of the prompt's full hash blocks.
+            columns: entries of the row in further columns of `News`, such as `request_id`.
+        """
+        news = News([slot], [num_tokens], num_hashes=[len(digests)], hashes=b"".join(digests))
+        for name, value in columns.items():
+            setattr(news, name, [value])
+        self._validator.check_row(Part(news=news), self.seq)
+        self._enter(_Section.NEWS)
+        self._replica.apply_news(news, [Content(list(digests))])
+        _append_news(self._part.news, news)
+
+    # -- run, admit --------------------------------------------------------------------------------------------------
+
+    def extend(
+        self,
+        slot: int,
+        num_new: int,
+        lookahead: int = 0,
+        in_flight: int = -1,
+        flags: int = 0,
+        reserved: int = 0,
+    ) -> Sequence[list[int]] | None:
+        """Grant `num_new` tokens to a running request; returns the new blocks per group, () if no block is needed.
+
+        Returns None, and allocates nothing, if too few blocks are free. The other arguments are the row's entries in
+        the columns of `Run`.
+        """
+        requests, computed = self._requests, self._check_run(slot, num_new)
+        end = computed + num_new
+        extra = end - requests.num_tokens[slot]
+        if self._aligns:
+            flags |= UNALIGNED
+        if lookahead or flags or reserved or slot in requests.loading or (extra > 0 and self._blocks.has_states):
+            row = (slot, extra, lookahead, in_flight, flags, reserved)
+            self._validator.check_row(Part(run=_run([row])), self.seq)
+        self._enter(_Section.RUN, slot)
+        new: Sequence[list[int]] | None = ()
+        if end + lookahead > requests.fast_path_until[slot] or reserved or flags & FULL_FIT:
+            flying = requests.in_flight[slot] if in_flight < 0 else in_flight
+            delays, full_fit = bool(flags & DELAY_CACHING), bool(flags & FULL_FIT)
+            new = self._blocks.extend(slot, Growth(num_new, lookahead, flying, delays, reserved, full_fit))
+            if new is not None:
+                self._tracker.note_keys(slot, self.seq)
+        self._runs.append((slot, extra, lookahead, in_flight, flags, reserved))
+        result = self._result
+        if new is None:
+            result.granted.append(0)
+            return None
+        if new:
+            for group, ids in enumerate(new):
+                if ids:
+                    result.new_blocks.add(len(result.granted), group, ids)
+        result.granted.append(num_new)
+        requests.computed[slot] = end
+        self._granted.add(slot)
+        return new
+
+    def _check_run(self, slot: int, num_new: int) -> int:
+        """Return the request's computed tokens; raise InvalidArgument if `num_new` tokens cannot be granted in this
+        step.
+        """
+        requests = self._requests
+        if not (requests.is_live(slot) and requests.running[slot]):
+            raise InvalidArgument(f"slot {slot} has no running request", field="slot")
+        if self._safe and slot in self._granted:
+            raise InvalidArgument(f"slot {slot} has tokens of this step already", field="slot", remedy="close the step")
+        computed = requests.computed[slot]
+        if not 0 < num_new <= self._replica.spec.max_model_len - computed:
+            message = f"{num_new} new tokens after {computed} computed ones: give 1 to max_model_len in all"
+            raise InvalidArgument(message, field="num_new")
+        return computed
+
+    def look_up(self, slot: int, limit: int = UNLIMITED) -> Hit:
+        """Find the request's longest cached prefix of at most `limit` tokens. Changes nothing and is not recorded."""
+        if not self._requests.is_live(slot):
+            raise InvalidArgument(f"slot {slot} has no request", field="slot")
+        return self._blocks.find_hit(slot, limit)
+
+    def admit(self, slot: int, num_hit: int, num_new: int, terms: AdmitTerms = AdmitTerms()) -> AdmitStatus:
+        """Admit a waiting request: adopt a hit of `num_hit` tokens and grant `num_new` more.
+
+        `num_hit` must be what `look_up` returned for `terms.hit_limit`; if the hit has changed since, the status is
+        STALE_HIT. `new_blocks` has the new blocks of a granted row per group.
+        """
+        flags = terms.flags | UNALIGNED if self._aligns else terms.flags
+        row = Admit(
+            [slot],
+            extra=[num_hit + terms.external + num_new - self._num_tokens(slot)],
+            lookahead=[terms.lookahead],
+            external=[terms.external],
+            expected_hit=[num_hit],
+            encoder_tokens=[terms.encoder_tokens],
+            reserved=[terms.reserved],
+            watermark=[terms.watermark],
+            flags=[flags],
+            on_refusal=OnRefusal.SKIP,
+            hit_limit=[terms.hit_limit],
+            min_new=[0],
+        )
+        self._validator.check_row(Part(admit=row), self.seq)
+        if not 0 <= num_new <= self._replica.spec.max_model_len - num_hit - terms.external:
+            message = f"{num_new} new tokens after {num_hit} + {terms.external}: give 0 to max_model_len in all"
+            raise InvalidArgument(message, field="num_new")
+        self._enter(_Section.ADMIT, slot)
+        answer, result = PartResult(), self._result
+        StepApplier(self._blocks, self._tracker, Budget(), answer, self.seq).admit(row)
+        _append_admission(result, answer, len(result.granted) + len(self._admits))
+        if answer.admit_status[0] == AdmitStatus.GRANTED:
+            self._granted.add(slot)
+            if terms.external and flags & DELAY_CACHING:
+                self._loads.add(slot)
+        self._admits.append(row)
+        blocks = answer.new_blocks.by_row().get(0, {})
+        self.new_blocks = [blocks.get(group, []) for group in range(len(self._blocks.managers))]
+        return AdmitStatus(answer.admit_status[0])
+
+    def _num_tokens(self, slot: int) -> int:
+        return self._requests.num_tokens[slot] if self._requests.is_live(slot) else 0
+
+
+def _column(entries: Sequence[int], default: int) -> list[int]:
+    """Return the entries as a column of a section; an empty column if every entry is the default."""
+    return [] if entries.count(default) == len(entries) else list(entries)
+
+
+def _facts(updates: Sequence[Update]) -> Facts:
+    if not updates:
+        return Facts()
+    return Facts(
+        slot=[one.slot for one in updates],
+        computed=_column([one.computed for one in updates], UNCHANGED),
+        appended=_column([one.appended for one in updates], 0),
+        num_hashes=_column([len(one.digests) for one in updates], 0),
+        hashes=b"".join([digest for one in updates for digest in one.digests]),
+        commit=_column([one.commit for one in updates], UNCHANGED),
+        end=_column([one.end for one in updates], End.NONE),
+        fence=_column([one.fence for one in updates], 0),
+        release_skipped=_column([one.release_skipped for one in updates], UNCHANGED),
+    )
+
+
+def _run(rows: Sequence[tuple[int, int, int, int, int, int]]) -> Run:
+    if not rows:
+        return Run()
+    slot, extra, lookahead, in_flight, flags, reserved = zip(*rows, strict=True)
+    return Run(
+        list(slot),
+        extra=_column(extra, 0),
+        lookahead=_column(lookahead, 0),
+        in_flight=_column(in_flight, -1),
+        flags=_column(flags, 0),
+        on_refusal=OnRefusal.SKIP,
+        reserved=_column(reserved, 0),
+    )
+
+
+def _admit(rows: Sequence[Admit]) -> Admit:
+    if not rows:
+        return Admit()
+    merged = Admit(on_refusal=OnRefusal.SKIP)
+    for name in ("slot", "extra", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark"):
+        setattr(merged, name, [getattr(row, name)[0] for row in rows])
+    for name in ("hit_limit", "min_new", "flags"):
+        setattr(merged, name, [getattr(row, name)[0] for row in rows])
+    return merged
+
+
+def _append_news(news: News, row: News) -> None:
+    """Append one row to the news; a column that only some rows have gets its default in the other rows."""
+    count = len(news.slot)
+    for name, default in (
+        ("request_id", ""),
+        ("domain", ""),
+        ("traceparent", ""),
+        ("skip_reading", 0),
+        ("max_tokens", 0),
+    ):
+        column, entries = getattr(news, name), getattr(row, name)
+        if entries and not column:
+            column.extend([default] * count)
+        if column or entries:
+            column.extend(entries or [default])
+    news.slot += row.slot
+    news.num_tokens += row.num_tokens
+    news.num_hashes += row.num_hashes
+    news.hashes += row.hashes
+
+
+def _append_admission(result: PartResult, answer: PartResult, row: int) -> None:
+    """Append the answer to one admit row to the result of the part; `row` is the row's number in the part."""
+    before = len(result.admit_status)
+    if result.admit_load_after or answer.admit_load_after:
+        missing = [0] * (before - len(result.admit_load_after))
+        result.admit_load_after = [*result.admit_load_after, *missing, *(answer.admit_load_after or [0])]
+    for name in ("admit_status", "admit_hit", "admit_granted", "admit_single_group_hit", "preempted"):
+        getattr(result, name).extend(getattr(answer, name))
+    for blocks, given in ((result.new_blocks, answer.new_blocks), (result.tables, answer.tables)):
+        for group, ids in given.by_row().get(0, {}).items():
+            blocks.add(row, group, ids)
