@@ -1,1 +1,1 @@
-"""The kvplane service: a pure allocator core and the shell that serves it."""
+"""The kvplane service: an allocator core without I/O, and the packages that serve it over gRPC."""

@@ -1,4 +1,5 @@
-"""Configuration: one frozen type, from flags, the environment, a YAML file and defaults, in this order of precedence.
+"""Load and validate the configuration: one frozen `Config` from command-line flags, environment variables, a YAML file
+and defaults, in this order of precedence.
 
 Keys are flat and end with their unit. The environment variable of a key is KVPLANE_ followed by the key in capitals.
 """
@@ -27,135 +28,159 @@ Pause = Annotated[int, Field(ge=0, le=24 * 3600 * 1000)]
 
 
 def _as_word(value: object) -> object:
-    """Booleans of YAML and of Python as the words true and false; other values unchanged."""
+    """Return a boolean as the word "true" or "false" and a text in lower case; return other values unchanged."""
     return str(value).lower() if isinstance(value, bool | str) else value
 
 
 class Config(BaseModel):
-    """All configuration keys. Limits are inclusive."""
+    """All configuration keys of the service. Limits are inclusive."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     listen: str = "127.0.0.1:7070"
     """Listen address: host:port (port 0 selects a free port, which is printed) or unix:PATH."""
     metrics_listen: str = ""
-    """Listen address of the HTTP endpoint for Prometheus, host:port; empty = disabled."""
+    """Address (host:port) of the HTTP endpoint that Prometheus scrapes; empty = disabled."""
     health_listen: str = ""
-    """Listen address of a plaintext port that serves only gRPC Health, for probes without TLS, host:port; empty =
-    disabled.
+    """Address (host:port) of a plaintext port that serves only gRPC Health, for probes without TLS; empty = disabled.
     """
     tls_cert: str = ""
-    """PEM file of the service's certificate chain; enables TLS on `listen`. Reloaded when it changes."""
+    """PEM file of the service's certificate chain; enables TLS on `listen`. The service reloads the file when it
+    changes.
+    """
     tls_key: str = ""
     """PEM file of the private key of `tls_cert`, without a passphrase."""
     tls_client_ca: str = ""
-    """PEM file of the authorities that client certificates are verified against."""
+    """PEM file of the certificate authorities that the service verifies client certificates against."""
     tls_client_auth: str = "none"
-    """Client certificates: none or require."""
+    """Whether clients must present a TLS certificate: none or require."""
     auth_owners: str = ""
-    """YAML file of owners with their permissions and limits. When set, every call must be authenticated."""
+    """YAML file of owners (identities of clients) with their permissions and limits. If set, every call must be
+    authenticated.
+    """
     auth_tokens: str = ""
-    """File of static bearer tokens, stored as digests: lines printed by `kvplane token`."""
+    """File of static bearer tokens: one line per token, printed by `kvplane token`, with a digest instead of the token.
+    """
     auth_jwks: str = ""
-    """JWKS file of the public keys that JSON Web Tokens are verified with."""
+    """JWKS file of the public keys that the service verifies JSON Web Tokens with."""
     auth_jwt_issuer: str = ""
-    """Required issuer of JSON Web Tokens (`iss`)."""
+    """Issuer that JSON Web Tokens must state (claim `iss`)."""
     auth_jwt_audience: str = ""
-    """Required audience of JSON Web Tokens (`aud`)."""
+    """Audience that JSON Web Tokens must state (claim `aud`)."""
     audit_log: str = ""
-    """Audit log of changes and refused calls, one JSON object per line; `-` = standard error; empty = disabled."""
+    """File to which changes and refused calls are logged, one JSON object per line; `-` = standard error; empty =
+    disabled.
+    """
     max_message_bytes: Annotated[int, Field(ge=1 << 16, le=2**31 - 1)] = 32 << 20
     """Largest message that the service accepts, in bytes."""
     max_rows_per_step: Count = 4096
-    """Rows of a step, summed over its parts."""
+    """Largest number of rows (one per request and kind of operation) in one step, summed over its parts."""
     max_tokens_per_message: Count = 1 << 20
-    """Token ids in one message of a session. Long messages are hashed on a thread; the default takes about 0.1 s."""
+    """Largest number of token ids in one message of a session. Long messages are hashed on a thread; hashing the
+    default takes about 0.1 s.
+    """
     max_steps_in_flight: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Steps of a session that may be in flight, not yet reported as executed. The answers of that many steps are
-    kept for retries.
+    """Largest number of steps of a session that are answered and not yet reported as executed. The service keeps the
+    answers of this number of steps, so that a client can ask for them again.
     """
     max_replicas: Count = 1024
-    """Replicas of this process."""
+    """Largest number of replicas in this process."""
     max_groups: Annotated[int, Field(ge=1, le=MAX_GROUPS)] = MAX_GROUPS
-    """KV cache groups of a replica."""
+    """Largest number of KV cache groups per replica."""
     max_blocks: Annotated[int, Field(ge=2, le=MAX_BLOCKS)] = 1 << 22
-    """Blocks of a replica's pool."""
+    """Largest number of blocks per replica."""
     max_total_blocks: Annotated[int, Field(ge=2, le=2**40)] = 1 << 24
-    """Blocks of all pools together; each takes about 200 bytes of this process."""
+    """Largest number of blocks over all replicas; each block takes about 200 bytes of memory in this process."""
     max_requests: Count = 65536
-    """Requests per replica that were created by unary calls."""
+    """Largest number of open requests per replica that unary calls have created."""
     max_token_id: Annotated[int, Field(ge=0, le=2**32 - 1)] = 2**32 - 1
     """Largest token id that unary calls accept."""
     lease_ms: Millis = 10_000
-    """Lease of a session; it expires when no message arrives for this long."""
+    """Lease of a session: the session lapses when no message arrives for this time."""
     worker_lease_ms: Millis = 10_000
-    """Lease of a worker registration; it expires when the worker does not renew it for this long."""
+    """Lease of a worker's registration: the registration ends when the worker does not renew it for this time."""
     op_window: Count = 4096
-    """Answers of unary calls with an op_id that a replica keeps for retries."""
-    op_window_bytes: Count = 64 << 20
-    """Bytes that these answers may take; the oldest are dropped first."""
-    events_resume: Count = 4096
-    """Event batches that a replica keeps. A subscription that falls further behind is ended."""
-    max_subscribers: Count = 64
-    """Event subscribers per replica."""
-    decision_log_steps: Count = 4096
-    """Entries of the decision log that a replica keeps: steps, or pieces of steps."""
-    log_bytes: Annotated[int, Field(ge=1 << 20, le=2**40)] = 256 << 20
-    """Approximate memory budget of the decision logs and event logs of all replicas together. When it is used up, the
-    longest log loses its oldest entries first.
+    """Number of recent answers that a replica keeps for unary calls with an op_id, so that a retried call is answered
+    again and not executed twice.
     """
+    op_window_bytes: Count = 64 << 20
+    """Memory limit per replica for the answers of `op_window`; the oldest answers are dropped first."""
+    events_resume: Count = 4096
+    """Number of event batches that a replica keeps. The service ends a subscription that falls further behind."""
+    max_subscribers: Count = 64
+    """Largest number of event subscribers per replica."""
+    decision_log_steps: Count = 4096
+    """Largest number of entries in the decision log of a replica; an entry is a step, or one message of a step that was
+    sent in several messages.
+    """
+    log_bytes: Annotated[int, Field(ge=1 << 20, le=2**40)] = 256 << 20
+    """Approximate memory budget of the decision logs and event logs of all replicas together. When the budget is used
+    up, the longest log drops its oldest entries.
+    """
+    idle_check_ms: Pause = 10_000
+    """Time without a change after which the state of a replica is checked, once until it changes; 0 = never."""
     hash_inline_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] = 8192
-    """Contents of unary calls with more tokens than this are hashed on a thread."""
+    """Number of tokens above which the content of a unary call is hashed on a thread instead of the event loop."""
     drain_delay_ms: Pause = 0
-    """Delay between SIGTERM and refusing new sessions, so that load balancers can react."""
+    """Delay between SIGTERM and the refusal of new sessions, so that load balancers can stop sending clients here."""
     drain_grace_ms: Pause = 20_000
-    """Time that open sessions have to finish after SIGTERM."""
+    """Time after SIGTERM and `drain_delay_ms` in which open sessions may finish."""
     advertise: str = ""
-    """Address at which clients and other services reach this one, and its name in a shared store; empty = `listen`."""
+    """Address at which clients and other services reach this service, and its name in a shared store; empty = `listen`.
+    """
     store: str = "none"
-    """Store of published entries: none, memory, sqlite:PATH, redis://HOST:PORT[/DB], redis+cluster://HOST:PORT,...,
-    redis+sentinel://HOST:PORT,.../NAME; rediss for TLS. Disabled by default: the right store depends on the deployment.
+    """Store in which registrations and cache keys survive a restart: none, memory, sqlite:PATH, redis://HOST:PORT[/DB],
+    redis+cluster://HOST:PORT,..., redis+sentinel://HOST:PORT,.../NAME; use rediss instead of redis for TLS. Disabled by
+    default, because the right store depends on the deployment.
     """
     store_prefix: Annotated[str, Field(pattern=r"^[a-zA-Z0-9._-]{1,64}$")] = "kvplane"
-    """Prefix of every key in Redis."""
+    """Prefix of every key that the service writes to Redis."""
     store_username: str = ""
-    """User name for Redis ACLs."""
+    """User name for the access control lists (ACL) of Redis."""
     store_password: SecretStr = SecretStr("")
-    """Password for Redis; preferably set in the environment."""
+    """Password for Redis; set it by the environment variable, which does not show in the list of processes."""
     store_tls_ca: str = ""
-    """PEM file of the authorities that the certificate of Redis is verified against; empty = those of the system."""
+    """PEM file of the certificate authorities that the service verifies Redis against; empty = the authorities of the
+    system.
+    """
     store_tls_cert: str = ""
-    """PEM file of the client certificate for Redis."""
+    """PEM file of the certificate that the service presents to Redis."""
     store_tls_key: str = ""
     """PEM file of the private key of `store_tls_cert`."""
     store_timeout_ms: Millis = 2000
-    """Timeout of store calls; after it the store counts as unavailable."""
+    """Timeout of a call to the store; when it expires, the service considers the store unavailable."""
     store_ttl_ms: Millis = 24 * 3600 * 1000
-    """Time to live of keys in Redis that no service renews."""
+    """Time after which Redis deletes keys that no service has renewed."""
     owner_lease_ms: Millis = 5000
-    """Lease of a service in a shared store. When it expires, another service adopts its replicas on request."""
+    """Lease of a service in a shared store. When it expires, another service takes over a replica as soon as a client
+    asks for that replica.
+    """
     store_flush_ms: Millis = 100
-    """Delay before changes are written to the store; changes within it are written together."""
+    """Pause between two writes to the store; all changes within a pause are written together."""
     store_lag_entries: Count = 100_000
-    """Changes that may wait for the store. Beyond this the backlog is dropped, and a full resync runs when the store
-    recovers.
+    """Largest number of changes that wait for the store. Beyond it the service drops the waiting changes, and writes
+    all blocks again when the store recovers.
     """
     store_lag_ms: Millis = 5000
-    """Age of the oldest unwritten change above which the store is reported as degraded."""
+    """Age of the oldest unwritten change above which the service reports the store as degraded."""
     keepalive_ms: Millis = 30_000
-    """Interval of keepalive pings on an idle connection."""
+    """Interval between keepalive pings on an idle connection."""
     keepalive_timeout_ms: Millis = 10_000
-    """Timeout of a keepalive ping; the connection is closed when it expires."""
+    """Timeout of a keepalive ping; the service closes the connection when no answer arrives in this time."""
     reflection: Annotated[Literal["auto", "true", "false"], BeforeValidator(_as_word)] = "auto"
-    """Serve gRPC reflection (v1 and v1alpha): true, false, or auto, which is true unless `auth_owners` is set."""
+    """Whether to serve gRPC reflection (v1 and v1alpha): true, false, or auto, which means true unless `auth_owners` is
+    set.
+    """
     uvloop: bool = True
-    """Use the uvloop event loop instead of that of asyncio."""
+    """Whether to use the uvloop event loop instead of asyncio's own."""
     log_level: str = "INFO"
-    """DEBUG, INFO, WARNING or ERROR."""
+    """Least severe level of log lines that are printed: DEBUG, INFO, WARNING or ERROR."""
 
     @property
     def serves_reflection(self) -> bool:
-        """Whether to serve reflection; `auto` hides the methods where calls are authenticated."""
+        """True if the service serves gRPC reflection; the value `auto` disables reflection where calls must be
+        authenticated.
+        """
         return self.reflection == "true" or (self.reflection == "auto" and not self.auth_owners)
 
     @field_validator("listen")
@@ -163,10 +188,10 @@ class Config(BaseModel):
     def _address(cls, value: str) -> str:
         if value.startswith("unix:"):
             if len(value) == len("unix:"):
-                raise ValueError("unix: must be followed by a path")
+                raise ValueError("`unix:` must be followed by the path of a socket")
             return value
         if not _is_host_and_port(value):
-            raise ValueError("give host:port with a port of 0 to 65535, or unix:PATH")
+            raise ValueError("it must be host:port with a port of 0 to 65535, or unix:PATH")
         return value
 
     @field_validator("tls_client_auth")
@@ -175,21 +200,21 @@ class Config(BaseModel):
         if value == "optional":
             raise ValueError("gRPC's Python server does not support optional client certificates: use none or require")
         if value not in ("none", "require"):
-            raise ValueError("use none or require")
+            raise ValueError("it must be none or require")
         return value
 
     @field_validator("metrics_listen", "health_listen")
     @classmethod
     def _port_address(cls, value: str) -> str:
         if value and not _is_host_and_port(value):
-            raise ValueError("give host:port with a port of 0 to 65535, or leave it empty")
+            raise ValueError("it must be host:port with a port of 0 to 65535, or empty")
         return value
 
     @field_validator("log_level")
     @classmethod
     def _level(cls, value: str) -> str:
         if value.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ValueError("use DEBUG, INFO, WARNING or ERROR")
+            raise ValueError("it must be DEBUG, INFO, WARNING or ERROR")
         return value.upper()
 
 
@@ -199,11 +224,11 @@ def _is_host_and_port(value: str) -> bool:
 
 
 def is_open_to_all(config: Config) -> bool:
-    """Whether other machines can call in plain text without authentication."""
+    """Return True if clients on other machines can call the service in plain text and without authentication."""
     host = config.listen.rpartition(":")[0].strip("[]")
     try:
         is_local = config.listen.startswith("unix:") or host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name, not an IP address
         is_local = False
     return not (is_local or config.tls_cert or config.auth_owners)
 
@@ -219,7 +244,7 @@ class Loaded:
     sources: Mapping[str, str]
 
     def as_yaml(self) -> str:
-        """An equivalent YAML file; each line has the source of its value as a comment."""
+        """Return an equivalent YAML file; a comment on each line states the source of the value."""
         lines = []
         for key in KEYS:
             value = getattr(self.config, key)
@@ -230,12 +255,12 @@ class Loaded:
 
 
 def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None) -> Loaded:
-    """Merge the sources.
+    """Merge flags, environment variables and the file into one configuration.
 
     Raises:
-        InvalidArgument: an unknown key (the remedy names the nearest known one), an invalid value, or contradictory
-            values.
-        NotFound: the file does not exist.
+        InvalidArgument: a key is unknown (the remedy names the most similar known key), a value is invalid, or two
+            values contradict each other.
+        NotFound: the file cannot be read.
     """
     values: dict[str, Any] = {}
     sources = dict.fromkeys(KEYS, DEFAULT_SOURCE)
@@ -258,43 +283,45 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | 
 
 
 def check_together(config: Config) -> None:
-    """Raise InvalidArgument for values that are valid one by one and contradict each other."""
+    """Raise InvalidArgument if two values contradict each other although each one is valid alone."""
     for is_wrong, key, what, remedy in _contradictions(config):
         if is_wrong:
             raise InvalidArgument(what, field=key, remedy=remedy)
 
 
 def _contradictions(config: Config) -> Iterator[tuple[bool, str, str, str]]:
-    """For each rule: whether it is violated, the key at fault, the problem, the remedy."""
+    """Yield for each rule: True if the configuration violates it, the key at fault, the problem, the remedy."""
     for cert, key in (("tls_cert", "tls_key"), ("store_tls_cert", "store_tls_key")):
         has_cert, has_key = bool(getattr(config, cert)), bool(getattr(config, key))
         empty = key if has_cert else cert
-        yield has_cert != has_key, empty, "it is empty, and its counterpart is set", "set both, or none"
+        what = f"it is empty, although {cert if empty == key else key} is set"
+        yield has_cert != has_key, empty, what, f"set both {cert} and {key}, or neither"
     asks = config.tls_client_auth != "none"
     remedy = "set tls_cert and tls_key"
-    yield asks and not config.tls_cert, "tls_client_auth", "client certificates need TLS", remedy
-    remedy = "name a PEM file of authorities"
-    yield asks and not config.tls_client_ca, "tls_client_ca", "no authorities to verify clients against", remedy
-    remedy = "set it to require"
-    yield bool(config.tls_client_ca) and not asks, "tls_client_auth", "tls_client_ca is set and would be unused", remedy
+    yield asks and not config.tls_cert, "tls_client_auth", "it is `require`, which needs TLS, and TLS is off", remedy
+    what, remedy = "it is empty, although tls_client_auth is `require`", "name a PEM file of certificate authorities"
+    yield asks and not config.tls_client_ca, "tls_client_ca", what, remedy
+    what = "it is `none`, so that tls_client_ca has no effect"
+    remedy = "set it to require, or leave tls_client_ca empty"
+    yield bool(config.tls_client_ca) and not asks, "tls_client_auth", what, remedy
     proofs = [key for key in ("auth_tokens", "auth_jwks") if getattr(config, key)]
-    what, remedy = f"{' and '.join(proofs)} without owners", "set it to the file of owners and their permissions"
+    what, remedy = f"it is empty, although {' and '.join(proofs)} is set", "name the YAML file of owners"
     yield bool(proofs) and not config.auth_owners, "auth_owners", what, remedy
-    what, remedy = "no method of authentication is configured", "set auth_tokens, auth_jwks or tls_client_auth"
+    what, remedy = "it is set without a method of authentication", "set auth_tokens, auth_jwks or tls_client_auth"
     yield bool(config.auth_owners) and not proofs and not asks, "auth_owners", what, remedy
     for key in ("auth_jwt_issuer", "auth_jwt_audience"):
         has = bool(getattr(config, key))
-        what = "it is empty: every token signed by these keys would be accepted"
-        yield not has and bool(config.auth_jwks), key, what, "set it"
-        yield has and not config.auth_jwks, "auth_jwks", f"{key} is set and there are no keys", "set it to a JWKS file"
+        what = "it is empty, so that every token signed with a key of auth_jwks would be accepted"
+        yield not has and bool(config.auth_jwks), key, what, "set it to the value that your tokens state"
+        yield has and not config.auth_jwks, "auth_jwks", f"it is empty, although {key} is set", "name a JWKS file"
     for key in ("metrics_listen", "health_listen"):
         value = getattr(config, key)
         is_taken = value == config.listen and not value.endswith(":0")
-        yield is_taken, key, f"{value} is also the address of `listen`", "use a different port"
+        yield is_taken, key, f"{value} is already the value of `listen`", "use a different port"
 
 
 def split_setting(text: str) -> tuple[str, str]:
-    """Split KEY=VALUE of a command line. Raises InvalidArgument."""
+    """Split the argument KEY=VALUE of `--set`. Raises InvalidArgument if there is no `=`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise InvalidArgument(f"{text!r} has no '='", field="--set", remedy="write --set KEY=VALUE")
@@ -311,10 +338,10 @@ def _from_flags(flags: Mapping[str, Any]) -> _Layer:
 
 
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
-    """Variables that begin with KVPLANE_ and name a key.
+    """Return the values of the environment variables that are named KVPLANE_ and a key.
 
-    A name close to a key is refused as a typo. Others are ignored: Kubernetes sets KVPLANE_SERVICE_HOST and similar
-    variables in every pod when a Service is called kvplane.
+    A name that is similar to a known key is refused as a spelling error. Other names are ignored, because Kubernetes
+    sets KVPLANE_SERVICE_HOST and similar variables in every pod when a Service is called kvplane.
     """
     layer: _Layer = {}
     for name, value in environment.items():
@@ -334,11 +361,13 @@ def _from_file(path: Path) -> _Layer:
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}", field="--config", remedy="name a readable YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{path} is not YAML: {error}", field="--config") from None
+        remedy = "write lines of `key: value`"
+        raise InvalidArgument(f"{path} is not YAML: {error}", field="--config", remedy=remedy) from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise InvalidArgument(f"{path} is not a mapping", field="--config", remedy="write lines of `key: value`")
+        what = f"{path} contains a {type(content).__name__}, not a mapping of keys to values"
+        raise InvalidArgument(what, field="--config", remedy="write lines of `key: value`")
     for key in content:
         _check_key(str(key), str(path))
     return {str(key): (value, str(path)) for key, value in content.items()}
@@ -357,5 +386,5 @@ def _unknown(what: str, nearest: Iterable[str]) -> InvalidArgument:
     return InvalidArgument(
         f"unknown key {what}",
         field="configuration",
-        remedy=f"the nearest is {', '.join(nearest)}; `kvplane config` prints all",
+        remedy=f"the most similar key is {', '.join(nearest)}; `kvplane config` prints all keys",
     )

@@ -1,5 +1,5 @@
-"""The replicas of this process, by name: registrations come in, an entry with host, unary calls and workers
-goes out.
+"""The registry of the replicas of this process. A registration comes in; an entry, with everything that serves the
+replica, goes out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.engine_lives import Clock
 from kvplane_service.replicas.host import ReplicaHost, new_replica
 from kvplane_service.replicas.workers import WorkerRoster
+from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.unary.hashing import ContentHasher
 from kvplane_service.unary.service import UnaryCalls
 
@@ -27,13 +28,13 @@ MAX_NAMESPACE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """The parameters of a replica. Registering an equal one again returns the same replica.
+    """The parameters of a replica. Registering equal parameters again returns the same replica.
 
     Attributes:
-        spec: of the pool.
-        num_ranks: workers of the engine, all with equal plans.
-        namespace_digest: digest of everything that makes page bytes incompatible.
-        plans: memory layout of a rank, one per pipeline stage; empty when groups were given explicitly.
+        spec: specification of the block pool and its groups.
+        num_ranks: number of ranks of the engine.
+        namespace_digest: digest of all settings that must be equal for pages to be exchanged with another replica.
+        plans: memory plans of the ranks, one per pipeline stage; empty if groups were given explicitly.
         registered_by: owner of the replica; "" without authentication.
     """
 
@@ -44,27 +45,38 @@ class Registration:
     registered_by: str = field(default="", compare=False)
 
     def agrees_with(self, other: Registration) -> bool:
-        """Whether both describe the same replica."""
+        """Whether both registrations describe the same replica."""
         return self == other and (self.plans == other.plans or not (self.plans and other.plans))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A registered replica: its host for sessions, unary calls onto the same host, and the workers of its ranks."""
+    """A registered replica and the objects that serve it.
+
+    Attributes:
+        registration: parameters of the replica.
+        host: decides which session or call may write.
+        unary: applies unary calls through the host.
+        workers: the workers of the ranks.
+        offload: thread for long steps and calls, which all replicas share.
+    """
 
     registration: Registration
     host: ReplicaHost
     unary: UnaryCalls
     workers: WorkerRoster
+    offload: Offload
 
     def extend_leases(self, late_ns: int) -> None:
-        """Extend every lease: the process could not receive messages for `late_ns`."""
+        """Extend every lease of the replica by `late_ns` nanoseconds, in which the process could not
+        receive messages.
+        """
         self.host.extend_lease(late_ns)
         self.workers.extend_leases(late_ns)
 
 
 class UnknownReplica(NotFound):
-    """This process does not have the replica; another one may."""
+    """Raised if this process does not serve the replica; another process may serve it."""
 
     def __init__(self, replica: str) -> None:
         super().__init__(f"there is no replica {replica!r}", field="replica", remedy="register it first")
@@ -82,6 +94,7 @@ class Registry:
         self._config = config
         self._clock = clock
         self._hasher = ContentHasher(config)
+        self._offload = Executor("long steps")  # pure Python work: a second thread would not be faster
         self.logs = LogBudget(config.log_bytes)
         self._entries: dict[str, Entry] = {}
         self._watchers: list[Callable[[Entry], None]] = []
@@ -93,11 +106,21 @@ class Registry:
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 
+    def one_by_one(self) -> Iterator[Entry]:
+        """Iterate over the replicas, looking up each one when its turn comes.
+
+        A loop that pauses between two replicas thus skips replicas that are removed meanwhile, and does not keep them
+        alive.
+        """
+        for name in list(self._entries):
+            if name in self._entries:
+                yield self._entries[name]
+
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def get(self, name: str) -> Entry:
-        """The replica of that name. Raises UnknownReplica."""
+        """Return the replica of that name. Raises UnknownReplica."""
         entry = self._entries.get(name)
         if entry is None:
             raise UnknownReplica(name)
@@ -105,7 +128,7 @@ class Registry:
 
     @staticmethod
     def is_name(name: str) -> bool:
-        """Whether this is a valid replica name."""
+        """Whether `name` is a valid replica name."""
         return _NAME.fullmatch(name) is not None
 
     def register(self, name: str, registration: Registration) -> Entry:
@@ -117,7 +140,7 @@ class Registry:
         return self.find_equal(name, registration) or self.add(name, registration, new_replica(registration.spec))
 
     def find_equal(self, name: str, registration: Registration) -> Entry | None:
-        """The existing replica with an equal registration, None when the name is free and limits allow a new one.
+        """Return the existing replica with an equal registration; None if the name is free and limits allow a new one.
 
         Raises:
             InvalidArgument: the name, the spec or a count is invalid.
@@ -143,13 +166,17 @@ class Registry:
         return entry
 
     def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
-        """Add a replica that was built on a thread, since large pools take long. Raises as `find_equal`."""
+        """Add a replica that the caller has built; returns the existing replica if an equal one was added meanwhile.
+
+        Raises as `find_equal`.
+        """
         entry = self.find_equal(name, registration)
         if entry is None:
             host = ReplicaHost(name, replica, self._config, self._clock, registration.num_ranks, self.logs)
             lease_ms = self._config.worker_lease_ms
             workers = WorkerRoster(registration.plans, registration.num_ranks, lease_ms, self._clock)
-            entry = Entry(registration, host, UnaryCalls(host, self._config, self._hasher), workers)
+            unary = UnaryCalls(host, self._config, self._hasher, self._offload)
+            entry = Entry(registration, host, unary, workers, self._offload)
             self._entries[name] = entry
             for watcher in self._watchers:
                 watcher(entry)
@@ -164,7 +191,7 @@ class Registry:
         self._removal_watchers.append(watcher)
 
     def remove(self, name: str, epoch: int | None = None) -> None:
-        """Remove a replica, and end its session and subscriptions.
+        """Deregister a replica, and end its session and subscriptions.
 
         Raises:
             NotFound: no such replica.
@@ -188,7 +215,7 @@ class Registry:
         host.retire(reason)
 
     def page(self, after: str, size: int) -> list[Entry]:
-        """At most `size` replicas whose names come after `after`, by name."""
+        """Return at most `size` replicas whose names are greater than `after`, in order of name."""
         names = sorted(name for name in self._entries if name > after)
         return [self._entries[name] for name in names[:size]]
 
@@ -196,12 +223,16 @@ class Registry:
         spec, config = registration.spec, self._config
         spec.validate()
         if not 1 <= registration.num_ranks <= MAX_RANKS:
-            raise InvalidArgument(f"{registration.num_ranks} ranks", field="num_ranks", remedy=f"give 1 to {MAX_RANKS}")
+            raise InvalidArgument(
+                f"{registration.num_ranks} is not a valid number of ranks",
+                field="num_ranks",
+                remedy=f"give 1 to {MAX_RANKS}",
+            )
         if len(registration.namespace_digest) > MAX_NAMESPACE_BYTES:
             raise InvalidArgument(
                 f"{len(registration.namespace_digest)} bytes",
                 field="namespace_digest",
-                remedy=f"give at most {MAX_NAMESPACE_BYTES}",
+                remedy=f"give at most {MAX_NAMESPACE_BYTES} bytes",
             )
         blocks = sum(entry.registration.spec.num_blocks for entry in self) + spec.num_blocks
         _limit(len(spec.groups), config.max_groups, "max_groups", "groups")
@@ -216,13 +247,13 @@ def _limit(value: int, limit: int, key: str, field: str) -> None:
 
 
 def _check_room(is_there: bool, what: str, key: str, field: str) -> None:
-    """Raise LimitExceeded unless there is room. The message does not reveal how much other owners use."""
+    """Raise LimitExceeded if `is_there` is false. The message does not reveal how much other owners use."""
     if not is_there:
         raise LimitExceeded(f"no room for {what}", field=field, remedy=f"raise {key} of the service")
 
 
 def _difference(old: Registration, new: Registration) -> str:
-    """The first difference between two registrations, with the value of the old one."""
+    """Describe the first difference between two registrations, with the value of the old one."""
     if old.num_ranks != new.num_ranks:
         return f"num_ranks {old.num_ranks}"
     if old.namespace_digest != new.namespace_digest:

@@ -1,4 +1,4 @@
-"""Files that may change while the service runs, as Kubernetes and certificate agents replace them."""
+"""Read files that other programs (Kubernetes, certificate agents) may replace while the service runs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,30 @@ _log = logging.getLogger(__name__)
 
 
 class Reloaded(Generic[T]):
-    """A value read from files, again when one of them changes. An invalid change is logged once, and the old
-    value is kept.
+    """A value that is read from files, and read again when one of the files has changed. If the new content is invalid,
+    the error is logged once and the old value stays in use.
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T]) -> None:
-        """`read` reads the value or raises KvplaneError, which the first read propagates."""
+        """Read the value by calling `read`, which raises KvplaneError if a file is missing or invalid; the constructor
+        raises the same error.
+        """
         self._paths = paths
         self._read = read
         self._seen = self._signature()
         self._value = read()
 
     def get(self) -> T:
-        """The newest valid value. Thread-safe: in a race one of two equal values is kept."""
+        """Return the newest valid value. Thread-safe: two threads that read a change at the same time read equal
+        values.
+        """
         seen = self._signature()
         if seen != self._seen:
             self._seen = seen
             try:
                 self._value = self._read()
             except KvplaneError as error:
-                _log.error("ignoring an invalid change, the old value stays in use: %s", error)
+                _log.error("%s changed and is invalid; the old content stays in use: %s", ", ".join(self._paths), error)
             else:
                 _log.info("reloaded %s", ", ".join(self._paths))
         return self._value
@@ -48,13 +52,20 @@ class Reloaded(Generic[T]):
 
 
 def read_bytes(path: str, key: str) -> bytes:
-    """The content of a file; `key` is the configuration key that errors name. Raises NotFound, InvalidArgument."""
+    """Return the content of a file.
+
+    Raises:
+        NotFound: the file cannot be read; the error names the configuration key `key`.
+        InvalidArgument: the file has more than MAX_FILE_BYTES bytes.
+    """
     try:
         if os.stat(path).st_size > MAX_FILE_BYTES:
-            raise InvalidArgument(f"{path} has more than {MAX_FILE_BYTES} bytes", field=key, remedy="name another file")
+            what = f"{path} has more than {MAX_FILE_BYTES} bytes"
+            raise InvalidArgument(what, field=key, remedy="check that the key names the right file")
         return Path(path).read_bytes()
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}", field=key, remedy="name a file that this user can read") from None
+        what, remedy = f"{path} cannot be read: {error.strerror}", "name a file that the service's user can read"
+        raise NotFound(what, field=key, remedy=remedy) from None
 
 
 def _stat(path: str) -> tuple[int, int, int]:

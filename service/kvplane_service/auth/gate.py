@@ -1,6 +1,8 @@
-"""The gate that every call passes: authentication, authorization, limits and the audit log.
+"""The gate that encloses every call: authentication, authorization, limits per owner and the audit log.
 
-    Identities -> Owner -> scope of the method -> limits -> the call, which reads CALL for what it may see
+    credentials -> Identities -> owner -> scope that the method requires -> limits -> the call
+
+The call reads the context variable `CALL` to learn its owner, and so which replicas it may see.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ class Call:
     """A call that is being served.
 
     Attributes:
-        method: without the leading slash.
+        method: full name of the gRPC method, without the leading slash.
         peer: address of the client.
-        replica: the last valid replica name in the call, "" before.
-        is_hidden: it named a replica that its owner may not see, and was answered NOT_FOUND.
-        ended: why the gate ended the call.
+        owner: identity that the credentials prove.
+        replica: the last valid replica name that the call has named, "" if none.
+        is_hidden: the call named a replica that its owner may not see, and was answered NOT_FOUND.
+        ended: the reason why the gate ended the call, None if it did not.
         record: writes an event and its outcome to the audit log.
     """
 
@@ -49,27 +52,29 @@ class Call:
     record: Callable[[str, str], None] = field(default=lambda *_: None)
 
     def name(self, replica: str) -> None:
-        """Note the replica that the call names."""
+        """Record the replica that the call names, for the audit log. An invalid name is ignored."""
         if self is not ANONYMOUS and Registry.is_name(replica):
             self.replica = replica
 
     def check_domain(self, domain: str, field: str) -> None:
-        """Raise PermissionDenied, naming the field, for a domain that the owner may not use."""
+        """Raise PermissionDenied if the owner may not use this cache domain (requests share cached blocks only inside
+        one). The error names the request field `field`.
+        """
         if not self.owner.may_use_domain(domain):
             raise PermissionDenied(
-                f"{domain[:140]!r} is not a domain of owner {self.owner.name}",
+                f"owner {self.owner.name} may not use the domain {domain[:140]!r}",
                 field=field,
                 remedy="ask an operator to add it to the owner's domains",
             )
 
 
-ANONYMOUS = Call()  # for calls in process, and without authentication
+ANONYMOUS = Call()  # for calls from inside the process, and for services without authentication
 CALL: ContextVar[Call] = ContextVar("call", default=ANONYMOUS)
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A call as gRPC reports it."""
+    """An incoming call as gRPC reports it: method, client address and credentials."""
 
     method: str
     peer: str
@@ -77,10 +82,12 @@ class Incoming:
 
 
 class Gate:
-    """Authenticates calls if there are `identities`, and records them if there is an audit log."""
+    """Authenticates calls if there are `identities`, limits them per owner, and records them if there is an `audit`
+    log.
+    """
 
     def __init__(self, identities: Identities | None, audit: AuditLog | None, clock: Callable[[], int]) -> None:
-        """`clock`: monotonic nanoseconds."""
+        """`clock` is a function that returns the monotonic time in nanoseconds."""
         self._identities = identities
         self._audit = audit
         self._quotas = Quotas(clock)
@@ -88,8 +95,13 @@ class Gate:
 
     @contextmanager
     def passing(self, incoming: Incoming) -> Iterator[Call]:
-        """Enclose a call, which runs in a task of its own. Raises Unauthenticated, PermissionDenied,
-        QuotaExceeded on entry.
+        """Enclose a call: check it on entry; on exit release its quota and record its outcome. The call must run in its
+        own asyncio task, because `recheck` cancels that task if the credentials become invalid.
+
+        Raises:
+            Unauthenticated: the credentials are missing or invalid.
+            PermissionDenied: the owner lacks the scope of the method.
+            QuotaExceeded: the owner has reached its rate or concurrency limit.
         """
         call = Call(incoming.method, incoming.peer)
         call.record = lambda event, outcome: self._record(event, call, outcome)
@@ -113,18 +125,22 @@ class Gate:
             self._record_end(call, call.ended.reason if call.ended else outcome)
 
     def recheck(self) -> None:
-        """End calls whose credentials are no longer valid; call periodically."""
+        """Cancel the calls whose credentials are no longer valid. The service calls it periodically."""
         if self._identities is None:
             return
         for call, stay in list(self._open.items()):
             if stay.identity is None or self._identities.still_holds(stay.proof, stay.identity):
                 continue
-            call.ended = Unauthenticated("the credentials are no longer valid", remedy="call again with a new token")
+            call.ended = Unauthenticated(
+                "the credentials expired or were revoked during the call",
+                field="authorization",
+                remedy="call again with a new token",
+            )
             if stay.task is not None:
                 stay.task.cancel()
 
     def close(self) -> None:
-        """Write pending lines of the audit log."""
+        """Write the waiting lines of the audit log and close it."""
         if self._audit is not None:
             self._audit.close()
 
@@ -134,15 +150,15 @@ class Gate:
         owner = call.owner = identity.owner if identity else ANYONE
         if rule.scope not in owner.scopes:
             raise PermissionDenied(
-                f"owner {owner.name} may not {rule.scope.value}",
+                f"owner {owner.name} lacks the scope `{rule.scope.value}`, which {call.method} requires",
                 field="authorization",
-                remedy="ask an operator to add the scope",
+                remedy="ask an operator to add the scope to the owner in auth_owners",
             )
         if rule.is_for_all and not owner.every_replica:
             raise PermissionDenied(
-                f"the call concerns the replicas of all owners, not only of {owner.name}",
+                f"{call.method} affects the replicas of all owners, and owner {owner.name} lacks `every_replica`",
                 field="authorization",
-                remedy="call as an owner with every_replica",
+                remedy="call as an owner with `every_replica: true` in auth_owners",
             )
         self._quotas.enter(owner)
         return identity
@@ -161,7 +177,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class _Stay:
-    """The credentials that a call was admitted with."""
+    """The credentials and the identity with which a running call was admitted, and the task that runs the call."""
 
     proof: Proof
     identity: Identity | None
@@ -169,10 +185,10 @@ class _Stay:
 
 
 def open_gate(config: Config, clock: Callable[[], int]) -> Gate | None:
-    """The gate of a configuration; None without authentication and audit log.
+    """Return the gate that the configuration asks for, or None if it has neither authentication nor an audit log.
 
     Raises:
-        InvalidArgument: contradictory values, or an invalid file.
+        InvalidArgument: configuration values contradict each other, or a file of owners, tokens or keys is invalid.
         NotFound: a file cannot be read, or the audit log cannot be written.
     """
     check_together(config)
@@ -180,6 +196,6 @@ def open_gate(config: Config, clock: Callable[[], int]) -> Gate | None:
         return None
     identities = Identities(config) if config.auth_owners else None
     if identities and not config.tls_cert and not config.listen.startswith(_LOCAL):
-        _log.warning("tokens reach %s in plain text: set tls_cert and tls_key", config.listen)
+        _log.warning("clients send their tokens to %s in plain text: set tls_cert and tls_key", config.listen)
     audit = AuditLog(config.audit_log, lambda: time.time_ns() // 1_000_000) if config.audit_log else None
     return Gate(identities, audit, clock)

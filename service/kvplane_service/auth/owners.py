@@ -1,7 +1,8 @@
-"""Owners: which replicas and domains each may use, with which scopes and limits.
+"""Owners: identities of callers, with the replicas and cache domains that each may use, its scopes (permitted methods)
+and its limits.
 
-The file `auth_owners` is YAML, from an owner's name to its permissions. Two owners may not use the same replica name:
-whether it is taken would reveal one owner's replicas to the other.
+The YAML file `auth_owners` maps the name of each owner to the owner's permissions. No two owners may register the same
+replica name: otherwise a refused registration would reveal to one owner that the other one has a replica of that name.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 def is_pattern(pattern: str) -> bool:
-    """Whether a star appears only at the end."""
+    """Return True if the text has no star, or one star at its end."""
     return ALL not in pattern[:-1]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the pattern covers the name."""
+    """Return True if the name equals the pattern, or begins with what precedes the star of the pattern."""
     return name.startswith(pattern[:-1]) if pattern.endswith(ALL) else name == pattern
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether some name matches both."""
+    """Return True if some name matches both patterns."""
     if one.endswith(ALL) and other.endswith(ALL):
         return one.startswith(other[:-1]) or other.startswith(one[:-1])
     return matches(one, other) if one.endswith(ALL) else matches(other, one)
 
 
 class OwnerLimits(BaseModel):
-    """Inclusive limits; None = only the limits of the service."""
+    """Inclusive limits of one owner; None = only the limits of the service apply."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,11 +59,14 @@ class Owner(BaseModel):
     """An authenticated identity and its permissions.
 
     Attributes:
-        scopes: all but admin by default.
-        domains: domains of its requests; by default only the empty one.
-        replicas: names that it may register; NAME/* by default.
-        every_replica: it may use the replicas of all owners; for operators and monitoring.
-        subjects: its names in tokens and certificates, `jwt:SUB` or `cert:NAME`; its own name by default.
+        scopes: sets of methods that the owner may call; by default all but `admin`.
+        domains: patterns of the cache domains that its requests may use (requests share cached blocks only inside a
+            domain); by default only the domain "".
+        replicas: patterns of the replica names that the owner may register; by default NAME/*, where NAME is the
+            owner's name.
+        every_replica: the owner may use the replicas of all owners; meant for operators and monitoring.
+        subjects: names in tokens (`jwt:SUB`) and certificates (`cert:NAME`) that identify the owner; by default the
+            owner's own name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,26 +83,30 @@ class Owner(BaseModel):
     @classmethod
     def _patterns(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not all(map(is_pattern, value)):
-            raise ValueError("a star is allowed only at the end of a name")
+            raise ValueError("`*` may stand only at the end of a name")
         return value
 
     @field_validator("subjects")
     @classmethod
     def _kinds(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if not all(subject.startswith(SUBJECT_KINDS) for subject in value):
-            raise ValueError("write jwt:SUB or cert:NAME")
+            raise ValueError("each subject must begin with `jwt:` or `cert:`")
         return value
 
     def may_name(self, replica: str) -> bool:
-        """Whether it may register a replica with this name."""
+        """Return True if the owner may register a replica with this name."""
         return any(matches(pattern, replica) for pattern in self.replicas or (f"{self.name}/*",))
 
     def may_use(self, replica: str, registered_by: str) -> bool:
-        """Whether it may see a replica: one that it registered, or one registered without authentication."""
+        """Return True if the owner may see the replica: it has `every_replica`, or it may register the name and the
+        replica was registered by it or without authentication (`registered_by` is "").
+        """
         return self.every_replica or (self.may_name(replica) and registered_by in (self.name, ""))
 
     def may_use_domain(self, domain: str) -> bool:
-        """Whether its requests may use this domain."""
+        """Return True if requests of the owner may use this cache domain (requests share cached blocks only inside
+        one).
+        """
         return any(matches(pattern, domain) for pattern in self.domains)
 
 
@@ -106,43 +114,49 @@ ANYONE = Owner(name="", scopes=frozenset(Scope), domains=(ALL,), replicas=(ALL,)
 
 
 class Owners:
-    """The owners of a file."""
+    """All owners of the file `auth_owners`."""
 
     def __init__(self, owners: Iterable[Owner]) -> None:
-        """Raises InvalidArgument for a subject or a replica name that two owners share."""
+        """Index the owners. Raises InvalidArgument if two owners share a subject, or may register the same replica
+        name.
+        """
         self._by_name = {owner.name: owner for owner in owners}
         self._by_subject: dict[str, Owner] = {}
         for owner in self._by_name.values():
             for subject in owner.subjects or [kind + owner.name for kind in SUBJECT_KINDS]:
                 first = self._by_subject.setdefault(subject, owner)
                 if first is not owner:
-                    raise _refused(f"{subject} is {first.name} and {owner.name}", "name each subject once")
+                    raise _refused(
+                        f"the owners {first.name} and {owner.name} both have the subject {subject}",
+                        "give each subject to one owner",
+                    )
         for one, other in combinations(self._by_name.values(), 2):
             _check_apart(one, other)
 
     def get(self, name: str) -> Owner | None:
-        """The owner of this name."""
+        """Return the owner with this name, None if there is none."""
         return self._by_name.get(name)
 
     def of_subject(self, subject: str) -> Owner | None:
-        """The owner with the subject `jwt:SUB` or `cert:NAME`."""
+        """Return the owner with the subject `jwt:SUB` or `cert:NAME`, None if there is none."""
         return self._by_subject.get(subject)
 
 
 def read_owners(path: str) -> Owners:
-    """Read the file. Raises NotFound, InvalidArgument naming the owner and its key."""
+    """Read the file `auth_owners`. Raises NotFound, or InvalidArgument that names the owner and the key at fault."""
     try:
         content = yaml.safe_load(read_bytes(path, KEY))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise _refused(f"{path} is not YAML: {error}", "write lines of `owner: {key: value}`") from None
     if not isinstance(content, Mapping) or not content:
-        raise _refused(f"{path} has no owners", "write lines of `owner: {key: value}`")
+        raise _refused(f"{path} is not a mapping of owners", "write lines of `owner: {key: value}`")
     return Owners([_owner(str(name), fields) for name, fields in content.items()])
 
 
 def _owner(name: str, fields: Any) -> Owner:  # noqa: ANN401 - what YAML holds
     if fields is not None and not isinstance(fields, Mapping):
-        raise _refused(f"{name} is not a mapping", "write `owner: {key: value}`")
+        what = f"the value of owner {name} is a {type(fields).__name__}, not a mapping"
+        raise _refused(what, "write `owner: {key: value}`")
     try:
         return Owner(**{"name": name, **{str(key): value for key, value in (fields or {}).items()}})
     except ValidationError as error:
@@ -154,8 +168,8 @@ def _owner(name: str, fields: Any) -> Owner:  # noqa: ANN401 - what YAML holds
 def _remedy(kind: str, key: str) -> str:
     keys = [key for key in (*Owner.model_fields, *OwnerLimits.model_fields) if key != "name"]
     if kind == "extra_forbidden":
-        return f"the nearest key is {difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]}"
-    return "docs/operating.md shows every key"
+        return f"the most similar key is {difflib.get_close_matches(key, keys, n=1, cutoff=0.0)[0]}"
+    return "docs/operating.md shows every key with its values"
 
 
 def _check_apart(one: Owner, other: Owner) -> None:
@@ -163,8 +177,8 @@ def _check_apart(one: Owner, other: Owner) -> None:
         for theirs in other.replicas or (f"{other.name}/*",):
             if overlap(mine, theirs):
                 raise _refused(
-                    f"{one.name} may use {mine!r} and {other.name} {theirs!r}, which overlap",
-                    "give each owner its own names; `every_replica: true` is for operators",
+                    f"the replica names {mine!r} of owner {one.name} and {theirs!r} of owner {other.name} overlap",
+                    "give each owner its own names; set `every_replica: true` for operators",
                 )
 
 

@@ -1,4 +1,6 @@
-"""Rate and concurrency limits per owner: a token bucket that holds one second of requests."""
+"""Limit the rate and the concurrency of each owner's calls. The rate limit is a token bucket that holds one second of
+calls.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ class _Usage:
 
 
 class Quotas:
-    """Usage per owner. Bounded by the number of configured owners."""
+    """Counts the calls of each owner. Memory is bounded by the number of configured owners."""
 
     def __init__(self, clock: Callable[[], int]) -> None:
-        """`clock`: monotonic nanoseconds."""
+        """`clock` is a function that returns the monotonic time in nanoseconds."""
         self._clock = clock
         self._usage: dict[str, _Usage] = {}
 
     def enter(self, owner: Owner) -> None:
-        """Count a call that begins. Raises QuotaExceeded, and does not count it then."""
+        """Count a call that begins. Raises QuotaExceeded if the owner is at a limit; that call is not counted."""
         usage = self._usage.setdefault(owner.name, _Usage())
         most = owner.limits.concurrent_calls
         if most is not None and usage.calls >= most:
@@ -39,7 +41,7 @@ class Quotas:
         usage.calls += 1
 
     def leave(self, owner: Owner) -> None:
-        """Count a call that has ended."""
+        """Count the end of a call for which `enter` succeeded."""
         self._usage[owner.name].calls -= 1
 
     def _take(self, usage: _Usage, owner: Owner, rate: int) -> None:
@@ -53,10 +55,12 @@ class Quotas:
 
 
 def quota_exceeded(owner: Owner, limit: str, most: int, retry_ms: int = 0) -> QuotaExceeded:
-    """The error at a limit of an owner; `retry_ms` 0 = waiting does not help."""
+    """Return the error for an owner that is at a limit; `retry_ms` is the time after which a retry can succeed, 0 =
+    never.
+    """
     return QuotaExceeded(
-        f"owner {owner.name} is at its limit of {most}",
+        f"owner {owner.name} has reached its limit of {most} {limit.replace('_', ' ')}",
         field=limit,
-        remedy="slow down, or ask an operator to raise the limit" if retry_ms else "ask an operator to raise the limit",
+        remedy=f"{f'retry after {retry_ms} ms, or ' if retry_ms else ''}ask an operator to raise the limit",
         metadata={"quota": f"owner:{owner.name}", **({"retry_ms": str(retry_ms)} if retry_ms else {})},
     )

@@ -1,4 +1,4 @@
-"""Scopes, and the scope that each method requires."""
+"""Define the scopes (permissions), and the scope that each gRPC method requires."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class Scope(Enum):
-    """A permission for a set of methods."""
+    """A permission to call a set of methods."""
 
     ALLOCATE = "allocate"  # an engine: register, open sessions, allocate
     READ = "read"  # look at replicas, ask for hits and explanations
@@ -19,12 +19,12 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The requirements of a method.
+    """What a method requires of its caller.
 
     Attributes:
-        scope: required of the caller.
-        is_audited: each call is written to the audit log, refused or not.
-        is_for_all: it concerns the replicas of all owners, so `every_replica` is required.
+        scope: the scope that the caller must have.
+        is_audited: every call is written to the audit log, also a successful one.
+        is_for_all: the method affects the replicas of all owners, so the caller also needs `every_replica`.
     """
 
     scope: Scope

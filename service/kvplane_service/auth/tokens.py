@@ -1,7 +1,7 @@
-"""Static bearer tokens. The file `auth_tokens` has only their digests: reading it does not give access.
+"""Static bearer tokens. The file `auth_tokens` contains only digests of tokens, so reading it gives no access.
 
 A line is `sha256:HEX OWNER`; `#` begins a comment. An owner may have several tokens, so that they can be rotated. A
-token has 256 random bits, so that an unsalted digest is safe.
+token has 256 random bits, so an unsalted digest is safe.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ _LINE = re.compile(r"sha256:([0-9a-f]{64})\s+(\S+)")
 
 @dataclass(frozen=True, slots=True)
 class StaticTokens:
-    """Digests of tokens, with the owners of the tokens."""
+    """Pairs of a token's SHA-256 digest and the name of the token's owner."""
 
     digests: tuple[tuple[bytes, str], ...] = ()
 
     def find(self, token: str) -> str | None:
-        """Name of the owner, None for an unknown token. Takes constant time for all tokens."""
+        """Return the name of the token's owner, None for an unknown token. Compares with all digests in constant time,
+        so that the time reveals nothing about known tokens.
+        """
         digest, found = _digest(token), None
         for known, owner in self.digests:
             if hmac.compare_digest(known, digest):
@@ -37,17 +39,19 @@ class StaticTokens:
 
 
 def new_token() -> str:
-    """A new random token."""
+    """Return a new random token."""
     return PREFIX + secrets.token_urlsafe(32)
 
 
 def line_of(token: str, owner: str) -> str:
-    """The line of the file for this token and owner."""
+    """Return the line to add to the file `auth_tokens` for this token and owner."""
     return f"sha256:{_digest(token).hex()} {owner}"
 
 
 def read_tokens(path: str) -> StaticTokens:
-    """Read the file. Raises NotFound, InvalidArgument naming a line but not its content, which may be a token."""
+    """Read the file `auth_tokens`. Raises NotFound, or InvalidArgument that names the line number but not the content
+    of the line, which may be a token.
+    """
     text = read_bytes(path, KEY).decode(errors="replace")
     found: dict[bytes, str] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -56,13 +60,16 @@ def read_tokens(path: str) -> StaticTokens:
             continue
         match = _LINE.fullmatch(content)
         if match is None:
-            raise _refused(f"line {number} of {path} is not `sha256:HEX OWNER`", "write what `kvplane token` prints")
+            what = f"line {number} of {path} has not the form `sha256:HEX OWNER`"
+            raise _refused(what, "replace it by the second line that `kvplane token` prints")
         digest = bytes.fromhex(match[1])
         if digest in found:
-            raise _refused(f"line {number} of {path} repeats a token", "use a different token per line")
+            what = f"line {number} of {path} has the same token as an earlier line"
+            raise _refused(what, "use a different token on each line")
         found[digest] = match[2]
     if len(found) > MAX_TOKENS:
-        raise _refused(f"{path} has {len(found)} tokens", f"keep at most {MAX_TOKENS}, or use auth_jwks")
+        what = f"{path} has {len(found)} tokens, at most {MAX_TOKENS} are allowed"
+        raise _refused(what, "remove tokens, or use auth_jwks")
     return StaticTokens(tuple(found.items()))
 
 

@@ -1,7 +1,7 @@
-"""The registry as the caller may see it: replicas of other owners do not exist.
+"""Restrict the registry to the replicas that the caller may see; other replicas do not exist for the caller.
 
-Every access to a replica by name passes here. A name that the caller may not use is answered like an unknown name, with
-the same message whether it is taken or not, and is not looked up at other services.
+Every access to a replica by name goes through this module. A name that the caller may not use is answered like an
+unknown name, with the same message whether a replica has it or not, and no other service is asked for that name.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from kvplane_service.registry import Entry, Registration, Registry, UnknownRepli
 
 
 class VisibleReplicas:
-    """The registry as visible to the caller of the current call."""
+    """The registry restricted to the replicas that the owner of the current call may see."""
 
     def __init__(self, registry: Registry, ensure_local: Callable[[str], Awaitable[None]]) -> None:
-        """`ensure_local`: makes a replica of another service known to this one; see `Ownership`."""
+        """`ensure_local` lets this process adopt a replica (take it over from another service) that is not registered
+        here; see `Ownership.ensure_local`.
+        """
         self._registry = registry
         self._ensure_local = ensure_local
 
@@ -33,14 +35,18 @@ class VisibleReplicas:
         return name in self._registry and _may_use(CALL.get().owner, self._registry.get(name))
 
     async def ensure_local(self, name: str) -> None:
-        """Make an unknown replica known to this process, if the caller may use it. Raises as Ownership, and
-        NotFound.
+        """Let this process adopt a replica (take it over from another service) that is not registered here, if the
+        caller may use the replica's name.
+
+        Raises:
+            NotFound: the caller may not use the name, or the store has no record of the replica.
+            Moved, Unavailable, LimitExceeded: as `Ownership.ensure_local` raises.
         """
         self._check_reach(name)
         await self._ensure_local(name)
 
     def get(self, name: str) -> Entry:
-        """The replica of that name. Raises NotFound."""
+        """Return the replica with this name. Raises NotFound if there is none, or if the caller may not see it."""
         self._check_reach(name)
         entry, call = self._registry.get(name), CALL.get()
         if not _may_use(call.owner, entry):
@@ -50,49 +56,56 @@ class VisibleReplicas:
 
     @staticmethod
     def is_name(name: str) -> bool:
-        """Whether this is a valid replica name."""
+        """Return True if the text is a valid replica name."""
         return Registry.is_name(name)
 
     def check_name(self, name: str) -> None:
-        """Raise PermissionDenied when the caller may not register this name, whether it is taken or not."""
+        """Raise PermissionDenied if the caller may not register this name, whether or not a replica has it."""
         call = CALL.get()
         call.name(name)
         if Registry.is_name(name) and not call.owner.may_name(name):
             raise PermissionDenied(
-                f"owner {call.owner.name} may not register {name!r}",
+                f"owner {call.owner.name} may not register a replica with the name {name!r}",
                 field="replica",
-                remedy=f"use {', '.join(call.owner.replicas) or f'{call.owner.name}/*'}",
+                remedy=f"use a name that matches {', '.join(call.owner.replicas) or f'{call.owner.name}/*'}",
             )
 
     def find_equal(self, name: str, registration: Registration) -> Entry | None:
-        """As Registry.find_equal; raises also PermissionDenied and QuotaExceeded."""
+        """Return the replica with this name and an equal registration, None if the name is free. Calls
+        `Registry.find_equal`, and checks the caller's permissions and limits.
+
+        Raises:
+            PermissionDenied: the caller may not register this name.
+            AlreadyExists: a replica of another owner has the name.
+            QuotaExceeded: the new replica would exceed a limit of the caller.
+        """
         owner = CALL.get().owner
         self.check_name(name)
         if name in self._registry and name not in self:
-            raise AlreadyExists(f"{name} is taken", field="replica", remedy="choose another name")
+            raise AlreadyExists(f"a replica {name} already exists", field="replica", remedy="choose another name")
         entry = self._registry.find_equal(name, registration)
         if entry is None:
             self._check_limits(owner, registration)
         return entry
 
     def add(self, name: str, registration: Registration, replica: Replica) -> Entry:
-        """As Registry.add; the caller becomes the owner."""
+        """Register a replica by `Registry.add`, and record the caller as its owner."""
         self.find_equal(name, registration)
         return self._registry.add(name, replace(registration, registered_by=CALL.get().owner.name), replica)
 
     def remove(self, name: str, epoch: int | None = None) -> None:
-        """As Registry.remove."""
+        """Remove a replica by `Registry.remove`, if the caller may see the replica."""
         self.get(name)
         self._registry.remove(name, epoch)
 
     def page(self, after: str, size: int) -> list[Entry]:
-        """At most `size` replicas whose names come after `after`, by name."""
+        """Return at most `size` replicas whose names sort after `after`, sorted by name."""
         entries = sorted((entry for entry in self if entry.host.name > after), key=lambda entry: entry.host.name)
         return entries[:size]
 
     @staticmethod
     def _check_reach(name: str) -> None:
-        """Raise NotFound for a name that the caller may not use, with the message of an unknown name."""
+        """Raise NotFound, with the message for an unknown replica, if the caller may not use the name."""
         call = CALL.get()
         call.name(name)
         if not (call.owner.every_replica or call.owner.may_name(name)):

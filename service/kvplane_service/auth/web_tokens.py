@@ -1,7 +1,7 @@
-"""JSON Web Tokens (RFC 7519), verified with the public keys of a JWKS file (RFC 7517).
+"""Verify JSON Web Tokens (RFC 7519) with the public keys of a JWKS file (RFC 7517).
 
-The key determines the algorithm, never the token: this excludes `none`, and a public key used as the secret of an HMAC.
-Symmetric keys are refused when the file is read.
+The key determines the algorithm; the algorithm that the token states is not trusted. This excludes tokens with the
+algorithm `none`, and tokens signed by an HMAC whose secret is a public key. The file may not contain symmetric keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CLAIMS = ["exp", "iss", "aud", "sub"]
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """The subject of a valid token, and its expiry in seconds since 1970."""
+    """The subject of a valid token, and the time in seconds since 1970 at which the token expires."""
 
     subject: str
     expires_s: float
@@ -35,16 +35,16 @@ class Claims:
 
 @dataclass(frozen=True, slots=True)
 class WebTokens:
-    """Keys by id, with the required issuer and audience of their tokens."""
+    """Public keys by key id, and the issuer and audience that tokens must state."""
 
     keys: Mapping[str, jwt.PyJWK]
     issuer: str
     audience: str
 
     def check(self, token: str) -> Claims:
-        """The claims of a token. Raises Unauthenticated; the message never contains the token."""
+        """Verify a token and return its claims. Raises Unauthenticated; the message never contains the token."""
         if len(token) > MAX_TOKEN_CHARS:
-            raise _refused(f"the token has more than {MAX_TOKEN_CHARS} characters")
+            raise _refused(f"the token has {len(token)} characters, more than {MAX_TOKEN_CHARS}")
         try:
             key = self._key_of(token)
             claims = jwt.decode(
@@ -64,53 +64,58 @@ class WebTokens:
         kid = jwt.get_unverified_header(token).get("kid")
         key = self.keys.get(kid) if isinstance(kid, str) else None
         if key is None:
-            raise _refused("no key of auth_jwks has the token's kid")
+            raise _refused("no key in auth_jwks has the key id (`kid`) that the token states")
         return key
 
 
 def read_web_tokens(path: str, issuer: str, audience: str) -> WebTokens:
-    """Read the file. Raises NotFound, InvalidArgument naming the key at fault."""
+    """Read the JWKS file at `path`. Raises NotFound, or InvalidArgument that names the key at fault."""
     try:
         listed = json.loads(read_bytes(path, KEY))["keys"]
         if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_KEYS:
             raise ValueError("no list of keys")
     except (ValueError, KeyError, TypeError):
-        raise _bad_file(f"{path} is not a JWKS", f"write {{'keys': [...]}} with 1 to {MAX_KEYS} keys") from None
+        remedy = f"write {{'keys': [...]}} with 1 to {MAX_KEYS} keys"
+        raise _bad_file(f"{path} is not a JSON Web Key Set", remedy) from None
     keys: dict[str, jwt.PyJWK] = {}
     for at, one in enumerate(listed):
         kid, key = _read_key(one, f"keys[{at}] of {path}")
         if kid in keys:
-            raise _bad_file(f"keys[{at}] of {path} repeats a kid", "give each key a unique id")
+            what = f"keys[{at}] of {path} has the same `kid` as an earlier key"
+            raise _bad_file(what, "give each key a unique `kid`")
         keys[kid] = key
     return WebTokens(keys, issuer, audience)
 
 
 def _read_key(one: object, where: str) -> tuple[str, jwt.PyJWK]:
     if not isinstance(one, dict) or not isinstance(one.get("kid"), str):
-        raise _bad_file(f"{where} has no kid", "give each key an id")
+        raise _bad_file(f"{where} has no text `kid`", "give each key a `kid`, its key id")
     if one.get("kty") == "oct" or "d" in one:
-        raise _bad_file(f"{where} is secret", "list only public keys")
+        raise _bad_file(f"{where} is a symmetric or private key", "list only public keys")
     try:
         key = jwt.PyJWK.from_dict(one)
     except (jwt.PyJWTError, ValueError, TypeError, KeyError):
-        raise _bad_file(f"{where} is not a public key", "write it as defined by RFC 7517") from None
+        raise _bad_file(f"{where} is not a valid public key", "write it as defined by RFC 7517") from None
     if key.algorithm_name not in ALGORITHMS:
-        raise _bad_file(f"{where} is for {key.algorithm_name}", f"use one of {', '.join(sorted(ALGORITHMS))}")
+        what = f"{where} is for the algorithm {key.algorithm_name}"
+        raise _bad_file(what, f"use one of {', '.join(sorted(ALGORITHMS))}")
     return one["kid"], key
 
 
 def _cause(error: jwt.PyJWTError) -> str:
-    """Our own messages, because those of the library may contain parts of the token."""
+    """Return a text that describes an error of the JWT library. The library's own text is not used, because it may
+    contain parts of the token.
+    """
     causes = {
         jwt.ExpiredSignatureError: "it has expired",
         jwt.ImmatureSignatureError: "it is not valid yet",
-        jwt.InvalidAudienceError: "it is for another audience",
-        jwt.InvalidIssuerError: "it is of another issuer",
-        jwt.InvalidAlgorithmError: "its algorithm is not that of its key",
-        jwt.InvalidSignatureError: "its signature is not that of its key",
-        jwt.MissingRequiredClaimError: f"one of {', '.join(_CLAIMS)} is missing",
+        jwt.InvalidAudienceError: "its audience (`aud`) is not auth_jwt_audience",
+        jwt.InvalidIssuerError: "its issuer (`iss`) is not auth_jwt_issuer",
+        jwt.InvalidAlgorithmError: "its algorithm is not the algorithm of its key",
+        jwt.InvalidSignatureError: "its signature does not match its key",
+        jwt.MissingRequiredClaimError: f"one of the claims {', '.join(_CLAIMS)} is missing",
     }
-    return next((cause for kind, cause in causes.items() if isinstance(error, kind)), "it cannot be read")
+    return next((cause for kind, cause in causes.items() if isinstance(error, kind)), "it is not a JSON Web Token")
 
 
 def _refused(what: str) -> Unauthenticated:

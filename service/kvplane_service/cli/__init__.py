@@ -1,6 +1,7 @@
-"""The command line `kvplane`: arguments and `KVPLANE_*` variables in; text on standard output, one line per error on
-standard error and an exit code out. A command is a function `<name>_command`, listed in COMMANDS. Its module imports
-gRPC, torch and the service inside the function, so that `kvplane --help` loads none of them.
+"""The command line `kvplane`. Commands print text on standard output, and an error as one line on standard error.
+
+A command is a function `<name>_command` in the module that COMMANDS lists. It imports gRPC, torch and the service
+inside the function, so that `kvplane --help` loads none of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import typer
 from kvplane.base.errors import InvalidArgument, KvplaneError, NotFound, Unavailable
 from kvplane_service.cli.options import FAILED, UNAVAILABLE, WRONG_USE, root_command
 
-# Command: module with its function. A function is named after its command, but for the worker's.
+# The module that has the function of each command. A function is named after its command, except that of `worker`.
 COMMANDS = {
     "demo": "kvplane_service.cli.replay.commands",
     "serve": "kvplane_service.cli.server",
@@ -45,14 +46,14 @@ app.add_typer(importlib.import_module("kvplane_service.cli.store").app, name="st
 
 
 def exit_code(error: KvplaneError) -> int:
-    """The exit code of the process for an error."""
+    """Return the exit code of the process for an error."""
     if isinstance(error, (InvalidArgument, NotFound)):
         return WRONG_USE
     return UNAVAILABLE if isinstance(error, Unavailable) else FAILED
 
 
 def main() -> None:
-    """Run the command line; a KvplaneError is printed as one line."""
+    """Run the command line. A KvplaneError is printed as one line and ends the process with its exit code."""
     try:
         app()
     except KvplaneError as error:

@@ -1,8 +1,8 @@
-"""A service in a child process, for commands that are given no address.
+"""Run a service in a child process, for commands that are given no address of a service.
 
-The child listens on a free loopback port and prints it. It runs in a process session of its own, so that Ctrl-C in the
-terminal reaches the parent only, which then stops it. It exits when the pipe on its standard input closes, so that no
-child outlives its parent, even a killed one.
+The child listens on a free loopback port and prints the port. It runs in its own process session, so that Ctrl-C in the
+terminal reaches only the parent, which then stops the child. The child also exits when the pipe on its standard input
+closes, so it never outlives its parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ _LOG_BYTES = 2000
 
 
 class ServiceChild:
-    """A running service with the default configuration. A context manager that stops it.
+    """A running service with the default configuration; as a context manager it stops the service at the end of the
+    block.
 
     Attributes:
         address: "127.0.0.1:port".
     """
 
     def __init__(self) -> None:
-        """Start the service and wait for its address. Raises Unavailable with the end of its log when there is none."""
+        """Start the service and wait for its address. Raises Unavailable, with the end of the service's log, if no
+        address appears within START_TIMEOUT_S seconds.
+        """
         self.address = ""
         self._has_address = threading.Event()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
@@ -53,7 +56,7 @@ class ServiceChild:
 
     @property
     def pid(self) -> int:
-        """Process ID of the service."""
+        """Process id of the service."""
         return self._process.pid
 
     def __enter__(self) -> ServiceChild:
@@ -65,9 +68,10 @@ class ServiceChild:
         self.close()
 
     def close(self) -> None:
-        """Stop the process and wait for its end. Idempotent.
+        """Stop the process and wait for its end. May be called repeatedly.
 
-        The first SIGTERM drains, the second one stops at once, SIGKILL is the last resort.
+        Sends SIGTERM to drain the service, after STOP_TIMEOUT_S seconds a second SIGTERM to stop it at once, and at
+        last SIGKILL.
         """
         for each in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
@@ -89,10 +93,13 @@ class ServiceChild:
         threading.Thread(target=self._listen, args=(out,), name="kvplane-child-output", daemon=True).start()
         self._has_address.wait(START_TIMEOUT_S)
         if not self.address:
-            raise Unavailable(f"the service did not start: {self._end_of_log() or 'its log is empty'}")
+            raise Unavailable(
+                f"the service printed no address within {START_TIMEOUT_S:.0f} s: "
+                f"{self._end_of_log() or 'its log is empty'}"
+            )
 
     def _listen(self, out: IO[bytes]) -> None:
-        """Find the address in the child's output, and read the rest so that its pipe never fills."""
+        """Find the address in the child's output, and read the rest of the output so that the pipe never fills."""
         with out:
             for line in out:
                 found = _ADDRESS.search(line)
@@ -107,19 +114,21 @@ class ServiceChild:
 
 
 def _embedded_environment() -> dict[str, str]:
-    """The parent's environment without KVPLANE_* variables: the child uses the default configuration."""
+    """Return the parent's environment without KVPLANE_* variables, so that the child uses the default configuration."""
     return {name: value for name, value in os.environ.items() if not name.startswith("KVPLANE_")}
 
 
 def _end_with_parent() -> None:
-    """Exit at the end of standard input, which closes with the parent. No drain: no client outlives the parent."""
+    """Exit when standard input closes, which happens when the parent ends. The service exits without draining, because
+    its only clients run in the parent.
+    """
     while sys.stdin.buffer.read(1):
         pass
     os._exit(0)
 
 
 def serve() -> None:
-    """Entry point of the child."""
+    """Run the service in the child process (entry point of the child)."""
     from kvplane_service.cli import main
 
     threading.Thread(target=_end_with_parent, name="kvplane-end-with-parent", daemon=True).start()

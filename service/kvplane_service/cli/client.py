@@ -1,5 +1,5 @@
-"""What query commands share to reach a service: a client with the given credentials, errors that name `--service`, and
-the equivalent grpcurl command.
+"""What commands share to call a service: a client with the given credentials, errors that mention `--service`, and the
+equivalent grpcurl command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def client_of(service: str, with_retries: bool = False) -> Iterator[Client]:
-    """A client of the service. By default it makes one attempt, so that an operator sees a failure at once."""
+    """Yield a client of the service. By default it does not retry a failed call, so that the operator sees the failure
+    at once.
+    """
     from kvplane import connect
     from kvplane.sansio.retry import RetryPolicy
 
@@ -32,7 +34,7 @@ def client_of(service: str, with_retries: bool = False) -> Iterator[Client]:
 
 @contextmanager
 def address_remedy() -> Iterator[None]:
-    """Add to an Unavailable error how to name another address."""
+    """Add a remedy to an Unavailable error that has none: how to name another address of the service."""
     from kvplane import Unavailable
 
     try:
@@ -43,7 +45,7 @@ def address_remedy() -> Iterator[None]:
 
 
 def described(client: Client, replicas: Iterable[ReplicaSummary]) -> Iterator[DescribeReplicaResponse]:
-    """Describe each replica; one that was deregistered since the listing is skipped."""
+    """Yield the description of each replica; a replica that was deregistered since it was listed is skipped."""
     from kvplane import NotFound
 
     for one in replicas:
@@ -52,7 +54,7 @@ def described(client: Client, replicas: Iterable[ReplicaSummary]) -> Iterator[De
 
 
 def grpcurl_line(service: str, call: Call[Any]) -> str:
-    """The grpcurl command that makes the same call."""
+    """Return the grpcurl command line that makes the given call at the service."""
     from google.protobuf.json_format import MessageToDict
 
     body = json.dumps(MessageToDict(call.request, preserving_proto_field_name=True))
@@ -61,7 +63,9 @@ def grpcurl_line(service: str, call: Call[Any]) -> str:
 
 
 def _grpcurl_access() -> str:
-    """Flags of grpcurl for TLS and the token. The line names the token's file or variable, never the token itself."""
+    """Return the flags of grpcurl for TLS and the token. They name the token's file or variable, never the token
+    itself.
+    """
     access = given_access()
     flags = ["-plaintext"]
     if access.tls is not None:

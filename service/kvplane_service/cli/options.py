@@ -1,4 +1,6 @@
-"""Options that several commands share: address of the service, credentials, configuration, output format."""
+"""Command-line options that several commands share: address of the service, credentials, configuration, output
+format.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _ACCESS: ContextVar[Access] = ContextVar("access", default=PLAIN)
 
 
 class Format(StrEnum):
-    """Output format of an answer."""
+    """How a command prints the answer of the service."""
 
     TABLE = "table"
     JSON = "json"
@@ -42,7 +44,7 @@ class Format(StrEnum):
 
 
 def _complete_replica(context: typer.Context, incomplete: str) -> list[str]:
-    """Names of replicas for shell completion; none when the service does not answer within a second."""
+    """Return the names of replicas for shell completion, or nothing if the service does not answer within a second."""
     from kvplane import KvplaneError, connect
 
     try:
@@ -79,7 +81,7 @@ Settings: TypeAlias = Annotated[
 
 
 def version_text() -> str:
-    """The line that `--version` and `kvplane version` print."""
+    """Return the line that `--version` and `kvplane version` print."""
     from importlib.metadata import version
 
     return f"kvplane {version('kvplane')}\n"
@@ -114,21 +116,29 @@ def root_command(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Options before the command. Stores the credentials; InvalidArgument for a certificate without an authority."""
+    """Parse the options before the command and store the credentials for `given_access`. Raises InvalidArgument if a
+    client certificate, key or server name is given without --tls-ca.
+    """
     if not tls_ca and (tls_cert or tls_key or tls_server_name):
-        raise InvalidArgument("it is empty", field="--tls-ca", remedy=f"name a PEM file, or {SYSTEM}")
+        raise InvalidArgument(
+            "it is empty, although another --tls option is set",
+            field="--tls-ca",
+            remedy=f"name a PEM file of certificate authorities, or `{SYSTEM}`",
+        )
     tls = Tls("" if tls_ca == SYSTEM else tls_ca, tls_cert, tls_key, tls_server_name) if tls_ca else None
     context.obj = Access(tls, token_file or os.environ.get(TOKEN_VARIABLE, ""))  # read by kvplane_worker.cli
     _ACCESS.set(context.obj)
 
 
 def given_access() -> Access:
-    """The credentials that the command line and the environment name."""
+    """Return the credentials that the options before the command and the environment give."""
     return _ACCESS.get()
 
 
 def load_config(file: Path | None, listen: str | None, settings: list[str] | None) -> Loaded:
-    """The configuration by precedence: flag, environment, file, default. Raises KvplaneError for an invalid value."""
+    """Return the configuration; a flag has precedence over the environment, then the file, then the default. Raises
+    InvalidArgument or NotFound as `config.load`.
+    """
     from kvplane_service import config
 
     flags = dict(config.split_setting(text) for text in settings or ())

@@ -1,4 +1,4 @@
-"""Output of commands: messages as JSON or YAML, rows as aligned columns, numbers in readable units."""
+"""Format the output of commands: messages as JSON or YAML, rows as aligned columns, numbers in readable units."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def show(answer: Message, output: Format, table: Callable[[], str]) -> None:
-    """Print an answer; `table` makes the table."""
+    """Print an answer in the format `output`; `table` is called to make the text of the table format."""
     print(table() if output is Format.TABLE else message_text(answer, output))
 
 
 def message_text(answer: Message, output: Format) -> str:
-    """The whole message as JSON or YAML, fields in the order of the contract."""
+    """Return the whole message as JSON or YAML, with its fields in the order of the .proto file."""
     from google.protobuf.json_format import MessageToDict
 
     fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
@@ -26,7 +26,7 @@ def message_text(answer: Message, output: Format) -> str:
 
 
 def _in_order(value: Any, kind: Any) -> Any:  # noqa: ANN401 - JSON, and a descriptor of either implementation
-    """The fields in the order of the contract: protobuf puts the empty ones last."""
+    """Return the fields in the order of the .proto file; protobuf's own conversion puts empty fields last."""
     if isinstance(value, list):
         return [_in_order(one, kind) for one in value]
     if kind is None or kind.GetOptions().map_entry:
@@ -37,7 +37,7 @@ def _in_order(value: Any, kind: Any) -> Any:  # noqa: ANN401 - JSON, and a descr
 
 
 def plain_text(value: object, output: Format) -> str:
-    """Plain data as JSON or YAML."""
+    """Return lists, dictionaries and scalars as JSON or YAML."""
     if output is Format.JSON:
         return json.dumps(value, indent=2)
     import yaml
@@ -46,25 +46,25 @@ def plain_text(value: object, output: Format) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as aligned text; the first row is the heading."""
+    """Return rows as text with aligned columns; the first row is the heading."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
     return "\n".join(lines)
 
 
 def word(enum_name: str, prefix: str) -> str:
-    """REPLICA_STATE_LIVE -> live."""
+    """Return the name of an enum value without its prefix, in lower case: REPLICA_STATE_LIVE becomes "live"."""
     return enum_name.removeprefix(prefix).lower()
 
 
 def by_reason(counts: Mapping[str, int]) -> str:
-    """Like "12 evicted, 3 out of blocks"; "none" when every count is 0."""
+    """Return counts as text, such as "12 evicted, 3 out of blocks"; "none" if every count is 0."""
     parts = (f"{count:,} {reason.replace('_', ' ')}" for reason, count in sorted(counts.items()) if count)
     return ", ".join(parts) or "none"
 
 
 def age(milliseconds: int) -> str:
-    """Like "3.2 s" or "2 h 5 min"."""
+    """Return a duration as text, such as "3.2 s" or "2 h 5 min"."""
     seconds = milliseconds / 1000
     if seconds < 120:
         return f"{seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""The command `plan`: capacity of a model without a service, as tables, JSON, YAML, or a plot."""
+"""The command `plan`: compute the cache capacity of a model without a service, as tables, JSON, YAML or a plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLOT_INCHES = (7.0, 4.2)
 
 
 def _complete_model(incomplete: str) -> list[str]:
-    """Names of the catalogue for shell completion."""
+    """Return the names of the model catalogue that begin with `incomplete`, for shell completion."""
     from kvplane_service.models.catalogue import MODELS
 
     return [name for name in MODELS if name.startswith(incomplete)]
@@ -106,7 +106,7 @@ def _variants(sizing: Sizing) -> str:
 
 
 def _lengths(sizing: Sizing) -> str:
-    """Concurrent requests by context length, as bars."""
+    """Return a table with a bar chart: concurrent requests by context length."""
     from kvplane_service.models.sizing import figures_by_length
 
     by_length = figures_by_length(sizing)
@@ -119,7 +119,7 @@ def _lengths(sizing: Sizing) -> str:
 
 
 def _plain(sizing: Sizing, figures: Figures) -> dict[str, object]:
-    """The contents of all tables as plain data."""
+    """Return the contents of all tables as dictionaries and lists, for JSON and YAML."""
     from kvplane_service.models.sizing import figures_by_layout, figures_by_length
 
     layouts = [
@@ -143,18 +143,20 @@ def _plot(title: str, sizing: Sizing, path: Path) -> None:
 
 
 def _check_path(path: Path) -> None:
-    """Raise InvalidArgument if no plot can be written to the path, before anything is computed for it."""
+    """Raise InvalidArgument if no plot can be written to the path, before anything is computed for the plot."""
     if path.suffix.lower() not in _PLOT_SUFFIXES:
         known = ", ".join(_PLOT_SUFFIXES)
-        raise InvalidArgument(f"{path.name!r} has no suffix of an image", field="plot", remedy=f"use one of {known}")
+        what = f"{path.name!r} does not end in the suffix of an image format"
+        raise InvalidArgument(what, field="--plot", remedy=f"use one of {known}")
     if not path.resolve().parent.is_dir():
-        raise InvalidArgument(f"there is no directory {str(path.parent)!r}", field="plot", remedy="create it first")
+        what = f"the directory {str(path.parent)!r} does not exist"
+        raise InvalidArgument(what, field="--plot", remedy="create the directory first")
     if path.is_dir():
-        raise InvalidArgument(f"{path} is a directory", field="plot", remedy="name a file")
+        raise InvalidArgument(f"{path} is a directory", field="--plot", remedy="name a file")
 
 
 def _draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> None:
-    """Plot concurrent requests over context length, hybrid and uniform, both axes logarithmic.
+    """Plot concurrent requests over context length, for the hybrid and the uniform cache, with two logarithmic axes.
 
     Raises:
         FailedPrecondition: matplotlib is not installed.
@@ -164,7 +166,7 @@ def _draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> N
         from matplotlib.figure import Figure  # needs no display
     except ModuleNotFoundError:
         raise FailedPrecondition(
-            "matplotlib is not installed", field="plot", remedy="pip install 'kvplane[plot]'"
+            "plots need matplotlib, which is not installed", field="--plot", remedy="pip install 'kvplane[plot]'"
         ) from None
     figure = Figure(figsize=_PLOT_INCHES, layout="constrained")
     axes = figure.add_subplot()
@@ -181,5 +183,5 @@ def _draw(title: str, by_length: Sequence[tuple[int, Figures]], path: Path) -> N
     try:
         figure.savefig(path)
     except OSError as error:
-        problem = f"{path}: {error.strerror}"
-        raise InvalidArgument(problem, field="plot", remedy="name a writable path") from None
+        problem = f"{path} cannot be written: {error.strerror}"
+        raise InvalidArgument(problem, field="--plot", remedy="name a writable path") from None

@@ -1,4 +1,4 @@
-"""Commands on the machine of a service: `serve`, `config`, `token`, `decode`, `version`."""
+"""Commands that operators run on the machine of a service: `serve`, `config`, `token`, `decode`, `version`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def serve_command(
 
 
 def _print_addresses(app: App) -> None:
-    """Print the addresses, flushed, so that the parent process can read the ports as soon as the service listens."""
+    """Print the served addresses and flush, so that a parent process can read the ports as soon as the service
+    listens.
+    """
     sys.stdout.write(f"kvplane: serving on {app.address}\n")
     if app.metrics_address:
         sys.stdout.write(f"kvplane: metrics on http://{app.metrics_address}/metrics\n")

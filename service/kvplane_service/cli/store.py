@@ -84,7 +84,7 @@ async def _compact(console: Console, content: Content) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """An open store, its readable records, and the number of unreadable ones by reason."""
+    """An open store, its readable records of replicas, and the number of unreadable records by reason."""
 
     store: IndexStore
     records: list[ReplicaRecord]
@@ -98,12 +98,16 @@ def _make(file: ConfigFile, address: str | None, settings: list[str] | None, rea
     chosen = [f"store={address}"] if address is not None else []
     store = make_store(load_config(file, None, [*(settings or ()), *chosen]).config, read_only)
     if store is None:
-        raise InvalidArgument("no store is configured", field="store", remedy="give --store, such as sqlite:PATH")
+        raise InvalidArgument(
+            "it is `none`: no store is configured", field="store", remedy="give --store, such as --store sqlite:PATH"
+        )
     return store
 
 
 def _run(command: Callable[[Console, Content], Awaitable[None]], store: IndexStore) -> None:
-    """Open the store, run the command, and print the number of records that cannot be read."""
+    """Open the store, run the command on its content, close the store, and print the number of records that cannot be
+    read.
+    """
     import asyncio
 
     console = Console()
@@ -148,7 +152,7 @@ async def _read(console: Console, store: IndexStore, record: ReplicaRecord) -> L
 
 @contextmanager
 def _bar(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, nothing elsewhere. Yields a function that advances it."""
+    """Show a progress bar if the output is a terminal, and yield a function that advances it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)

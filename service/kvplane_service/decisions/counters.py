@@ -1,5 +1,5 @@
-"""Counters of the metrics that the core does not keep: a fold over the decision log, cheap enough for the
-step's path.
+"""Counters for the metrics that the core does not keep. They are updated with each entry of the decision log, which is
+cheap enough to happen before the step is answered.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ STEP_BOUNDS_NS = tuple(
 
 
 class Preemption(StrEnum):
-    """Why a request was preempted."""
+    """The reason for which a request was preempted (lost its blocks before its end)."""
 
-    OUT_OF_BLOCKS = "out_of_blocks"  # a running request needed them
-    TAKEN_BACK = "taken_back"  # its step failed, or it had adopted keys that were withdrawn
-    WENT_BACK = "went_back"  # rejected drafts, or a failed load, reset it to before the states or windows it holds
-    ENGINE = "engine"  # the engine requested it
+    OUT_OF_BLOCKS = "out_of_blocks"  # another running request needed its blocks
+    TAKEN_BACK = "taken_back"  # a step that computed it failed, or it used cached blocks whose keys were withdrawn
+    WENT_BACK = "went_back"  # rejected drafts or a failed load set it to a position before the state or window it holds
+    ENGINE = "engine"  # the engine asked for the preemption
 
 
 REFUSALS = {
@@ -39,7 +39,9 @@ REMOVALS = {reason: reason.name.lower() for reason in RemoveReason if reason is 
 
 
 class Example(NamedTuple):
-    """The exemplar of a histogram bucket; `traceparent` is "" when its trace is not recorded."""
+    """The step shown as the exemplar (OpenMetrics: an example with its trace) of a histogram bucket; `traceparent` is
+    "" if the step's trace is not recorded.
+    """
 
     epoch: int
     seq: int
@@ -48,21 +50,22 @@ class Example(NamedTuple):
 
 
 class StepTimes:
-    """Histogram of the core's time per decision; the last bucket is unbounded.
+    """Histogram of the time that the core takes per decision, in nanoseconds; the last bucket has no upper bound.
 
     Attributes:
-        counts: by bucket, not cumulative.
+        counts: number of decisions in each bucket, not cumulative.
+        sum_ns: sum of the times.
     """
 
     def __init__(self) -> None:
         self.counts = [0] * (len(STEP_BOUNDS_NS) + 1)
         self.sum_ns = 0
-        # By bucket, the latest step of a recorded trace, otherwise the latest; as numbers, because a decision is large.
+        # By bucket, what `examples` returns; as numbers, so that the large decision is not kept in memory.
         self._latest: list[tuple[int, int, int, str] | None] = [None] * (len(STEP_BOUNDS_NS) + 1)
         self._is_traced = [False] * (len(STEP_BOUNDS_NS) + 1)
 
     def add(self, decision: Decision) -> None:
-        """Count a decision."""
+        """Add the time of a decision to the histogram."""
         step, took_ns = decision.step, decision.took_ns
         traceparent = step.traceparent
         bucket = bisect_left(STEP_BOUNDS_NS, took_ns)
@@ -75,18 +78,23 @@ class StepTimes:
             self._latest[bucket] = step.epoch, step.seq, took_ns, ""
 
     def examples(self) -> list[Example | None]:
-        """By bucket, the latest step with a recorded trace, otherwise the latest; None for an empty bucket."""
+        """Return one example per bucket of the histogram: the latest step with a recorded trace, or, if there is none,
+        the latest step; None for an empty bucket.
+        """
         return [Example(*one) if one is not None else None for one in self._latest]
 
 
 class Tally:
-    """Counts of one replica since it was registered; follows its decision log.
+    """Counts events of one replica since its registration; the replica's decision log passes every entry to `add`.
 
     Attributes:
-        refusals: admissions not granted, by AdmitStatus, without NOT_REACHED.
-        removals: keys removed from blocks, by RemoveReason; not counted for a reset.
+        refusals: admission attempts that were not granted, by AdmitStatus. Rows with NOT_REACHED, which the service did
+            not evaluate because the step's admissions had ended before them, are not counted.
+        removals: cache keys (hashes of block contents) removed from their block, by RemoveReason. Keys removed by a
+            reset of the cache are not counted.
         preemptions: preempted requests, by reason.
-        lives: engine lives begun.
+        lives: number of engine lives (times of one epoch, in which one engine owns the page memory) begun.
+        step_times: time of the core per decision.
     """
 
     def __init__(self) -> None:
@@ -97,7 +105,7 @@ class Tally:
         self.step_times = StepTimes()
 
     def add(self, entry: Entry) -> None:
-        """Fold one entry of the log."""
+        """Count the events of one entry of the decision log."""
         if not isinstance(entry, Decision):
             self.lives += 1
             self._count_removals(entry.events)

@@ -1,13 +1,13 @@
-"""The decision log: the last steps of a replica with their results, packed.
+"""The decision log: the last steps of a replica with their results, each packed into one byte string.
 
-Metrics, traces, explanations and recordings are all derived from it. It has hashes, never tokens. The step's path only
-stores the two existing objects, step and result; they are packed into one byte string later (`packing.py`), and
-unpacked when read.
+Metrics, traces, explanations and recordings are derived from it. It contains block hashes and never tokens. Before a
+step is answered, only references to the existing step and result are stored; both are packed later (`packing.py`), and
+unpacked when they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import accumulate, pairwise
@@ -21,14 +21,14 @@ from kvplane_service.decisions.packing import pack_decision, pack_events, slowne
 
 
 class Decision(NamedTuple):
-    """A step, or a piece of one, that was applied.
+    """A step that was applied, or one message of a step that was sent in several messages.
 
     Attributes:
-        step: as the engine sent it, without its tokens.
-        result: the answer.
-        events: cache events of each part.
-        at_ns: when it was applied, by the clock of the service.
-        took_ns: time that the core took.
+        step: the step as the engine sent it, without its tokens.
+        result: the answer to the step.
+        events: cache events of each part of the step.
+        at_ns: time in nanoseconds at which the step was applied, by the clock of the service.
+        took_ns: nanoseconds that the core needed to apply the step.
     """
 
     step: Step
@@ -40,13 +40,18 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A new engine life began: every request ended, and only keys verified by the stamps were kept.
+    """The beginning of a new engine life (the engine took over the page memory again): every request of the previous
+    life ended, and a cached key was kept only if the stamp table (the version numbers of the pages' contents) proved
+    that the page still has the content.
 
     Attributes:
-        events: removals of the lost keys.
-        incarnation: of the page memory, 0 = unknown.
+        epoch: number of the engine life.
+        stamp_table: the stamps of all blocks at that time, by which the keys were verified; empty if there was none.
+        events: cache events that remove the keys that were not kept.
+        at_ns: time at which the life began, by the clock of the service.
+        incarnation: random number of this allocation of the page memory, 0 = unknown.
         busy: blocks that loads of earlier lives may still write, as reported by the engine and its movers.
-        memory_is_new: no load of an earlier life can write to the memory.
+        memory_is_new: no load of an earlier life can still write to the page memory.
     """
 
     epoch: int
@@ -61,18 +66,19 @@ class Life:
 Entry: TypeAlias = Decision | Life
 Follower: TypeAlias = Callable[[Entry], None]
 
-# Lost keys of a life that are packed at most, which blocks the event loop for a few milliseconds.
+# Most lost keys of a Life that are packed; packing takes a few milliseconds of the event loop, in pieces.
 _MAX_LOST_KEYS = 1 << 16
 _LIFE_BYTES, _STAMP_BYTES, _BLOCK_BYTES = 600, 8, 4
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptLife:
-    """A life as the log keeps it: its events are packed, its stamps are shared with the replica.
+    """A Life (the beginning of an engine life) as the log keeps it: with packed events, and with the stamp table shared
+    with the replica.
 
     Attributes:
-        life: without its events.
-        events: packed.
+        life: the Life without its events.
+        events: its events, packed.
     """
 
     life: Life
@@ -80,7 +86,7 @@ class _KeptLife:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in memory."""
+        """Approximate size in memory, in bytes."""
         life = self.life
         return (
             _LIFE_BYTES + len(self.events) + len(life.stamp_table) * _STAMP_BYTES + len(life.busy) * _BLOCK_BYTES
@@ -91,20 +97,22 @@ _Packed: TypeAlias = bytes | _KeptLife
 
 
 class DecisionLog(PackedLog[Entry, _Packed]):
-    """The last entries, at most `max_entries` and within the budget. The oldest are dropped first."""
+    """The last entries (applied steps and beginnings of engine lives, the times of one epoch) of one replica, at most
+    `max_entries` and within the memory budget. The oldest are dropped first.
+    """
 
     def __init__(self, max_entries: int, budget: LogBudget) -> None:
         super().__init__(max_entries, budget)
         self._followers: list[Follower] = []
 
     def __iter__(self) -> Iterator[Entry]:
-        """The current entries, oldest first. Each is unpacked when the iterator reaches it, so that reading can
-        be sliced.
+        """Iterate over the current entries, oldest first. Each entry is unpacked only when the iterator reaches it, so
+        that a reader can pause between two entries.
         """
         return map(_unpack, list(self._kept))
 
     def append(self, entry: Entry) -> None:
-        """Add an entry, drop the oldest ones when there is no room, and pass the entry to the followers."""
+        """Add an entry, drop the oldest entries if there is no room, and pass the entry to every follower."""
         if isinstance(entry, Life) and sum(len(run.hashes) for run in runs_of(entry.events)) > _MAX_LOST_KEYS:
             self._lose()
         else:
@@ -113,19 +121,21 @@ class DecisionLog(PackedLog[Entry, _Packed]):
             follower(entry)
 
     def slowest(self, count: int) -> list[Decision]:
-        """The decisions that took longest, slowest first."""
+        """Return the `count` decisions that took longest, slowest first."""
         packed = (entry for entry in self._kept if isinstance(entry, bytes))
         candidates = [Decision(*unpack_decision(raw)) for raw in nlargest(count, packed, key=slowness_of)]
         candidates += [entry for entry in self._kept if isinstance(entry, Decision)]
         return nlargest(count, candidates, key=attrgetter("took_ns"))
 
-    def _pack(self, entry: Entry) -> _Packed:
+    def _pack(self, entry: Entry) -> Generator[None, None, _Packed]:
         if isinstance(entry, Decision):
-            return pack_decision(*entry)
-        return _KeptLife(replace(entry, events=()), pack_events(entry.events))
+            return (yield from pack_decision(*entry))
+        return _KeptLife(replace(entry, events=()), (yield from pack_events(entry.events)))
 
     def follow(self, follower: Follower) -> None:
-        """Call `follower` with every entry from now on. It runs on the step's path, so it must be fast."""
+        """Call `follower` with every future entry. The call is made before the step is answered, so `follower` must be
+        fast.
+        """
         self._followers.append(follower)
 
     def unfollow(self, follower: Follower) -> None:
@@ -142,7 +152,7 @@ def _unpack(kept: Entry | _Packed) -> Entry:
 
 
 def without_tokens(step: Step) -> Step:
-    """The step without its tokens; itself when it has none."""
+    """Return the step without its token ids; the same object if it has none."""
     for part in step.parts:
         if part.facts.tokens or part.news.tokens:
             return replace(step, parts=[_without_tokens(part) for part in step.parts])
@@ -154,7 +164,9 @@ def _without_tokens(part: Part) -> Part:
 
 
 def hashed_step(decision: Decision, digest_size: int) -> Step:
-    """The step as sent by an engine that computes the hashes itself; its result is identical."""
+    """Return the step as an engine that hashes tokens itself would have sent it: with block hashes and without tokens.
+    Applying it gives the same result.
+    """
     parts = zip(decision.step.parts, decision.result.parts, strict=True)
     return replace(decision.step, parts=[_hashed(part, result, digest_size) for part, result in parts])
 
@@ -170,14 +182,16 @@ def _hashed(part: Part, result: PartResult, size: int) -> Part:
 
 
 def _hashed_facts(facts: Facts, made: list[bytes], size: int) -> Facts:
-    """Rows with tokens have their digests in `made`, in order."""
+    """Return the facts (the step's rows about known requests) with block hashes instead of tokens. `made` has the block
+    digests of each row that has new tokens, in row order.
+    """
     rows = iter(made)
     counts = [len(next(rows)) // size if appended else 0 for appended in facts.appended]
     return replace(facts, num_hashes=counts, hashes=b"".join(made))
 
 
 def hashes_of_news(decision: Decision, part: int, digest_size: int) -> list[list[bytes]]:
-    """The initial digests of each new request of a part."""
+    """Return the block digests of the prompt of each new request in one part of the step."""
     news = _hashed(decision.step.parts[part], decision.result.parts[part], digest_size).news
     counts = news.num_hashes or [0] * len(news.slot)
     ends = list(accumulate(counts, initial=0))

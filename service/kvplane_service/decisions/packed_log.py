@@ -1,11 +1,12 @@
-"""Logs with packed entries under one memory budget.
+"""Logs with packed entries (each one byte string) that share one memory budget.
 
     PackedLog   the last entries of one replica, bounded in number; the oldest are dropped first
-    LogBudget   memory of all logs of a process: when it is used up, the longest log loses its oldest entries
+    LogBudget   memory of all logs of a process: when it is used up, the longest log drops its oldest entries
 
-An entry is appended as objects and packed later by a background task (`pack_in_background`). Without that task, the
-step that finds too many unpacked entries packs them. A log within its equal share of the budget loses nothing to other
-logs, and its newest entry is never dropped. Use all logs of one budget from one thread.
+An entry is appended as objects and packed later by a background task (`pack_in_background`), a long one in pieces.
+Without that task, the append that finds too many unpacked entries packs the oldest one. Readers get an entry as objects
+until all of it is packed. A log that is not larger than an equal share of the budget loses nothing to other logs, and
+its newest entry is never dropped. All logs of one budget must be used from one thread.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -21,18 +22,18 @@ from kvplane_service.runtime.slices import in_slices
 
 # Overhead of a packed entry: the object header and its slot in the log.
 _ENTRY_BYTES = 64
-_MAX_WAITING = 8  # unpacked entries of a log
+_MAX_WAITING = 8  # unpacked entries that a log may have
 _PAUSE_S = 0.01  # so that a burst of steps is answered before its entries are packed
-_MAX_DROPS = 256  # per call; further room for a large entry is made by the following calls
-_SLACK = 8  # a log loses 1/N of its size before the longest log is searched again
+_MAX_DROPS = 256  # entries dropped per call; the following calls drop more if a large entry needs it
+_SLACK = 8  # the longest log drops 1/8 of its size before the longest log is searched again
 
 
 class Sized(Protocol):
-    """A packed entry that is not a byte string and reports its size."""
+    """A packed log entry that is an object instead of a byte string, and reports its own size."""
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in memory."""
+        """Approximate size in memory, in bytes."""
         ...
 
 
@@ -41,10 +42,12 @@ _Packed = TypeVar("_Packed", bound=bytes | Sized)
 
 
 class LogBudget:
-    """The memory budget of a set of logs.
+    """The memory budget that a set of logs shares.
 
     Attributes:
-        used: bytes of packed entries; exceeds `max_bytes` only while no log can drop anything, or room is being made.
+        max_bytes: the budget.
+        used: bytes of all packed entries. The size exceeds `max_bytes` only while no log can drop anything, or while
+            entries are being dropped.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -54,28 +57,28 @@ class LogBudget:
         self._waiting: dict[int, PackedLog[Any, Any]] = {}  # those with unpacked entries
         self._is_waiting = asyncio.Event()
         self._payer: PackedLog[Any, Any] | None = None
-        self._pays_until = 0  # size down to which the payer is reduced
+        self._pays_until = 0  # size at which the payer (the log that drops entries) is chosen again
 
     def join(self, log: PackedLog[Any, Any]) -> None:
-        """Add an empty log."""
+        """Add an empty log to the logs that share this memory budget."""
         self._logs[id(log)] = log
 
     def leave(self, log: PackedLog[Any, Any]) -> None:
-        """Remove a log; does nothing when it is not in the budget."""
+        """Remove a log from the budget; do nothing if it is not in the budget."""
         if self._logs.pop(id(log), None) is not None:
             self.used -= log.num_bytes
             self._waiting.pop(id(log), None)
             self._payer = None
 
     def has_waiting(self, log: PackedLog[Any, Any]) -> None:
-        """Note that the log has entries to pack."""
+        """Record that the log has entries to pack, and wake the background task."""
         if id(log) in self._logs:
             self._waiting[id(log)] = log
             self._is_waiting.set()
 
     def changed(self, log: PackedLog[Any, Any], num_bytes: int) -> None:
-        """Note that the size of the log changed by `num_bytes`; the longest log drops entries when the budget
-        is exceeded.
+        """Add `num_bytes` (may be negative) to the used size. If the budget is exceeded, the longest log drops its
+        oldest entries.
         """
         if id(log) not in self._logs:
             return
@@ -84,7 +87,7 @@ class LogBudget:
             self._make_room()
 
     def pack(self) -> Iterator[None]:
-        """Pack the waiting entries, and yield after each."""
+        """Pack the unpacked entries of all logs, and yield after each piece."""
         while self._waiting:
             key = next(iter(self._waiting))
             if not self._waiting[key].pack_oldest():
@@ -92,13 +95,15 @@ class LogBudget:
             yield
 
     async def pack_in_background(self) -> None:
-        """Pack entries as they arrive, until cancelled, in slices of the event loop."""
+        """Pack entries as they arrive, until cancelled. Runs in slices of the event loop, so that other tasks run in
+        between.
+        """
         while True:
             await self._is_waiting.wait()
             await asyncio.sleep(_PAUSE_S)
-            self._is_waiting.clear()
             async for _ in in_slices(self.pack()):
                 pass
+            self._is_waiting.clear()  # not before: a task that follows a cancelled one packs the remaining entries
 
     def _make_room(self) -> None:
         for _ in range(_MAX_DROPS):
@@ -116,13 +121,13 @@ class LogBudget:
 
 
 class PackedLog(ABC, Generic[_Entry, _Packed]):
-    """The last entries, at most `max_entries` and within the budget.
+    """The last entries of one replica, at most `max_entries` and within the memory budget.
 
     Attributes:
         num_bytes: approximate size of all packed entries.
-        spare_bytes: of those that may be dropped: all but the newest entry.
+        spare_bytes: size of the packed entries that may be dropped, which are all but the newest entry.
         num_lost: number of dropped entries.
-        lost_bytes: their size.
+        lost_bytes: size of the dropped entries.
     """
 
     def __init__(self, max_entries: int, budget: LogBudget) -> None:
@@ -130,6 +135,7 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         self._budget = budget
         self._kept: deque[_Entry | _Packed] = deque()
         self._num_waiting = 0  # the newest entries, not packed yet
+        self._packing: Generator[None, None, _Packed] | None = None  # of the oldest of them, if it has begun
         self.num_bytes = self.spare_bytes = self.num_lost = self.lost_bytes = 0
         budget.join(self)
 
@@ -142,12 +148,22 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         return len(self._kept) + self.num_lost
 
     def pack_oldest(self) -> bool:
-        """Pack the oldest unpacked entry. Returns whether there are more."""
+        """Pack a piece of the oldest unpacked entry, which is all of a short entry. Returns True if there is more to
+        pack.
+        """
         if not self._num_waiting:
             return False
         at = -self._num_waiting
-        entry = self._kept[at]
-        packed = self._kept[at] = self._pack(entry)  # type: ignore[arg-type]
+        # The generator is set again only after it yielded, so an entry whose packing failed is packed from its start.
+        packing, self._packing = self._packing or self._pack(self._kept[at]), None  # type: ignore[arg-type]
+        try:
+            next(packing)
+        except StopIteration as ended:
+            packed: _Packed = ended.value
+        else:
+            self._packing = packing
+            return True
+        self._kept[at] = packed
         num_bytes = _size_of(packed)
         self._num_waiting -= 1
         self.num_bytes += num_bytes
@@ -156,10 +172,11 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         return self._num_waiting > 0
 
     def drop_oldest(self) -> None:
-        """Drop the oldest of at least two entries."""
+        """Drop the oldest entry; the log must have at least two."""
         oldest = self._kept.popleft()
         if len(self._kept) < self._num_waiting:
             self._num_waiting -= 1
+            self._packing = None  # the dropped entry was the oldest unpacked one
         else:
             num_bytes = _size_of(oldest)  # type: ignore[arg-type]
             self.num_bytes -= num_bytes
@@ -170,11 +187,13 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
         self._dropped(oldest)
 
     def leave_budget(self) -> None:
-        """Leave the budget: nothing is appended any more, and remaining readers keep the entries."""
+        """Leave the shared memory budget when the log ends. No entry may be appended afterwards; readers that still
+        hold the log can read it.
+        """
         self._budget.leave(self)
 
     def _keep(self, entry: _Entry) -> None:
-        """Append an entry, and drop the oldest ones when there is no room."""
+        """Append an entry, and drop the oldest entries if there is no room."""
         self._kept.append(entry)
         self._num_waiting += 1
         self.spare_bytes = self.num_bytes
@@ -182,25 +201,28 @@ class PackedLog(ABC, Generic[_Entry, _Packed]):
             self.drop_oldest()
         if self._num_waiting == 1:
             self._budget.has_waiting(self)
-        elif self._num_waiting > _MAX_WAITING:
+        while self._num_waiting > _MAX_WAITING:
             self.pack_oldest()
 
     def _lose(self) -> None:
-        """Drop all entries and the one being appended, because a log must not have gaps."""
+        """Drop all entries and do not append the current one, which is too large to pack. The older entries are dropped
+        too, because a log must not have gaps.
+        """
         self.num_lost += len(self._kept) + 1
         self.lost_bytes += self.num_bytes
         self._budget.changed(self, -self.num_bytes)
         self.num_bytes = self.spare_bytes = self._num_waiting = 0
+        self._packing = None
         self._kept.clear()
 
     @abstractmethod
-    def _pack(self, entry: _Entry) -> _Packed:
-        """The entry packed."""
+    def _pack(self, entry: _Entry) -> Generator[None, None, _Packed]:
+        """Return the packed form of an entry, and yield between pieces of it."""
 
     def _dropped(self, entry: _Entry | _Packed) -> None:
-        """Called when an entry was dropped."""
+        """Do nothing; subclasses override this method to learn that an entry was dropped."""
 
 
 def _size_of(entry: bytes | Sized) -> int:
-    """Approximate size of a packed entry in memory."""
+    """Return the approximate size of a packed log entry in memory, in bytes."""
     return _ENTRY_BYTES + (len(entry) if isinstance(entry, bytes) else entry.num_bytes)

@@ -1,21 +1,25 @@
 """Pack decisions and cache events into single byte strings, which the cyclic garbage collector need not traverse.
 
-    frame       u32 number of chunks; u32 number, code, length of each; the chunks
-    decision    u64, big-endian: time taken; then a frame, with a frame for each part
-    events      a frame of columns over the runs
+    frame       u32 number of chunks; u32 number, code, length of each chunk; the chunks
+    decision    u64, big-endian: time taken; then a frame, which contains a frame for each part
+    events      a frame with one column per field of the event runs
 
-A chunk is a column of numbers in the smallest type that fits (its code), or raw bytes as the type of its field
-requires. Empty chunks are omitted. The fields are read from the types, so that a new field is packed too, or refused
-when this module is imported. Tokens are omitted: no log has them. A packed entry never leaves its process.
+A chunk is a column of numbers in the smallest integer type that fits (its code), or raw bytes in a format that depends
+on the type of its field. Empty chunks are omitted. The fields are read from the dataclasses, so a new field is packed
+too, or the import of this module fails. Tokens are omitted, because no log contains them. A packed entry never leaves
+its process.
+
+Functions that pack are generators: they yield between pieces of about a millisecond, so that one long entry does not
+block the event loop, and return what they packed. Short entries have one piece.
 """
 
 from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import fields
-from itertools import accumulate, chain, compress, pairwise
+from itertools import accumulate, chain, compress, islice, pairwise
 from operator import attrgetter, itemgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -45,18 +49,24 @@ from kvplane.v1 import step_pb2 as pb
 from kvplane_service.core.cache_events import CacheEvents, runs_of
 
 _TOOK, _COUNT = struct.Struct(">Q"), struct.Struct("<I")
-_CODES = "IiQq"  # of columns that do not fit into bytes
+_CODES = "IiQq"  # types of columns whose numbers do not fit into bytes, smallest first
 _RAW = 0  # code of a chunk that is not a column
 _TOKENS = frozenset({"facts.tokens", "news.tokens"})
 _KINDS = {kind.value: kind for kind in EventKind}
 _REASONS = {reason.value: reason for reason in RemoveReason}
 
-_Chunks: TypeAlias = dict[int, tuple[int, bytes]]  # by number: code and bytes
+_PIECE = 1 << 12  # items of a list that are packed between two yields
+_FEW = 1 << 8  # the same, for items that are converted one by one
+_PIECE_BYTES = 1 << 18  # more bytes are joined in a piece of their own
+
 _T = TypeVar("_T")
+_Chunk: TypeAlias = tuple[int, bytes]  # its code and bytes
+_Chunks: TypeAlias = dict[int, _Chunk]  # by their number
+Packing: TypeAlias = Generator[None, None, _T]
 
 
 class Unpacked(NamedTuple):
-    """An unpacked decision, see `decisions.log.Decision`."""
+    """The fields of an unpacked decision, in the order of `decisions.log.Decision`."""
 
     step: Step
     result: StepResult
@@ -68,7 +78,7 @@ class Unpacked(NamedTuple):
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-def _column(values: Sequence[int]) -> tuple[int, bytes]:
+def _column(values: Sequence[int]) -> _Chunk:
     try:
         return ord("B"), bytes(values)
     except ValueError:  # the first value that does not fit ends the attempt, which is early in columns of block ids
@@ -81,6 +91,34 @@ def _column(values: Sequence[int]) -> tuple[int, bytes]:
     raise AssertionError(f"numbers of more than 64 bits: {values}")
 
 
+def _columns(pieces: Sequence[Sequence[int]]) -> Packing[_Chunk]:
+    """Pack one column of integers, given in pieces, as an array of the smallest integer type that fits; yield after
+    each piece.
+    """
+    if len(pieces) == 1:
+        return _column(pieces[0])
+    for code in ("B", *_CODES):
+        packed = []
+        try:
+            for piece in pieces:
+                packed.append(array(code, piece).tobytes())
+                yield
+        except OverflowError:
+            continue
+        return ord(code), b"".join(packed)
+    raise AssertionError("numbers of more than 64 bits")
+
+
+def _pieces(values: Iterable[Sequence[_T]]) -> Packing[list[Sequence[_T]]]:
+    """Split the concatenation of `values` into pieces of _PIECE items."""
+    items, pieces = chain.from_iterable(values), list[Sequence[_T]]()
+    while piece := list(islice(items, _PIECE)):
+        pieces.append(piece)
+        if len(piece) == _PIECE:
+            yield
+    return pieces
+
+
 def _numbers(chunk: tuple[int, bytes] | None) -> list[int]:
     return array(chr(chunk[0]), chunk[1]).tolist() if chunk else []
 
@@ -89,26 +127,66 @@ def _join(values: Sequence[bytes]) -> bytes:
     return b"".join([_COUNT.pack(len(values)), array("I", map(len, values)).tobytes(), *values])
 
 
+def _joins(pieces: Sequence[Sequence[bytes]]) -> Packing[bytes]:
+    """Pack one list of byte strings, given in pieces: number of strings, their lengths, their bytes. Yields after each
+    piece.
+    """
+    if len(pieces) == 1:
+        return _join(pieces[0])
+    lengths, joined = array("I"), []
+    for piece in pieces:
+        lengths.extend(map(len, piece))
+        joined.append(b"".join(piece))
+        yield
+    return b"".join([_COUNT.pack(len(lengths)), lengths.tobytes(), *joined])
+
+
 def _split(raw: bytes) -> list[bytes]:
     start = _COUNT.size * (1 + _COUNT.unpack_from(raw)[0])
     ends = accumulate(array("I", raw[_COUNT.size : start]), initial=start)
     return [raw[begin:end] for begin, end in pairwise(ends)]
 
 
-def _join_texts(values: Iterable[str]) -> bytes:
-    return _join([value.encode("utf-8", "surrogatepass") for value in values])
+def _join_texts(values: Sequence[str]) -> Packing[bytes]:
+    return _join_converted(values, _encode_text)
+
+
+def _encode_text(value: str) -> bytes:
+    return value.encode("utf-8", "surrogatepass")
 
 
 def _split_texts(raw: bytes) -> list[str]:
     return [value.decode("utf-8", "surrogatepass") for value in _split(raw)]
 
 
-def _join_keys(rows: Iterable[ExtraKeys]) -> bytes:
-    return _join([wire.encode_extra_keys(keys).SerializeToString() for keys in rows])
+def _join_keys(rows: Sequence[ExtraKeys]) -> Packing[bytes]:
+    return _join_converted(rows, _encode_keys)
+
+
+def _encode_keys(keys: ExtraKeys) -> bytes:
+    return wire.encode_extra_keys(keys).SerializeToString()
 
 
 def _split_keys(raw: bytes) -> list[ExtraKeys]:
     return [wire.decode_extra_keys(pb.ExtraKeys.FromString(row)) for row in _split(raw)]
+
+
+def _join_converted(values: Sequence[_T], convert: Callable[[_T], bytes]) -> Packing[bytes]:
+    converted = list[bytes]()
+    for start in range(0, len(values), _FEW):
+        if start:
+            yield
+        converted += map(convert, values[start : start + _FEW])
+    return _join(converted)
+
+
+def _join_bytes(values: Sequence[bytes]) -> Packing[bytes]:
+    return (yield from _joins((yield from _pieces([values])))) if len(values) > _PIECE else _join(values)
+
+
+def _one(raw: bytes) -> Packing[bytes]:
+    yield from ()
+    return raw
 
 
 def _as_it_is(raw: bytes) -> bytes:
@@ -116,19 +194,30 @@ def _as_it_is(raw: bytes) -> bytes:
 
 
 # How values of these types are packed and unpacked.
-_RAW_KINDS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
-    "bytes": (_as_it_is, _as_it_is),
-    "list[bytes]": (_join, _split),
+_RAW_KINDS: dict[str, tuple[Callable[[Any], Packing[bytes]], Callable[[bytes], Any]]] = {
+    "bytes": (_one, _as_it_is),
+    "list[bytes]": (_join_bytes, _split),
     "list[str]": (_join_texts, _split_texts),
     "list[ExtraKeys]": (_join_keys, _split_keys),
 }
-# Numbers, and how they are turned back.
+# Types of single numbers, and the functions that convert a packed number back to the type.
 _SCALARS: dict[str, Callable[[int], Any]] = {"int": int, "bool": bool, "OnRefusal": OnRefusal}
 
 
-def _frame(chunks: _Chunks) -> bytes:
-    heads = array("I", chain.from_iterable([(number, code, len(raw)) for number, (code, raw) in chunks.items()]))
-    return b"".join([_COUNT.pack(len(chunks)), heads.tobytes(), *[raw for _, raw in chunks.values()]])
+def _frame(chunks: _Chunks) -> list[bytes]:
+    """Return the parts of a frame, to be joined: the number, codes and lengths of all chunks, then the chunks."""
+    heads = [(number, code, len(raw)) for number, (code, raw) in chunks.items()]
+    return [_heads(heads), *[raw for _, raw in chunks.values()]]
+
+
+def _heads(heads: Sequence[tuple[int, int, int]]) -> bytes:
+    return _COUNT.pack(len(heads)) + array("I", chain.from_iterable(heads)).tobytes()
+
+
+def _whole(packed: list[bytes]) -> Packing[bytes]:
+    if sum(map(len, packed)) > _PIECE_BYTES:
+        yield
+    return b"".join(packed)
 
 
 def _unframe(raw: bytes, start: int = 0) -> _Chunks:
@@ -145,12 +234,13 @@ def _unframe(raw: bytes, start: int = 0) -> _Chunks:
 
 
 class _Shape(Generic[_T]):
-    """How the fields of a type are packed that consists of sections: chunk 0 has all that are a single number.
+    """How to pack a dataclass whose fields are sections (dataclasses of columns), columns and single numbers. All
+    single numbers are in chunk 0.
 
     Args:
-        owner: the type; fields that it has no section for are its own.
-        sections: by name, the types of those that are packed.
-        others: fields that are packed elsewhere.
+        owner: the dataclass; the fields without a section in `sections` are packed as its own.
+        sections: types of the sections that are packed, by field name.
+        others: fields that this object does not pack.
     """
 
     def __init__(self, owner: type[_T], sections: dict[str, type], others: frozenset[str]) -> None:
@@ -166,21 +256,23 @@ class _Shape(Generic[_T]):
         self._others_of = attrgetter(*self._columns, *[path for path, *_ in self._raws])
         self._numbers = range(1, 1 + len(self._columns) + len(self._raws))
 
-    def pack(self, value: _T) -> _Chunks:
-        """Chunks of what is not empty, which in most steps is little."""
+    def pack(self, value: _T) -> Packing[_Chunks]:
+        """Return the chunks of all fields that are not empty. In most steps, few fields are not empty."""
         others = self._others_of(value)
         chunks: _Chunks = {0: _column(self._scalars_of(value))} if self._scalars_of else {}
         num_columns = len(self._columns)
         for number in compress(self._numbers, others):
             one = others[number - 1]
-            if number <= num_columns:
+            if number > num_columns:
+                chunks[number] = _RAW, (yield from self._raws[number - 1 - num_columns][1](one))
+            elif len(one) <= _PIECE:
                 chunks[number] = _column(one)
             else:
-                chunks[number] = _RAW, self._raws[number - 1 - num_columns][1](one)
+                chunks[number] = yield from _columns((yield from _pieces([one])))
         return chunks
 
     def unpack(self, chunks: _Chunks) -> _T:
-        """The object of these chunks; chunks of other numbers are not looked at."""
+        """Return the object whose fields these chunks contain; chunks with other numbers are ignored."""
         given: dict[str, dict[str, Any]] = {name: {} for name in ("", *self._sections)}
         for (path, turn), number in zip(self._scalars, _numbers(chunks.get(0)), strict=True):
             section, _, name = path.rpartition(".")
@@ -203,7 +295,7 @@ class _Shape(Generic[_T]):
 
 
 def _paths(owner: type, sections: dict[str, type]) -> Iterator[tuple[str, str]]:
-    """The fields with their types as they are written, those of sections behind the section's name."""
+    """Yield the name and the declared type of each field; fields of a section are named "section.field"."""
     for one in fields(owner):
         if one.name in sections:
             yield from ((f"{one.name}.{inner.name}", str(inner.type)) for inner in fields(sections[one.name]))
@@ -230,25 +322,31 @@ _OF_RESULT, _OF_EVENTS, _OF_RESUME = 1001, 1002, 1003  # chunks of a part's fram
 
 def pack_decision(
     step: Step, result: StepResult, of_parts: Iterable[Sequence[CacheEvent]], at_ns: int, took_ns: int
-) -> bytes:
-    """A decision without tokens; `of_parts` are the events of each part."""
-    parts = []
+) -> Packing[bytes]:
+    """Return the decision as bytes, without its tokens; `of_parts` are the cache events of each part."""
+    parts = list[list[bytes]]()
     for part, outcome, events in zip(step.parts, result.parts, of_parts, strict=True):
-        chunks = _PART.pack(part)
-        chunks[_OF_RESULT] = _RAW, _frame(_RESULT.pack(outcome))
+        if parts:
+            yield
+        chunks = yield from _PART.pack(part)
+        chunks[_OF_RESULT] = _RAW, (yield from _whole(_frame((yield from _RESULT.pack(outcome)))))
         if runs_of(events):
-            chunks[_OF_EVENTS] = _RAW, pack_events(events)
+            chunks[_OF_EVENTS] = _RAW, (yield from pack_events(events))
         if part.resume is not None:
-            chunks[_OF_RESUME] = _RAW, _frame(_RESUME.pack(part.resume))
+            chunks[_OF_RESUME] = _RAW, (yield from _whole(_frame((yield from _RESUME.pack(part.resume)))))
         parts.append(_frame(chunks))
     of_step = step.epoch, step.seq, step.part, step.last, step.executed_through
-    numbers = *of_step, result.seq, result.part, result.published_through, at_ns
-    trace = step.traceparent.encode("utf-8", "surrogatepass")
-    return _TOOK.pack(took_ns) + _frame({0: _column(numbers), 1: (_RAW, trace), 2: (_RAW, _join(parts))})
+    code, numbers = _column((*of_step, result.seq, result.part, result.published_through, at_ns))
+    trace = _encode_text(step.traceparent)
+    lengths = [sum(map(len, part)) for part in parts]
+    joined = [_COUNT.pack(len(parts)), array("I", lengths).tobytes(), *chain.from_iterable(parts)]
+    heads = (0, code, len(numbers)), (1, _RAW, len(trace)), (2, _RAW, sum(map(len, joined)))
+    # Not `_frame`: a long decision is copied once.
+    return (yield from _whole([_TOOK.pack(took_ns), _heads(heads), numbers, trace, *joined]))
 
 
 def unpack_decision(raw: bytes) -> Unpacked:
-    """The decision that was packed; empty columns become empty lists."""
+    """Return the decision that `pack_decision` packed; empty columns become empty lists."""
     chunks = _unframe(raw, _TOOK.size)
     epoch, seq, number, last, executed_through, *of_result, at_ns = _numbers(chunks[0])
     parts, outcomes = [], []
@@ -265,7 +363,7 @@ def unpack_decision(raw: bytes) -> Unpacked:
     return Unpacked(step, result, tuple([one.events for one in outcomes]), at_ns, _TOOK.unpack_from(raw)[0])
 
 
-# Bytes of a packed decision that sort by the time taken.
+# Returns the leading bytes of a packed decision, which sort by the time taken.
 slowness_of = itemgetter(slice(_TOOK.size))
 
 
@@ -274,32 +372,39 @@ slowness_of = itemgetter(slice(_TOOK.size))
 _EVENT_FIELDS = [(one.name, str(one.type)) for one in fields(CacheEvent)]
 _EVENT_SCALARS = {"int", "EventKind", "RemoveReason"}
 _event_of = attrgetter(*[f"{name}.real" if kind in _EVENT_SCALARS else name for name, kind in _EVENT_FIELDS])
-_FLAT = 100  # added to the number of a field: its values of all runs, one after the other
+_FLAT = 100  # chunk number of a list field plus this: the chunk with the lists of all runs, one after the other
 assert {kind for _, kind in _EVENT_FIELDS} == {*_EVENT_SCALARS, "str", "bytes", "Sequence[int]", "Sequence[bytes]"}
 
 
-def pack_events(events: Sequence[CacheEvent]) -> bytes:
-    """Pack events, in runs."""
+def pack_events(events: Sequence[CacheEvent]) -> Packing[bytes]:
+    """Return the events as bytes. Events are packed in runs (consecutive events that differ only in hash and block)."""
+    runs = runs_of(events)
+    columns: list[list[Any]] = [*map(list, zip(*map(_event_of, runs[:_FEW]), strict=True))]
+    for start in range(_FEW, len(runs), _FEW):
+        yield
+        for values, more in zip(columns, zip(*map(_event_of, runs[start : start + _FEW]), strict=True), strict=True):
+            values += more
     chunks: _Chunks = {}
-    for number, values in enumerate(zip(*map(_event_of, runs_of(events)), strict=True)):
+    for number, values in enumerate(columns):
         kind = _EVENT_FIELDS[number][1]
         if not any(values):
             continue
         if kind in _EVENT_SCALARS:
             chunks[number] = _column(values)
         elif kind == "str":
-            chunks[number] = _RAW, _join_texts(values)
+            chunks[number] = _RAW, (yield from _join_texts(values))
         elif kind == "bytes":
             chunks[number] = _RAW, _join(values)
         else:
-            flat = list(chain.from_iterable(values))
+            flat = yield from _pieces(values)
             chunks[number] = _column([*map(len, values)])
-            chunks[number + _FLAT] = _column(flat) if kind == "Sequence[int]" else (_RAW, _join(flat))
-    return _frame(chunks)
+            is_numbers = kind == "Sequence[int]"
+            chunks[number + _FLAT] = (yield from _columns(flat)) if is_numbers else (_RAW, (yield from _joins(flat)))
+    return (yield from _whole(_frame(chunks)))
 
 
 def unpack_events(raw: bytes, start: int = 0) -> CacheEvents:
-    """The packed events that begin at `start`."""
+    """Return the events that `pack_events` packed; their bytes begin at offset `start` of `raw`."""
     chunks = _unframe(raw, start)
     if not chunks:
         return CacheEvents()

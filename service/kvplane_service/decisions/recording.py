@@ -1,4 +1,4 @@
-"""Recordings: the messages of Admin.Record in a file, framed and checksummed.
+"""Recordings: the messages that Admin.Record streams, stored in a file with frames and checksums.
 
     file    magic, then frames
     frame   u32 length, u32 CRC-32, RecordResponse (little-endian)
@@ -31,13 +31,13 @@ from kvplane_service.decisions.log import Decision, Entry, hashed_step
 
 MAGIC = b"kvplane decisions 2\n"
 _READS = (MAGIC, b"kvplane decisions 1\n")
-_ALIGNED_BY_DEFAULT, _ALIGNED = 2, 1  # version of steps that changed the default; the flag of older versions
+_ALIGNED_BY_DEFAULT, _ALIGNED = 2, 1  # step version since which rows are aligned by default; the flag of older versions
 _FRAME = struct.Struct("<II")
 _MAX_FRAME_BYTES = 256 << 20
 
 
 def header_of(replica: str, spec: ReplicaSpec) -> RecordResponse:
-    """The first message of a recording."""
+    """Return the first message of a recording, which describes the replica and the format."""
     return RecordResponse(
         header=RecordHeader(
             replica=replica, version=version("kvplane"), spec=wire.encode_spec(spec), step_version=STEP_VERSION
@@ -46,7 +46,9 @@ def header_of(replica: str, spec: ReplicaSpec) -> RecordResponse:
 
 
 def message_of(entry: Entry, digest_size: int) -> RecordResponse:
-    """The message of an entry of the decision log."""
+    """Return the message that records an entry of the decision log, without tokens, salts, adapter names and trace
+    contexts.
+    """
     if not isinstance(entry, Decision):
         stamps = words_of(entry.stamp_table).tobytes()
         life = RecordedLife(epoch=entry.epoch, stamp_table=stamps, memory_is_new=entry.memory_is_new)
@@ -61,7 +63,9 @@ def message_of(entry: Entry, digest_size: int) -> RecordResponse:
 
 
 def result_digest(result: StepResult, events: tuple[Sequence[CacheEvent], ...]) -> bytes:
-    """Digest of an answer and its cache events, without moves, which older versions did not report."""
+    """Return a SHA-256 digest of an answer and its cache events, by which a replay is compared. Moves of keys between
+    blocks are left out, because older versions did not report them.
+    """
     parts = [replace(part, events=_without_moves(of_part)) for part, of_part in zip(result.parts, events, strict=True)]
     return hashlib.sha256(wire.encode_result(replace(result, parts=parts)).SerializeToString()).digest()
 
@@ -71,25 +75,25 @@ def _without_moves(events: Sequence[CacheEvent]) -> list[CacheEvent]:
     for event in events:
         if not moved and event.reason is not RemoveReason.MOVED:
             kept.append(event)
-        moved = event.reason is RemoveReason.MOVED  # the next event stores the key in the copy
+        moved = event.reason is RemoveReason.MOVED  # the next event stores the key in the copy of the block
     return kept
 
 
 def write_frame(file: BinaryIO, message: RecordResponse) -> None:
-    """Append a message."""
+    """Append a message to the file as one frame."""
     raw = message.SerializeToString()
     file.write(_FRAME.pack(len(raw), zlib.crc32(raw)) + raw)
 
 
 class Frames:
-    """The messages of a file, one after the other.
+    """An iterable over the messages of a recording.
 
     Attributes:
-        is_cut: whether the file ended inside a frame; set at the end.
+        is_cut: True if the file ends inside a frame; set when the iteration ends.
 
     Raises:
-        NotFound: the file cannot be read.
-        InvalidArgument: it is not a recording, has another version, or is damaged.
+        NotFound: the file cannot be read (raised when the iteration begins).
+        InvalidArgument: the file is not a recording, has an unsupported version, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,8 +105,8 @@ class Frames:
         try:
             file = path.open("rb")
         except OSError as error:
-            problem = f"{path}: {error.strerror}"
-            raise NotFound(problem, field="--log", remedy="name a file of `kvplane record`") from None
+            problem = f"{path} cannot be read: {error.strerror}"
+            raise NotFound(problem, field="--log", remedy="name a file that `kvplane record` wrote") from None
         with file:
             _check_magic(path, file.read(len(MAGIC)))
             while head := file.read(_FRAME.size):
@@ -117,13 +121,15 @@ def _check_magic(path: Path, magic: bytes) -> None:
     if magic in _READS:
         return
     of_us = magic.startswith(MAGIC[: MAGIC.rindex(b" ")])
-    problem = f"is a recording of version {magic.split()[-1].decode(errors='replace')}" if of_us else "is no recording"
+    found = magic.split()[-1].decode(errors="replace") if of_us else ""
+    problem = f"is a recording of version {found}" if of_us else "is not a recording of kvplane"
     remedy = f"this kvplane reads versions up to {MAGIC.split()[-1].decode()}; use the kvplane that recorded it"
-    raise InvalidArgument(f"{path} {problem}", field="--log", remedy=remedy if of_us else "make one: kvplane record")
+    remedy = remedy if of_us else "name a file that `kvplane record` wrote"
+    raise InvalidArgument(f"{path} {problem}", field="--log", remedy=remedy)
 
 
 def _read_frame(path: Path, file: BinaryIO, head: bytes) -> RecordResponse | None:
-    """The message after a frame header; None when it is truncated."""
+    """Return the message that follows a frame header, or None if the frame is truncated."""
     if len(head) < _FRAME.size:
         return None
     length, checksum = _FRAME.unpack(head)
@@ -144,7 +150,9 @@ def _read_frame(path: Path, file: BinaryIO, head: bytes) -> RecordResponse | Non
 
 
 def step_of(message: RecordedDecision, digest_size: int, version: int) -> Step:
-    """The step of a recorded decision, converted from that version of steps."""
+    """Return the step of a recorded decision, converted from version `version` of the step format to the
+    current one.
+    """
     step = wire.decode_step(message.step, digest_size)
     if version < _ALIGNED_BY_DEFAULT:
         for part in step.parts:
@@ -155,7 +163,7 @@ def step_of(message: RecordedDecision, digest_size: int, version: int) -> Step:
 
 
 def _anonymous(part: Part) -> Part:
-    """The part without identifying data: salts, adapters, trace contexts."""
+    """Return the part of a step without extra keys (salts, adapters) and without trace contexts."""
     if not (part.news.extra_keys or part.news.traceparent):
         return part
     return replace(part, news=replace(part.news, extra_keys=[], traceparent=[]))

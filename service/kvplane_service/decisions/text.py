@@ -1,4 +1,4 @@
-"""Decisions as readable lines: one per row, in the order of execution."""
+"""Format decisions as readable lines: one line per row of the step, in the order of execution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from kvplane.base.step import AdmitStatus, Cache, End, Part, PartResult, Step, S
 
 
 def operation_lines(step: Step, result: StepResult) -> Iterator[str]:
-    """Lines of requested and decided amounts, such as "run slot 3: 1 token, blocks 0:[17]"."""
+    """Yield one line per row (operation on one request) with what was requested and granted, such as "run slot 3: 1
+    token, blocks 0:[17]".
+    """
     yield f"step {step.seq} of epoch {step.epoch}, executed through {step.executed_through}"
     for number, (part, decided) in enumerate(zip(step.parts, result.parts, strict=True), step.part):
         if len(step.parts) > 1 or number:
@@ -53,6 +55,8 @@ def _fact_lines(part: Part) -> Iterator[str]:
             said.append(f"computed {facts.computed[row]}")
         if facts.commit and facts.commit[row] >= 0:
             said.append(f"commit {facts.commit[row]}")
+        if facts.release_skipped and facts.release_skipped[row] >= 0:
+            said.append(f"release what is skipped at {facts.release_skipped[row]}")
         if _at(facts.end, row):
             said.append(f"ends: {End(facts.end[row]).name.lower()}")
         yield f"fact slot {slot}: {', '.join(said) or 'nothing'}"

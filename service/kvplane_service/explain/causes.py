@@ -1,10 +1,10 @@
 """Determine why the hit of a prompt or a request is not longer.
 
     LookupExplanation (core)   the hit of each group, the group that limits the hit, and the missing block
-    History (log)              what happened to the content of that block
+    History (log)              when the missing block was stored and removed
 
-An answer is exact, or states that the log does not reach back far enough. It contains positions, requests, domains and
-adapters, never a token or a salt. Positions are exact to one hash block, because the log has hashes.
+The cause is exact, or NOT_RECORDED if the log does not reach back far enough. An answer contains positions, requests,
+domains and adapters, never a token or a salt. Positions are exact to one hash block, because the log has block hashes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from kvplane.base.step import NO_EXTRA_KEYS, EventKind, ExtraKeys, RemoveReason
 from kvplane_service.core.explain_lookup import LookupExplanation, MissingPrefix
 from kvplane_service.explain.history import NOW, History, KeyName, Known, Spot
 
-MAX_ALTERNATIVES = 32  # other extra keys that a prompt is hashed with
+MAX_ALTERNATIVES = 32  # most extra keys of other requests with which a prompt is hashed to compare it
 
 
 class Cause(StrEnum):
-    """Why a hit is not longer."""
+    """The reason for which a hit is not longer."""
 
     NOTHING = "nothing"  # the hit has its maximum length: the last token is always computed
     CACHING_OFF = "caching_off"
@@ -32,7 +32,7 @@ class Cause(StrEnum):
     DROPPED = "dropped"
     WITHDRAWN = "withdrawn"
     UNVERIFIED = "unverified"
-    WITHOUT_STAMPS = "without_stamps"  # an engine life began without stamps, and so kept no key
+    WITHOUT_STAMPS = "without_stamps"  # an engine life began without a stamp table, so that no key could be verified
     RESET = "reset"
     TENTATIVE = "tentative"
     WINDOW_NOT_RESIDENT = "window_not_resident"
@@ -62,9 +62,11 @@ class Why:
     """A cause with its details.
 
     Attributes:
-        start, end: the missing tokens; for DIFFERS, the range that has the first different token.
-        by: the request that evicted the block, the other domain, or the other adapter.
-        epoch, seq, at_ns: step and time of the event; 0 when the cause is not an event.
+        start, end: range of the missing tokens; for DIFFERS, the range that contains the first different token.
+        by: name of the request that evicted the block, or name of the other cache domain (requests share blocks only
+            inside one) or adapter for which the content was cached; "" if none.
+        epoch, seq, at_ns: engine life (number of the epoch), step and time (in nanoseconds) at which the key was
+            removed; 0 if the cause is not a removal.
     """
 
     cause: Cause
@@ -78,14 +80,16 @@ class Why:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A look-up to explain.
+    """A look-up whose result is to be explained.
 
     Attributes:
-        digests, domain, num_tokens: of the look-up.
-        at: the first event of the log after the look-up.
-        reads: False when the request disabled the look-up.
-        alternatives: the same tokens hashed with other extra keys; empty when the tokens are unknown.
-        own_keys: extra keys of the look-up.
+        digests: block hashes of the prompt.
+        domain: cache domain of the look-up; look-ups hit only blocks of their own domain.
+        num_tokens: length of the prompt.
+        at: position in the log of the first event after the look-up.
+        reads: False if the request asked not to look up cached blocks.
+        alternatives: the same tokens hashed with the extra keys of other requests; empty if the tokens are unknown.
+        own_keys: extra keys (adapter, salt, multimodal items) of the prompt.
     """
 
     digests: Sequence[bytes]
@@ -98,12 +102,13 @@ class Question:
 
 
 class Explainer:
-    """Finds causes in a history.
+    """Finds the causes of short hits in the history of a replica.
 
     Args:
-        spec: of the replica.
-        history: of its log.
-        is_complete: the log reaches back to the registration, and the replica reports events.
+        spec: specification of the replica.
+        history: contents of its decision log.
+        is_complete: the log reaches back to the registration of the replica. A cause is called NEVER_CACHED only if
+            it does and the replica reports events.
     """
 
     def __init__(self, spec: ReplicaSpec, history: History, is_complete: bool) -> None:
@@ -112,7 +117,9 @@ class Explainer:
         self._is_complete = is_complete and spec.events
 
     def why(self, question: Question, account: LookupExplanation) -> Why:
-        """Why the explained look-up found no longer hit."""
+        """Return why the look-up did not hit more tokens. `account` is the core's explanation of the same look-up: the
+        hit of each group, the group that limits the hit, and the missing block.
+        """
         if not self._spec.enable_caching:
             return Why(Cause.CACHING_OFF)
         if not question.reads:
@@ -134,19 +141,23 @@ class Explainer:
         return Why(cause, missing.start, missing.end)
 
     def _removed(self, question: Question, missing: MissingPrefix) -> Why | None:
-        """The key was stored and removed."""
+        """Return the cause for which the missing key (hash under which a block is found) was removed; None if the key's
+        last change before the look-up, as far as the log shows it, is not a removal.
+        """
         key = KeyName(question.domain, missing.group, question.digests[missing.num_hashes - 1])
         change = self._history.last_change(key, question.at)
         if change is None or change.kind is EventKind.STORED:
             return None
-        # A key removed before such a life would have been lost in any case when it began.
+        # If an engine life that kept no key began after the removal, it is the cause: the key would be lost anyway.
         change = self._history.cleared_by_life(change.at, question.at) or change
         cause = Cause.RESET if change.reason is RemoveReason.NONE else _OF_REMOVAL[change.reason]
         cause = Cause.WITHOUT_STAMPS if change.without_stamps else cause
         return Why(cause, missing.start, missing.end, change.by, change.epoch, change.seq, change.at_ns)
 
     def _elsewhere(self, question: Question, missing: MissingPrefix) -> Why | None:
-        """The content was computed, but for other groups, domains, salts or adapters."""
+        """Return the cause that names the other group, cache domain, salt or adapter for which the missing content was
+        computed; None if there is none.
+        """
         digest, span = question.digests[missing.num_hashes - 1], (missing.start, missing.end)
         if self._was_computed(question.domain, digest, question):
             kind = self._spec.groups[missing.group].kind
@@ -176,11 +187,14 @@ class Explainer:
         )
 
     def _requests(self, domain: str, question: Question) -> Iterator[Known]:
-        """Requests of a domain that had blocks by then."""
+        """Yield the requests of a cache domain (requests share cached blocks only inside one) that had been granted
+        blocks before the look-up.
+        """
         return (request for request in self._history.admitted(question.at) if request.domain == domain)
 
     def _differs(self, question: Question, missing: MissingPrefix) -> Why | None:
-        """Another prompt has a common prefix and differs after it; the longest such prefix counts.
+        """Return DIFFERS, with the position of the difference, if another prompt has the same beginning as this one and
+        then differs. Of several other prompts, the one with the longest common beginning counts.
 
         Only prompts with the same extra keys are compared: with other keys, hashes differ although tokens are equal.
         """
@@ -195,21 +209,27 @@ class Explainer:
 
 
 def other_keys(history: History, own: ExtraKeys) -> list[ExtraKeys]:
-    """Extra keys of other requests that had blocks, the latest first, at most MAX_ALTERNATIVES."""
+    """Return the extra keys (salt, adapter, multimodal items; they are part of each hash) of other requests that had
+    blocks, the latest first, at most MAX_ALTERNATIVES.
+    """
     keys = dict.fromkeys(request.extra_keys for request in reversed(list(history.admitted(NOW))))
     keys.pop(own, None)
     return list(keys)[:MAX_ALTERNATIVES]
 
 
 def _difference(own: ExtraKeys, other: ExtraKeys) -> Cause:
-    """The first extra key in which two requests with equal tokens differ."""
+    """Return the cause that names the first extra key (salt, adapter or multimodal item) in which two requests with
+    equal tokens differ.
+    """
     if own.lora != other.lora:
         return Cause.OTHER_LORA
     return Cause.OTHER_SALT if own.salt != other.salt else Cause.OTHER_MULTIMODAL
 
 
 def _common(chain: Sequence[bytes], digests: Sequence[bytes]) -> int:
-    """Number of equal leading hashes. Hashes are chained, so equality at an index implies equality before it."""
+    """Return the number of equal leading hashes. Each hash covers all tokens before its end, so equal hashes at an
+    index imply equal hashes before it.
+    """
     low, high = 0, min(len(chain), len(digests))
     while low < high:
         middle = (low + high + 1) // 2
@@ -221,7 +241,7 @@ def _common(chain: Sequence[bytes], digests: Sequence[bytes]) -> int:
 
 
 def with_hit_checked(why: Why, account: LookupExplanation, hit: int) -> Why:
-    """The cause, or NOT_RECORDED when the account does not reproduce the answered hit, because the log is
-    incomplete.
+    """Return the cause `why`, or NOT_RECORDED if the look-up `account`, reconstructed from the log, has another hit
+    length than the answer that the request got: then the log is incomplete.
     """
     return why if account.hit.num_tokens == hit else Why(Cause.NOT_RECORDED, start=hit)

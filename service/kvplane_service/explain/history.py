@@ -1,6 +1,6 @@
 """The history of keys and requests in the decision log: when each key was stored and removed, and by which request.
 
-It is built from a copy of the log's entries, so it can be read on a thread.
+It is built from a copy of the log's entries, so that a thread can read the history while the log changes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from kvplane.base.step import (
 )
 from kvplane_service.decisions.log import Decision, Entry, hashed_step
 
-Spot: TypeAlias = tuple[int, int, int]  # entry, part, event: ordered by time
-NOW: Spot = (1 << 62, 0, 0)
+Spot: TypeAlias = tuple[int, int, int]  # a position in the log: number of entry, part and event; ordered by time
+NOW: Spot = (1 << 62, 0, 0)  # after every entry
 
 
 class Change(NamedTuple):
-    """A key was stored in a block, or removed from it.
+    """A change of a key (the hash under which a block is found): the key was given to a block or removed from one.
 
     Attributes:
-        by: the request that caused it, "" when unknown.
-        seq: 0 for the beginning of an engine life.
-        without_stamps: that life began without stamps.
+        at: position in the log.
+        by: name of the request that caused the change, "" if unknown.
+        epoch, seq, at_ns: engine life, step and time of the change; `seq` is 0 at the beginning of an engine life.
+        without_stamps: the engine life (the time of one epoch) began without a stamp table, which has the version
+            number of each page's content; so no key could be verified.
     """
 
     at: Spot
@@ -49,7 +51,7 @@ class Change(NamedTuple):
 
 
 class KeyName(NamedTuple):
-    """A key without its block."""
+    """Identifies a cache key (the hash under which a block is found) by domain, group and block digest."""
 
     domain: str
     group: int
@@ -58,13 +60,16 @@ class KeyName(NamedTuple):
 
 @dataclass(slots=True)
 class Known:
-    """One use of a slot by a request, as far as the log shows.
+    """One use of a slot (the number of a request in steps) by a request, from the request's arrival to its end, as far
+    as the log shows these.
 
     Attributes:
-        digests: of its full hash blocks.
-        admitted_at: when it was first granted blocks; NOW until then.
-        position: tokens of its prompt that are hit or granted now; generated tokens are not tracked.
-        computed: each new maximum of the position, and when it was reached.
+        name: request id, or "slot N" if the engine sent none.
+        digests: hashes of its full hash blocks.
+        skip_reading: the request does not look up cached blocks.
+        admitted_at: position in the log at which it was first granted blocks, NOW until then.
+        position: number of prompt tokens that are hit or granted at present; generated tokens are not counted.
+        computed: each new maximum of `position`, and the position in the log at which it was reached.
     """
 
     name: str
@@ -78,19 +83,25 @@ class Known:
     computed: list[tuple[Spot, int]] = field(default_factory=list)
 
     def move_to(self, position: int, at: Spot) -> None:
-        """Set the number of tokens that are hit or granted."""
+        """Set the number of prompt tokens that are hit or granted."""
         self.position = position
         if position > self.computed_at(NOW):
             self.computed.append((at, position))
 
     def computed_at(self, at: Spot) -> int:
-        """Tokens computed before `at`."""
+        """Return the largest number of prompt tokens that were hit or granted before the log position `at`."""
         return next((count for then, count in reversed(self.computed) if then < at), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """An attempt to admit a request, as it was at that time; `at` is the first event after its look-up."""
+    """An attempt to admit a request, with a copy of the request at that time.
+
+    Attributes:
+        at: position in the log of the first event after the look-up of the attempt.
+        hit: tokens of the hit.
+        epoch, seq, at_ns: number of the engine life, step number, and time in nanoseconds of the attempt.
+    """
 
     request: Known
     at: Spot
@@ -103,13 +114,13 @@ class Attempt:
 
 @dataclass(slots=True)
 class History:
-    """The content of the entries, indexed.
+    """The contents of a decision log, indexed by key and by request.
 
     Attributes:
-        changes: of each key, in order.
-        cleared: events that removed all keys.
-        requests: every use of a slot, in order.
-        attempts: the last attempt to admit each request, by its name.
+        changes: the changes of each key, in order.
+        cleared: events that removed all keys at once.
+        requests: every use of a slot (the number of a request in steps), in order.
+        attempts: the last attempt to admit each request, by name of the request.
     """
 
     changes: dict[KeyName, list[Change]] = field(default_factory=dict)
@@ -118,7 +129,9 @@ class History:
     attempts: dict[str, Attempt] = field(default_factory=dict)
 
     def blocks_at(self, key: KeyName, at: Spot, now: Iterable[int]) -> set[int]:
-        """Blocks that had the key just before `at`; `now` have it at the end of the log."""
+        """Return the blocks that had the key (hash under which a block is found) just before the log position `at`;
+        `now` are the blocks that have the key at the end of the log.
+        """
         blocks = set(now)
         for change in reversed(self._all_changes(key)):
             if change.at < at:
@@ -130,15 +143,21 @@ class History:
         return blocks
 
     def last_change(self, key: KeyName, at: Spot) -> Change | None:
-        """The last change of the key before `at`."""
+        """Return the last change of the key (hash under which a block is found) before the log position `at`, None if
+        there is none.
+        """
         return next((change for change in reversed(self._all_changes(key)) if change.at < at), None)
 
     def cleared_by_life(self, after: Spot, before: Spot) -> Change | None:
-        """The first engine life between the two spots that kept no key."""
+        """Return the first beginning of an engine life (the time of one epoch), between two log positions, at which all
+        cached keys were removed; None if there is none.
+        """
         return next((one for one in self.cleared if one.seq == 0 and after < one.at < before), None)
 
     def _all_changes(self, key: KeyName) -> list[Change]:
-        """Changes of the key, including the resets that removed it."""
+        """Return the changes of the key (hash under which a block is found) in order, including the events that removed
+        all keys while a block had this key.
+        """
         changes, carried = [], set[int]()
         for change in sorted([*self.changes.get(key, ()), *self.cleared]):
             if change.kind is EventKind.CLEARED:
@@ -153,17 +172,19 @@ class History:
         return changes
 
     def is_stored(self, key: KeyName, at: Spot) -> bool:
-        """Whether the log has the key stored before `at`."""
+        """Return True if the log shows that the key (hash under which a block is found) was stored in a block before
+        the log position `at`.
+        """
         changes = self.changes.get(key, ())
         return any(change.kind is EventKind.STORED and change.at < at for change in changes)
 
     def admitted(self, at: Spot) -> Iterator[Known]:
-        """Requests that were granted blocks before `at`."""
+        """Yield the requests that were granted blocks before the log position `at`."""
         return (request for request in self.requests if request.admitted_at < at)
 
 
 def read_history(entries: Iterable[Entry], digest_size: int, first: int = 0) -> History:
-    """Read a log's entries, oldest first; `first` is the number of the first of them."""
+    """Return the history of a log's entries, which are given oldest first; `first` is the number of the first entry."""
     reader = HistoryReader(digest_size)
     for number, entry in enumerate(entries, first):
         reader.add(number, entry)
@@ -171,10 +192,10 @@ def read_history(entries: Iterable[Entry], digest_size: int, first: int = 0) -> 
 
 
 class HistoryReader:
-    """Builds a history by following slots through the log.
+    """Builds a History entry by entry. It follows which request uses which slot (the number of a request in steps).
 
     Attributes:
-        history: of the entries added so far.
+        history: contents of the entries added so far.
     """
 
     def __init__(self, digest_size: int) -> None:
@@ -184,7 +205,7 @@ class HistoryReader:
         self.history = History()
 
     def add(self, number: int, entry: Entry) -> None:
-        """Add the next entry of the log, with its number."""
+        """Add the next entry of the log; `number` is the entry's number in the log."""
         if isinstance(entry, Decision):
             step = hashed_step(entry, self._size)
             for at in range(len(step.parts)):
@@ -250,7 +271,9 @@ class HistoryReader:
             self.history.requests.append(request)
 
     def _resume(self, piece: _Piece) -> None:
-        """Resumed requests of an earlier engine life have their blocks from the beginning."""
+        """Record requests that were resumed from an earlier engine life (the time of one epoch); they have blocks from
+        the beginning of the new engine life.
+        """
         resume, at = piece.part.resume, (piece.entry, piece.number, -1)
         for slot, computed in zip(resume.slot, resume.computed, strict=True) if resume is not None else ():
             if slot in self._slots:
@@ -285,7 +308,9 @@ class HistoryReader:
 
 
 class _Piece(NamedTuple):
-    """One part of one decision."""
+    """One part (one message) of one applied step. `entry` is the number of the decision in the log, `number` that of
+    the part in the decision.
+    """
 
     entry: int
     number: int
@@ -301,13 +326,17 @@ class _Piece(NamedTuple):
         return self.decision.events[self.number]
 
     def takers(self) -> dict[int, int]:
-        """The slot that each new block went to."""
+        """Return, for each block that this part of a step allocated, the slot (number in steps) of the request that got
+        it.
+        """
         slots = [*self.part.run.slot, *self.part.admit.slot]
         rows = [*self.result.tables.by_row().items(), *self.result.new_blocks.by_row().items()]
         return {block: slots[row] for row, groups in rows for blocks in groups.values() for block in blocks}
 
     def first_event_of(self, row: int) -> int:
-        """The first event caused by this admit row or a later one; the number of events when there is none."""
+        """Return the index of the first cache event that this admit row (an attempt to admit a request) or a later one
+        caused; the number of events if no row from there on caused one.
+        """
         late = set(self.part.admit.slot[row:])
         takers = self.takers()
         for at, event in enumerate(self.events):

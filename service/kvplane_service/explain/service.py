@@ -1,23 +1,23 @@
-"""Explain a prompt or a request of a running replica: the state is read at one moment, the log in slices."""
+"""Explain a prompt or a request of a running replica. The state is read at one moment, the decision log in slices."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvplane.base.errors import InvalidArgument, NotFound
 from kvplane.base.groups import CommitRule
 from kvplane.base.step import NO_EXTRA_KEYS, AdmitStatus, ExtraKeys
 from kvplane_service.core.explain_lookup import LookupExplainer, LookupExplanation, MissingPrefix, Prefix
-from kvplane_service.core.keys import Key
 from kvplane_service.core.pool import INSIDE
 from kvplane_service.decisions.log import Entry
 from kvplane_service.explain.causes import Cause, Explainer, Question, Why, other_keys, with_hit_checked
 from kvplane_service.explain.history import Attempt, History, HistoryReader, KeyName
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.runtime.executors import Offload
-from kvplane_service.runtime.slices import in_slices
+from kvplane_service.runtime.slices import Turns, in_slices
 
 Present = dict[KeyName, frozenset[int]]
 HashWith = Callable[[ExtraKeys], Sequence[bytes]]
@@ -25,7 +25,16 @@ HashWith = Callable[[ExtraKeys], Sequence[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A look-up, its result and the cause. `status`, `seq` and `epoch` are those of a request's admission attempt."""
+    """The explanation of a look-up.
+
+    Attributes:
+        num_tokens: length of the prompt.
+        account: the core's explanation: hit of each group, limiting group, missing block.
+        why: the cause for which the hit does not have more tokens.
+        is_complete: the decision log reaches back to the registration of the replica.
+        status, seq, epoch: outcome, step number and number of the engine life (the time of one epoch) of the explained
+            admission attempt; not set for a prompt.
+    """
 
     num_tokens: int
     account: LookupExplanation
@@ -38,7 +47,9 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt to explain; `hash_with` hashes its tokens with other extra keys, None when the tokens are unknown."""
+    """A prompt to explain. `hash_with` hashes the prompt's tokens with other extra keys (salt, adapter, multimodal
+    items); None if the tokens are unknown.
+    """
 
     digests: Sequence[bytes]
     num_tokens: int
@@ -48,12 +59,16 @@ class Prompt:
 
 
 def reaches_registration(host: ReplicaHost) -> bool:
-    """Whether the decision log covers the replica since its registration. It does not after a recovery from a store."""
+    """Return True if the decision log has every entry since the registration of the replica, which is not the case
+    after the replica was recovered from a store.
+    """
     return host.decisions.num_lost == 0 and host.recovering is None and host.recovered is None
 
 
 async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) -> Explanation:
-    """Explain the hit that FindCacheHit would report for a prompt now."""
+    """Explain the hit that FindCacheHit would return now for a prompt; `offload` runs the search for the cause on a
+    thread.
+    """
     replica, spec = host.replica, host.replica.spec
     pool = replica.coordinator.pool
     horizon = pool.executed_through if spec.commit is CommitRule.SAFE else INSIDE
@@ -78,30 +93,43 @@ async def explain_prompt(host: ReplicaHost, prompt: Prompt, offload: Offload) ->
     return Explanation(prompt.num_tokens, account, await offload(think), is_complete)
 
 
-async def explain_request(host: ReplicaHost, name: str, offload: Offload) -> Explanation:
-    """Explain the hit of the last attempt to admit this request. Raises NotFound when the log has no attempt."""
+async def explain_request(host: ReplicaHost, name: str, turns: Turns, offload: Offload) -> Explanation:
+    """Explain the hit of the last attempt to admit the request `name`.
+
+    It works while it holds the lock `turns`, for which a bounded number of callers may wait, and releases the lock
+    while it waits for the replica. Raises NotFound if the log has no such attempt.
+    """
+    async with turns.turn():
+        attempt = await _find_attempt(host, name)
+    async with turns.turn(host.steps):
+        return await _explain_found(host, attempt, offload)
+
+
+async def _find_attempt(host: ReplicaHost, name: str) -> Attempt:
     log = host.decisions
     history = await _read(host, log, log.num_lost)
     attempt = history.attempts.get(name)
     if attempt is None:
         raise NotFound(
-            f"no attempt to admit {name[:140]!r} is in the decision log",
+            f"the decision log has no attempt to admit the request {name[:140]!r}",
             field="request_id",
-            remedy="explain its content, or raise decision_log_steps and log_bytes",
+            remedy="ask about the tokens of the prompt instead, or raise decision_log_steps and log_bytes",
         )
-    await host.idle()
-    # The keys and the entries at one moment, because the log has grown meanwhile.
+    return attempt
+
+
+async def _explain_found(host: ReplicaHost, attempt: Attempt, offload: Offload) -> Explanation:
+    # Take the keys and the entries at the same moment: the log has grown while its history was read.
+    log = host.decisions
     first, entries, present = log.num_lost, iter(log), _present(host, attempt)
-
-    def think() -> Explanation:
-        return _explain_attempt(host, attempt, history, present)
-
     history = await _read(host, entries, first)
-    return await offload(think)
+    return await offload(partial(_explain_attempt, host, attempt, history, present))
 
 
 async def _read(host: ReplicaHost, entries: Iterable[Entry], first: int = 0) -> History:
-    """As `read_history`, in slices, in which packed entries are also unpacked."""
+    """Read the history of the log's entries in time slices of the event loop. Packed entries (byte strings) are
+    unpacked in these slices too.
+    """
     reader = HistoryReader(host.scheme.digest.size)
     async for number, entry in in_slices(enumerate(entries, first)):
         reader.add(number, entry)
@@ -135,7 +163,9 @@ def _explain_attempt(host: ReplicaHost, attempt: Attempt, history: History, pres
 
 
 def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys, Sequence[bytes]]]:
-    """The prompt hashed with the extra keys of other requests; keys that do not fit the prompt are skipped."""
+    """Yield the prompt hashed with the extra keys (salt, adapter, multimodal items) of other requests; extra keys that
+    do not fit the prompt are skipped.
+    """
     if prompt.hash_with is None:
         return
     for keys in other_keys(history, prompt.extra_keys):
@@ -144,19 +174,23 @@ def _alternatives(history: History, prompt: Prompt) -> Iterator[tuple[ExtraKeys,
 
 
 def _present(host: ReplicaHost, attempt: Attempt) -> Present:
-    """Blocks that have the request's keys now."""
+    """Return, by key (hash of a block of the prompt), the blocks that have this key now, for the request of the
+    attempt.
+    """
     pool, domain = host.replica.coordinator.pool, attempt.request.domain
     present: Present = {}
     for group in range(pool.num_groups):
         for digest in attempt.request.digests:
-            blocks = pool.blocks_of(Key(domain, group, digest))
+            blocks = pool.blocks_of((domain, group, digest))
             if blocks:
                 present[KeyName(domain, group, digest)] = frozenset(blocks)
     return present
 
 
 def _tentative(host: ReplicaHost, prefix: Prefix, missing: MissingPrefix) -> Why | None:
-    """TENTATIVE when the block has the key, but its step has not been executed."""
+    """Return TENTATIVE if a block has the missing key (hash under which a block is found), but the step that computes
+    the block has not been executed yet, otherwise None.
+    """
     pool, digest = host.replica.coordinator.pool, prefix.digests[missing.num_hashes - 1]
     found = pool.find(prefix.domain, (missing.group,), digest, INSIDE)
     if found is None:

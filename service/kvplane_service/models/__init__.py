@@ -1,6 +1,7 @@
-"""The KV cache of models: a model name or a Hugging Face config comes in, layers and sizing figures go out.
+"""The KV cache of models: the name or the Hugging Face config.json of a model comes in; layers and memory figures go
+out.
 
-catalogue  models by name, as the layers of one tensor-parallel rank
-hf_config  a model from its config.json
-sizing     figures of a cache plan
+catalogue  known models by name, as the layers that one tensor-parallel rank holds
+hf_config  reads a model from its config.json
+sizing     computes the memory of a cache and the number of requests that fit
 """

@@ -1,7 +1,7 @@
-"""The catalogue: models by name, as the layers that one tensor-parallel rank holds.
+"""The catalogue: known models by name, as the layers that one tensor-parallel rank holds.
 
 Attention patterns, heads and sizes are those of the published model configurations. A model is a repeated pattern of
-layer shapes; a shape becomes a format for a given number of ranks, data type and block size.
+layer shapes. A shape becomes a layer specification for a given number of ranks, data type and block size.
 """
 
 from __future__ import annotations
@@ -38,28 +38,30 @@ MAX_SPECULATIVE_TOKENS = 128
 
 
 def check_speculation(num_tokens: int, drafter: Drafter) -> None:
-    """Raise InvalidArgument for too many draft tokens, or for a drafter without draft tokens."""
+    """Raise InvalidArgument if there are too many draft tokens, or if there is a drafter and no draft token."""
     least = 0 if drafter is Drafter.NONE else 1
     if not least <= num_tokens <= MAX_SPECULATIVE_TOKENS:
         raise InvalidArgument(
-            f"{num_tokens} draft tokens of drafter {drafter.value}",
+            f"it is {num_tokens} with the drafter {drafter.value!r}",
             field="speculative_tokens",
-            remedy=f"give {least} to {MAX_SPECULATIVE_TOKENS}: as many as a decode step drafts",
+            remedy=f"give the number of draft tokens of a decode step, {least} to {MAX_SPECULATIVE_TOKENS}",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a model is served, as far as its layers' formats depend on it.
+    """How a model is served, as far as the specifications of its layers depend on it.
 
     Attributes:
-        tensor_parallel: ranks that divide the heads; fewer key-value heads than ranks are replicated.
-        cache_dtype: one of CACHE_DTYPES; recurrent states stay in the model's own bfloat16.
-        block_size: tokens per attention block; raised where kernels or states need larger blocks.
-        max_model_len: longest request in tokens: the block of a state that is not cached.
+        tensor_parallel: number of ranks that divide the heads; if there are fewer key-value heads, heads are
+            replicated.
+        cache_dtype: data type of keys and values, one of CACHE_DTYPES; recurrent states stay in the model's
+            bfloat16.
+        block_size: tokens per attention block; raised if kernels or states need larger blocks.
+        max_model_len: longest request in tokens; also the block size of a recurrent state that is not cached.
         mamba_mode: how recurrent states are cached.
-        speculative_tokens: maximum draft tokens per decode step; a state is kept for each.
-        drafter: adds its layer.
+        speculative_tokens: most draft tokens per decode step; one recurrent state is kept for each.
+        drafter: drafter whose layer is added to the model.
     """
 
     tensor_parallel: int = 1
@@ -74,10 +76,11 @@ class ModelOptions:
         check_speculation(self.speculative_tokens, self.drafter)
         for name in ("tensor_parallel", "block_size", "max_model_len"):
             if getattr(self, name) < 1:
-                raise InvalidArgument(f"{getattr(self, name)} is below 1", field=name, remedy="give 1 or more")
+                raise InvalidArgument(f"it is {getattr(self, name)}", field=name, remedy="give 1 or more")
         if self.cache_dtype not in CACHE_DTYPES:
             known = ", ".join(CACHE_DTYPES)
-            raise InvalidArgument(f"{self.cache_dtype!r} is unknown", field="cache_dtype", remedy=f"use one of {known}")
+            what = f"the data type {self.cache_dtype!r} is unknown"
+            raise InvalidArgument(what, field="cache_dtype", remedy=f"use one of {known}")
 
     @property
     def dtype(self) -> DType:
@@ -87,13 +90,13 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Full attention: number of key-value heads of the whole model, and head size."""
+    """The shape of a full attention layer: number of key-value heads of the whole model, and head size."""
 
     kv_heads: int
     head_size: int
 
     def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
-        """The format on one rank."""
+        """Return the specification of this layer on one rank, with `block_size` tokens per block."""
         return FullAttentionSpec(**self._common(options, block_size))
 
     def _common(self, options: ModelOptions, block_size: int) -> dict[str, Any]:
@@ -107,34 +110,36 @@ class Full:
 
 @dataclass(frozen=True, slots=True)
 class Sliding(Full):
-    """Attention over the last `window` tokens."""
+    """The shape of a sliding-window attention layer: attention over the last `window` tokens."""
 
     window: int
 
     def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
-        """The format on one rank."""
+        """Return the specification of this layer on one rank, with `block_size` tokens per block."""
         return SlidingWindowSpec(**self._common(options, block_size), window=self.window)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunked(Full):
-    """Attention within chunks of `chunk` tokens."""
+    """The shape of a chunked attention layer: attention within chunks of `chunk` tokens."""
 
     chunk: int
 
     def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
-        """The format on one rank."""
+        """Return the specification of this layer on one rank, with `block_size` tokens per block."""
         return ChunkedLocalSpec(**self._common(options, block_size), chunk=self.chunk)
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Multi-head latent attention: one row per token, the same on every rank."""
+    """The shape of a multi-head latent attention layer: one vector of `row_size` numbers per token, with equal content
+    on every rank.
+    """
 
     row_size: int
 
     def attention(self, options: ModelOptions, block_size: int) -> AttentionSpec:
-        """The format on one rank."""
+        """Return the specification of this layer on one rank, with at least `block_size` tokens per block."""
         return MLASpec(
             block_size=round_up(block_size, MLA_KERNEL_BLOCK),
             num_kv_heads=1,
@@ -146,12 +151,13 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A recurrent state. Ranks divide the channels of the convolution and the heads of the recurrent state.
+    """The shape of a layer with a recurrent state. Ranks divide the channels of the convolution and the heads of the
+    state.
 
     Attributes:
-        window: tokens that the convolution looks back.
-        channels: of the convolution.
-        heads: shape of the state proper; ranks divide the first size.
+        window: number of earlier tokens that the convolution reads.
+        channels: number of channels of the convolution.
+        heads: shape of the recurrent state; ranks divide its first dimension.
     """
 
     window: int
@@ -159,13 +165,15 @@ class State:
     heads: tuple[int, ...]
 
     def shapes(self, tensor_parallel: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the state's two tensors on one rank."""
+        """Return the shapes of the convolution state and of the recurrent state on one rank."""
         channels = _divided(self.channels, tensor_parallel, "channels")
         heads = _divided(self.heads[0], tensor_parallel, "state heads")
         return ((self.window, channels), (heads, *self.heads[1:]))
 
     def state(self, options: ModelOptions, attention: AttentionSpec) -> MambaSpec:
-        """The format on one rank, its page padded to that of the model's attention."""
+        """Return the specification of this layer on one rank, with the page padded to the page size of the model's
+        attention layers.
+        """
         shapes = self.shapes(options.tensor_parallel)
         aligned = options.mamba_mode is MambaMode.ALIGN
         padded = attention.page_bytes if attention.page_bytes != _state_bytes(shapes) else 0
@@ -184,10 +192,10 @@ class Model:
     """A pattern of layers, repeated and truncated at `num_layers`.
 
     Attributes:
-        num_layers: layers that own a cache.
-        pattern: the repeating part.
-        attention_name, state_name: what follows "model.layers.<i>." in a layer's name.
-        mtp: the layer for multi-token prediction, when the model was published with one.
+        num_layers: number of layers that own a cache.
+        pattern: the shapes that repeat.
+        attention_name, state_name: what follows "model.layers.<i>." in the name of an attention or a state layer.
+        mtp: shape of the layer for multi-token prediction, None if the model was published without one.
     """
 
     num_layers: int
@@ -197,8 +205,8 @@ class Model:
     mtp: Full | Latent | None = None
 
     def layers(self, options: ModelOptions) -> tuple[Layer, ...]:
-        """The layers on one rank, those of the drafter last. Raises InvalidArgument if the model has no such
-        drafter.
+        """Return the layers that one rank holds, the drafter's layers last. Raises InvalidArgument if the model has no
+        such drafter.
         """
         block_size = self._block_size(options)
         own = tuple(self._layer(index, options, block_size) for index in range(self.num_layers))
@@ -209,7 +217,7 @@ class Model:
             return ()
         shape = self.mtp if options.drafter is Drafter.MTP else self._full_attention()
         if shape is None:
-            remedy = f"models of the catalogue with one: {', '.join(sorted(n for n, m in MODELS.items() if m.mtp))}"
+            remedy = f"use one of the models that have it: {', '.join(sorted(n for n, m in MODELS.items() if m.mtp))}"
             raise InvalidArgument("the model has no layer for multi-token prediction", field="drafter", remedy=remedy)
         name = f"model.layers.{self.num_layers}.{self.attention_name}"
         return (Layer(name, shape.attention(options, block_size), is_draft=True),)
@@ -230,7 +238,8 @@ class Model:
         return shape.attention(options, block_size)
 
     def _block_size(self, options: ModelOptions) -> int:
-        """Attention blocks in tokens, large enough that the page of one holds a state.
+        """Return the tokens per attention block. In a model with states, a block is large enough that its page can hold
+        a state.
 
         Then states and attention share one page size with little padding (vLLM 0.33, platforms/interface.py).
         """
@@ -269,24 +278,28 @@ MODELS: dict[str, Model] = {
 
 
 def model_layers(name: str, options: ModelOptions) -> tuple[Layer, ...]:
-    """The layers of a model on one tensor-parallel rank; every rank has the same.
+    """Return the layers of a model that each tensor-parallel rank holds. The layers are the same on all ranks.
 
     Raises:
-        NotFound: no such model; the nearest name is in the remedy.
-        InvalidArgument: the ranks do not divide the model's heads.
+        NotFound: no model has this name; the remedy gives the most similar name.
+        InvalidArgument: the number of ranks does not divide the model's heads.
     """
     model = MODELS.get(name)
     if model is None:
         nearest = difflib.get_close_matches(name, MODELS, n=1, cutoff=0.0)[0]
         others = ", ".join(sorted(MODELS))
         raise NotFound(
-            f"no model {name!r}", field="model", remedy=f"did you mean {nearest}? The catalogue has {others}"
+            f"the catalogue has no model {name!r}",
+            field="model",
+            remedy=f"the most similar name is {nearest}; the catalogue has {others}",
         )
     return model.layers(options)
 
 
 def _heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Heads are divided over ranks; when they are fewer, every head is held by equally many ranks."""
+    """Return the key-value heads per rank: heads are divided over ranks; if there are fewer heads than ranks, each head
+    is replicated on the same number of ranks.
+    """
     if kv_heads < ranks and ranks % kv_heads == 0:
         return 1
     return _divided(kv_heads, ranks, "key-value heads")
@@ -295,7 +308,7 @@ def _heads_per_rank(kv_heads: int, ranks: int) -> int:
 def _divided(count: int, ranks: int, what: str) -> int:
     if count % ranks:
         raise InvalidArgument(
-            f"{ranks} ranks do not divide {count} {what}",
+            f"the {count} {what} of the model cannot be divided evenly by {ranks} ranks",
             field="tensor_parallel",
             remedy=f"use a number of ranks that divides {count}",
         )

@@ -1,6 +1,6 @@
 """Read a model from its Hugging Face config.json: the pattern of attention layers and states that determines its cache.
 
-Only sizes and patterns are read. Nothing is guessed: an error names the missing field and where it usually appears.
+Only sizes and patterns are read, and none is guessed: an error names the missing field and where it usually is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _USUALLY = {
 # Implicit patterns of these models: one in this number of layers has full attention.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _ALL_SLIDE = ("mistral", "mixtral", "phi3", "starcoder2")
-# Decide what is cached, and are not understood here: a plan without them would be wrong.
+# Fields that change what is cached and that this module does not support: a plan that ignored them would be wrong.
 _NOT_READ = (
     "hybrid_override_pattern", "layers_block_type", "attn_layer_indices", "hybrid_layer_ids", "attn_type_list",
     "block_types", "block_configs", "linear_attn_config", "mamba_d_ssm", "cross_attention_layers", "is_encoder_decoder",
@@ -51,67 +51,72 @@ _NOT_READ = (
 
 
 class _Fields:
-    """The fields of a config; errors name the field."""
+    """The fields of a config.json; errors name the field."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 
     def has(self, name: str) -> bool:
-        """Whether the field is present and not null."""
+        """Return True if the field is present and not null."""
         return self._values.get(name) is not None
 
     def names(self, name: str) -> bool:
-        """Whether the field is present, even if null: heads of 0 or null are refused, not ignored."""
+        """Return True if the field is present, even with the value null."""
         return name in self._values
 
     def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401
-        """The field, or the default."""
+        """Return the value of the field, or the default if it is absent or null."""
         return self._values[name] if self.has(name) else default
 
     def size(self, name: str, least: int = 1, most: int = MAX_SIZE) -> int:
-        """An integer within these bounds."""
+        """Return the value of the field, an integer from `least` to `most`. Raises InvalidArgument if it is absent or
+        another value.
+        """
         if not self.has(name):
             where = _USUALLY.get(name, "at the top level")
-            raise InvalidArgument("config.json lacks it", field=name, remedy=f"it usually appears {where}")
+            raise InvalidArgument("the field is missing in config.json", field=name, remedy=f"it usually is {where}")
         value = self._values[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            remedy = f"give a whole number of {least} to {most}"
-            raise InvalidArgument(f"{repr(value)[:40]} is not a valid size", field=name, remedy=remedy)
+            remedy = f"give an integer from {least} to {most}"
+            raise InvalidArgument(f"its value in config.json is {repr(value)[:40]}", field=name, remedy=remedy)
         return value
 
     def refuse(self, name: str) -> NoReturn:
-        """Refuse a field whose value is not supported."""
+        """Raise InvalidArgument for a field that changes the cache in a way that is not supported."""
         raise InvalidArgument(
-            "the cache depends on it, and kvplane does not support it",
+            "the cache depends on this field of config.json, and kvplane does not support it",
             field=name,
-            remedy="plan a model of the catalogue, or register the replica by its layers",
+            remedy="name a model of the catalogue, or register the replica with a list of its layers",
         )
 
 
 def read_model(path: Path) -> Model:
-    """The model that a config.json describes.
+    """Read the model that the config.json at `path` describes.
 
     Raises:
-        NotFound: no such file.
-        InvalidArgument: it is no JSON object, or a field lacks or cannot be.
+        NotFound: the file cannot be read.
+        InvalidArgument: the file is not a JSON object, or a field is missing, invalid or unsupported.
     """
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}", field="model", remedy="name a model or a config.json") from None
+        what, remedy = f"{path} cannot be read: {error.strerror}", "name a model of the catalogue or a config.json"
+        raise NotFound(what, field="model", remedy=remedy) from None
     if len(text) > MAX_CONFIG_BYTES:
-        raise InvalidArgument(f"{path} has {len(text)} bytes", field="model", remedy="give the model's config.json")
+        what = f"{path} has {len(text)} bytes, at most {MAX_CONFIG_BYTES} are read"
+        raise InvalidArgument(what, field="model", remedy="name the model's config.json")
     try:
         config = json.loads(text)
     except ValueError as error:
-        raise InvalidArgument(f"{path} is not JSON: {error}", field="model") from None
+        remedy = "name the model's config.json"
+        raise InvalidArgument(f"{path} is not JSON: {error}", field="model", remedy=remedy) from None
     if not isinstance(config, dict):
-        raise InvalidArgument(f"{path} is not a JSON object", field="model", remedy="give the model's config.json")
+        raise InvalidArgument(f"{path} is not a JSON object", field="model", remedy="name the model's config.json")
     return model_of(config)
 
 
 def model_of(config: Mapping[str, Any]) -> Model:
-    """The model that the fields of a config.json describe. Raises InvalidArgument naming a field."""
+    """Return the model that the fields of a config.json describe. Raises InvalidArgument that names a field."""
     inner: Mapping[str, Any] = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), {})
     fields = _Fields({**config, **inner})
     shape_of = _shapes(fields)
@@ -126,7 +131,9 @@ _Shape = Full | Latent | State
 
 
 def _shapes(fields: _Fields) -> Callable[[int], _Shape]:
-    """The shape of each layer by its number."""
+    """Return a function that returns, for the number of a layer, its shape: kind of attention or state, with
+    its sizes.
+    """
     for name in _NOT_READ:
         if fields.get(name) and not (name == "layers_block_type" and fields.has("attn_layer_period")):
             fields.refuse(name)
@@ -139,7 +146,7 @@ def _shapes(fields: _Fields) -> Callable[[int], _Shape]:
     if fields.has("layer_types"):
         return _by_type(fields, full)
     if fields.has("mamba_d_state"):
-        fields.refuse("mamba_d_state")  # in which layers?
+        fields.refuse("mamba_d_state")  # the config does not state which layers have a state
     if fields.has("full_attention_interval") or fields.has("linear_num_key_heads"):
         interval = fields.size("full_attention_interval")
         return _every(interval, interval - 1, full, _delta_net(fields))
@@ -154,7 +161,9 @@ def _shapes(fields: _Fields) -> Callable[[int], _Shape]:
 
 
 def _windows(fields: _Fields, full: Full) -> Callable[[int], _Shape]:
-    """Which layers have the window."""
+    """Return a function that returns, for the number of a layer, its shape, in a model in which some layers have a
+    sliding window.
+    """
     window, kind = _sliding(fields, full), str(fields.get("model_type"))[:40]
     if fields.has("sliding_window_pattern") or kind in _FULL_EVERY:
         named = fields.has("sliding_window_pattern")
@@ -166,9 +175,9 @@ def _windows(fields: _Fields, full: Full) -> Callable[[int], _Shape]:
     if kind in _ALL_SLIDE:
         return lambda _: window
     raise InvalidArgument(
-        f"a model of type {kind!r} does not say which layers have the window",
+        f"it is missing, and the model type {kind!r} does not determine which layers have the sliding window",
         field="layer_types",
-        remedy="give one entry per layer, or sliding_window_pattern",
+        remedy="add layer_types with one entry per layer, or sliding_window_pattern, to config.json",
     )
 
 
@@ -194,11 +203,14 @@ def _by_type(fields: _Fields, full: Full) -> Callable[[int], _Shape]:
     }
     types = fields.get("layer_types")
     if not isinstance(types, list) or len(types) != _num_layers(fields):
-        raise InvalidArgument("not one entry per layer", field="layer_types", remedy="give num_hidden_layers of them")
+        found = f"{len(types)} entries" if isinstance(types, list) else "no list"
+        what = f"it has {found} for {_num_layers(fields)} layers"
+        raise InvalidArgument(what, field="layer_types", remedy="give one entry per layer (num_hidden_layers)")
     for name in types:
         if not isinstance(name, str) or name not in makers:
             known = ", ".join(makers)
-            raise InvalidArgument(f"{repr(name)[:40]} is unknown", field="layer_types", remedy=f"kvplane knows {known}")
+            what = f"it contains the unknown type {repr(name)[:40]}"
+            raise InvalidArgument(what, field="layer_types", remedy=f"kvplane supports {known}")
     shapes = {name: makers[name]() for name in dict.fromkeys(types)}
     return lambda layer: shapes[types[layer]]
 
@@ -212,7 +224,8 @@ def _head_size(fields: _Fields) -> int:
         return fields.size("head_dim")
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     if hidden % heads:
-        raise InvalidArgument(f"{heads} heads do not divide hidden_size {hidden}", field="head_dim", remedy="give it")
+        what = f"it is missing, and hidden_size {hidden} is not a multiple of the {heads} attention heads"
+        raise InvalidArgument(what, field="head_dim", remedy="add head_dim to config.json")
     return hidden // heads
 
 

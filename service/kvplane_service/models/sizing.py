@@ -1,4 +1,6 @@
-"""Memory of a model's cache and the number of requests that fit: figures of a plan, hybrid compared with uniform."""
+"""Compute the memory of a model's cache and the number of requests that fit, and compare the hybrid cache (window and
+state layers free what they no longer need) with a uniform one (every layer keeps every token).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Sizing:
     """The input of a plan: a model, how it is served, and the memory of one rank.
 
     Attributes:
-        prefix_caching: off: recurrent states are not cached, and prompts not shared.
+        memory_bytes: cache memory of one rank.
+        max_batched_tokens: most tokens of one step.
+        max_concurrent_batches: most steps in flight.
+        prefix_caching: if False, recurrent states are not cached and prompts share no blocks.
     """
 
     model: Model
@@ -41,7 +46,9 @@ class Sizing:
     prefix_caching: bool = True
 
     def plan(self, hybrid: bool = True) -> CachePlan:
-        """The plan. Without `hybrid` every layer keeps every token. Raises InvalidArgument when no plan is possible."""
+        """Return the cache plan; if `hybrid` is False, every layer keeps every token. Raises InvalidArgument if no plan
+        is possible.
+        """
         mode = MambaMode.ALIGN if self.prefix_caching else MambaMode.NONE
         layers = self.model.layers(replace(self.options, mamba_mode=mode))
         return plan_cache(
@@ -58,13 +65,15 @@ class Sizing:
         )
 
     def at(self, max_model_len: int) -> Sizing:
-        """The same at another context length."""
+        """Return an equal input, but with another context length."""
         return replace(self, options=replace(self.options, max_model_len=max_model_len))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFigures:
-    """One KV cache group. `bytes_per_token` is summed over its layers; 0 for states, whose size is constant."""
+    """Figures of one KV cache group. `bytes_per_token` is summed over its layers; it is 0 for states, whose size is
+    constant.
+    """
 
     kind: GroupKind
     num_layers: int
@@ -78,10 +87,12 @@ class Figures:
     """The figures of a plan, for one rank.
 
     Attributes:
-        bytes_per_token: of all layers, as long as every token is kept.
-        blocks_per_request: of a request of the context length.
-        concurrency: such requests that fit at once.
-        uniform_concurrency: the same when every layer keeps every token; None when that cannot be planned.
+        bytes_per_token: memory of a token over all layers while every layer keeps it.
+        bytes_per_block: memory of a block.
+        num_blocks: number of blocks that fit.
+        blocks_per_request: blocks of a request with the full context length.
+        concurrency: number of such requests that fit at the same time.
+        uniform_concurrency: the same number if every layer keeps every token; None if that cannot be planned.
     """
 
     groups: tuple[GroupFigures, ...]
@@ -94,12 +105,16 @@ class Figures:
 
     @property
     def gain(self) -> float | None:
-        """Hybrid over uniform."""
+        """Concurrency of the hybrid cache divided by that of the uniform cache; None if the latter cannot be
+        planned.
+        """
         return self.concurrency / self.uniform_concurrency if self.uniform_concurrency else None
 
 
 def find_model(name: str) -> Model:
-    """A model of the catalogue, or of a config.json when the name is a file's. Raises NotFound or InvalidArgument."""
+    """Return the model of the catalogue with this name, or the model of a config.json if the name is a path. Raises
+    NotFound, InvalidArgument.
+    """
     path = Path(name)
     if name not in MODELS and (path.suffix == ".json" or path.exists()):
         return read_model(path / "config.json" if path.is_dir() else path)
@@ -108,15 +123,17 @@ def find_model(name: str) -> Model:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as "40GiB", "80 GB" or "1073741824". Raises InvalidArgument."""
+    """Return the number of bytes that a text such as "40GiB", "80 GB" or "1073741824" states. Raises
+    InvalidArgument.
+    """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise InvalidArgument(f"{text!r} is not a size", field="memory", remedy="write it like 40GiB")
+        raise InvalidArgument(f"{text!r} is not a size in bytes", field="memory", remedy="write a size such as 40GiB")
     return int(float(found[1]) * _UNITS[(found[2] or "").upper()])
 
 
 def figures_of(sizing: Sizing) -> Figures:
-    """Plan and compute the figures. Raises InvalidArgument when no request fits."""
+    """Plan the cache and return its figures. Raises InvalidArgument if no request fits."""
     plan = sizing.plan()
     groups = tuple(map(_group_figures, plan.groups))
     return Figures(
@@ -131,7 +148,9 @@ def figures_of(sizing: Sizing) -> Figures:
 
 
 def figures_by_layout(sizing: Sizing) -> list[tuple[ModelOptions, Figures]]:
-    """The same with other data types and numbers of ranks, where the heads can be divided and a request fits."""
+    """Return the figures for every combination of data type and number of ranks that can divide the heads and fit a
+    request.
+    """
     options = [
         replace(sizing.options, cache_dtype=dtype, tensor_parallel=ranks) for dtype in _DTYPES for ranks in _RANKS
     ]
@@ -139,7 +158,7 @@ def figures_by_layout(sizing: Sizing) -> list[tuple[ModelOptions, Figures]]:
 
 
 def figures_by_length(sizing: Sizing) -> list[tuple[int, Figures]]:
-    """The same at other context lengths, up to the longest that fits."""
+    """Return the figures for other context lengths, up to the longest that fits."""
     return _where_possible((length, sizing.at(length)) for length in _LENGTHS)
 
 
@@ -152,15 +171,18 @@ def _where_possible(sizings: Iterable[tuple[Label, Sizing]]) -> list[tuple[Label
 
 
 def shortest_with_gain(sizing: Sizing, gain: float, longest: int) -> int | None:
-    """The shortest context up to `longest`, in blocks of 16 tokens, at which hybrid over uniform reaches `gain`.
+    """Return the shortest context length up to `longest`, in steps of 16 tokens, at which the hybrid cache fits at
+    least `gain` times as many requests as the uniform one; None if there is none.
 
-    None when none does. Raises InvalidArgument when `longest` does not fit.
+    Raises InvalidArgument if a request of `longest` tokens does not fit.
     """
     return _first(16, longest, 16, lambda length: (figures_of(sizing.at(length)).gain or 0.0) >= gain)
 
 
 def _first(low: int, high: int, step: int, holds: Callable[[int], bool]) -> int | None:
-    """Bisection for the first value at which `holds` is true; it must stay true above that value."""
+    """Return the smallest multiple of `step` from `low` to `high` at which `holds` is true, None if there is none.
+    `holds` must stay true above that value (bisection).
+    """
     if not holds(high):
         return None
     while low < high:

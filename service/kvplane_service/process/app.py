@@ -1,4 +1,4 @@
-"""The composition root: builds the parts of a service process, and starts, drains and stops them."""
+"""Create the parts of a service process, and start, drain and stop them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 import secrets
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from kvplane.base.errors import InternalError, KvplaneError
@@ -18,6 +18,7 @@ from kvplane_service.auth.gate import open_gate
 from kvplane_service.config import Config, is_open_to_all
 from kvplane_service.process import gc_policy
 from kvplane_service.registry import Registry
+from kvplane_service.replicas.idle_check import IdleCheck, check_in_background
 from kvplane_service.rpc.about import About
 from kvplane_service.rpc.server import CallFilters, RpcServer
 from kvplane_service.runtime.executors import Executor, share_interpreter
@@ -35,14 +36,19 @@ if TYPE_CHECKING:
     from kvplane_service.telemetry.tracing import Tracing
 
 _SWEEPS_PER_LEASE = 4
-_LAST_WORDS_S = 1.7  # after the grace period, to stop and to write pending changes
-_LEAST_S = 0.2  # minimum for each part, even after the deadline
+_LAST_WORDS_S = 1.7  # time after the grace period in which the parts stop and pending changes are written
+_LEAST_S = 0.2  # time that each part gets to stop, even after the deadline
 
 _log = logging.getLogger(__name__)
 
 
 class App:
-    """One service process. Create it inside the running event loop."""
+    """One service process. Create it inside the running event loop.
+
+    Attributes:
+        address, metrics_address: addresses that are served, "" before `start` and for a disabled endpoint.
+        failed: a future whose result is set when a background task ends unexpectedly: which one, and why.
+    """
 
     def __init__(
         self,
@@ -50,19 +56,21 @@ class App:
         clock: Callable[[], int] = time.monotonic_ns,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """`environment`: variables of OpenTelemetry.
+        """Create all parts. `clock` returns monotonic nanoseconds; `environment` has the variables of OpenTelemetry.
 
         Raises:
-            InvalidArgument: an invalid variable, contradictory values, or an invalid file of owners, tokens or keys.
+            InvalidArgument: a variable of OpenTelemetry or a file of owners, tokens or keys is invalid, or
+                configuration values contradict each other.
             NotFound: such a file cannot be read.
         """
         self.config = config
+        self._clock = clock
         self.registry = Registry(config, clock)
         runtime = Runtime(clock, asyncio.sleep, Executor("replicas that come back"), random.random)
         entropy = Entropy(lambda: time.time_ns() // 1_000_000, lambda: secrets.randbelow((1 << 64) - 1) + 1)
         self.keeper = Keeper(self.registry, config, runtime, entropy)
         self.ownership = Ownership(self.registry, config, self.keeper, runtime, is_gone)
-        self.address = self.metrics_address = ""  # once it serves
+        self.address = self.metrics_address = ""
         self._tracing: Tracing | None = None
         self.about = About()
         self._gate = open_gate(config, clock)
@@ -72,14 +80,14 @@ class App:
         self._holds = Holds()
         self._metrics = MetricsServer(ServiceCollector(self.registry, self.keeper.report, self._holds))
         self._tasks: list[asyncio.Task[None]] = []
-        # Set when a background task ends: which one, and why.
+
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> str:
-        """Start serving and return the address. Stored entries are read in the background.
+        """Start serving and return the address. The content of the store is read in the background.
 
         Raises:
-            Unavailable: the address, or that of metrics, is in use.
+            Unavailable: the address of the service or of its metrics is in use.
             KvplaneError: the store cannot be used; it was not changed.
         """
         store = make_store(self.config)
@@ -97,39 +105,46 @@ class App:
         self._start_task("leases", self._sweep())
         self._start_task("loop holds", self._holds.watch())
         self._start_task("logs", self.registry.logs.pack_in_background())
+        if self.config.idle_check_ms:
+            checks = check_in_background(self._idle_checks, self.config.idle_check_ms, self._clock, asyncio.sleep)
+            self._start_task("idle checks", checks)
         if store is None:
-            await self._server.announce_ready()
+            self._server.announce_ready()
         else:
-            await self._server.announce_store(self.keeper.is_there)
+            self._server.announce_store(self.keeper.is_there)
             if self.keeper.shared_store is not None:
                 self._start_task("owner's lease", self.ownership.keep())
             self._start_task("store", self._follow_store())
+            self._start_task("loads of replicas", self.keeper.supervise_loads())
         return self.address
 
     @property
     def health_address(self) -> str:
-        """Address of the port that serves only health, "" when there is none."""
+        """Address of the port that serves only gRPC Health, "" if there is none."""
         return self._server.health_address
 
     async def drain(self) -> None:
-        """Stop without losing an answer: report unhealthy, refuse new sessions, wait for open ones, flush the store.
+        """Stop so that no answer to an engine is lost: report unhealthy, refuse new sessions, wait for open sessions,
+        write all changes to the store.
 
-        Ends within two seconds after `drain_grace_ms`, whatever hangs.
+        Ends at most two seconds after `drain_delay_ms` and `drain_grace_ms`, even if a part hangs.
         """
         self.about.draining = True
-        await self._server.announce_drain()
+        self._server.announce_drain()
         await asyncio.sleep(self.config.drain_delay_ms / 1000)
         ends_at = time.monotonic() + self.config.drain_grace_ms / 1000 + _LAST_WORDS_S
         await self._server.drain(self.config.drain_grace_ms)
         await self._end(ends_at)
 
     async def stop(self) -> None:
-        """Stop without waiting for sessions."""
+        """Stop without waiting for open sessions; changes are still written to the store."""
         await self._server.stop()
         await self._end(time.monotonic() + _LAST_WORDS_S)
 
     def _start_tracing(self, environment: Mapping[str, str]) -> list[TracingInterceptor]:
-        """The interceptors for tracing. The tracing library is imported only if the environment enables it."""
+        """Return the gRPC interceptors for tracing. The tracing library is imported only if the environment enables
+        tracing.
+        """
         if not is_asked_for(environment):
             return []
         from kvplane_service.rpc.traced import TracingInterceptor
@@ -145,24 +160,27 @@ class App:
         self._tasks.append(task)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Background tasks run until the service stops. One that ends earlier is a bug, and stops the service."""
+        """Report a background task that ended: such tasks run until the service stops, so an earlier end is a bug that
+        stops the service.
+        """
         if not task.cancelled() and not self.failed.done():
             _log.critical("background task %r ended unexpectedly", task.get_name(), exc_info=task.exception())
             self.failed.set_result(f"background task {task.get_name()!r} ended: {task.exception()!r}")
 
     async def _follow_store(self) -> None:
-        """Read the store, report ready, then write changes. While the store is unavailable the service is ready
-        without it.
+        """Read the store, report the service as ready, then write changes. If the store is unavailable, report the
+        service as ready without stored keys, and read them when the store answers. A replica whose stored entries
+        cannot be read delays neither the report nor the writing.
         """
         if not self.keeper.is_read:
-            _log.warning("the store is unavailable: serving without stored entries until it recovers")
-            await self._server.announce_ready()
+            _log.warning("the store is unavailable: serving without stored keys until it answers")
+            self._server.announce_ready()
         await self.keeper.load()
-        await self._server.announce_ready()
+        self._server.announce_ready()
         await self.keeper.write()
 
     async def _sweep(self) -> None:
-        """Periodically expire leases, and end calls whose credentials are no longer valid."""
+        """Expire leases and end calls whose credentials are no longer valid, several times per lease period."""
         pause_s = self.config.lease_ms / 1000 / _SWEEPS_PER_LEASE
         while True:
             began_s = time.monotonic()
@@ -172,16 +190,25 @@ class App:
             if self._gate is not None:
                 self._gate.recheck()
             if self.keeper.is_on:
-                await self._server.announce_store(self.keeper.is_there)
+                self._server.announce_store(self.keeper.is_there)
+            self._server.announce_state(all(check.broken is None for check in self._idle_checks()))
+
+    def _idle_checks(self) -> Iterator[IdleCheck]:
+        return (entry.host.idle_check for entry in self.registry.one_by_one())
 
     def _expire(self, late_ns: int) -> None:
-        """A function of its own: a local variable of `_sweep` would keep the last deregistered replica in memory."""
+        """Expire the leases of all replicas that were not renewed in time; `late_ns` nanoseconds of delay of this
+        process are added to each lease first. This is a separate function because a local variable of `_sweep` would
+        keep the last deregistered replica in memory.
+        """
         for entry in self.registry:
             entry.extend_leases(late_ns)  # messages were not read while this process was stalled
             entry.host.expire()
 
     async def _end(self, ends_at: float) -> None:
-        """Flush the store, then metrics, audit log and traces, until `ends_at` (of time.monotonic) at most."""
+        """Write pending changes to the store, then stop metrics, audit log and traces; `ends_at` is the deadline
+        (time.monotonic).
+        """
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -200,10 +227,10 @@ class App:
 
 
 async def serve(config: Config, ready: Callable[[App], None]) -> None:
-    """Serve until SIGTERM, SIGINT or Admin.Drain, then drain; a second signal stops at once.
+    """Serve until SIGTERM, SIGINT or the call Admin.Drain, then drain; a second signal stops the service at once.
 
     Args:
-        ready: called once calls are answered.
+        ready: called when the service answers calls.
 
     Raises:
         Unavailable: an address is in use.
@@ -243,7 +270,9 @@ async def serve(config: Config, ready: Callable[[App], None]) -> None:
 
 
 async def _first_call(app: App, signals: asyncio.Queue[str]) -> str:
-    """Wait for a signal, Admin.Drain, or a failed background task. Returns which it was."""
+    """Wait for a signal, for the call Admin.Drain, or for a failed background task, and return the name or description
+    of the event that came first.
+    """
     signalled = asyncio.create_task(signals.get())
     asked = asyncio.create_task(app.about.drain_asked.wait())
     await asyncio.wait((signalled, asked, app.failed), return_when=asyncio.FIRST_COMPLETED)

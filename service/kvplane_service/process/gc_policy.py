@@ -1,9 +1,9 @@
-"""Thresholds of the cyclic garbage collector, so that full collections are rare.
+"""Thresholds of Python's cyclic garbage collector, which make full collections rare.
 
-The index consists of many long-lived objects (logs are packed and have none), and with the default thresholds a step
-periodically waits until all of them have been visited. Reference counting frees nearly everything: the core makes no
-reference cycles, and the few that exist (errors, connections) are young. So young generations are collected often
-enough and old ones rarely.
+A full collection visits the long-lived objects of all replicas: the tables and columns of the pools, but neither keys
+(plain tuples) nor logs (packed). With the default thresholds a step periodically waits for such a collection. Rare
+collections are safe: reference counting frees nearly everything, because the core creates no reference cycles, and the
+few cycles that exist (errors, connections) are young. So young objects are collected often enough, and old ones rarely.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ YOUNG, MIDDLE, OLD = 10_000, 20, 100
 
 
 def apply() -> None:
-    """Exclude all current objects from collection permanently, and set the thresholds. Affects the whole process."""
+    """Exclude all existing objects from collection permanently, and set the thresholds. Affects the whole process."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG, MIDDLE, OLD)

@@ -1,14 +1,16 @@
 """Apply a step to the core, then publish its decision and its events.
 
-A step that is estimated to take long is applied on a thread, so that the event loop serves other replicas. The thread
-owns the core's state until then: callers on the loop wait (`idle`) or are refused (`check`).
+Long work on the core runs *aside*: in a separate asyncio task, which is the only user of the replica until the work
+ends. Callers on the event loop meanwhile wait (`idle`) or are refused (`check`). A step that is estimated to take long
+is applied on a thread by such a task, so that the event loop serves other replicas; long look-ups and the beginning of
+an engine life run aside too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,14 +19,14 @@ from kvplane.base.step import UNCHANGED, Part, Step, StepResult
 from kvplane_service.core.cache_events import runs_of
 from kvplane_service.core.replica import Replica
 from kvplane_service.decisions.log import Decision, DecisionLog, without_tokens
-from kvplane_service.replicas.engine_lives import Clock
+from kvplane_service.replicas.engine_lives import Clock, Opening
 from kvplane_service.replicas.events import EventLog, PublicationHold
 from kvplane_service.runtime.executors import Busy, Offload
 
 # Units of effort: one is a block that is allocated and registered, about 4 us. The estimate is a sum over columns and
 # tends to be too high; it only decides whether a step may hold the event loop.
-MOST_INLINE = 4096  # some 15 ms
-_ROW = 4  # units
+MOST_INLINE = 4096  # units, about 15 ms: above this a step is applied on a thread
+_ROW = 4  # units per row
 _TOKENS_HASHED, _DIGESTS_READ, _BLOCKS_SEEN, _SPARSE_BLOCKS = 64, 32, 4, 4  # each per unit
 
 _T = TypeVar("_T")
@@ -34,51 +36,57 @@ _log = logging.getLogger(__name__)
 
 
 class Applying:
-    """Applies the steps of one replica, one at a time.
+    """Applies the steps of one replica, and runs other long work on the replica, one piece of work at a time.
 
     Attributes:
-        in_core: the core is working, or it raised an unexpected exception: its state is undefined from then on.
+        in_core: whether the core is working, or has raised an unexpected exception, which leaves its state undefined.
+        changes: number of calls that may have changed the core, counted at the start of each call.
     """
 
     def __init__(
         self, replica: Replica, decisions: DecisionLog, events: EventLog, hold: PublicationHold, clock: Clock
     ) -> None:
         self.in_core = False
+        self.changes = 0
         self._replica = replica
         self._decisions = decisions
         self._events = events
         self._hold = hold
         self._clock = clock
-        self._aside: asyncio.Task[Any] | None = None
+        self._aside: asyncio.Future[Any] | None = None
 
     @property
     def is_aside(self) -> bool:
-        """Whether a step is being applied on a thread."""
+        """Whether long work is running."""
         return self._aside is not None
 
     def check(self, name: str) -> None:
         """Raise unless the state of the replica `name` may be read.
 
         Raises:
-            Busy: a step is being applied.
+            Busy: long work is running.
             InternalError: the core has failed.
         """
         if self._aside is not None:
-            raise Busy(f"{name} is applying a long step", field="replica", remedy="retry")
+            raise Busy(f"{name} is busy with long work: a step or a look-up", field="replica", remedy="retry")
         if self.in_core:
-            raise InternalError(f"an earlier step broke {name}", remedy="deregister and register the replica again")
+            raise InternalError(
+                f"an earlier step broke the state of {name}: it raised an unexpected exception",
+                remedy="deregister and register the replica again",
+            )
 
     async def idle(self) -> None:
-        """Wait until no step is being applied. None begins before the caller awaits something else."""
+        """Wait until no long work is running. No long work starts before the caller awaits something else."""
         while self._aside is not None:
             await asyncio.wait([self._aside])
 
     def apply(self, step: Step) -> StepResult:
-        """Apply a step and publish what may be seen of it. Raises KvplaneError: the step is refused,
-        nothing changed.
+        """Apply a step; publish its decision, and those of its cache events that subscribers may see.
+
+        Raises KvplaneError, and changes nothing, if the core refuses the step.
         """
         at_ns = self._clock()
-        self.in_core = True
+        self._enter()
         try:
             result = self._replica.apply(step)
         except KvplaneError:
@@ -86,33 +94,63 @@ class Applying:
             raise
         return self._publish(step, result, at_ns)
 
-    async def apply_aside(self, step: Step, offload: Offload, done: Done[_T]) -> _T:
-        """As `apply`, followed by `done`; a long step is applied by `offload`.
+    def is_long(self, step: Step) -> bool:
+        """Whether applying the step on the event loop could delay other replicas. Invalid steps are accepted too."""
+        return effort(step, self._replica) > MOST_INLINE
 
-        Cancelling the caller does not cancel the step: both still complete. Raises as `apply`, and Busy.
+    async def aside(self, work: Awaitable[_T]) -> _T:
+        """Run long work in a task that is the only user of the replica; returns its result. No other long work may be
+        running.
+
+        Cancelling the caller does not cancel the work. Callers that wait in `idle` resume when the work has ended.
         """
-        if effort(step, self._replica) <= MOST_INLINE:
-            return done(self.apply(step))
-        assert self._aside is None, "one step at a time"
-        self._aside = task = asyncio.ensure_future(self._apply_aside(step, offload, done))
+        assert self._aside is None, "one at a time"
+        self._aside = task = asyncio.ensure_future(work)
         task.add_done_callback(self._back)
         return await asyncio.shield(task)
 
-    async def _apply_aside(self, step: Step, offload: Offload, done: Done[_T]) -> _T:
+    async def apply_by(self, offload: Offload, step: Step) -> StepResult:
+        """Apply a step as `apply` does, but on a thread of `offload`. The caller must run this in `aside`.
+
+        Raises as `apply`, and Busy if too much work waits for the thread.
+        """
         at_ns = self._clock()
-        self.in_core = True
+        self._enter()
         try:
             result = await offload(partial(self._replica.apply, step))
         except KvplaneError:
             self.in_core = False
             raise
-        return done(self._publish(step, result, at_ns))
+        return self._publish(step, result, at_ns)
 
-    def _back(self, task: asyncio.Task[_T]) -> None:
+    async def apply_aside(self, step: Step, offload: Offload, done: Done[_T]) -> _T:
+        """Apply a step and return `done(result)`; a long step is applied on a thread of `offload`.
+
+        Cancelling the caller cancels neither the step nor the call of `done`. Raises as `apply`, and Busy.
+        """
+        if not self.is_long(step):
+            return done(self.apply(step))
+        return await self.aside(self._apply_aside(step, offload, done))
+
+    async def _apply_aside(self, step: Step, offload: Offload, done: Done[_T]) -> _T:
+        return done(await self.apply_by(offload, step))
+
+    def go_on(self, opening: Opening) -> bool:
+        """Do a slice of the work of opening a session. Returns whether more work may be left."""
+        self._enter()
+        has_more = opening.go_on()
+        self.in_core = False
+        return has_more
+
+    def _enter(self) -> None:
+        self.in_core = True
+        self.changes += 1
+
+    def _back(self, task: asyncio.Future[_T]) -> None:
         self._aside = None
         error: BaseException | None = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, KvplaneError):  # its caller may have been cancelled
-            _log.error("unhandled exception while a long step was applied", exc_info=error)
+            _log.error("unhandled exception in long work on a replica", exc_info=error)
 
     def _publish(self, step: Step, result: StepResult, at_ns: int) -> StepResult:
         self.in_core = False
@@ -124,7 +162,7 @@ class Applying:
 
 
 def effort(step: Step, replica: Replica) -> int:
-    """Estimated cost of a step, which need not be valid, in units."""
+    """Estimate the cost of a step in units (see `MOST_INLINE`). Invalid steps are accepted too."""
     return sum(_of_part(part, replica) for part in step.parts)
 
 
@@ -137,7 +175,7 @@ def _of_part(part: Part, replica: Replica) -> int:
 
 
 def _of_tables(part: Part, replica: Replica) -> int:
-    """Blocks that rows allocate, register, look up and release, in all groups."""
+    """Estimate how many blocks, over all groups, the rows allocate, register, look up and release."""
     requests, facts, run, admit = replica.requests, part.facts, part.run, part.admit
     known, computed = requests.num_tokens, requests.computed
     waiting = _sum(known, admit.slot) + sum(part.news.num_tokens)
@@ -156,7 +194,10 @@ def _of_tables(part: Part, replica: Replica) -> int:
 
 
 def _of_cache(part: Part, replica: Replica) -> int:
-    """Blocks that are visited: those with a key in a reset, those of all tables in an eviction or a failure."""
+    """Estimate how many blocks a cache section visits.
+
+    A reset visits the blocks with a key; an eviction or a failed step visits the blocks of all tables.
+    """
     cache, pool = part.cache, replica.coordinator.pool
     units = len(cache.evicted) + len(cache.loads_over) + (len(part.resume.blocks) if part.resume else 0)
     if cache.evicted or cache.released or cache.failed_steps:
@@ -169,7 +210,10 @@ def _capped(num_tokens: int, caps: Sequence[int]) -> int:
 
 
 def _sum(column: Sequence[int], slots: Sequence[int]) -> int:
-    """Sum over these slots. Slots beyond the column begin in this step, and their tokens are in its news."""
+    """Return the sum of the column's entries for these slots.
+
+    Slots beyond the column begin in this step; their tokens are counted with the news section.
+    """
     there: Iterable[int] = slots
     if slots and (max(slots) >= len(column) or min(slots) < 0):
         there = (slot for slot in slots if 0 <= slot < len(column))

@@ -1,9 +1,11 @@
-"""Begin an engine life on a replica, in slices, so that a large pool does not delay other replicas.
+"""Begins an engine life (the time of one epoch) on a replica, in slices, so that a large pool does not delay other
+replicas.
 
     end the old life -> verify keys by the stamps -> publish what was recovered from a store -> enter the new life
 
-The replica cannot be read or written until the new life is entered. When the session that waits for it goes away, the
-work pauses; the next session continues it if its memory is the same, and otherwise starts over with what remains.
+Stamps are the version numbers of block contents, which the page memory has too. The replica cannot be read or written
+until the new life is entered. If the session that waits for the new life disappears, the work pauses. The next session
+continues this work if its page memory is the same; otherwise the work starts again with the remaining keys.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ Work = Generator[None]
 Clock = Callable[[], int]  # monotonic nanoseconds
 
 SLICE_NS = 5_000_000
-_RUNS_PER_BATCH, _RUNS_FORGOTTEN = 64, 4
+_RUNS_PER_BATCH, _RUNS_FORGOTTEN = 64, 4  # runs of removed keys that are published, and freed, in one slice
 _DONE = object()
 
 
@@ -39,11 +41,12 @@ class Opening:
     """A session that is being opened.
 
     Attributes:
-        on_end: called once, with the reason, when another session replaces it.
-        epoch: the engine life that it begins or resumes.
-        work: the remaining work.
-        ended: why it will not become the newest session.
-        is_left: its caller went away.
+        request: what the engine sent.
+        on_end: called once, with the reason, when another session replaces this one.
+        epoch: number of the engine life (epoch) that the session begins or resumes.
+        work: the remaining work; None if none is left.
+        ended: why the session will not be opened; None unless a newer session replaced it.
+        is_left: whether the caller that opens the session no longer waits.
     """
 
     request: OpenRequest
@@ -55,23 +58,25 @@ class Opening:
 
     @property
     def nonce(self) -> int:
-        """Nonce of the request."""
+        """The nonce (random number) of the session."""
         return self.request.nonce
 
     def go_on(self) -> bool:
-        """Do a slice of the work. Returns whether there may be more."""
+        """Do a slice of the remaining work. Returns whether more work may be left."""
         if self.work is not None and next(self.work, _DONE) is _DONE:
             self.work = None
         return self.work is not None
 
     def end(self, reason: KvplaneError) -> None:
-        """Notify the caller that it will not get the session."""
+        """End the opening with `reason`; notify the caller if it still waits."""
         self.ended = reason
         if not self.is_left:
             self.on_end(reason)
 
     def take_work(self, request: OpenRequest) -> Work | None:
-        """The work begun here, if it also fits this request; otherwise it is closed, and None is returned."""
+        """Return the remaining work if `request` has the same page memory; otherwise discard the work and
+        return None.
+        """
         work, self.work = self.work, None
         mine, other = self.request, request
         if work is not None and (
@@ -83,16 +88,16 @@ class Opening:
 
 
 def ignore_end(_: KvplaneError) -> None:
-    """An `on_end` for sessions that notice with their next message."""
+    """Do nothing: an `on_end` for sessions that get the reason of their end with the answer to their next message."""
 
 
 async def in_slices(go_on: Callable[[], bool], clock: Clock, waits: Callable[[], None] | None = None) -> None:
-    """Run work to its end, yielding to the event loop after each SLICE_NS.
+    """Run work to its end, and let the event loop run other tasks after each SLICE_NS.
 
     Args:
-        go_on: does a piece of the work; returns True when all of it is done.
+        go_on: does a piece of the work; returns True once all work is done.
         clock: monotonic nanoseconds.
-        waits: called before each yield.
+        waits: called each time before other tasks run.
     """
     until_ns = clock() + SLICE_NS
     while not go_on():
@@ -105,7 +110,13 @@ async def in_slices(go_on: Callable[[], bool], clock: Clock, waits: Callable[[],
 
 @dataclass(slots=True)
 class _Loss:
-    """Keys lost with a life that ends: runs of events, and the part of the processed ones that subscribers must see."""
+    """The keys that are lost when an engine life (the time of one epoch) ends.
+
+    Attributes:
+        runs: the REMOVED events of these keys.
+        num_looked_at: how many of `runs` were passed to the PublicationHold, which decides what subscribers see.
+        shown: the events that the PublicationHold returned, and that must still be published.
+    """
 
     runs: list[CacheEvent] = field(default_factory=list)
     num_looked_at: int = 0
@@ -113,14 +124,16 @@ class _Loss:
 
 
 class EngineLives:
-    """The engine lives of one replica.
+    """Begins the engine lives of one replica; an engine life is the time of one epoch.
 
     Attributes:
-        opening: the session whose life is beginning; its caller may have gone away.
-        recovering: entries of a store that wait for the engine.
-        recovered: the same after an engine verified them.
-        kept_keys: number of keys that survived into the current life.
-        lost: keys lost with the last life; freed in pieces, since freeing millions of digests takes long.
+        opening: the session whose engine life is beginning; the caller that opens it may no longer wait.
+        recovering: entries of a store that wait until an engine sends the stamps (version numbers of contents) that
+            verify them.
+        recovered: the entries of `recovering` once they are verified.
+        kept_keys: number of keys that were kept when the current life began.
+        lost: events of keys that were lost when the current life began; freed in pieces, since freeing millions of
+            digests takes long.
     """
 
     def __init__(self, replica: Replica, events: EventLog, hold: PublicationHold, clock: Clock, num_ranks: int) -> None:
@@ -129,9 +142,9 @@ class EngineLives:
         self._events = events
         self._hold = hold
         self._num_ranks = num_ranks
-        self._incarnation = 0  # of the page memory, 0 = not stated by any engine
+        self._incarnation = 0  # incarnation of the page memory; 0: no engine has stated it
         self._loss = _Loss()
-        self._came_back = False  # recovered from a store, subscribers must be notified
+        self._came_back = False  # keys were recovered from a store, and subscribers were not notified yet
         self.opening: Opening | None = None
         self.recovering: Recovering | None = None
         self.recovered: Recovering | None = None
@@ -144,9 +157,9 @@ class EngineLives:
         return self.opening is not None and not self.opening.is_left
 
     def next_epoch(self, begun: int, request: OpenRequest) -> int:
-        """The lowest epoch above every one that this service, the memory or the store has seen.
+        """Return the lowest epoch above every epoch that this service, the page memory or the store has recorded.
 
-        Raises LimitExceeded.
+        `begun`: the highest epoch that began on this replica. Raises LimitExceeded if all epochs are used.
         """
         epoch = max(begun, request.owner_epoch, newest_epoch(request.stamp_table)) + 1
         if self.recovering is not None:
@@ -156,9 +169,9 @@ class EngineLives:
         return epoch
 
     def begin(self, request: OpenRequest, began: Callable[[Life], None]) -> Work:
-        """Begin the life of the current opening on the memory of this request.
+        """Begin the engine life of `opening` on the page memory of its request; yields after each slice of work.
 
-        `began` is called when the life has been entered; only events of lost keys are published after it.
+        `began` is called when the life has begun; after that only the removals of lost keys are published.
         """
         stored = self.recovering
         is_other = self._is_other(request.incarnation)
@@ -185,16 +198,18 @@ class EngineLives:
         self._enter(stamp_table, is_other, began)
 
     def _is_other(self, incarnation: int) -> bool:
-        """Whether this page memory differs from that of the last life; 0 (not stated) counts as the same."""
+        """Whether `incarnation` is another page memory than that of the last engine life; 0 (not stated) counts as the
+        same.
+        """
         return 0 != incarnation != self._incarnation != 0
 
     def forget_some(self) -> bool:
-        """Free some of the lost keys. Returns whether none is left."""
+        """Free the memory of some of the events of lost keys. Returns whether none is left."""
         del self.lost[-_RUNS_FORGOTTEN:]
         return not self.lost
 
     def _show(self, loss: _Loss) -> Work:
-        """Publish the removal of lost keys, each once."""
+        """Publish the removal of each lost key once, in slices; one CLEARED event if no key is left."""
         if loss.shown and not self._replica.count_keys():
             loss.shown = [CacheEvent(EventKind.CLEARED)]
         while loss.shown:
@@ -219,12 +234,14 @@ class EngineLives:
             pass
 
     def _announce(self) -> Work:
-        """Publish a snapshot of the recovered keys, which replaces what subscribers knew."""
+        """Publish all recovered keys, after a CLEARED event: subscribers then discard the keys that they have of the
+        replica.
+        """
         yield from self._publish([CacheEvent(EventKind.CLEARED)])
         yield from self._publish(self._replica.replay_events())
 
     def _publish(self, events: Iterable[CacheEvent]) -> Work:
-        """Publish in batches that fit a message."""
+        """Publish the events in batches that fit into a message; yields between batches."""
         assert self.opening is not None
         batch, num_hashes = list[CacheEvent](), 0
         for event in events:

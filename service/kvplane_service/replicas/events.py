@@ -1,4 +1,4 @@
-"""Cache events of one replica: numbered batches that a subscriber can resume.
+"""Cache events of one replica, in numbered batches, after each of which a subscriber can resume.
 
     StepResult -> PublicationHold -> EventLog -> Subscription (a cursor into the log)
 
@@ -18,11 +18,11 @@ from kvplane.base.errors import InvalidArgument, KvplaneError, LimitExceeded
 from kvplane.base.step import CacheEvent, EventKind
 from kvplane_service.core.cache_events import CacheEvents
 from kvplane_service.decisions.packed_log import LogBudget, PackedLog
-from kvplane_service.decisions.packing import pack_events, unpack_events
+from kvplane_service.decisions.packing import Packing, pack_events, unpack_events
 
 Wake = Callable[[], None]
 _EVER = 1 << 63  # above every step number
-_HEAD = struct.Struct("<BQ")  # of a packed batch: flags and epoch
+_HEAD = struct.Struct("<BQ")  # head of a packed batch: flags and epoch
 _GAP, _WITHDRAWN, _RESTORED = 1, 2, 4
 
 
@@ -31,9 +31,9 @@ class Batch:
     """One message of the Events service; `seq` increases by one per batch.
 
     Attributes:
-        gap: earlier batches are lost; the subscriber must discard what it knows of the replica.
-        withdrawn: the replica's lease lapsed; its entries must not be used until `restored`.
-        restored: the replica is live again and its entries are valid.
+        gap: earlier batches are lost; the subscriber must discard all keys that it has of the replica.
+        withdrawn: the lease of the replica's session lapsed; its keys must not be used until a batch with `restored`.
+        restored: the replica is live again and its keys are valid.
     """
 
     seq: int
@@ -45,23 +45,23 @@ class Batch:
 
     @property
     def bits(self) -> int:
-        """The flags, packed."""
+        """The flags of the batch, packed into an integer."""
         return self.gap * _GAP | self.withdrawn * _WITHDRAWN | self.restored * _RESTORED
 
-    def pack(self) -> bytes:
-        """The batch as bytes, without its number."""
-        return _HEAD.pack(self.bits, self.epoch) + pack_events(self.events)
+    def pack(self) -> Packing[bytes]:
+        """Return the batch as bytes, without its number; yields between pieces of a long batch."""
+        return _HEAD.pack(self.bits, self.epoch) + (yield from pack_events(self.events))
 
     @classmethod
     def unpack(cls, seq: int, raw: bytes) -> Batch:
-        """The batch that was packed, with its number."""
+        """Return the batch with this number from the bytes that `pack` returned."""
         bits, epoch = _HEAD.unpack_from(raw)
         events = unpack_events(raw, _HEAD.size)
         return cls(seq, epoch, events, bool(bits & _GAP), bool(bits & _WITHDRAWN), bool(bits & _RESTORED))
 
 
 class _Stored:
-    """A held STORED event, and which of its hashes were removed since."""
+    """A STORED event that is held until its step is executed, with the hashes that were removed since."""
 
     __slots__ = ("_at", "event", "gone")
 
@@ -71,7 +71,7 @@ class _Stored:
         self._at: dict[tuple[int, bytes], int] = {}  # built on the first removal
 
     def forget(self, removed: CacheEvent, block: int, digest: bytes) -> bool:
-        """Remove a key from the event. Returns False when the event does not have it."""
+        """Remove a key from the event. Returns False if the event does not have this key."""
         event = self.event
         if event.group != removed.group or event.domain != removed.domain:
             return False
@@ -83,7 +83,7 @@ class _Stored:
         return at >= 0
 
     def left(self) -> CacheEvent | None:
-        """The event without the removed hashes; None when none is left."""
+        """Return the event without the removed hashes; None if no hash is left."""
         event = self.event
         if not self.gone:
             return event
@@ -101,29 +101,34 @@ class _Stored:
 class PublicationHold:
     """Holds STORED events until their steps have been executed; works on runs of events (`cache_events`).
 
-    The core reports every change of a block's keys, moves included: a key is stored in a block that lacks it, and
-    removed from a block that has it. So a removed key was either still held, and then it is never published, or it was
-    published, and then its removal is published too.
+    The core reports every change of a block's keys, moves included: a key is stored only in a block that does not have
+    the key, and removed only from a block that has it. So if the STORED event of a removed key is still held, neither
+    event is published; otherwise the key was published, and its removal is published too.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[int, _Stored]] = deque()
-        self._held: dict[int, tuple[_Stored, ...]] = {}  # by block: what stored keys of it that are not shown yet
+        self._held: dict[int, tuple[_Stored, ...]] = {}  # by block: held STORED events with a key of the block
 
     def step(self, seq: int, executed_through: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Take the events of step `seq`, which reports `executed_through`. Returns what to publish now, in order."""
+        """Process the events of step `seq`, which reports `executed_through`. Returns the events to publish now, in
+        order.
+        """
         return [*self.release(executed_through), *self.add(seq, events)]
 
     def begin_life(self, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """A new engine life lost these keys. Returns what to publish: their removals, and all STORED events
-        still held.
+        """Process the removals with which an engine life (the time of one epoch) begins.
+
+        Returns the events to publish: the removals, and all STORED events that are still held, because the remaining
+        keys are verified.
         """
         return [*self.add(0, events), *self.release(_EVER)]
 
     def add(self, seq: int, events: Iterable[CacheEvent]) -> list[CacheEvent]:
-        """Take the events of step `seq`, in order. Returns those to publish at once.
+        """Process the events of step `seq`, in order. Returns the events to publish at once: removals of published
+        keys.
 
-        These are removals of published keys. A key that is removed while its STORED event is held is never published.
+        A key that is removed while its STORED event is held is never published.
         """
         at_once: list[CacheEvent] = []
         for event in events:
@@ -140,7 +145,7 @@ class PublicationHold:
         return at_once
 
     def release(self, executed_through: int) -> list[CacheEvent]:
-        """The held events to publish once all steps up to `executed_through` have been executed, in order."""
+        """Remove and return, in order, the held events of steps up to `executed_through`, which are now published."""
         shown: list[CacheEvent] = []
         while self._steps and self._steps[0][0] <= executed_through:
             stored = self._steps.popleft()[1]
@@ -169,7 +174,7 @@ class PublicationHold:
             self._held[block] = tuple(one for one in held if one is not stored)
 
     def _forget(self, removed: CacheEvent) -> list[CacheEvent]:
-        """Remove keys from held events. Returns the removal of those that were published before."""
+        """Remove keys from held events. Returns a REMOVED event for the other keys, which were published already."""
         shown = []
         for digest, block in zip(removed.hashes, removed.blocks, strict=True):
             stored = next((one for one in self._held.get(block, ()) if one.forget(removed, block, digest)), None)
@@ -182,7 +187,9 @@ class PublicationHold:
 
 
 class EventLog(PackedLog[Batch, bytes]):
-    """The last batches of a replica, packed, bounded in number and by the budget, and their subscribers."""
+    """The last event batches of one replica, and their subscribers. Batches are stored packed, within a
+    memory budget.
+    """
 
     def __init__(self, max_batches: int, budget: LogBudget, max_subscribers: int) -> None:
         super().__init__(max_batches, budget)
@@ -197,7 +204,7 @@ class EventLog(PackedLog[Batch, bytes]):
 
     @property
     def last_seq(self) -> int:
-        """Number of the newest batch, 0 when there was none."""
+        """Number of the newest batch; 0 before the first batch."""
         return self._last_seq
 
     @property
@@ -207,31 +214,33 @@ class EventLog(PackedLog[Batch, bytes]):
 
     @property
     def oldest_resumable(self) -> int:
-        """The lowest `after_seq` from which a subscriber can continue without a gap."""
+        """The lowest batch number after which a subscriber can continue without a gap."""
         return self._last_seq - len(self)
 
     def publish(self, epoch: int, events: Iterable[CacheEvent]) -> None:
-        """Append a batch of events, or runs of events; does nothing when there are none."""
+        """Append a batch with these events; does nothing if there are none."""
         shown = CacheEvents(events)
         self._epoch = epoch
         if shown.runs:
             self._append(Batch(self._last_seq + 1, epoch, shown))
 
     def withdraw(self) -> None:
-        """Publish that the replica has lapsed; does nothing when that was published already."""
+        """Publish that the lease of the replica's session has lapsed; does nothing if this was published already."""
         if not self._withdrawn:
             self._withdrawn = True
             self.num_withdrawals += 1
             self._append(Batch(self._last_seq + 1, self._epoch, withdrawn=True))
 
     def restore(self) -> None:
-        """Publish that the replica is live again; does nothing when it was not withdrawn."""
+        """Publish that the replica is live again; does nothing unless `withdraw` was published last."""
         if self._withdrawn:
             self._withdrawn = False
             self._append(Batch(self._last_seq + 1, self._epoch, restored=True))
 
     def subscribe(self, after_seq: int | None, wake: Wake) -> Subscription:
-        """Follow the log after batch `after_seq` (None: from now on). `wake` is called when batches are available.
+        """Subscribe to the batches after number `after_seq`, or only to new batches if `after_seq` is None.
+
+        `wake` is called when batches are available.
 
         Raises:
             InvalidArgument: `after_seq` has not been reached yet.
@@ -257,13 +266,13 @@ class EventLog(PackedLog[Batch, bytes]):
         return subscription
 
     def close(self, reason: KvplaneError) -> None:
-        """End every subscription with `reason`, once it has taken the remaining batches."""
+        """End every subscription with `reason`, each one once it has taken the remaining batches."""
         self.closed = reason
         self.leave_budget()
         self._wake()
 
     def after(self, seq: int, at_most: int | None = None) -> list[Batch]:
-        """The batches after `seq`, which must be resumable; at most the first `at_most`."""
+        """Return the batches after number `seq`, which must be at least `oldest_resumable`; at most `at_most`."""
         start = seq - self.oldest_resumable
         assert start >= 0, (seq, self.oldest_resumable)
         stop = None if at_most is None else start + at_most
@@ -277,7 +286,7 @@ class EventLog(PackedLog[Batch, bytes]):
         self._subscribers.pop(subscription, None)
 
     def _opening(self, after_seq: int | None) -> Batch:
-        """The state that a new subscriber starts from; its number is the cursor."""
+        """Return the first batch for a new subscriber; the next batch of the log has the number after it."""
         if after_seq is None:
             return Batch(self._last_seq, self._epoch, withdrawn=self._withdrawn)
         if after_seq < self.oldest_resumable:
@@ -289,7 +298,7 @@ class EventLog(PackedLog[Batch, bytes]):
         self._last_seq = batch.seq
         self._wake()
 
-    def _pack(self, entry: Batch) -> bytes:
+    def _pack(self, entry: Batch) -> Packing[bytes]:
         return entry.pack()
 
     def _dropped(self, entry: Batch | bytes) -> None:
@@ -302,7 +311,9 @@ class EventLog(PackedLog[Batch, bytes]):
 
 
 class Subscription:
-    """A cursor into a log. The log is also the queue: a subscriber that falls behind its oldest batch is ended."""
+    """The position of one subscriber in an event log. A subscriber that needs a batch which is no longer kept
+    is ended.
+    """
 
     def __init__(self, log: EventLog, opening: Batch, wake: Wake) -> None:
         self._log = log
@@ -311,11 +322,11 @@ class Subscription:
         self.wake = wake
 
     def take(self, at_most: int | None = None) -> list[Batch]:
-        """The batches not taken yet, at most the first `at_most`; empty when there is nothing new.
+        """Return the next batches, at most `at_most`; an empty list if there is nothing new.
 
         Raises:
             LimitExceeded: the next batch is no longer kept.
-            KvplaneError: the log was closed and everything has been taken.
+            KvplaneError: the log was closed and all batches have been taken.
         """
         if self._seq < self._log.oldest_resumable:
             raise LimitExceeded(

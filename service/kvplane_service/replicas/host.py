@@ -1,10 +1,10 @@
-"""The host of one replica: it decides whether a step may be applied, and the core decides the result.
+"""The host of one replica decides whether a step may be applied; the core decides the result. Its states:
 
     IDLE --open--> LIVE --silence, broken stream--> LAPSED --message of the newest session, open--> LIVE
       ^-----close---'
     RECOVERING --open--> LIVE            (after a restart of the service, until an engine sends its stamps)
-    open on a large pool: OPENING while its slices run, IDLE when its caller is cancelled meanwhile
-    long step, close with many requests: on a thread; the state stays, and reads and opens wait
+    open on a large pool: OPENING while its slices run, IDLE if its caller is cancelled meanwhile
+    long work (step, close, look-up) runs aside (`applying`): the state is unchanged, and all other calls wait
 
 No transport, no protobuf and no clock of its own: the gRPC service, the in-process transport and the simulation call
 the same code. A refused call changes nothing but the lease.
@@ -12,7 +12,7 @@ the same code. A refused call changes nothing but the lease.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from enum import Enum
 from functools import partial
 
@@ -29,9 +29,10 @@ from kvplane_service.decisions.packed_log import LogBudget
 from kvplane_service.replicas.applying import Applying
 from kvplane_service.replicas.engine_lives import Clock, EngineLives, Opening, ignore_end, in_slices
 from kvplane_service.replicas.events import EventLog, PublicationHold
+from kvplane_service.replicas.idle_check import IdleCheck
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.replicas.sessions import OnEnd, SessionSlot, check_request, restarted
-from kvplane_service.replicas.step_order import StepOrder, Turn, check_step, part_that_ends_all
+from kvplane_service.replicas.step_order import StepOrder, Turn, UnaryStep, check_step, part_that_ends_all
 from kvplane_service.replicas.trace_context import CURRENT
 from kvplane_service.runtime.executors import Offload
 
@@ -40,7 +41,7 @@ _NS_PER_MS = 1_000_000
 
 
 class ReplicaState(Enum):
-    """Which writer is accepted."""
+    """States of a replica: they decide whether the newest session, unary calls or no client may change it."""
 
     IDLE = "idle"  # no session: unary calls
     LIVE = "live"  # the session
@@ -49,36 +50,26 @@ class ReplicaState(Enum):
     OPENING = "opening"  # none: the engine life of a session is beginning
 
 
-@dataclass(frozen=True, slots=True)
-class UnaryStep:
-    """The step that a unary mutation belongs to.
-
-    Attributes:
-        epoch: engine life, 0 = the current one.
-        more: further calls belong to the same step.
-        executed_through: as in Step; None = all steps before this call's.
-    """
-
-    epoch: int = NEW_EPOCH
-    more: bool = False
-    executed_through: int | None = None
-
-
 def new_replica(spec: ReplicaSpec) -> Replica:
-    """A replica in its first epoch. Can run on a thread, since a large pool takes long to build."""
+    """Make a replica in its first epoch. May be called on a thread, since a large pool takes long to build."""
     replica = Replica(spec)
     replica.begin_epoch(FIRST_EPOCH)
     return replica
 
 
 class ReplicaHost:
-    """Guards one core Replica: its writer, epochs, order of steps, lease, and publication."""
+    """Controls one core Replica: which client may write, epochs, the order of steps, the lease, and publication.
+
+    Attributes:
+        has_left: whether the engine life (time of one epoch) has ended and the next one has not begun.
+        steps: applies the steps, and runs long work; other packages must not apply steps with this object.
+    """
 
     def __init__(
         self, name: str, replica: Replica, config: Config, clock: Clock, num_ranks: int = 1,
         logs: LogBudget | None = None,
     ) -> None:
-        """`replica`: from `new_replica`; `num_ranks`: of the engine; `logs`: budget shared with other hosts."""
+        """`replica`: a result of `new_replica`; `num_ranks`: ranks of the engine; `logs`: budget of all event logs."""
         logs = logs or LogBudget(config.log_bytes)
         self.name = name
         self.replica = replica
@@ -90,13 +81,14 @@ class ReplicaHost:
         self.epoch = FIRST_EPOCH
         self._config, self._clock = config, clock
         self._hold = PublicationHold()
-        self._steps = Applying(replica, self.decisions, self.events, self._hold, clock)
+        self.steps = Applying(replica, self.decisions, self.events, self._hold, clock)
+        self.idle_check = IdleCheck(name, replica, self.steps)
         self._lives = EngineLives(replica, self.events, self._hold, clock, num_ranks)
         self._order = StepOrder(config.max_steps_in_flight)
         self._session: SessionSlot | None = None
         self._resumable = False  # a session was opened in this epoch and has not closed
         self._life_nonce = 0  # nonce of the session that began this epoch
-        self._left = False  # the session has closed: the engine is gone, the epoch has ended
+        self.has_left = False
         self._retired: KvplaneError | None = None  # why the replica was removed
         self._owner_epoch = 0  # highest one seen in the page memory
 
@@ -104,7 +96,7 @@ class ReplicaHost:
 
     @property
     def state(self) -> ReplicaState:
-        """Which writer is accepted now."""
+        """The current state, which decides which client may change the replica."""
         if self._lives.is_opening:
             return ReplicaState.OPENING
         if self._session is None:
@@ -113,17 +105,17 @@ class ReplicaHost:
 
     @property
     def recovering(self) -> Recovering | None:
-        """Entries from a store that wait for the engine."""
+        """Entries of a store that wait until an engine verifies them; None if there are none."""
         return self._lives.recovering
 
     @property
     def recovered(self) -> Recovering | None:
-        """The same entries after an engine verified them."""
+        """The entries of a store that an engine has verified; None if there were none."""
         return self._lives.recovered
 
     @property
     def seq(self) -> int:
-        """The last step that was applied completely."""
+        """Number of the last step that was applied completely."""
         return self._order.seq
 
     @property
@@ -133,54 +125,51 @@ class ReplicaHost:
 
     @property
     def lease_left_ns(self) -> int | None:
-        """Nanoseconds until the session's lease expires, 0 when it has; None without a session."""
-        session = self._session
-        if session is None:
-            return None
-        return 0 if session.broken else max(0, session.deadline_ns - self._clock())
+        """Nanoseconds until the session's lease expires, 0 if it has expired; None without a session."""
+        return None if self._session is None else self._session.left_ns(self._clock())
 
     def age_ns(self, at_ns: int) -> int:
-        """Nanoseconds since `at_ns`, by the clock of decisions."""
+        """Return the nanoseconds since `at_ns`, a time of the decision log (monotonic clock)."""
         return max(0, self._clock() - at_ns)
 
     async def idle(self) -> None:
-        """Wait until no step is being applied. Read the core before awaiting anything else."""
-        await self._steps.idle()
+        """Wait until no long work is running. None starts before the caller awaits something else."""
+        await self.steps.idle()
 
     def check_readable(self, remedy: str = "compute the prefix instead") -> None:
-        """Raise ReplicaLapsed when the content of the replica's pages is unknown."""
+        """Raise ReplicaLapsed if the engine is not connected: the content of the replica's pages is then unknown."""
         self._check_sound()
-        if self._left or self.state is ReplicaState.LAPSED:
+        if self.has_left or self.state is ReplicaState.LAPSED:
             how = "has not reconnected" if self.recovering else "is gone or silent"
             if self.state is ReplicaState.OPENING:
                 how = "is beginning a new life"
             raise ReplicaLapsed(f"the engine of {self.name} {how}", field="replica", remedy=remedy)
 
     def check_epoch(self, epoch: int) -> None:
-        """Raise StaleEpoch when this is not the current engine life."""
+        """Raise StaleEpoch unless `epoch` is the number of the current engine life."""
         if epoch != self.epoch:
             raise self._stale_epoch(epoch, "get the current epoch with DescribeReplica")
 
     def recover(self, recovering: Recovering) -> None:
-        """Hold entries from a store until an engine connects; for a host that was not used yet. Reads are
-        refused until then.
+        """Hold entries of a store until an engine connects; until then reads are refused. The host must not have been
+        used.
         """
         self._lives.recovering = recovering
         self.epoch = max(self.epoch, recovering.epoch)
-        self._left = True
+        self.has_left = True
 
     def observe_owner_epoch(self, epoch: int) -> None:
-        """Note the owner epoch found in the page memory: the next engine life is numbered above it."""
+        """Record the owner epoch found in the page memory: the next engine life gets a higher epoch number."""
         self._owner_epoch = max(self._owner_epoch, epoch)
 
     # ---- the session
 
     def check_open(self, request: OpenRequest) -> None:
-        """Raise unless this request may open a session now. Changes nothing but the observed epochs.
+        """Raise an error unless this request may open a session now. Changes nothing but the observed epochs.
 
         Raises:
             StaleEpoch: `epoch` is neither NEW_EPOCH nor one that a session can resume.
-            ServiceRestarted: as StaleEpoch, because the service was restarted, or began another life of this number.
+            ServiceRestarted: `epoch` is unknown: the service was restarted, or began another life with this number.
             Unavailable: the store is still being read.
             InvalidArgument: the nonce is in use, or stamps or blocks do not fit this pool.
         """
@@ -215,13 +204,13 @@ class ReplicaHost:
             await self.recovering.prove_ahead(self.replica, request.stamp_table, offload)
 
     def next_epoch(self, request: OpenRequest) -> int:
-        """The number of the engine life that this request would begin. Raises LimitExceeded."""
+        """Return the epoch number of the engine life that this request would begin. Raises LimitExceeded."""
         return self._lives.next_epoch(max(self.epoch, self._owner_epoch), request)
 
     def open(self, request: OpenRequest, on_end: OnEnd | None = None, epoch: int = NEW_EPOCH) -> Opened:
-        """Make this the newest session. `on_end` is called once, with the reason, when another one replaces it.
+        """Open a session, which may then write. `on_end` is called once, with the reason, if a newer one replaces it.
 
-        A new engine life is numbered `epoch` if the workers were claimed for it, and the next number otherwise.
+        A new engine life gets number `epoch` if the workers were claimed for that epoch, else the next number.
 
         Raises as `check_open`, and LimitExceeded when all epochs are used.
         """
@@ -231,10 +220,10 @@ class ReplicaHost:
         return self._opened()
 
     async def open_in_slices(self, request: OpenRequest, on_end: OnEnd, epoch: int = NEW_EPOCH) -> Opened:
-        """As `open`, in slices, so that the event loop serves other replicas while a large pool is processed.
+        """Open a session as `open` does, in slices, so that the event loop serves other replicas meanwhile.
 
-        Until the session is open the replica accepts no other call than a newer open, which replaces this one. When the
-        caller is cancelled the work pauses until the next open.
+        Until the session is open, the replica accepts only a newer open, which replaces this open. If the caller is
+        cancelled, the work pauses until the next open.
 
         Raises also the reason that `on_end` is called with.
         """
@@ -248,22 +237,25 @@ class ReplicaHost:
         return self._opened()
 
     def step(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult:
-        """Apply a step, or return the stored answer when it was applied before.
+        """Apply a step, or return the stored answer if this step was applied before.
 
         `fingerprint`: digest of the step's content; equal steps have equal fingerprints.
 
         Raises:
-            OtherWriter, StaleEpoch, SequenceError, LimitExceeded: it is not the turn of this step.
+            OtherWriter, StaleEpoch, SequenceError, LimitExceeded: this step may not be applied now.
             KvplaneError: the core refuses the step's content.
         """
         turn = self._turn(nonce, step, fingerprint)
-        return turn if isinstance(turn, StepResult) else turn.done(self._steps.apply(step))
+        return turn if isinstance(turn, StepResult) else turn.done(self.steps.apply(step))
 
     async def step_aside(self, nonce: int, step: Step, fingerprint: bytes, offload: Offload) -> StepResult:
-        """As `step`, but a long step is applied by `offload`; reads of the replica wait for it.
+        """Apply a step as `step` does, a long one on a thread of `offload`; reads of the replica wait for the step.
 
-        When the caller is cancelled the step still completes, and its answer is kept. Raises as `step`, and Busy.
+        If the caller is cancelled, the step still completes and its answer is kept. Raises as `step`, and Busy.
         """
+        if self.steps.is_aside:  # a long look-up
+            with self.holding(nonce):
+                await self.idle()
         turn = self._turn(nonce, step, fingerprint)
         if isinstance(turn, StepResult):
             return turn
@@ -273,39 +265,48 @@ class ReplicaHost:
                 self._session.deadline_ns = self._deadline_ns()  # messages that arrived meanwhile were not read
             return turn.done(result)
 
-        return await self._steps.apply_aside(step, offload, done)
+        return await self.steps.apply_aside(step, offload, done)
 
     def heartbeat(self, nonce: int) -> None:
-        """Renew the lease. Raises OtherWriter."""
-        self._renew(nonce)
+        """Renew the lease, also while long work is running. Raises OtherWriter."""
+        if self._retired is not None or not self.steps.is_aside:
+            self._check_sound()
+        self._renew_lease(nonce)
+
+    def holding(self, nonce: int) -> AbstractContextManager[None]:
+        """Renew the lease, and keep it valid while a message of the session waits here. Raises OtherWriter."""
+        self.heartbeat(nonce)
+        return self._renew_lease(nonce).held(self._deadline_ns)
 
     def close(self, nonce: int) -> None:
-        """The engine leaves: its requests are freed, its keys are kept for a new life on the same memory.
+        """Close the session: its requests are freed, and the keys are kept for a new life on the same memory.
 
-        Reads are refused until then, because the pages may be overwritten unnoticed. Raises OtherWriter.
+        Reads are refused until a new life begins, because the pages may be overwritten. Raises OtherWriter.
         """
         self._renew(nonce)
         step = self._last_step()
-        self._steps.apply(step)
+        self.steps.apply(step)
         self._closed(step)
 
     async def close_aside(self, nonce: int, offload: Offload) -> None:
-        """As `close`; many requests are freed by `offload`, even when the caller is cancelled. Raises
-        OtherWriter, Busy.
+        """Close the session as `close` does; many requests are freed on a thread of `offload`, even if the caller is
+        cancelled. Raises OtherWriter, Busy.
         """
+        if self.steps.is_aside:  # a long look-up
+            await self.idle()
         self._renew(nonce)
         step = self._last_step()
-        await self._steps.apply_aside(step, offload, lambda _: self._closed(step))
+        await self.steps.apply_aside(step, offload, lambda _: self._closed(step))
 
     def lost(self, nonce: int) -> None:
-        """The stream of a session broke. Does nothing when it is not the newest session."""
+        """Record that the stream of a session broke, so that its lease lapses. Only the newest session counts."""
         session = self._session
         if session is not None and session.nonce == nonce:
             session.broken = True
             self.expire()
 
     def extend_lease(self, late_ns: int) -> None:
-        """Extend the session's lease by this much."""
+        """Extend the session's lease by `late_ns` nanoseconds."""
         if self._session is not None:
             self._session.deadline_ns += late_ns
 
@@ -325,40 +326,43 @@ class ReplicaHost:
                 field="replica",
                 remedy="close the session, or deregister the replica",
             )
-        if at.epoch != NEW_EPOCH and (at.epoch != self.epoch or self._left):
+        if at.epoch != NEW_EPOCH and (at.epoch != self.epoch or self.has_left):
             raise self._stale_epoch(at.epoch, "send epoch 0")
 
-    def apply_unary(self, at: UnaryStep, parts: list[Part]) -> StepResult:
-        """Apply parts as (a piece of) a step of their own.
+    async def begin_unary(self) -> None:
+        """Begin the next engine life for unary calls, in slices, so that the event loop serves other replicas.
+
+        Call it if `has_left`, the replica is idle and `check_unary` passes. Cancelling the caller does not stop it.
+        """
+        opening = self._start_opening(OpenRequest(self.name, 0), ignore_end, NEW_EPOCH)
+        await self.steps.aside(self._begin_unary_life(opening))
+
+    async def _begin_unary_life(self, opening: Opening) -> None:
+        await in_slices(lambda: not self._work_on(opening), self._clock, self.events.withdraw)
+        self._lives.opening = None
+        self.events.restore()
+        await in_slices(self._lives.forget_some, self._clock)
+
+    def next_unary(self, at: UnaryStep, parts: list[Part]) -> Turn:
+        """Return the permission to apply these parts as a step, or a piece of one; valid until the next `await`.
 
         Raises:
-            OtherWriter, StaleEpoch: as check_unary.
-            LimitExceeded: too many rows.
-            KvplaneError: the core refuses the content.
+            OtherWriter, StaleEpoch: as `check_unary`.
+            InvalidArgument, LimitExceeded: as `check_step`.
         """
         self.check_unary(at)
         order = self._order
         executed_through = order.seq if at.executed_through is None else at.executed_through
         step = order.make_next(self.epoch, parts, executed_through, not at.more, CURRENT.get())
-        rows = check_step(step, self._order, self.replica.executed_through, self._config)
-        result = self._steps.apply(step)
-        order.advance(step, rows)
-        return result
+        return Turn(order, step, check_step(step, order, self.replica.executed_through, self._config))
 
-    def begin_unary(self, at: UnaryStep) -> None:
-        """Prepare for a unary call: begin an engine life when the last one has ended, whether the call succeeds or not.
+    def apply_unary(self, turn: Turn) -> StepResult:
+        """Apply the step of a unary call. Raises KvplaneError if the core refuses its content."""
+        return turn.advance(self.steps.apply(turn.step))
 
-        Raises:
-            OtherWriter, StaleEpoch: as check_unary.
-        """
-        self.check_unary(at)
-        if self._left:
-            request = OpenRequest(self.name, 0)
-            opening = self._start_opening(request, ignore_end, NEW_EPOCH)
-            while self._work_on(opening):
-                pass
-            self._lives.opening = None
-            self.events.restore()
+    async def apply_unary_by(self, offload: Offload, turn: Turn) -> StepResult:
+        """Apply the step on a thread of `offload`; run this in `steps.aside`. Raises as `apply_unary`, and Busy."""
+        return turn.advance(await self.steps.apply_by(offload, turn.step))
 
     # ---- the end
 
@@ -370,6 +374,7 @@ class ReplicaHost:
     def retire(self, reason: KvplaneError) -> None:
         """Remove the replica: end its session and subscriptions with `reason`, and refuse later calls of this host."""
         self._retired = reason
+        self.steps.changes += 1  # drops a check that runs, so that the replica can be freed
         session, self._session = self._session, None
         opening, self._lives.opening = self._lives.opening, None
         self.events.close(reason)
@@ -382,7 +387,7 @@ class ReplicaHost:
     # ---- inside
 
     def _start_opening(self, request: OpenRequest, on_end: OnEnd, epoch: int) -> Opening:
-        """Replace the current session or opening. Raises as `open`, and changes nothing then."""
+        """Replace the current session or opening by this one. Raises as `open`, and then changes nothing."""
         self.check_open(request)
         session, before = self._session, self._lives.opening
         opening = Opening(request, on_end, epoch or request.epoch or self.next_epoch(request))
@@ -399,38 +404,32 @@ class ReplicaHost:
         return opening
 
     def _go_on(self, opening: Opening) -> bool:
-        """Do a slice of the work of an opening. Returns True once its session is the newest."""
+        """Do a slice of the work of opening a session. Returns True once that session may write."""
         if self._work_on(opening):
             return False
         request, self._lives.opening = opening.request, None
-        self._session = SessionSlot(
-            request.nonce, request.with_events, request.client, opening.on_end, self._deadline_ns()
-        )
+        slot = request.nonce, request.with_events, request.client, opening.on_end, self._deadline_ns()
+        self._session = SessionSlot(*slot)
         self._resumable = True
         self.events.restore()
         return True
 
     def _work_on(self, opening: Opening) -> bool:
-        """Do a slice of the work of an opening. Returns whether there may be more."""
+        """Do a slice of the work of opening a session. Returns whether more work may be left."""
         if opening.ended is not None:
             raise opening.ended
-        self._steps.in_core = True
-        has_more = opening.go_on()
-        self._steps.in_core = False
-        return has_more
+        return self.steps.go_on(opening)
 
     def _began(self, life: Life) -> None:
         opening = self._lives.opening
         assert opening is not None and life.epoch > self.epoch, f"epoch {life.epoch} has begun"
         self.epoch, self._life_nonce = life.epoch, opening.nonce
-        self._resumable = self._left = False
+        self._resumable = self.has_left = False
         self._order = StepOrder(self._config.max_steps_in_flight)
         self.decisions.append(life)
 
     def _leave_epoch(self) -> None:
-        self._session = None
-        self._resumable = False
-        self._left = True
+        self._session, self._resumable, self.has_left = None, False, True
 
     def _opened(self) -> Opened:
         return Opened(
@@ -447,18 +446,20 @@ class ReplicaHost:
         )
 
     def _renew(self, nonce: int) -> SessionSlot:
-        """Renew the lease of the newest session by a message, and return the session."""
+        """Renew the lease of the session that sent a message, and return this session. Raises OtherWriter."""
         self._check_sound()
+        return self._renew_lease(nonce)
+
+    def _renew_lease(self, nonce: int) -> SessionSlot:
         session = self._session
         if session is None or session.nonce != nonce:
             raise OtherWriter(f"{self.name} has a newer writer", field="nonce", remedy="end this engine")
-        session.deadline_ns = self._deadline_ns()
-        session.broken = False
+        session.deadline_ns, session.broken = self._deadline_ns(), False
         self.events.restore()
         return session
 
     def _turn(self, nonce: int, step: Step, fingerprint: bytes) -> StepResult | Turn:
-        """The stored answer of a repeated step; for the next step, its permission to be applied. Raises as `step`."""
+        """Return the stored answer of a repeated step, or the permission to apply the next step. Raises as `step`."""
         session = self._renew(nonce)
         if step.epoch != self.epoch:
             raise self._stale_epoch(step.epoch, "end this engine life")
@@ -469,9 +470,9 @@ class ReplicaHost:
         return Turn(self._order, step, rows, fingerprint, session.with_events)
 
     def _last_step(self) -> Step:
-        """The step with which the host ends every request."""
-        part = part_that_ends_all(self.replica.requests)
-        return self._order.make_next(self.epoch, [part], self.replica.executed_through)
+        """Make the step that ends every request, for `close`."""
+        parts = [part_that_ends_all(self.replica.requests)]
+        return self._order.make_next(self.epoch, parts, self.replica.executed_through)
 
     def _closed(self, step: Step) -> None:
         self._order.advance(step, 0)
@@ -481,19 +482,19 @@ class ReplicaHost:
     def _check_sound(self) -> None:
         if self._retired is not None:
             raise self._retired
-        self._steps.check(self.name)
+        self.steps.check(self.name)
 
     def _stale_epoch(self, epoch: int, remedy: str) -> StaleEpoch:
         return StaleEpoch(
             f"epoch {epoch} of {self.name} is stale, the newest is {self.epoch}"
-            + (", which has ended" if self._left else ""),
+            + (", which has ended" if self.has_left else ""),
             field="epoch",
             remedy=remedy,
             metadata={"epoch": str(self.epoch)},
         )
 
     def _is_silent(self, session: SessionSlot) -> bool:
-        return session.broken or (self._clock() > session.deadline_ns and not self._steps.is_aside)
+        return session.broken or (session.is_expired(self._clock()) and not self.steps.is_aside)
 
     def _deadline_ns(self) -> int:
         return self._clock() + self._config.lease_ms * _NS_PER_MS

@@ -1,6 +1,6 @@
-"""A session without gRPC: direct calls of the host of a replica in this process.
+"""A session without gRPC, which calls the host of a replica in the same process.
 
-For test harnesses, simulations, and engines whose steps are so small that a message would cost more than the step.
+It is for tests, simulations, and engines whose steps are so small that a message would cost more than the step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _NO_FINGERPRINT = b""
 
 
 class InProcessTransport:
-    """Implements SessionTransport. A step is applied when it is sent; `receive` returns its answer.
+    """A SessionTransport (the interface between a client and its session) that applies a step when the step is sent.
 
-    Use all sessions of one registry from one thread: the logs of its hosts share a budget.
+    `receive` returns the answers. All sessions of one registry must be used from one thread, because the logs of its
+    hosts share a budget.
     """
 
     def __init__(self, find_host: Callable[[str], ReplicaHost]) -> None:
@@ -33,7 +34,7 @@ class InProcessTransport:
         self.draining = self.can_move = False  # a registry is never drained
 
     def open(self, request: OpenRequest) -> Opened:
-        """Make this the newest session of the replica."""
+        """Open this session as the newest session of the replica."""
         host = self._find_host(request.replica)
         opened = host.open(request, self._end)
         self._host, self._nonce, self._ended = host, request.nonce, None
@@ -41,7 +42,7 @@ class InProcessTransport:
         return opened
 
     def send(self, step: Step) -> None:
-        """Apply the step."""
+        """Apply the step, and keep the answer for `receive`. Does nothing if the session has ended."""
         if self._host is None or self._ended is not None:
             return
         try:
@@ -52,25 +53,28 @@ class InProcessTransport:
             self._answers.append(error)
 
     def receive(self) -> StepResult | KvplaneError:
-        """The next answer."""
+        """Return the answer to the oldest unanswered step.
+
+        If no answer is left and the session has ended, raises the reason why it ended.
+        """
         if self._answers:
             return self._answers.popleft()
         raise self._ended or Unavailable("no answer is outstanding")
 
     def heartbeat(self) -> None:
-        """Keep the lease."""
+        """Renew the lease of the session. If the session has ended, raises the reason why it ended."""
         if self._host is None or self._ended is not None:
             raise self._ended or Unavailable("no session is open")
         self._host.heartbeat(self._nonce)
 
     def close(self) -> None:
-        """Leave the replica."""
+        """Close the session: its requests are freed, and its keys are kept."""
         host, self._host = self._host, None
         if host is not None and self._ended is None:
             host.close(self._nonce)
 
     def abort(self) -> None:
-        """Drop the session without a close, as when the engine dies."""
+        """End the session without a close, as when the engine dies."""
         host, self._host = self._host, None
         self._answers.clear()
         if host is not None and self._ended is None:

@@ -1,4 +1,6 @@
-"""Entries read from the store for a replica whose engine has not reconnected since the service started."""
+"""Holds the stored keys of a replica, after a start of the service, until the engine reconnects and the keys are
+verified.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from kvplane_service.core.recovery import RecoveredState
 from kvplane_service.core.replica import Replica
 from kvplane_service.runtime.executors import Offload
 
-UNSTORED_EPOCHS = 16  # epochs that may have begun while the store lagged behind
+UNSTORED_EPOCHS = 16  # epochs that may have begun without being stored yet
 
 
 @dataclass(frozen=True, slots=True)
 class _Proof:
-    """The entries that these stamps verify."""
+    """The result of verifying the entries against `shown`, the stamps (version numbers of contents) of a
+    page memory.
+    """
 
     shown: Sequence[int]
     state: RecoveredState
@@ -29,15 +33,16 @@ class _Proof:
 
 @dataclass(slots=True)
 class Recovering:
-    """Entries that wait until the stamps of a page memory verify them.
+    """Entries of a store that wait until the stamps (version numbers of contents) of a page memory verify them.
 
     Attributes:
-        epoch: the highest epoch known to have begun.
-        incarnation: of the page memory that the entries belong to.
-        loading: the store is still being read.
-        entries: read so far; the newest first once `loading` is over.
-        rows: number of entries.
-        refused: chunks that were not used, by reason.
+        epoch: the highest epoch that is known to have begun.
+        incarnation: incarnation of the page memory that the entries belong to.
+        loading: whether the store is still being read.
+        entries: the entries read so far; the newest first once `loading` is False.
+        rows: number of stored rows that were read.
+        refused: number of stored chunks that were not used, by reason.
+        failed: why reading the store was given up before all entries were read; "" if it was not given up.
         recovered: number of verified rows; None before verification.
     """
 
@@ -47,12 +52,19 @@ class Recovering:
     entries: list[Entries] = field(default_factory=list)
     rows: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    failed: str = ""
     recovered: int | None = None
     _proof: _Proof | None = None
     _proving: asyncio.Future[None] | None = None
 
     def check_loaded(self, name: str) -> None:
-        """Raise Unavailable while the store is being read."""
+        """Raise Unavailable while the store is being read, and also after reading the store has failed permanently."""
+        if self.failed:
+            raise Unavailable(
+                f"{name} cannot recover: reading its entries from the store failed: {self.failed}",
+                field="replica",
+                remedy="report it, with the log of the service; the next service reads the store again",
+            )
         if self.loading:
             raise Unavailable(
                 f"{name} is recovering: {self.rows} entries have been read from the store",
@@ -60,25 +72,31 @@ class Recovering:
                 remedy="retry until the store is read",
             )
 
+    def fail(self, why: str) -> None:
+        """Record that the entries will not be read, and why. After that no session can open the replica."""
+        self.loading, self.failed = False, why
+
     def belongs_to(self, incarnation: int) -> bool:
         """Whether the entries can describe this page memory; 0 (not stated) counts as the same memory."""
         return incarnation in (0, self.incarnation)
 
     def epoch_above(self, replica: Replica, shown: Sequence[int]) -> int:
-        """An epoch that cannot have given out stamps: above those in the store, those in the memory, and
-        unstored ones.
+        """Return an epoch in which no stamp (version number of a content) was issued.
+
+        It is above the epochs in the store and in the page memory, with room for epochs that began but were not stored.
         """
         return max(self.epoch, self._proof_of(replica, shown).state.epoch) + 1 + UNSTORED_EPOCHS
 
     def observe_epoch(self, epoch: int) -> None:
-        """Note that an engine reports this epoch as begun. Implausibly large ones are ignored."""
+        """Record an epoch that an engine reports as begun; epochs above half of MAX_EPOCH are ignored."""
         if epoch < MAX_EPOCH // 2:
             self.epoch = max(self.epoch, epoch)
 
     async def prove_ahead(self, replica: Replica, shown: Sequence[int], offload: Offload) -> None:
         """Verify the entries on a thread, so that a following `epoch_above` and `prove` are fast.
 
-        One memory at a time. The work continues when its caller is cancelled, and the next caller uses its result.
+        Only one page memory is verified at a time. If the caller is cancelled, the work continues, and the next caller
+        uses its result.
         """
         while self.recovered is None and not (self._proof is not None and are_equal(self._proof.shown, shown)):
             if self._proving is None or self._proving.done():
@@ -92,7 +110,9 @@ class Recovering:
             self._proof = _Proof(shown, state)
 
     def prove(self, replica: Replica, shown: Sequence[int], incarnation: int) -> None:
-        """Install the entries that this memory verifies, before the first engine life, and drop the others."""
+        """Install the entries that the stamps of this page memory verify, and drop the others; call it before the first
+        engine life.
+        """
         if not self.belongs_to(incarnation):
             self.entries, self._proof = [], None
         outcome = replica.install_recovered(self._proof_of(replica, shown).state)
@@ -107,6 +127,6 @@ class Recovering:
 
 
 def _look_at(work: asyncio.Future[None]) -> None:
-    """Retrieve the exception, so that asyncio does not log it when no caller waits any more."""
+    """Retrieve the exception of a task, so that asyncio does not log it when no caller waits for the task any more."""
     if not work.cancelled():
         work.exception()

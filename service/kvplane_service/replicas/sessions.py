@@ -1,8 +1,9 @@
-"""The newest session of a replica, and the limits of a request to open one."""
+"""The newest session of a replica, and checks of a request to open a session."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,8 +21,13 @@ class SessionSlot:
     """The session that may write to a replica.
 
     Attributes:
-        deadline_ns: end of its lease, by the clock of the host.
-        broken: its stream ended without a close.
+        nonce: random number of the session.
+        with_events: whether its answers include cache events.
+        client: name of the client, for operators.
+        on_end: called when the session may no longer write to the replica.
+        deadline_ns: end of its lease, by the host's monotonic clock, in nanoseconds.
+        broken: whether the stream of the session ended without a close.
+        is_held: whether a message of the session waits in the service; meanwhile the lease does not expire.
     """
 
     nonce: int
@@ -30,13 +36,34 @@ class SessionSlot:
     on_end: OnEnd
     deadline_ns: int
     broken: bool = False
+    is_held: bool = False
+
+    def left_ns(self, now_ns: int) -> int:
+        """Return the nanoseconds until the lease expires, 0 if it has expired."""
+        return 0 if self.broken else max(0, self.deadline_ns - now_ns)
+
+    def is_expired(self, now_ns: int) -> bool:
+        """Whether the lease of the session has expired."""
+        return now_ns > self.deadline_ns and not self.is_held
+
+    @contextmanager
+    def held(self, deadline_ns: Callable[[], int]) -> Iterator[None]:
+        """Keep the lease valid inside the `with` block, then set its end to `deadline_ns()`.
+
+        The lease must not expire inside the block, because messages of the session are not read there.
+        """
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held, self.deadline_ns = False, deadline_ns()
 
 
 def check_request(request: OpenRequest, num_blocks: int) -> None:
-    """Raise InvalidArgument naming the field at fault."""
+    """Raise InvalidArgument, naming the field at fault, if a request does not fit a pool of `num_blocks` blocks."""
     if len(request.client) > MAX_CLIENT_CHARS:
         raise InvalidArgument(
-            f"{len(request.client)} characters", field="client", remedy=f"give at most {MAX_CLIENT_CHARS}"
+            f"{len(request.client)} characters", field="client", remedy=f"give at most {MAX_CLIENT_CHARS} characters"
         )
     if len(request.stamp_table) not in (0, num_blocks):
         raise InvalidArgument(
@@ -47,7 +74,7 @@ def check_request(request: OpenRequest, num_blocks: int) -> None:
     busy = request.busy_blocks
     if busy and not 0 < min(busy) <= max(busy) < num_blocks:
         raise InvalidArgument(
-            f"blocks {min(busy)} to {max(busy)}",
+            f"the blocks are {min(busy)} to {max(busy)}, the pool has {num_blocks}",
             field="busy_blocks",
             remedy=f"name blocks 1 to {num_blocks - 1} that a load may still write",
         )
@@ -60,7 +87,10 @@ def check_request(request: OpenRequest, num_blocks: int) -> None:
 
 
 def restarted(why: str, epoch: int) -> ServiceRestarted:
-    """The error for a session that resumes an engine life unknown to this service; `epoch` is the newest known one."""
+    """Make the error for a session that resumes an engine life (epoch) unknown to this service.
+
+    `epoch` is the newest epoch that the service knows.
+    """
     return ServiceRestarted(
         why,
         field="epoch",

@@ -1,4 +1,7 @@
-"""Operations on the stamp tables of whole page memories, vectorized so that they do not hold the event loop."""
+"""Operations on stamp tables, with numpy, so that they do not block the event loop.
+
+A stamp table has the stamps (version numbers of contents) of all blocks of a page memory.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,14 @@ _EPOCH_BITS = np.uint64(Stamp(0, MAX_EPOCH, 0).pack())
 
 
 def newest_epoch(stamps: Sequence[int]) -> int:
-    """The highest epoch of packed stamps, 0 when there are none."""
+    """Return the highest epoch of packed stamps, 0 if there are none."""
     return max((Stamp.unpack(int((piece & _EPOCH_BITS).max())).epoch for piece in _pieces(words_of(stamps))), default=0)
 
 
 def confirmed(shown: Sequence[int], reading: StampReading) -> Sequence[int]:
-    """The stamps on which the engine and this table agree, as `agreed_stamps` of two ranks; 0 elsewhere."""
+    """Return the stamps on which the engine's table `shown` and the table `reading` agree; 0 for blocks where they
+    differ.
+    """
     if len(reading.stamps) != len(shown):
         return no_stamps(len(shown))
     proven, last_reset = words_of(shown).copy(), max(shown[NULL_BLOCK], reading.stamps[NULL_BLOCK], key=in_time)
@@ -32,7 +37,7 @@ def confirmed(shown: Sequence[int], reading: StampReading) -> Sequence[int]:
 
 
 def no_stamps(num_blocks: int) -> Sequence[int]:
-    """The stamp table of a memory that verifies no key."""
+    """Return a stamp table of zeros, by which no key counts as verified."""
     return memoryview(bytes(num_blocks * 8)).cast("Q")
 
 

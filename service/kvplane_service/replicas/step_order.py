@@ -1,4 +1,6 @@
-"""The order of steps: which one is next, stored answers for retries, and limits per step."""
+"""The order of steps: decides which step is next, stores answers for repeated steps, and checks the limits of each
+step.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,25 @@ from collections import deque
 from dataclasses import dataclass
 
 from kvplane.base.errors import InvalidArgument, LimitExceeded, SequenceError
+from kvplane.base.session import NEW_EPOCH
 from kvplane.base.step import Cache, End, Facts, Part, Step, StepResult
 from kvplane_service.config import Config
 from kvplane_service.core.requests import Requests
+
+
+@dataclass(frozen=True, slots=True)
+class UnaryStep:
+    """States to which step a unary call that changes the replica belongs.
+
+    Attributes:
+        epoch: number of the engine life; 0: the current one.
+        more: whether further calls belong to the same step.
+        executed_through: the last step whose execution has ended, as in Step; None: the step before this one.
+    """
+
+    epoch: int = NEW_EPOCH
+    more: bool = False
+    executed_through: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +38,12 @@ class _Answer:
 
 
 class StepOrder:
-    """Steps are numbered from 1 and their parts from 0; each is applied exactly once, in order.
+    """Ensures that each step, numbered from 1, and each part, from 0, is applied exactly once, and in order.
 
     Attributes:
-        seq: last step applied completely.
-        next_part: parts applied of step seq + 1.
-        rows: rows applied of step seq + 1.
+        seq: the last step that was applied completely.
+        next_part: number of parts of step seq + 1 that were applied.
+        rows: number of rows of step seq + 1 that were applied.
     """
 
     def __init__(self, kept_steps: int) -> None:
@@ -36,9 +54,9 @@ class StepOrder:
         self._answers: deque[_Answer] = deque()
 
     def find(self, step: Step, fingerprint: bytes) -> StepResult | None:
-        """The stored answer of a repeated step, None for the step that is next.
+        """Return the stored answer if the step was applied before; None if it is the next step.
 
-        Raises SequenceError when the step is ahead of its turn, its answer is no longer stored, or its number was used
+        Raises SequenceError if earlier steps are missing, the answer is no longer stored, or the step number was used
         with other content.
         """
         if step.seq == self.seq + 1 and step.part == self.next_part:
@@ -55,16 +73,16 @@ class StepOrder:
     def make_next(
         self, epoch: int, parts: list[Part], executed_through: int, last: bool = True, traceparent: str = ""
     ) -> Step:
-        """The next step, or the next piece of one, built by this process."""
+        """Make the next step from these parts; a piece of the next step if `last` is False."""
         return Step(epoch, self.seq + 1, parts, self.next_part, last, executed_through, traceparent)
 
     def record(self, step: Step, rows: int, fingerprint: bytes, result: StepResult) -> None:
-        """Note that the next step was applied, and keep its answer."""
+        """Record that the next step was applied, and keep its answer."""
         self._answers.append(_Answer(step.seq, step.part, fingerprint, result))
         self.advance(step, rows)
 
     def advance(self, step: Step, rows: int) -> None:
-        """Note that the next step was applied; its answer is not kept here."""
+        """Record that the next step was applied, without keeping its answer."""
         if step.last:
             self.seq, self.next_part, self.rows = step.seq, 0, 0
         else:
@@ -83,22 +101,29 @@ class StepOrder:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A step whose turn it is, until it has been applied.
+    """The permission to apply a step, which is the next one; used once.
 
     Attributes:
+        order: the order that the step belongs to.
+        step: the step.
         rows: number of rows of the step.
-        fingerprint: of its message.
-        with_events: its session receives events in the answers.
+        fingerprint: digest of the step's message, to recognize a repeated step.
+        with_events: whether the session of the step receives events in the answers.
     """
 
     order: StepOrder
     step: Step
     rows: int
-    fingerprint: bytes
-    with_events: bool
+    fingerprint: bytes = b""
+    with_events: bool = True
+
+    def advance(self, result: StepResult) -> StepResult:
+        """Record that the step was applied, and return the answer without keeping it."""
+        self.order.advance(self.step, self.rows)
+        return result
 
     def done(self, result: StepResult) -> StepResult:
-        """Record and return the answer."""
+        """Record that the step was applied; keeps and returns the answer, without events if the session wants none."""
         if not self.with_events:
             for part in result.parts:
                 part.events = []
@@ -107,10 +132,12 @@ class Turn:
 
 
 def check_step(step: Step, order: StepOrder, executed_through: int, config: Config) -> int:
-    """Check the step whose turn it is and return its number of rows; `executed_through` is the last reported value.
+    """Check the limits of the next step, and return its number of rows. `executed_through`: the highest value reported
+    so far.
 
     Raises:
-        InvalidArgument: its executed_through decreases, or is ahead of the applied steps.
+        InvalidArgument: `executed_through` of the step is below the last reported value, or above the last applied
+            step.
         LimitExceeded: too many rows, tokens, or steps in flight.
     """
     done = step.executed_through
@@ -138,7 +165,7 @@ def check_step(step: Step, order: StepOrder, executed_through: int, config: Conf
 
 
 def _check_tokens(step: Step, most: int) -> None:
-    """Hashing the tokens of a step can delay other replicas, so their number is bounded."""
+    """Refuse a step with more than `most` token ids: hashing them could delay other replicas."""
     num_tokens = sum(len(part.facts.tokens) + len(part.news.tokens) for part in step.parts)
     if num_tokens > most:
         raise LimitExceeded(
@@ -149,8 +176,9 @@ def _check_tokens(step: Step, most: int) -> None:
 
 
 def part_that_ends_all(requests: Requests) -> Part:
-    """A part that frees every request, except those with a load in progress: no mover has confirmed that their blocks
-    are no longer written, so these stay held.
+    """Make a part that frees every request, except those with a load in progress.
+
+    The blocks of a load in progress stay held, because no mover has confirmed that they are no longer written.
     """
     ending = [slot for slot in requests.slots() if slot not in requests.loading]
     held = [slot for slot in ending if requests.held[slot]]
@@ -159,7 +187,7 @@ def part_that_ends_all(requests: Requests) -> Part:
 
 
 def count_rows(step: Step) -> int:
-    """Rows of a step's sections. A part without rows counts as one, which also bounds the number of parts."""
+    """Count the rows of a step. A part without rows counts as one, so that the number of parts is limited too."""
     total = 0
     for part in step.parts:
         sections = (part.facts, part.news, part.run, part.admit, part.peek)

@@ -1,4 +1,4 @@
-"""Trace context of the unary call that is being served; its step inherits it."""
+"""The W3C trace context of the unary call that is being served; the step of the call inherits it."""
 
 from __future__ import annotations
 

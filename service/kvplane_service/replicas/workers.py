@@ -1,4 +1,6 @@
-"""The workers of one replica: which one holds the pages of which rank, while its lease is valid."""
+"""The workers of one replica: records which worker holds the pages of each rank, while the lease of the worker is
+valid.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ class _Member:
 
 
 class WorkerRoster:
-    """At most one worker per rank. An expired lease removes the registration only; the pages may still exist."""
+    """Registers at most one worker per rank. When a lease expires, only the registration is removed; the pages may
+    still exist.
+    """
 
     def __init__(self, plans: tuple[RankPlan, ...], num_ranks: int, lease_ms: int, clock: Callable[[], int]) -> None:
-        """`plans`: one per pipeline stage, empty when the groups were given explicitly; `clock`: monotonic
+        """`plans`: memory plans, one per pipeline stage; empty if the groups were given explicitly. `clock`: monotonic
         nanoseconds.
         """
         self._plans = plans
@@ -44,7 +48,7 @@ class WorkerRoster:
         return Assignment(plan, self._num_ranks, self.lease_ms)
 
     def renew(self, info: WorkerInfo) -> None:
-        """Keep the lease.
+        """Renew the worker's lease.
 
         Raises:
             WorkerExists: another worker holds the rank.
@@ -56,16 +60,16 @@ class WorkerRoster:
         self._keep(info)
 
     def leave(self, worker_id: int) -> None:
-        """Remove a worker; does nothing when it is not registered."""
+        """Remove a worker; does nothing if it is not registered."""
         self._members = {rank: one for rank, one in self._members.items() if one.info.worker_id != worker_id}
 
     def extend_leases(self, late_ns: int) -> None:
-        """Extend every lease by this much."""
+        """Extend every lease by `late_ns` nanoseconds."""
         for member in self._members.values():
             member.deadline_ns += late_ns
 
     def alive(self) -> list[WorkerInfo]:
-        """Workers whose lease is valid, by rank."""
+        """Return the workers whose lease is valid, in order of rank."""
         self._forget_silent()
         return [self._members[rank].info for rank in sorted(self._members)]
 
@@ -78,7 +82,7 @@ class WorkerRoster:
             )
         if not 0 <= rank < self._num_ranks:
             raise InvalidArgument(
-                f"there is no rank {rank}", field="worker.rank", remedy=f"give 0 to {self._num_ranks - 1}"
+                f"the replica has no rank {rank}", field="worker.rank", remedy=f"give 0 to {self._num_ranks - 1}"
             )
         stages = len(self._plans)
         if self._num_ranks % stages:

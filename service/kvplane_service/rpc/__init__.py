@@ -1,13 +1,15 @@
-"""The gRPC edge: protobuf messages and bytes come in, calls on our own types go to the rooms below, answers go out.
+"""The gRPC edge: protobuf messages come in and become calls with the service's own types; the answers go out as
+protobuf.
 
-Protobuf stops in this room and in `kvplane.wire`.
+The messages of calls are decoded and encoded only here and in `kvplane.wire`.
 
-server, ports, methods   what listens, with which certificates, and what surrounds every method
+server, ports, methods   addresses and certificates, and the wrapper around every method
 allocation, session      the Allocation service: unary calls, and the stream of an engine
+lookups                  FindCacheHit: how many tokens of a prompt are cached; long look-ups run on a thread
 workers, events, admin   the other services
-health                   gRPC health
-decode, encode, sources  messages to our types and back; what RegisterReplica plans
-claims                   how the pages of the workers are claimed for an engine life
+health                   gRPC Health
+decode, encode, sources  messages to the service's types and back; the cache plan of a registration
+claims                   claims the pages of all workers for a new engine life
 traced                   spans of unary calls
 about                    what a process reports about itself
 """

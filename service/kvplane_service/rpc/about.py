@@ -11,12 +11,16 @@ from importlib.metadata import version
 
 @dataclass(slots=True)
 class About:
-    """Updated as the process starts and drains.
+    """Facts about the process, updated as it starts and drains.
 
     Attributes:
+        version: version of kvplane.
+        metrics_address: address of the metrics endpoint, "" if disabled.
+        tracing: True if traces are exported.
+        draining: True once the service drains.
         drain_asked: set when an operator calls Admin.Drain.
-        draining: the service is draining.
-        wall_ns, clock_ns: nanoseconds since 1970, and of a monotonic clock.
+        wall_ns, clock_ns: functions that return nanoseconds since 1970, and monotonic nanoseconds.
+        started_ns: time of creation by `clock_ns`.
     """
 
     version: str = field(default_factory=lambda: version("kvplane"))
@@ -33,5 +37,5 @@ class About:
 
     @property
     def uptime_ns(self) -> int:
-        """Nanoseconds since it was created."""
+        """Nanoseconds since this object was created."""
         return self.clock_ns() - self.started_ns

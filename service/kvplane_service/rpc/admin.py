@@ -1,4 +1,4 @@
-"""The Admin service."""
+"""The Admin service (admin.proto)."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from kvplane_service.unary.hashing import hash_tokens
 
 NS_PER_MS = 1_000_000
 MAX_UNRECORDED = 4096
-MAX_EXPLANATIONS = 32  # waiting calls
-_WITHOUT_ENGINE = "its pages cannot be hit until the engine reconnects; name a request to explain a past admission"
+MAX_EXPLANATIONS = 32  # calls that may wait
+_WITHOUT_ENGINE = "wait until its engine reconnects, or name a request to explain a past admission"
 _LOOK_S = 0.5  # interval at which a recording checks that its replica still exists
 
 
 class AdminServicer:
-    """Operator calls: status, drain, snapshots, explanations, recordings."""
+    """Serves the calls of operators: status, drain, snapshots, explanations, recordings."""
 
     def __init__(self, registry: VisibleReplicas, about: About) -> None:
         self._registry = registry
@@ -45,7 +45,7 @@ class AdminServicer:
         self._offload = Executor("explanations")
 
     async def Status(self, request: pb.StatusRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract."""
+        """Return version, uptime and number of replicas by state."""
         del request
         about, states = self._about, [entry.host.state for entry in self._registry]
         return pb.StatusResponse(
@@ -62,14 +62,14 @@ class AdminServicer:
         )
 
     async def Drain(self, request: pb.DrainRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract."""
+        """Ask the process to drain; the call returns at once."""
         del request
         self._about.drain_asked.set()
         return pb.DrainResponse()
 
     async def Snapshot(self, request: pb.SnapshotRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract. Runs on the event loop, because the state must not change: takes seconds for a million
-        blocks, which is why only operators may call it.
+        """Return the whole allocator state of a replica. Runs on the event loop, because the state must not change
+        meanwhile: takes seconds for a million blocks, which is why only operators may call it.
         """
         host = self._registry.get(request.replica).host
         await host.idle()
@@ -77,62 +77,112 @@ class AdminServicer:
             snapshot = take_snapshot(host.replica)
         except AssertionError as error:
             raise InternalError(
-                f"an invariant of {request.replica} is violated: {error}",
-                remedy="report it, with the log of the replica",
+                f"the state of {request.replica} violates an invariant: {error}",
+                remedy="report this bug, with the log of the service",
             ) from error
         return encode_snapshot(snapshot, request.summary)
 
     async def Explain(self, request: pb.ExplainRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract."""
-        async with self._explaining.take():
+        """Explain why the hit of a prompt or a request is not longer. Raises Busy if too many calls wait."""
+        with self._explaining.place():
             return await self._explain(request)
 
     async def _explain(self, request: pb.ExplainRequest) -> Message:
         entry = self._registry.get(request.replica)
         host, kind = entry.host, request.WhichOneof("what")
         if kind is None:
-            raise InvalidArgument("nothing to explain", field="what", remedy="give content or request_id")
+            what = "neither content nor request_id is set"
+            raise InvalidArgument(what, field="what", remedy="set exactly one of content and request_id")
         if kind == "request_id":
-            return encode_explanation(host, await explain_request(host, request.request_id, self._offload))
+            found = await explain_request(host, request.request_id, self._explaining, self._offload)
+            return encode_explanation(host, found)
         await host.idle()
         host.check_readable(_WITHOUT_ENGINE)
         content = await entry.unary.hash_content(decode.decode_content(request.content, host.scheme))
-        await host.idle()
-        host.check_readable(_WITHOUT_ENGINE)
-        prompt = _prompt(host, content, request.content)
-        return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
+        async with self._explaining.turn(host.steps):
+            host.check_readable(_WITHOUT_ENGINE)
+            prompt = _prompt(host, content, request.content)
+            return encode_explanation(host, await explain_prompt(host, prompt, self._offload))
 
     async def Record(self, request: pb.RecordRequest) -> AsyncIterator[Message]:  # noqa: N802
-        """See the contract."""
+        """Stream all decisions since the registration of a replica, and every new one until the replica is
+        deregistered.
+
+        Raises:
+            FailedPrecondition: the decision log does not reach back to the registration.
+            LimitExceeded: the client reads too slowly.
+        """
         host = self._registry.get(request.replica).host
         log, size = host.decisions, host.scheme.digest.size
         if not reaches_registration(host):
-            how = f"{log.num_lost} decisions since its registration are no longer kept"
+            how = f"its decision log has dropped the first {log.num_lost} decisions"
             if not log.num_lost:
-                how = "its decisions before it was recovered from a store are unknown"
+                how = "it was recovered from a store, which has no earlier decisions"
             raise FailedPrecondition(
                 f"{host.name} cannot be recorded: {how}",
                 field="replica",
                 remedy="start recording right after registration, or raise decision_log_steps and log_bytes",
             )
-        queue: asyncio.Queue[Entry] = asyncio.Queue()
+        waiting = _Waiting()
         entries = iter(log)
-        log.follow(queue.put_nowait)
+        log.follow(waiting.put)
         try:
             yield header_of(host.name, host.replica.spec)
             for entry in entries:
                 yield message_of(entry, size)
-            while not (host.is_retired and queue.empty()):
-                if queue.qsize() > MAX_UNRECORDED:
-                    raise LimitExceeded(f"{queue.qsize()} decisions wait to be recorded", remedy="read faster")
+            while not (host.is_retired and waiting.is_empty):
                 with contextlib.suppress(TimeoutError):
-                    yield message_of(await asyncio.wait_for(queue.get(), _LOOK_S), size)
+                    yield message_of(await waiting.get(_LOOK_S), size)
         finally:
-            log.unfollow(queue.put_nowait)
+            log.unfollow(waiting.put)
+
+
+class _Waiting:
+    """The decisions that wait for the client of a recording, at most MAX_UNRECORDED.
+
+    `put` checks the limit, because the stream of a client that does not read is blocked and cannot check it. Beyond the
+    limit all waiting decisions are dropped, and `get` raises LimitExceeded when the stream continues.
+    """
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Entry] = asyncio.Queue(MAX_UNRECORDED)
+        self._is_over = False
+
+    def __len__(self) -> int:
+        return self._queue.qsize()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the client has got every decision."""
+        return not self._is_over and self._queue.empty()
+
+    def put(self, entry: Entry) -> None:
+        """Append a decision, or drop all if too many wait."""
+        if self._is_over:
+            return
+        self._is_over = self._queue.full()
+        if self._is_over:
+            self._queue = asyncio.Queue()
+        else:
+            self._queue.put_nowait(entry)
+
+    async def get(self, timeout_s: float) -> Entry:
+        """Remove and return the oldest decision.
+
+        Raises:
+            TimeoutError: there is none within `timeout_s` seconds.
+            LimitExceeded: the decisions were dropped.
+        """
+        if self._is_over:
+            what = f"more than {MAX_UNRECORDED} decisions wait for the client"
+            raise LimitExceeded(what, remedy="read the stream faster")
+        return await asyncio.wait_for(self._queue.get(), timeout_s)
 
 
 def _prompt(host: ReplicaHost, content: Content, message: allocation_pb2.RequestContent) -> Prompt:
-    """The prompt to explain: hashed content, and a function that hashes its token ids with other extra keys."""
+    """Return the prompt to explain: its hashed content, and a function that hashes its token ids with other extra keys
+    (salt, adapter, multimodal items).
+    """
     scheme, tokens = host.scheme, message.token_ids
 
     def hash_with(keys: ExtraKeys) -> list[bytes]:

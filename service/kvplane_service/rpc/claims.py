@@ -1,10 +1,11 @@
-"""Claim the page memory of every rank for a new engine life, by raising the owner epoch in its stamp table.
+"""Claim the page memory of every rank for a new engine life (the time of one epoch, in which one engine owns the
+pages), by raising the owner epoch in the rank's stamp table. A stamp is the version number of a page's content.
 
-    claim, rank 0 first -> every rank refuses orders of the old life -> read the stamps -> verify entries
+    claim, rank 0 first -> every rank refuses orders of the old life -> read the stamps -> verify the cached keys
 
 The service can claim through a worker whose directory it may access: same host and same user. The engine itself claims
-the other tables once its session is open; until then the stamps that it sent are used. Owner epochs never decrease, so
-a claim is never undone.
+the other ranks once its session is open; until then the stamps that the engine sent are used. Owner epochs never
+decrease, so a claim is never undone.
 """
 
 from __future__ import annotations
@@ -37,15 +38,16 @@ MAX_ATTEMPTS = 4
 _SERVICE = "/kvplane.v1.Worker"
 _TOKEN = "token"
 _TOKEN_BYTES = 4096
-_OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # the stamps of 2^27 blocks
+_OPTIONS = (("grpc.max_receive_message_length", 1 << 30),)  # room for the stamps of 2^27 blocks
 
 
 class ClaimedPages(NamedTuple):
-    """The state of a worker's pages after a claim.
+    """The state of a worker's pages after a claim, which raises the owner epoch of the pages.
 
     Attributes:
-        reading: of its stamp table.
-        busy: blocks that a transfer of an earlier engine life may still write; no new one can begin after the claim.
+        reading: contents of the worker's stamp table, with the version number of each page's content.
+        busy: blocks that a transfer of an earlier engine life (the time of one epoch) may still write. No such transfer
+            can begin after the claim.
     """
 
     reading: StampReading
@@ -60,15 +62,18 @@ _log = logging.getLogger(__name__)
 
 
 async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[OpenRequest, int]:
-    """Claim the workers for the engine life that a session begins.
+    """Claim the pages of all workers for the engine life (the time of one epoch, in which one engine owns the pages)
+    that a session begins.
 
-    Returns the request with the stamps and busy blocks read after the claim, and the epoch to pass to
-    `ReplicaHost.open` without waiting: NEW_EPOCH when nothing was claimed.
+    Returns the request with the stamps (version numbers of page contents) and the busy blocks (which old transfers may
+    still write) that were read after the claim, and the epoch to pass to `ReplicaHost.open` before the caller waits for
+    anything; NEW_EPOCH if nothing was claimed.
 
-    Workers that the service cannot reach, or that do not answer, stay unclaimed: the engine claims them itself.
+    Workers that the service cannot reach, or that do not answer, are not claimed: the engine claims them itself.
 
     Raises:
-        KvplaneError: the session cannot be opened, as `ReplicaHost.check_open`; no worker was claimed then.
+        KvplaneError: the session cannot be opened, as `ReplicaHost.check_open` raises; no worker was claimed then.
+        Unavailable: other sessions began engine lives during MAX_ATTEMPTS attempts.
     """
     host = entry.host
     for _ in range(MAX_ATTEMPTS):
@@ -84,14 +89,20 @@ async def claimed(entry: Entry, request: OpenRequest, claim: Claim) -> tuple[Ope
             continue
         stamps = await _proven(request.stamp_table, [one.reading for one in pages])
         await host.idle()
-        if epoch > host.epoch:  # no other session began it meanwhile
+        if epoch > host.epoch:  # no other session has begun this engine life meanwhile
             busy = _busy(request, pages, host.replica.spec.num_blocks)
             return replace(request, stamp_table=stamps, busy_blocks=busy), epoch
-    raise Unavailable(f"engine lives of {host.name} begin faster than its workers can be claimed", remedy="try again")
+    raise Unavailable(
+        f"another engine life of {host.name} began during each of {MAX_ATTEMPTS} attempts to claim its workers",
+        field="replica",
+        remedy="check that only one engine uses the replica, and try again",
+    )
 
 
 async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> list[ClaimedPages]:
-    """The pages of the workers that could be claimed. Raises StaleEpoch."""
+    """Claim the workers, rank 0 first, and return the pages of those that answered. Raises StaleEpoch if a worker
+    already belongs to a newer engine life (the time of one epoch).
+    """
     first, *others = workers
     answers = [*await _answers([first], epoch, claim), *await _answers(others, epoch, claim)]
     claimed_pages = []
@@ -101,7 +112,7 @@ async def _claim_all(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) ->
         elif isinstance(answer, StaleEpoch):
             raise answer
         else:
-            _log.info("could not claim the worker of rank %d, the engine will: %s", worker.rank, answer)
+            _log.info("cannot claim the worker of rank %d; its engine claims it: %s", worker.rank, answer)
     return claimed_pages
 
 
@@ -116,13 +127,15 @@ async def _answers(workers: Sequence[WorkerInfo], epoch: int, claim: Claim) -> l
 
 
 def _owner_of(error: StaleEpoch) -> int:
-    """The owner epoch that a worker reports, 0 when it is invalid."""
+    """Return the owner epoch that a worker reported when it refused a claim; 0 if the reported number is invalid."""
     text = error.metadata.get("epoch", "")
     return int(text) if text.isdecimal() and int(text) < MAX_EPOCH else 0
 
 
 async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Sequence[int]:
-    """The stamps of the engine, 0 where a table that was read differs."""
+    """Return the stamps (version numbers of page contents) that the engine sent, with 0 for each block that has another
+    stamp in the table of a claimed worker.
+    """
     for reading in readings if shown else ():
         shown = confirmed(shown, reading)
         await asyncio.sleep(0)  # a large table takes several milliseconds
@@ -130,25 +143,28 @@ async def _proven(shown: Sequence[int], readings: Sequence[StampReading]) -> Seq
 
 
 def _busy(request: OpenRequest, pages: Sequence[ClaimedPages], num_blocks: int) -> tuple[int, ...]:
-    """Blocks that a load may still write, as reported by the engine and its workers."""
+    """Return the blocks that a load of an earlier engine life (the time of one epoch) may still write, as reported by
+    the engine and its workers.
+    """
     listed = {block for one in pages for block in one.busy if 0 < block < num_blocks}
     return tuple(sorted(listed.union(request.busy_blocks)))
 
 
 async def claim_worker(worker: WorkerInfo, epoch: int) -> ClaimedPages:
-    """Claim the pages of a worker of this host.
+    """Claim the pages of a worker on this host for the engine life (the time of one epoch) with the number `epoch`.
 
     Raises:
-        StaleEpoch: a newer engine life owns them.
-        Unavailable: it cannot be reached or does not answer within CLAIM_TIMEOUT_S, or another worker serves its
-            address. The worker's id is checked because any client with the scope may register any address.
+        StaleEpoch: a newer engine life owns the pages.
+        Unavailable: the worker cannot be reached or does not answer within CLAIM_TIMEOUT_S, or another worker answers
+            at its address. The worker's id is checked because any client with the scope `worker` may register any
+            address.
         KvplaneError: the worker refuses.
     """
     request = pb.ClaimRequest(token=_token_of(worker.address), epoch=epoch)
     async with grpc.aio.insecure_channel(worker.address, _OPTIONS) as channel:
         described = await _ask(channel, "Describe", pb.DescribeRequest(), pb.DescribeResponse)
         if described.worker.worker_id != worker.worker_id:
-            raise Unavailable(f"{worker.address} is served by another worker than the registered one")
+            raise Unavailable(f"the worker at {worker.address} is not the registered worker {worker.worker_id}")
         answer = await _ask(channel, "Claim", request, pb.ClaimResponse)
     busy = unpack(answer.busy, U32, "claim", "busy")
     return ClaimedPages(StampReading(answer.incarnation, _unpack(answer.stamps)), busy)
@@ -167,16 +183,18 @@ async def _ask(channel: grpc.aio.Channel, method: str, request: Message, answer_
 
 
 def _token_of(address: str) -> str:
-    """The token next to the socket, read only from a directory that belongs to this user alone."""
+    """Return the token in the file next to the worker's socket. It is read only from a directory that belongs to this
+    user alone.
+    """
     path = Path(address.removeprefix("unix:"))
     try:
         found = path.parent.lstat()
         if not address.startswith("unix:") or not _is_private(found):
-            raise Unavailable(f"{address} is not a socket in a private directory of user {os.getuid()}")
+            raise Unavailable(f"{address} is not a socket in a directory that only user {os.getuid()} can access")
         with (path.parent / _TOKEN).open() as file:
             return file.read(_TOKEN_BYTES)
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{address} is not accessible to this host and user: {error}") from None
+        raise Unavailable(f"the token of the worker at {address} cannot be read: {error}") from None
 
 
 def _is_private(found: os.stat_result) -> bool:
@@ -184,5 +202,7 @@ def _is_private(found: os.stat_result) -> bool:
 
 
 def _unpack(stamps: bytes) -> Sequence[int]:
-    """The stamps as 64-bit words. The worker runs on this host, so it has the same byte order."""
+    """Return the stamps (version numbers of page contents) as 64-bit words. The worker runs on this host, so it has the
+    same byte order.
+    """
     return memoryview(stamps[: len(stamps) // 8 * 8]).cast("Q")

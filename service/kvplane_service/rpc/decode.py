@@ -1,4 +1,6 @@
-"""Decode the messages of unary calls. The shape is checked here, the values by the host and the core."""
+"""Decode the messages of unary calls. The form of a message is checked here; its values are checked by the host and the
+core.
+"""
 
 from __future__ import annotations
 
@@ -10,41 +12,42 @@ from kvplane.base.hashing import HashScheme
 from kvplane.base.step import ANY_HIT, NO_EXTRA_KEYS, UNCHANGED, UNLIMITED, RowFlag, Watermark
 from kvplane.v1 import allocation_pb2 as pb
 from kvplane_service.auth.gate import CALL
-from kvplane_service.replicas.host import UnaryStep
+from kvplane_service.replicas.step_order import UnaryStep
 from kvplane_service.unary.calls import AllocateCall, Appended, CallHeader, CommitCall, Content, EndKind, FreeCall
 
-_MAX_COLUMN = 2**31 - 1  # of i32 columns, which hold -1 for "absent"
+_MAX_COLUMN = 2**31 - 1  # largest value of i32 columns, in which -1 means "absent"
 
 
 def fingerprint(raw: bytes) -> bytes:
-    """Digest of a message; equal bytes have equal fingerprints."""
+    """Return the SHA-256 digest of a message, by which a retried call is recognized."""
     return hashlib.sha256(raw).digest()
 
 
 def decode_header(header: pb.MutationHeader, raw: bytes) -> CallHeader:
-    """The header of a mutation whose message is `raw`."""
+    """Return the header of a call that changes a replica; `raw` is the whole message."""
     through = header.executed_through if header.HasField("executed_through") else None
     at = UnaryStep(header.epoch, header.more, through)
     return CallHeader(at, header.op_id, fingerprint(raw) if header.op_id else b"")
 
 
 def decode_content(message: pb.RequestContent, scheme: HashScheme) -> Content:
-    """A new request's content, with token ids that are not hashed yet.
+    """Return the content of a new request; its token ids are not hashed yet.
 
     Raises:
-        InvalidArgument: naming a field below `content`.
-        PermissionDenied: the caller may not use the domain.
+        InvalidArgument: the message contradicts itself; the error names a field inside `content`.
+        PermissionDenied: the caller may not use the request's cache domain.
     """
     CALL.get().check_domain(message.domain, "content.domain")
     hashes = _join(message.hashes, scheme, "content.hashes")
     if not (message.token_ids or message.num_tokens):
         raise InvalidArgument(
-            "neither tokens nor hashes are given",
+            "it has neither token_ids nor num_tokens",
             field="content",
             remedy="give token_ids, or num_tokens with the hashes of the full blocks",
         )
     if message.token_ids and (message.hashes or message.num_tokens):
-        raise InvalidArgument("both tokens and hashes are given", field="content.hashes", remedy="give token_ids alone")
+        what = "hashes or num_tokens is given in addition to token_ids"
+        raise InvalidArgument(what, field="content.hashes", remedy="give token_ids alone")
     return Content(
         num_tokens=message.num_tokens or len(message.token_ids),
         hashes=hashes,
@@ -58,16 +61,14 @@ def decode_content(message: pb.RequestContent, scheme: HashScheme) -> Content:
 
 
 def decode_appended(message: pb.AppendedTokens, scheme: HashScheme) -> Appended:
-    """Tokens appended to a request, with token ids that are not hashed yet.
-
-    Raises:
-        InvalidArgument: naming a field below `appended`.
+    """Return the tokens appended to a request; token ids are not hashed yet. Raises InvalidArgument that names a field
+    inside `appended`.
     """
     if message.token_ids and (message.hashes or message.num_tokens):
         raise InvalidArgument(
-            "both tokens and hashes are given",
+            "token_ids is given in addition to hashes or num_tokens",
             field="appended.token_ids",
-            remedy="continue as the request began: with tokens, or with num_tokens and hashes",
+            remedy="give what the request began with: either token_ids, or num_tokens and hashes",
         )
     hashes = _join(message.hashes, scheme, "appended.hashes")
     num_tokens = message.num_tokens or len(message.token_ids)
@@ -75,15 +76,16 @@ def decode_appended(message: pb.AppendedTokens, scheme: HashScheme) -> Appended:
 
 
 def decode_allocate(message: pb.AllocateSlotsRequest, scheme: HashScheme) -> AllocateCall:
-    """An AllocateSlots call.
+    """Return the decoded AllocateSlots call.
 
     Raises:
-        InvalidArgument: naming the field.
-        PermissionDenied: the caller may not use the domain.
+        InvalidArgument: a field is invalid; the error names it.
+        PermissionDenied: the caller may not use the request's cache domain.
     """
     has_content = message.HasField("content")
     if has_content and message.HasField("appended"):
-        raise InvalidArgument("a new request has none", field="appended", remedy="put all tokens into content")
+        what = "it is set in addition to content, which creates a new request"
+        raise InvalidArgument(what, field="appended", remedy="put all tokens into content")
     return AllocateCall(
         request_id=message.request_id,
         content=decode_content(message.content, scheme) if has_content else None,
@@ -104,7 +106,7 @@ def decode_allocate(message: pb.AllocateSlotsRequest, scheme: HashScheme) -> All
 
 
 def decode_commit(message: pb.CommitBlocksRequest, scheme: HashScheme) -> CommitCall:
-    """A CommitBlocks call. Raises InvalidArgument naming the field."""
+    """Return the decoded CommitBlocks call. Raises InvalidArgument that names the invalid field."""
     return CommitCall(
         request_id=message.request_id,
         computed=_optional(message, "computed_tokens", UNCHANGED),
@@ -114,7 +116,7 @@ def decode_commit(message: pb.CommitBlocksRequest, scheme: HashScheme) -> Commit
 
 
 def decode_free(message: pb.FreeRequest) -> FreeCall:
-    """A Free call. Raises InvalidArgument for an unknown EndKind."""
+    """Return the decoded Free call. Raises InvalidArgument for an unknown EndKind."""
     return FreeCall(message.request_id, _end(message.end), message.fence_seq)
 
 
@@ -123,7 +125,8 @@ def _end(value: int) -> EndKind:
         return EndKind.FREE
     known = pb.EndKind.DESCRIPTOR.values_by_number.get(value)
     if known is None:
-        raise InvalidArgument(f"{value} is not an EndKind", field="end", remedy="use a value of EndKind")
+        remedy = "use FREE, HELD, PREEMPTED or RELEASED"
+        raise InvalidArgument(f"{value} is not a value of EndKind", field="end", remedy=remedy)
     return EndKind(known.name.removeprefix("END_KIND_"))
 
 
@@ -143,7 +146,7 @@ def _watermark(value: int) -> Watermark:
         return Watermark(value)
     except ValueError:
         raise InvalidArgument(
-            f"{value} is not a WatermarkUse", field="watermark", remedy="use a value of WatermarkUse"
+            f"{value} is not a value of WatermarkUse", field="watermark", remedy="use UNSPECIFIED, ALWAYS or NEVER"
         ) from None
 
 
@@ -152,7 +155,7 @@ def _optional(message: pb.AllocateSlotsRequest | pb.CommitBlocksRequest, name: s
         return default
     value: int = getattr(message, name)
     if value > _MAX_COLUMN:
-        raise InvalidArgument(f"{value} tokens", field=name, remedy=f"give at most {_MAX_COLUMN}")
+        raise InvalidArgument(f"it is {value}", field=name, remedy=f"give at most {_MAX_COLUMN} tokens")
     return value
 
 
@@ -161,8 +164,8 @@ def _join(hashes: object, scheme: HashScheme, field: str) -> bytes:
     for at, digest in enumerate(digests):
         if len(digest) != scheme.digest.size:
             raise InvalidArgument(
-                f"{len(digest)} bytes",
+                f"the hash has {len(digest)} bytes",
                 field=f"{field}[{at}]",
-                remedy=f"a hash has {scheme.digest.size} bytes",
+                remedy=f"send hashes of {scheme.digest.size} bytes, the digest size of the replica's hash algorithm",
             )
     return b"".join(digests)

@@ -1,4 +1,4 @@
-"""Encode the answers of unary calls."""
+"""Encode the answers of unary calls as protobuf messages."""
 
 from __future__ import annotations
 
@@ -48,36 +48,35 @@ _COUNTERS = (
 _GROUP_COUNTERS = ("used_blocks", "cached_blocks", "allocated_blocks", "hit_blocks", "evicted_blocks")
 
 
-def encode_mutation(step: StepResult) -> pb.MutationResult:
-    """The part of the answer that all mutations share."""
-    result = step.parts[0]
-    return pb.MutationResult(
-        seq=step.seq,
-        free_blocks=result.free_blocks,
-        orders=encode_orders(result.orders),
-        events=[wire.encode_event(event) for event in result.events],
-    )
+def _fill_mutation(result: pb.MutationResult, step: StepResult) -> None:
+    """Write the part of the answer that all calls that change a replica share: step number, free blocks, orders (pages
+    to copy or zero), events. It is written in place, because copying a message with many rows would block the
+    interpreter for milliseconds.
+    """
+    applied = step.parts[0]
+    result.seq, result.free_blocks = step.seq, applied.free_blocks
+    result.orders.SetInParent()
+    _fill_orders(result.orders, applied.orders)
+    result.events.extend([wire.encode_event(event) for event in applied.events])
 
 
-def encode_orders(orders: Orders) -> pb.RankOrders:
-    """Orders as one message per row."""
-    stamps = zip(orders.stamp_block, orders.stamp, strict=True)
-    copies = zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True)
-    zeroes = zip(orders.zero_group, orders.zero_block, strict=True)
-    return pb.RankOrders(
-        stamps=[pb.BlockStamp(block=block, stamp=stamp) for block, stamp in stamps],
-        copies=[pb.PageCopy(group=group, src_block=src, dst_block=dst) for group, src, dst in copies],
-        zeroes=[pb.PageZero(group=group, block=block) for group, block in zeroes],
-    )
+def _fill_orders(message: pb.RankOrders, orders: Orders) -> None:
+    add_stamp, add_copy, add_zero = message.stamps.add, message.copies.add, message.zeroes.add
+    for block, stamp in zip(orders.stamp_block, orders.stamp, strict=True):
+        add_stamp(block=block, stamp=stamp)
+    for group, src, dst in zip(orders.copy_group, orders.copy_src, orders.copy_dst, strict=True):
+        add_copy(group=group, src_block=src, dst_block=dst)
+    for group, block in zip(orders.zero_group, orders.zero_block, strict=True):
+        add_zero(group=group, block=block)
 
 
 def encode_groups(groups: Iterable[Iterable[int]]) -> list[pb.GroupBlocks]:
-    """Block ids per group."""
+    """Return the block ids of each group, with one message per group."""
     return [pb.GroupBlocks(block_ids=ids) for ids in groups]
 
 
 def encode_allocated(answer: Allocated) -> bytes:
-    """The AllocateSlotsResponse of an allocation."""
+    """Return the serialized AllocateSlotsResponse."""
     message = pb.AllocateSlotsResponse(
         status=f"ALLOCATION_STATUS_{answer.status.value}",
         hit_tokens=answer.hit,
@@ -87,38 +86,43 @@ def encode_allocated(answer: Allocated) -> bytes:
         new_blocks=encode_groups(answer.new_blocks),
         block_table=encode_groups(answer.table),
         preempted=answer.preempted,
-        result=encode_mutation(answer.step),
         num_hashes=answer.hashes.count,
         last_hash=answer.hashes.last,
     )
+    _fill_mutation(message.result, answer.step)
     return message.SerializeToString()
 
 
 def encode_committed(answer: Committed) -> bytes:
-    """The CommitBlocksResponse of a commit."""
-    hashes, result = answer.hashes, encode_mutation(answer.step)
-    message = pb.CommitBlocksResponse(num_hashes=hashes.count, last_hash=hashes.last, result=result)
+    """Return the serialized CommitBlocksResponse."""
+    message = pb.CommitBlocksResponse(num_hashes=answer.hashes.count, last_hash=answer.hashes.last)
+    _fill_mutation(message.result, answer.step)
     return message.SerializeToString()
 
 
 def encode_freed(step: StepResult) -> bytes:
-    """The FreeResponse of the step that ended a request."""
-    return pb.FreeResponse(result=encode_mutation(step)).SerializeToString()
+    """Return the serialized FreeResponse, from the result of the step that ended the request."""
+    message = pb.FreeResponse()
+    _fill_mutation(message.result, step)
+    return message.SerializeToString()
 
 
 def encode_evicted(step: StepResult) -> bytes:
-    """The EvictBlocksResponse of the step that dropped the keys."""
-    return pb.EvictBlocksResponse(result=encode_mutation(step)).SerializeToString()
+    """Return the serialized EvictBlocksResponse, from the result of the step that removed the keys."""
+    message = pb.EvictBlocksResponse()
+    _fill_mutation(message.result, step)
+    return message.SerializeToString()
 
 
 def encode_reset(step: StepResult) -> bytes:
-    """The ResetPrefixCacheResponse of the step that reset the cache."""
-    done = step.parts[0].reset_done
-    return pb.ResetPrefixCacheResponse(done=done, result=encode_mutation(step)).SerializeToString()
+    """Return the serialized ResetPrefixCacheResponse, from the result of the step that reset the cache."""
+    message = pb.ResetPrefixCacheResponse(done=step.parts[0].reset_done)
+    _fill_mutation(message.result, step)
+    return message.SerializeToString()
 
 
 def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaResponse:
-    """State and counters of a replica, and the state of its store."""
+    """Return the state and the counters of a replica, and the state of its store."""
     host, replica = entry.host, entry.host.replica
     tally = host.tally
     return pb.DescribeReplicaResponse(
@@ -146,7 +150,9 @@ def encode_description(entry: Entry, report: StoreReport) -> pb.DescribeReplicaR
 
 
 def _starved(replica: Replica) -> dict[str, int]:
-    """The reason `starved`, which also counts rows of running requests; only replicas with states have it."""
+    """Return the refusal reason `starved` with its count, for a replica with recurrent states. The count includes
+    running requests.
+    """
     return {"starved": replica.counters.starved_chunks} if replica.spec.align.block_size else {}
 
 
@@ -162,7 +168,7 @@ def _step_time(host: ReplicaHost, decision: Decision) -> pb.StepTime:
 
 
 def encode_store(host: ReplicaHost, report: StoreReport) -> pb.StoreStatus:
-    """The state of the store for a replica, and the outcome of its recovery."""
+    """Return the state of the store for a replica, and the outcome of its recovery from the store."""
     loaded = host.recovering or host.recovered
     status = pb.StoreStatus(
         state=_STORE_STATES[report.state],
@@ -181,7 +187,7 @@ def encode_store(host: ReplicaHost, report: StoreReport) -> pb.StoreStatus:
 
 
 def encode_residency(residency: Residency) -> pb.Residency:
-    """Histograms of block lifetimes, without trailing zeros."""
+    """Return the histograms of block lifetimes, without trailing zeros."""
     return pb.Residency(
         lifetime=_without_tail(residency.lifetime),
         idle_before_evict=_without_tail(residency.idle_before_evict),
@@ -194,7 +200,7 @@ def _without_tail(histogram: list[int]) -> list[int]:
 
 
 def encode_counters(replica: Replica) -> pb.ReplicaCounters:
-    """Counters since registration."""
+    """Return the counters of a replica since its registration."""
     groups = replica.group_counters()
     return pb.ReplicaCounters(
         **{name: getattr(replica.counters, name) for name in _COUNTERS},
@@ -204,7 +210,7 @@ def encode_counters(replica: Replica) -> pb.ReplicaCounters:
 
 
 def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
-    """One line of the list of replicas."""
+    """Return the entry of a replica in the answer of ListReplicas."""
     return pb.ReplicaSummary(
         replica=host.name,
         state=_STATES[host.state],
@@ -215,7 +221,7 @@ def encode_summary(host: ReplicaHost) -> pb.ReplicaSummary:
 
 
 def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResponse:
-    """The allocator's state; a summary has no lists."""
+    """Return the allocator's state; with `summary`, without its lists of free blocks, keys and requests."""
     message = admin_pb2.SnapshotResponse(
         digest=snapshot.digest,
         distinct_keys=snapshot.distinct_keys,
@@ -228,9 +234,9 @@ def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResp
     for one in snapshot.keys:
         message.keys.add(
             block=one.block,
-            group=one.key.group,
-            domain=one.key.domain,
-            hash=one.key.digest,
+            group=one.group,
+            domain=one.domain,
+            hash=one.digest,
             num_tokens=one.num_tokens,
             tentative=one.tentative,
         )
@@ -247,7 +253,9 @@ def encode_snapshot(snapshot: Snapshot, summary: bool) -> admin_pb2.SnapshotResp
 
 
 def encode_explanation(host: ReplicaHost, found: Explanation) -> admin_pb2.ExplainResponse:
-    """The explanation of a hit's length."""
+    """Return the answer of Explain: hit of each group, limiting groups, and the cause for which the hit is not
+    longer.
+    """
     account, why = found.account, found.why
     kinds = (group.kind.value for group in host.replica.spec.groups)
     return admin_pb2.ExplainResponse(

@@ -1,5 +1,5 @@
-"""The Events service. A full pool evicts thousands of keys per step, so events are encoded without an object
-for each.
+"""The Events service (events.proto). A full pool evicts thousands of keys per step, so events are encoded without
+creating a protobuf object for each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEPT_MESSAGES = 2
 
 
 class EventsServicer:
-    """Streams the event logs of replicas."""
+    """Streams the cache events of replicas to subscribers."""
 
     def __init__(self, registry: VisibleReplicas) -> None:
         self._registry = registry
@@ -43,7 +43,12 @@ class EventsServicer:
             waker.set()
 
     async def Subscribe(self, request: pb.SubscribeRequest) -> AsyncIterator[bytes]:  # noqa: N802
-        """See the contract."""
+        """Stream the event batches of a replica after batch `after_seq`, then new batches as they appear.
+
+        Raises:
+            Unavailable: the service drains.
+            KvplaneError: `EventLog.subscribe` or the subscription raised it.
+        """
         log = self._registry.get(request.replica).host.events
         waker = asyncio.Event()
         subscription = log.subscribe(request.after_seq if request.HasField("after_seq") else None, waker.set)
@@ -59,26 +64,30 @@ class EventsServicer:
         finally:
             self._wakers.pop(waker, None)
             subscription.cancel()
-        raise Unavailable("the service is draining", remedy="subscribe to another one")
+        raise Unavailable("the service is draining", remedy="subscribe at another service")
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """The encoded message of a batch."""
+    """Return the serialized message of a batch of cache events."""
     head = pb.SubscribeResponse(
         seq=batch.seq, epoch=batch.epoch, gap=batch.gap, withdrawn=batch.withdrawn, restored=batch.restored
     )
-    # Concatenated messages parse as one message with the events of all.
+    # Protobuf parses concatenated messages as one message that has the events of all of them.
     return b"".join([head.SerializeToString(), *[_encode_run(run) for run in runs_of(batch.events)]])
 
 
 class NewestMessages:
-    """Encoded messages of the newest batches of each log, shared by its subscribers."""
+    """Caches the serialized messages of the newest event batches of each replica's event log, so that several
+    subscribers share the messages.
+    """
 
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[EventLog, dict[int, bytes]] = WeakKeyDictionary()
 
     def encode(self, log: EventLog, batch: Batch) -> bytes:
-        """The message of a batch; a batch with events is encoded once for all subscribers."""
+        """Return the serialized message of a batch of cache events; it is serialized once for all subscribers of the
+        log.
+        """
         if log.num_subscribers == 1 or not batch.events:
             return encode_batch(batch)
         newest = self._of.setdefault(log, {})
@@ -91,7 +100,7 @@ class NewestMessages:
 
 
 def _encode_run(run: CacheEvent) -> bytes:
-    """The encoded `events` entries: one event, or one per hash for a run of removals."""
+    """Return the serialized `events` entries of a run of events: one entry, or for removals one entry per hash."""
     if run.kind is not EventKind.REMOVED:
         raw = wire.encode_event(run).SerializeToString()
         return _EVENTS + _varint(len(raw)) + raw
@@ -119,7 +128,7 @@ def _varint(number: int) -> bytes:
 
 
 def _tag(message: type[Message], name: str) -> bytes:
-    """The encoded tag of a bytes field."""
+    """Return the serialized tag of a bytes field."""
     return _varint(message.DESCRIPTOR.fields_by_name[name].number << 3 | 2)
 
 

@@ -1,42 +1,104 @@
-"""gRPC health, for probes and load balancers."""
+"""The gRPC Health service, for probes and load balancers."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
-from grpc_health.v1 import health, health_pb2
-from grpc_health.v1.health_pb2 import HealthCheckResponse
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
 LIVENESS = "liveness"
 READINESS = "readiness"
 STORE = "store"
+STATE = "state"
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+MAX_WATCHES = 1024  # Watch calls at a time, since Health needs no authentication
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # a library without types
+    """Answers Health.Check and Health.Watch from the stored statuses.
+
+    `set` stores a status and never waits for a client: a client that does not read holds up only its own Watch call.
+    (The servicer of grpcio-health-checking holds a lock while it sends, and its `set` waits for that lock.)
+    """
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, int] = {}
+        self._changed = asyncio.Event()  # set at the next change, and then replaced
+        self._num_watches = 0
+
+    def set(self, name: str, status: int) -> None:
+        """Store the status of a service and wake all Watch calls."""
+        if self._statuses.get(name) != status:
+            self._statuses[name] = status
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def Check(self, request: HealthCheckRequest, context: _Context) -> HealthCheckResponse:  # noqa: N802
+        """Return the status of a service. The call ends with NOT_FOUND if the name is unknown."""
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return HealthCheckResponse(status=status)
+
+    async def Watch(self, request: HealthCheckRequest, context: _Context) -> None:  # noqa: N802
+        """Send the status of a service now and after each change; SERVICE_UNKNOWN if the name is unknown.
+
+        A slow client misses intermediate statuses. The call ends with RESOURCE_EXHAUSTED if MAX_WATCHES others run.
+        """
+        if self._num_watches >= MAX_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHES} Watch calls run, the maximum")
+        self._num_watches += 1
+        try:
+            sent = None
+            while True:
+                changed = self._changed  # read before the status, so that no change is missed during the write
+                status = self._statuses.get(request.service, HealthCheckResponse.SERVICE_UNKNOWN)
+                if status != sent:
+                    await context.write(HealthCheckResponse(status=status))
+                    sent = status
+                await changed.wait()
+        finally:
+            self._num_watches -= 1
 
 
 class Health:
-    """The health of this process under '', each service, 'liveness', 'readiness' and 'store'."""
+    """Reports the health of this process under the names "" (the whole process), each gRPC service, 'readiness',
+    'liveness', 'store' and 'state'.
+    """
 
     def __init__(self, services: Sequence[str]) -> None:
-        self.servicer = health.aio.HealthServicer()
+        self.servicer = HealthServicer()
         self._names = ("", *services, READINESS)
 
-    async def starting(self) -> None:
-        """Alive, but not ready: the store is still being read."""
-        await self.servicer.set(LIVENESS, HealthCheckResponse.SERVING)
-        for name in self._names:
-            await self.servicer.set(name, HealthCheckResponse.NOT_SERVING)
+    def starting(self) -> None:
+        """Report that the process is alive but not ready, because the store is still being read."""
+        self._set(True, LIVENESS, STATE)
+        self._set(False, *self._names)
 
-    async def serving(self) -> None:
-        """Alive and ready."""
-        for name in (*self._names, LIVENESS):
-            await self.servicer.set(name, HealthCheckResponse.SERVING)
+    def serving(self) -> None:
+        """Report that the process is alive and ready."""
+        self._set(True, *self._names, LIVENESS)
 
-    async def store(self, is_there: bool) -> None:
-        """Report whether the store is available, under 'store'; for operators, and only if one is configured."""
-        status = HealthCheckResponse.SERVING if is_there else HealthCheckResponse.NOT_SERVING
-        await self.servicer.set(STORE, status)
+    def store(self, is_there: bool) -> None:
+        """Report under 'store' whether the store is available. For operators; called only if a store is configured."""
+        self._set(is_there, STORE)
 
-    async def draining(self) -> None:
-        """Not ready, but alive, so that Kubernetes does not kill the process while it drains."""
-        for name in self._names:
-            await self.servicer.set(name, HealthCheckResponse.NOT_SERVING)
+    def state(self, is_sound: bool) -> None:
+        """Report under 'state' whether every check of an idle replica's state has passed. For operators; probes need
+        not read this status.
+        """
+        self._set(is_sound, STATE)
+
+    def draining(self) -> None:
+        """Report that the process is alive but not ready, so that Kubernetes does not kill it during the drain."""
+        self._set(False, *self._names)
+
+    def _set(self, is_serving: bool, *names: str) -> None:
+        for name in names:
+            self.servicer.set(name, HealthCheckResponse.SERVING if is_serving else HealthCheckResponse.NOT_SERVING)

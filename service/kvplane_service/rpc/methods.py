@@ -1,7 +1,8 @@
-"""The wrapper around every method: bytes in, bytes out, errors as rich status.
+"""The wrapper around every gRPC method: it takes and returns bytes, and turns errors into a status.
 
-Handlers are built from the service's descriptor and get the bytes of the request, which are fingerprinted and checked
-for values that a parser would truncate. Errors become a status only here; the table is `kvplane.status`.
+Handlers are built from the descriptor of a gRPC service. They get the bytes of the request, which are hashed to
+recognize retries and checked for values that a parser would truncate. A long request of a unary method is parsed on a
+thread. Errors become a status only here, by the table `kvplane.rpc.status`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
@@ -25,6 +26,9 @@ from kvplane.wire.parsing import parse
 from kvplane_service.auth.gate import Gate, Incoming
 from kvplane_service.auth.identity import Proof
 from kvplane_service.registry import UnknownReplica
+from kvplane_service.runtime.executors import Executor, Offload
+
+LONG_MESSAGE_BYTES = 64 << 10  # a message of this size takes about a millisecond to parse
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 Unary: TypeAlias = Callable[[Any, bytes], Awaitable[Message | bytes]]
@@ -41,22 +45,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CallHooks:
-    """What surrounds every method.
+    """What is called around every method.
 
     Attributes:
-        ensure_local: makes an unknown replica known to this process; raises Moved when another service owns it.
+        ensure_local: lets this process adopt a replica (take it over from another service) that is not registered here;
+            raises Moved if a live service owns it.
         gate: authenticates and authorizes calls; None without authentication.
+        offload: runs the parser of long requests on a thread.
     """
 
     ensure_local: EnsureLocal
     gate: Gate | None = None
+    offload: Offload = field(default_factory=lambda: Executor("parsing of long requests"))
 
 
 def service_handler(service: ServiceDescriptor, servicer: object, hooks: CallHooks) -> grpc.GenericRpcHandler:
-    """Handlers for every method of a service; the servicer has a method with each name.
+    """Return the handlers of all methods of a gRPC service; the servicer has a method with the name of each.
 
-    A unary method gets the message and its bytes and returns the answer, as a message or as bytes; a server-streaming
-    method gets the message and yields answers likewise; a bidirectional one gets the context.
+    A unary method gets the message and its bytes, and returns the answer as a message or as bytes. A server-streaming
+    method gets the message and yields such answers. A bidirectional method gets the context.
     """
     handlers = {method.name: _handler(method, servicer, hooks) for method in service.methods}
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -71,18 +78,19 @@ def _handler(method: MethodDescriptor, servicer: object, hooks: CallHooks) -> gr
     if method.server_streaming:
         serve = _server_stream(behaviour, request_class, hooks.ensure_local, answered)
         return grpc.unary_stream_rpc_method_handler(serve)
-    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, hooks.ensure_local, answered))
+    return grpc.unary_unary_rpc_method_handler(_unary(behaviour, request_class, hooks, answered))
 
 
 def _unary(
-    behaviour: Unary, request_class: type[Message], ensure_local: EnsureLocal, answered: _Answered
+    behaviour: Unary, request_class: type[Message], hooks: CallHooks, answered: _Answered
 ) -> Callable[[bytes, Context], Awaitable[bytes]]:
     async def answer(raw: bytes) -> bytes:
-        answer = await behaviour(parse(request_class, raw), raw)
+        read = partial(parse, request_class, raw)
+        answer = await behaviour(await hooks.offload(read) if len(raw) > LONG_MESSAGE_BYTES else read(), raw)
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
     async def call(raw: bytes, context: Context) -> bytes:
-        given: bytes = await answered(context, partial(_with_replica, ensure_local, partial(answer, raw)))
+        given: bytes = await answered(context, partial(_with_replica, hooks.ensure_local, partial(answer, raw)))
         return given
 
     return call
@@ -109,7 +117,9 @@ def _stream(behaviour: Stream, answered: _Answered) -> Callable[[object, Context
 
 
 async def _answered(method: str, gate: Gate | None, context: Context, work: Work[_T]) -> _T:
-    """The result of the work. A KvplaneError ends the call with its status, any other exception with INTERNAL."""
+    """Return the result of the work. A KvplaneError ends the call with the status of the error, another exception with
+    INTERNAL.
+    """
     try:
         return await (work() if gate is None else _let_in(gate, method, context, work))
     except KvplaneError as error:
@@ -117,11 +127,12 @@ async def _answered(method: str, gate: Gate | None, context: Context, work: Work
     except Exception as error:
         _log.exception("unhandled exception in %s", method)
         name = type(error).__name__
-        await _abort(InternalError(f"unhandled {name}; see the log of the service"), context)
+        remedy = "report this bug, with the log of the service"
+        await _abort(InternalError(f"the service raised an unexpected {name}", remedy=remedy), context)
 
 
 async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> _T:
-    """Run the work if the gate admits the call, and end it when its credentials expire."""
+    """Run the work if the gate admits the call. If the gate ends the call later, raise the gate's reason."""
     proof = Proof.of(context.invocation_metadata() or (), context.auth_context())
     call = None
     try:
@@ -137,7 +148,9 @@ async def _let_in(gate: Gate, method: str, context: Context, work: Work[_T]) -> 
 
 
 async def _with_replica(ensure_local: EnsureLocal, work: Work[_T]) -> _T:
-    """The result of the work, which is repeated once after an unknown replica was made local."""
+    """Return the result of the work. If the work raises UnknownReplica, let this process adopt the replica (take it
+    over from another service), and run the work once more.
+    """
     try:
         return await work()
     except UnknownReplica as error:

@@ -1,4 +1,6 @@
-"""Listen addresses, errors that name the cause, and TLS credentials that follow changed certificate files."""
+"""Open listen addresses, with errors that name the cause, and create TLS credentials that follow changed certificate
+files.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ from kvplane_service.config import Config
 def add_port(
     server: grpc.aio.Server, address: str, key: str = "listen", credentials: grpc.ServerCredentials | None = None
 ) -> str:
-    """Add a listen address to a server. Returns the address, with the selected port for port 0.
+    """Add a listen address to a server, and return the address, with the selected port instead of port 0.
 
     Args:
-        server: not started yet.
+        server: a server that is not started yet.
         address: host:port or unix:PATH.
         key: configuration key that errors name.
-        credentials: for TLS; None = plain text.
+        credentials: TLS credentials; None = plain text.
 
     Raises:
-        Unavailable: the address is in use, or not of this machine.
+        Unavailable: the address is in use, or does not belong to this machine.
     """
     check_free(address, key)
     try:
@@ -41,9 +43,9 @@ def add_port(
 
 
 def check_free(address: str, key: str) -> None:
-    """Raise Unavailable, with the cause, when the address cannot be listened on.
+    """Raise Unavailable, with the cause, if a server cannot listen on the address.
 
-    The error of gRPC has no cause, and gRPC removes the socket file of a process that still listens on it.
+    gRPC's own error names no cause, and gRPC removes the socket file of another process that still listens on it.
     """
     path = address.removeprefix("unix:")
     try:
@@ -66,7 +68,9 @@ def _check_socket_file(path: str) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """A name may resolve to addresses that this machine lacks (localhost without IPv6): one usable address suffices."""
+    """Raise OSError if no server can listen on the port. A name may also resolve to addresses that this machine lacks
+    (localhost without IPv6), so one usable address suffices.
+    """
     unusable: list[OSError] = []
     places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     for family, kind, protocol, _, place in places:
@@ -92,12 +96,18 @@ def _not_free(address: str, cause: str, key: str) -> Unavailable:
 
 
 def server_credentials(config: Config) -> grpc.ServerCredentials:
-    """Credentials of `tls_cert`, `tls_key` and `tls_client_ca`. Raises KvplaneError when they cannot be used."""
+    """Return the TLS credentials of `tls_cert`, `tls_key` and `tls_client_ca`, which follow later changes of these
+    files.
+
+    Raises:
+        NotFound: a file cannot be read.
+        InvalidArgument: a file is invalid.
+    """
     paths = (config.tls_cert, config.tls_key, config.tls_client_ca)
     files = Reloaded([path for path in paths if path], lambda: read_certificates(*paths))
 
     def newest() -> grpc.ServerCertificateConfiguration:
-        """Called by a thread of gRPC."""
+        """Return the newest valid certificates; a thread of gRPC calls it for each connection."""
         return _configuration(files.get())
 
     required = config.tls_client_auth == "require"

@@ -1,4 +1,4 @@
-"""The gRPC server: services, health and reflection on one address; only health on another one, if configured."""
+"""The gRPC server: all services, Health and reflection on one address, and only Health on another one if configured."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
 
 @dataclass(frozen=True, slots=True)
 class CallFilters:
-    """What calls pass before they reach a servicer. `gate` None: no authentication."""
+    """What every call passes before it reaches a servicer: interceptors, and a gate (None = no authentication)."""
 
     gate: Gate | None = None
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 
 
 class RpcServer:
-    """Serves a registry. Create it inside the running event loop."""
+    """Serves a registry over gRPC. Create it inside the running event loop."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class RpcServer:
             _add_reflection(self._server, names)
 
     async def start(self) -> str:
-        """Start serving. Returns the address, with the selected port for port 0.
+        """Start serving, and return the address, with the selected port instead of port 0.
 
         Raises:
-            Unavailable: an address is in use, or not of this machine.
+            Unavailable: an address is in use, or does not belong to this machine.
             KvplaneError: the certificate cannot be used.
         """
         config = self._config
@@ -95,27 +95,33 @@ class RpcServer:
         address = add_port(self._server, config.listen, credentials=credentials)
         if config.health_listen:
             self.health_address = add_port(self._health_server, config.health_listen, "health_listen")
-        await self._health.starting()
+        self._health.starting()
         await self._health_server.start()
         await self._server.start()
         return address
 
-    async def announce_ready(self) -> None:
-        """Report ready."""
-        await self._health.serving()
+    def announce_ready(self) -> None:
+        """Report in gRPC Health that the service is ready."""
+        self._health.serving()
 
-    async def announce_drain(self) -> None:
-        """Report not ready, because the process is draining."""
-        await self._health.draining()
+    def announce_drain(self) -> None:
+        """Report in gRPC Health that the service is not ready, because it drains."""
+        self._health.draining()
 
-    async def announce_store(self, is_there: bool) -> None:
-        """Report whether the store is available."""
-        await self._health.store(is_there)
+    def announce_store(self, is_there: bool) -> None:
+        """Report in gRPC Health whether the store is available."""
+        self._health.store(is_there)
+
+    def announce_state(self, is_sound: bool) -> None:
+        """Report in gRPC Health whether every check of an idle replica has passed."""
+        self._health.state(is_sound)
 
     async def drain(self, grace_ms: int) -> None:
-        """Refuse new work, wait up to `grace_ms` for sessions, release the replicas to other services, and stop.
+        """Refuse new work, wait at most `grace_ms` for sessions to close, release the replicas, so that other services
+        may take them over, and stop.
 
-        Sessions are notified first, even when the store hangs; releases are written concurrently.
+        Engines are notified first, even if the store hangs; the release of replicas is written to the store
+        concurrently.
         """
         self._streams.refuse_new()
         self._allocation.refuse_new()
@@ -126,7 +132,9 @@ class RpcServer:
         await self._health_server.stop(None)
 
     async def _let_go(self, leaving: asyncio.Task[None]) -> None:
-        """Release every replica, if the store answers in time."""
+        """Release every replica, so that other services may take it over, unless the store does not answer within
+        _LAST_CALLS_S seconds.
+        """
         try:
             async with asyncio.timeout(_LAST_CALLS_S):
                 await leaving
@@ -135,7 +143,7 @@ class RpcServer:
             _log.warning("the store does not answer: other services adopt the replicas when the lease expires")
 
     async def stop(self) -> None:
-        """Stop at once."""
+        """Stop serving at once; running calls are cancelled."""
         await self._server.stop(None)
         await self._health_server.stop(None)
 
@@ -144,7 +152,7 @@ def _options(config: Config) -> list[tuple[str, int]]:
     return [
         ("grpc.so_reuseport", 0),  # a second process on the port is a mistake, not load balancing
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", -1),  # a computed answer must be delivered
+        ("grpc.max_send_message_length", -1),  # unlimited: an answer whose step was applied must reach the client
         ("grpc.keepalive_time_ms", config.keepalive_ms),
         ("grpc.keepalive_timeout_ms", config.keepalive_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -153,7 +161,9 @@ def _options(config: Config) -> list[tuple[str, int]]:
 
 
 def _add_reflection(server: grpc.aio.Server, names: tuple[str, ...]) -> None:
-    """Serve v1alpha and, with the same messages, v1, which grpcio-reflection does not support yet."""
+    """Serve gRPC reflection v1alpha, and v1 with the same messages, because grpcio-reflection does not support
+    v1 yet.
+    """
     servicer = reflection.aio.ReflectionServicer(names)
     request = reflection_pb2.ServerReflectionRequest
     response = reflection_pb2.ServerReflectionResponse

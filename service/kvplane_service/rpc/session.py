@@ -1,6 +1,7 @@
-"""The stream of an engine: steps in, answers out, in order, without a task or a queue per message.
+"""The bidirectional stream of an engine: steps come in and answers go out, in order, without a task or a queue per
+message.
 
-A long message is parsed, and a long step applied, on a thread; the next message of the stream waits for that.
+A long message is parsed, and a long step applied, on a thread; the stream reads its next message after that.
 """
 
 from __future__ import annotations
@@ -32,13 +33,12 @@ from kvplane_service.auth.visible import VisibleReplicas
 from kvplane_service.replicas.host import ReplicaHost
 from kvplane_service.rpc.claims import Claim, claim_worker, claimed
 from kvplane_service.rpc.decode import fingerprint
-from kvplane_service.rpc.methods import Context
+from kvplane_service.rpc.methods import LONG_MESSAGE_BYTES, Context
 from kvplane_service.runtime.executors import Executor, Offload
 from kvplane_service.store.ownership import Ownership
 
 FIRST_MESSAGE_S = 10.0  # deadline for the first message
-_PROOFS_AT_ONCE = 4  # each takes memory and time
-_LONG_MESSAGE_BYTES = 64 << 10  # takes about a millisecond to parse
+_PROOFS_AT_ONCE = 4  # recoveries whose stored keys are verified concurrently; each takes memory and time
 _ENDS_STREAM = (OtherWriter, StaleEpoch, InternalError)
 
 
@@ -47,8 +47,10 @@ class _Message:
     """A parsed message of an open session.
 
     Attributes:
-        step: the decoded step, or the error why it cannot be decoded.
-        seq, part: of the step as sent.
+        kind: "step", "heartbeat" or "close"; "" for a message without a kind.
+        step: the decoded step, or the error for which it cannot be decoded; None for another kind.
+        seq, part: step number and part index, as sent.
+        fingerprint: digest of the message, by which a retried step is recognized.
     """
 
     kind: str
@@ -59,26 +61,28 @@ class _Message:
 
 
 class SessionStreams:
-    """The open streams of this process."""
+    """The open session streams of this process."""
 
     def __init__(self, registry: VisibleReplicas, ownership: Ownership, claim: Claim = claim_worker) -> None:
-        """`claim` claims the pages of a worker; a simulation replaces it."""
+        """`claim` claims the pages of a worker for an engine life (the time of one epoch, in which one engine owns the
+        pages); a simulation replaces it.
+        """
         self._claim = claim
         self._registry = registry
         self._ownership = ownership
-        self._open: dict[_Stream, None] = {}  # ordered, so that a simulation repeats
+        self._open: dict[_Stream, None] = {}  # a dict as an ordered set, so that a simulation is reproducible
         self._all_closed = asyncio.Event()
         self._all_closed.set()
         self._draining = False
         self._prove = Executor("verification of stored entries", threads=_PROOFS_AT_ONCE)
-        self._offload = Executor("long steps")  # pure Python work: a second thread would not be faster
 
     async def serve(self, context: Context) -> None:
-        """Serve one stream to its end."""
+        """Serve one stream until it ends."""
         raw, stamps = wire.split_stamps(await _read_first(context) or b"")
         first = _parse_request(raw)
         if first.WhichOneof("kind") != "open":
-            raise InvalidArgument("the first message is not open", field="kind", remedy="send open first")
+            kind = first.WhichOneof("kind") or "empty"
+            raise InvalidArgument(f"the first message is {kind}", field="kind", remedy="send `open` first")
         self._check_stays()
         request = wire.decode_open(first.open, stamps)
         if request.replica not in self._registry:
@@ -89,7 +93,7 @@ class SessionStreams:
             await entry.host.prove_ahead(request, self._prove)
         request, epoch = await claimed(entry, request, self._claim)
         self._check_stays()
-        stream = _Stream(entry.host, request, context, self._left, self._offload)
+        stream = _Stream(entry.host, request, context, self._left, entry.offload)
         self._open[stream] = None
         self._all_closed.clear()
         try:
@@ -101,23 +105,27 @@ class SessionStreams:
 
     def _check_stays(self) -> None:
         if self._draining:
-            raise Unavailable("the service is draining", remedy="connect to another one")
+            raise Unavailable("the service is draining", remedy="connect to another service")
 
     def refuse_new(self) -> None:
-        """Open no further sessions."""
+        """Refuse to open further sessions, because the service drains."""
         self._draining = True
 
     def replicas(self) -> set[str]:
-        """Names of the replicas that have a stream."""
+        """Return the names of the replicas that have an open stream."""
         return {stream.replica for stream in self._open}
 
     async def _left(self, replica: str) -> None:
-        """An engine closed its session. While draining, its replica is released before the engine gets the answer."""
+        """Handle the close of a session. While the service drains, release the replica to other services before the
+        engine gets the answer, so that the engine can connect to another service at once.
+        """
         if self._draining:
             await self._ownership.release(replica)
 
     async def drain(self, grace_ms: int) -> None:
-        """Notify every engine, and wait up to `grace_ms` until all have closed."""
+        """Notify every engine, and wait at most `grace_ms` until all sessions are closed; then end the remaining
+        streams.
+        """
         notice = pb.SessionResponse(draining=pb.Draining(grace_ms=grace_ms)).SerializeToString()
         # Not awaited: a stream may be broken, or its client may not be reading.
         notices = asyncio.gather(*(stream.write(notice) for stream in self._open), return_exceptions=True)
@@ -125,12 +133,13 @@ class SessionStreams:
             await asyncio.wait_for(self._all_closed.wait(), grace_ms / 1000)
         except TimeoutError:
             for stream in self._open:
-                stream.end(Unavailable("the service has drained", remedy="connect to another one"))
+                what = f"the service has drained: the session was not closed within {grace_ms} ms"
+                stream.end(Unavailable(what, remedy="connect to another service"))
         notices.cancel()
 
 
 class _Stream:
-    """One open stream on one replica."""
+    """One open stream of an engine on one replica."""
 
     def __init__(
         self,
@@ -140,7 +149,7 @@ class _Stream:
         left: Callable[[str], Awaitable[None]],
         offload: Offload,
     ) -> None:
-        """`left`: awaited when the session was closed; `offload`: runs long work on a thread."""
+        """`left` is awaited after the engine closed its session; `offload` runs long work on a thread."""
         self.replica = host.name
         self._host = host
         self._left = left
@@ -156,9 +165,11 @@ class _Stream:
         self._is_open = False
 
     async def run(self, epoch: int) -> None:
-        """Serve the session to its end. The replica's lease lapses unless the session was closed.
+        """Serve the session until it ends. Unless the engine closed the session, the replica lapses when its lease is
+        not renewed in time.
 
-        `epoch`: the engine life that the workers were claimed for, if any.
+        `epoch` is the number of the engine life (the time of one epoch) for which the workers' pages were claimed,
+        NEW_EPOCH if none were.
         """
         try:
             await self._open(epoch)
@@ -178,7 +189,7 @@ class _Stream:
             await self._context.write(pb.SessionResponse(opened=wire.encode_opened(opened)).SerializeToString())
 
     async def write(self, raw: bytes) -> None:
-        """Send a message. Concurrent writes are serialized."""
+        """Send a message. Concurrent calls write one after the other."""
         async with self._writing:
             await self._context.write(raw)
 
@@ -188,9 +199,9 @@ class _Stream:
             raw = await _read(self._context)
             if raw is None:
                 return
-            if len(raw) > _LONG_MESSAGE_BYTES:
-                host.heartbeat(nonce)  # it has arrived, although it is parsed later
-                message = await self._offload(partial(_understand, raw, self._digest_size))
+            if len(raw) > LONG_MESSAGE_BYTES:
+                with host.holding(nonce):  # heartbeats behind it are not read while it waits for the thread
+                    message = await self._offload(partial(_understand, raw, self._digest_size))
             else:
                 message = _understand(raw, self._digest_size)
             kind = message.kind
@@ -205,13 +216,15 @@ class _Stream:
                 return
             else:
                 raise InvalidArgument(
-                    f"unexpected message {kind or 'without kind'}",
+                    f"the message is {kind or 'empty'}",
                     field="kind",
-                    remedy="send a step, a heartbeat or a close",
+                    remedy="send a step, a heartbeat or a close after `open`",
                 )
 
     async def _step(self, message: _Message) -> bytes:
-        """The encoded answer to a step. A refusal is an answer too, unless it ends the session."""
+        """Apply a step and return the serialized answer. A refusal is an answer too, except for errors that end the
+        session, which are raised.
+        """
         try:
             step = message.step
             assert step is not None, message.kind
@@ -236,13 +249,13 @@ class _Stream:
                     self._call.check_domain(domain, f"parts[{at}].news.domain")
 
     def end(self, reason: KvplaneError) -> None:
-        """End the stream with this reason, wherever it waits."""
+        """End the stream with the error `reason`, even while it waits for a message or a step."""
         self._ended = reason
         if self._task is not None:
             self._task.cancel()
 
     def _raise_end(self) -> NoReturn:
-        """Raise the reason that the stream was ended with; propagate other cancellations."""
+        """Raise the error with which `end` ended the stream; raise any other cancellation again."""
         if self._ended is None:
             raise asyncio.CancelledError
         if self._task is not None:
@@ -251,7 +264,9 @@ class _Stream:
 
 
 def _understand(raw: bytes, digest_size: int) -> _Message:
-    """Parse a message. Raises as `parse`."""
+    """Parse a message. For a step that cannot be decoded, the returned message has the error, because such a step does
+    not end the stream. Raises InvalidArgument if the message cannot be parsed.
+    """
     message = _parse_request(raw)
     kind, sent = message.WhichOneof("kind") or "", message.step
     if kind != "step":
@@ -269,17 +284,23 @@ def _parse_request(raw: bytes) -> pb.SessionRequest:
 
 
 async def _read_first(context: Context) -> bytes | None:
-    """As `_read`, with a deadline: a stream takes memory, so a silent one is ended."""
+    """Return the first message. Raises DeadlineExceeded after FIRST_MESSAGE_S seconds, because a silent stream takes
+    memory.
+    """
     try:
         async with asyncio.timeout(FIRST_MESSAGE_S):
             return await _read(context)
     except TimeoutError:
         raise DeadlineExceeded(
-            f"no message arrived within {FIRST_MESSAGE_S:g} s", field="kind", remedy="send open at once"
+            f"the first message did not arrive within {FIRST_MESSAGE_S:g} s",
+            field="kind",
+            remedy="send `open` as soon as the stream is open",
         ) from None
 
 
 async def _read(context: Context) -> bytes | None:
-    """The next message; None at the end of the stream (gRPC's EOF, which its types do not include)."""
+    """Return the next message, or None at the end of the stream (for which gRPC returns EOF, an object that its types
+    omit).
+    """
     raw = cast(object, await context.read())
     return raw if isinstance(raw, bytes) else None

@@ -1,4 +1,6 @@
-"""The spec of a registration: groups given explicitly, a model of the catalogue, or a model given by its layers."""
+"""Determine the spec of a registration from its source: explicit groups, a model of the catalogue, or a list of
+layers.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ _Source: TypeAlias = replica_pb2.ModelSource | replica_pb2.LayerSource
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A spec with the results of the planner; groups given explicitly have no plans and figures.
+    """A replica spec and the results of the planner. For explicit groups, which are not planned, the other fields are
+    empty.
 
     Attributes:
         plans: memory layout of a rank, one per pipeline stage.
+        bytes_per_block: memory of a block on one rank.
+        max_concurrency: number of requests of max_model_len tokens that fit at the same time.
+        warnings: what an operator should know about the plan.
     """
 
     spec: ReplicaSpec
@@ -46,15 +52,16 @@ class Planned:
 
 
 def plan_source(request: allocation_pb2.RegisterReplicaRequest) -> Planned:
-    """The spec of a registration.
+    """Return the spec for a registration, with the plan of its memory.
 
     Raises:
-        InvalidArgument: naming a field below `spec`, `model` or `layers`.
-        NotFound: unknown model.
+        InvalidArgument: a field inside `spec`, `model` or `layers` is invalid; the error names it.
+        NotFound: the catalogue has no such model.
     """
     kind = request.WhichOneof("source")
     if kind is None:
-        raise InvalidArgument("no source", field="source", remedy="give exactly one of spec, model and layers")
+        what = "none of spec, model and layers is set"
+        raise InvalidArgument(what, field="source", remedy="set exactly one of spec, model and layers")
     try:
         if kind == "spec":
             return Planned(wire.decode_spec(request.spec))
@@ -80,7 +87,8 @@ def _drafter(source: _Source) -> Drafter:
 
 def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     if not 1 <= len(source.layers) <= MAX_LAYERS:
-        raise InvalidArgument(f"{len(source.layers)} layers", field="layers", remedy=f"give 1 to {MAX_LAYERS}")
+        what = f"it has {len(source.layers)} layers"
+        raise InvalidArgument(what, field="layers", remedy=f"give 1 to {MAX_LAYERS} layers")
     layers = [
         _with_states_for(source.speculative_tokens, wire.decode_layer(layer, f"layers[{at}]"), f"layers[{at}]")
         for at, layer in enumerate(source.layers)
@@ -89,7 +97,9 @@ def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
     check_speculation(source.speculative_tokens, drafter)
     if drafter is not Drafter.NONE and not drafts:
         raise InvalidArgument(
-            f"no layer belongs to drafter {drafter.value}", field="drafter", remedy="set is_draft of its layers"
+            f"it is {drafter.value!r}, but no layer has is_draft set",
+            field="drafter",
+            remedy="set is_draft in the layers of the drafter",
         )
     options = _plan_options(
         source,
@@ -101,25 +111,27 @@ def _plan_layers(source: replica_pb2.LayerSource) -> Planned:
 
 
 def _with_states_for(num_drafts: int, layer: _AnyLayer, field: str) -> _AnyLayer:
-    """A recurrent layer keeps a state for each draft token."""
+    """Return the layer. A layer with a recurrent state gets room for one state per draft token. Raises InvalidArgument
+    if the layer states another number.
+    """
     if not num_drafts or not isinstance(layer, Layer) or not isinstance(layer.spec, MambaSpec):
         return layer
     if layer.spec.speculative_blocks not in (0, num_drafts):
         raise InvalidArgument(
-            f"{layer.spec.speculative_blocks} states for {num_drafts} draft tokens",
+            f"it is {layer.spec.speculative_blocks}, but speculative_tokens is {num_drafts}",
             field=f"{field}.format.speculative_blocks",
-            remedy="leave it at 0, or give speculative_tokens",
+            remedy="leave it at 0, or set it to the value of speculative_tokens",
         )
     return replace(layer, spec=replace(layer.spec, speculative_blocks=num_drafts))
 
 
 def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN401
-    """Planner options that both kinds of sources have."""
+    """Return the planner's options; `special` are the options that only one kind of source (model or layers) has."""
     if bool(source.memory_bytes) == bool(source.num_blocks):
         raise InvalidArgument(
-            f"memory_bytes is {source.memory_bytes}, num_blocks {source.num_blocks}",
+            f"it is {source.memory_bytes}, and num_blocks is {source.num_blocks}",
             field="memory_bytes",
-            remedy="give exactly one of memory_bytes and num_blocks",
+            remedy="set exactly one of memory_bytes and num_blocks",
         )
     return PlanOptions(
         num_blocks=source.num_blocks,
@@ -131,14 +143,15 @@ def _plan_options(source: _Source, **special: Any) -> PlanOptions:  # noqa: ANN4
 
 
 def _given(source: _Source, *names: str) -> dict[str, Any]:
-    """The fields that are set; the others keep their defaults."""
+    """Return the fields of the message that are set, so that unset ones get the planner's defaults."""
     return {name: value for name in names if (value := getattr(source, name))}
 
 
 def _planned(source: _Source, stages: Iterable[Iterable[_AnyLayer]], options: PlanOptions) -> Planned:
     plan = plan_cache([Worker(tuple(layers), source.memory_bytes) for layers in stages], options)
     if not 0.0 <= source.watermark < 1.0:
-        raise InvalidArgument(f"{source.watermark}", field="watermark", remedy="give 0 to below 1")
+        what = f"it is {source.watermark}"
+        raise InvalidArgument(what, field="watermark", remedy="give a share of the blocks, 0 <= watermark < 1")
     spec = ReplicaSpec(
         groups=to_groups(plan),
         num_blocks=plan.num_blocks,
@@ -166,7 +179,9 @@ def _hash_algorithm(source: _Source) -> HashAlgorithm:
 
 
 def _align(plan: CachePlan) -> AlignSpec:
-    """States are cached at block boundaries, so prefill chunks have to end there."""
+    """Return the settings of the block boundaries at which prefill chunks must end, because recurrent states are cached
+    only there.
+    """
     cached = [group for group in plan.groups if _is_cached_state(group)]
     if not cached or not plan.options.prefix_caching:
         return AlignSpec()
@@ -178,7 +193,7 @@ def _is_cached_state(group: CacheGroup) -> bool:
 
 
 def _stages(source: replica_pb2.LayerSource, layers: list[_AnyLayer]) -> list[list[_AnyLayer]]:
-    """The layers of each pipeline stage; one stage with all of them when none is given."""
+    """Return the layers of each pipeline stage; a single stage with all layers if the source names no stages."""
     if not source.stages:
         return [layers]
     by_name = {layer.name: layer for layer in layers}
@@ -187,9 +202,9 @@ def _stages(source: replica_pb2.LayerSource, layers: list[_AnyLayer]) -> list[li
         unknown = [name for name in stage.layer_names if name not in by_name]
         if unknown or not stage.layer_names:
             raise InvalidArgument(
-                f"there is no layer {unknown[0]!r}" if unknown else "no layers",
+                f"`layers` has no layer {unknown[0]!r}" if unknown else "it is empty",
                 field=f"stages[{at}].layer_names",
-                remedy="name layers of this source",
+                remedy="list the names of the stage's layers, each as in `layers`",
             )
         stages.append([by_name[name] for name in stage.layer_names])
     return stages

@@ -1,7 +1,7 @@
-"""Server spans of unary calls, by OpenTelemetry's conventions for RPC (1.4x).
+"""Create server spans for unary calls, by OpenTelemetry's conventions for RPC (1.4x).
 
 Sampling is decided before the tracing library is called, so untraced calls cost nothing. Streams have no span, because
-they last for hours; their steps have (`kvplane_service.telemetry.tracing`).
+they last for hours; the steps on them have (`kvplane_service.telemetry.tracing`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from kvplane_service.telemetry.tracing import Tracing, context_of
 Unary = Callable[[bytes, Context], Awaitable[bytes]]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
-# Codes that count as server errors by the conventions.
+# Status codes that OpenTelemetry's conventions consider errors of the server.
 _FAULTS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 
 
 class TracingInterceptor(grpc.aio.ServerInterceptor):
-    """A span around each sampled unary call; the span of its step is a child."""
+    """Creates a span around each sampled unary call; the span of the call's step is its child."""
 
     def __init__(self, tracing: Tracing) -> None:
         self._tracing = tracing
 
     async def intercept_service(self, continuation: Continuation, details: grpc.HandlerCallDetails) -> Any:  # noqa: ANN401
-        """See grpc.aio.ServerInterceptor."""
+        """Wrap the handler of a unary call (see grpc.aio.ServerInterceptor)."""
         handler = await continuation(details)
         if handler is None or handler.unary_unary is None:
             return handler
@@ -79,6 +79,8 @@ def _untraced(call: Unary) -> Unary:
 
 
 def _code_of(context: Context) -> str:
-    """Name of the call's status. grpc.aio returns a number, 0 until it is set, in contrast to its type hints."""
+    """Return the name of the call's status. In contrast to its type hints, grpc.aio returns a number, which is 0 until
+    a status is set.
+    """
     code = cast(object, context.code())
     return next((one.name for one in grpc.StatusCode if code in (one, one.value[0])), "OK")

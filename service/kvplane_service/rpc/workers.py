@@ -1,4 +1,4 @@
-"""The Workers service."""
+"""The Workers service (plan.proto)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from kvplane_service.auth.visible import VisibleReplicas
 
 
 class WorkersServicer:
-    """Registers, renews and removes the workers of replicas."""
+    """Registers workers (the processes that hold the pages of a rank), renews the leases of workers, and removes
+    workers.
+    """
 
     def __init__(self, registry: VisibleReplicas) -> None:
         self._registry = registry
 
     async def RegisterWorker(self, request: pb.RegisterWorkerRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract."""
+        """Register the worker of one rank of a replica, and return the worker's assignment: memory layout and lease."""
         entry, worker = self._registry.get(request.replica), wire.decode_worker(request.worker)
         assignment = entry.workers.register(worker)
         entry.host.observe_owner_epoch(worker.owner_epoch)
         return wire.encode_assignment(assignment)
 
     async def RenewWorker(self, request: pb.RenewWorkerRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract."""
+        """Renew the lease of a registered worker."""
         entry, worker = self._registry.get(request.replica), wire.decode_worker(request.worker)
         entry.workers.renew(worker)
         entry.host.observe_owner_epoch(worker.owner_epoch)
         return pb.RenewWorkerResponse(lease_ms=entry.workers.lease_ms)
 
     async def DeregisterWorker(self, request: pb.DeregisterWorkerRequest, _: bytes) -> Message:  # noqa: N802
-        """See the contract."""
+        """Remove a worker from its replica."""
         self._registry.get(request.replica).workers.leave(request.worker_id)
         return pb.DeregisterWorkerResponse()

@@ -1,6 +1,7 @@
-"""What the service takes from its process, in forms that tests and the simulation replace: threads, slices, reports.
+"""What the service takes from its process, in forms that tests and the simulation replace: threads, time slices,
+reports.
 
-executors  threads for blocking or long calls, a bounded number per resource
-slices     long work on the event loop, in slices, so that other calls are served in between
-reports    states that one room reports and another displays
+executors  run blocking or long calls on a bounded number of threads per resource
+slices     split long work on the event loop into time slices, so that other calls are served in between
+reports    types of states that one package reports and another displays
 """

@@ -1,6 +1,7 @@
-"""Threads for blocking or long calls. Each resource has its own, so that a resource that hangs delays no other one.
+"""Run blocking or long calls on threads. Each resource has its own threads, so a resource that hangs delays no other
+one.
 
-The threads are daemons and exit when idle, so that a call that hangs does not delay the exit of the process.
+The threads are daemon threads and end when idle, so a call that hangs does not delay the exit of the process.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from kvplane.base.errors import Unavailable
 
-_MAX_WAITING = 1024  # the default of max_replicas: after a restart all may call at once
+_MAX_WAITING = 1024  # the default of max_replicas: after a restart the engines of all replicas may call at once
 _IDLE_S = 10.0
 _SWITCH_S = 0.001
 
@@ -23,13 +24,15 @@ _T = TypeVar("_T")
 
 
 class Busy(Unavailable):
-    """Too many calls wait for a resource of the service, which the message names. Clients retry automatically."""
+    """Too many calls wait for the resource that the message names. Client libraries retry automatically."""
 
     reason = "BUSY"
 
 
 def share_interpreter() -> None:
-    """Let the event loop preempt a working thread after 1 ms instead of 5 ms. Affects the whole process."""
+    """Set the interpreter's thread switch interval to 1 ms instead of 5 ms, so that the event loop gets the interpreter
+    sooner while a thread computes. Affects the whole process.
+    """
     sys.setswitchinterval(_SWITCH_S)
 
 
@@ -37,38 +40,40 @@ class Offload(Protocol):
     """Runs a blocking call on a thread."""
 
     def __call__(self, call: Callable[[], _T], /) -> Awaitable[_T]:
-        """The result of the call, or its exception."""
+        """Run the call, and return its result or raise its exception."""
         ...
 
 
 class Executor:
-    """Implements Offload for one resource. Can be created outside of an event loop; call it on one."""
+    """An Offload for one resource. It may be created outside of an event loop, but must be called on one."""
 
     def __init__(self, resource: str, threads: int = 1, max_waiting: int = _MAX_WAITING) -> None:
-        """At most `threads` calls run and `max_waiting` more wait."""
+        """At most `threads` calls run at a time, and at most `max_waiting` further calls wait."""
         self._resource = resource
         self._most = threads + max_waiting
         self._threads = _Threads(f"kvplane {resource}", threads)
 
     async def __call__(self, call: Callable[[], _T], /) -> _T:
-        """The result of the call, or its exception. Cancelling the caller does not stop a call that already runs.
+        """Run the call on a thread, and return its result or raise its exception. Cancelling the caller does not stop a
+        call that already runs.
 
         Raises:
-            Busy: too many calls wait.
+            Busy: `max_waiting` calls already wait.
         """
         pending = self._threads.pending
         if pending >= self._most:
             raise Busy(
-                f"{pending} calls wait for {self._resource}", remedy="retry with fewer concurrent calls"
+                f"{pending} calls run or wait for {self._resource}, the most allowed",
+                remedy="retry with fewer concurrent calls",
             )
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
 
 class _Threads(futures.Executor):
-    """As ThreadPoolExecutor, but the interpreter does not join the threads at exit.
+    """A ThreadPoolExecutor whose threads the interpreter does not join at exit.
 
     Attributes:
-        pending: calls that run or wait.
+        pending: number of calls that run or wait.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -80,7 +85,7 @@ class _Threads(futures.Executor):
         self._calls: SimpleQueue[tuple[futures.Future[Any], Callable[[], Any]]] = SimpleQueue()
 
     def submit(self, call: Callable[..., _T], /, *args: object, **kwargs: object) -> futures.Future[_T]:
-        """See concurrent.futures.Executor."""
+        """Queue a call for the threads and return its future (see concurrent.futures.Executor.submit)."""
         future: futures.Future[_T] = futures.Future()
         with self._lock:
             self._calls.put((future, lambda: call(*args, **kwargs)))
@@ -95,7 +100,7 @@ class _Threads(futures.Executor):
             pass
 
     def _run_next(self) -> bool:
-        """Run one call. Returns False when the thread has been idle long enough to exit."""
+        """Run one call. Returns False if no call has arrived for _IDLE_S seconds, so that the thread ends."""
         try:
             future, call = self._calls.get(timeout=_IDLE_S)
         except Empty:

@@ -1,4 +1,4 @@
-"""States that one room reports and another displays."""
+"""Types of states that one package reports and another displays."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from enum import Enum
 
 
 class StoreState(Enum):
-    """State of the store connection."""
+    """State of the connection to the store."""
 
     OFF = "off"  # no store is configured
     OK = "ok"
-    CATCHING_UP = "catching up"  # a resync is under way
+    CATCHING_UP = "catching up"  # all blocks of a replica are being written again
     DEGRADED = "degraded"  # the store is unavailable, or the backlog exceeds its limits
 
 
@@ -20,10 +20,12 @@ class StoreReport:
     """State of the store as operators see it.
 
     Attributes:
-        lag_entries, lag_ms: number of unwritten changes, and age of the oldest one.
-        resync_left: blocks that a resync has still to process.
-        failures: failed store calls since the start.
-        problem: the last failure, "" when the last call succeeded.
+        lag_entries: number of changes not yet written to the store.
+        lag_ms: age in milliseconds of the oldest change that is not yet written.
+        resync_left: number of blocks that are still to be written again, after the store lost data or changes were
+            dropped.
+        failures: number of failed store calls since the start of the process.
+        problem: text of the last failure; "" if the last call succeeded.
     """
 
     state: StoreState

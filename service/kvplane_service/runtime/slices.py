@@ -1,15 +1,15 @@
-"""Long work on the event loop: in slices, so that other tasks run in between, and for one caller at a time.
+"""Run long work on the event loop in time slices, so that other tasks run in between, and for one caller at a time.
 
-A thread is no alternative for pure Python work: it holds the interpreter for several milliseconds at a time.
+Threads would not help for pure Python work: a thread keeps the interpreter for several milliseconds at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
-from typing import TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol, TypeVar
 
 from kvplane_service.runtime.executors import Busy
 
@@ -19,7 +19,9 @@ _T = TypeVar("_T")
 
 
 async def in_slices(work: Iterable[_T]) -> AsyncIterator[_T]:
-    """Yield the items. After each SLICE_S of work, sleep as long, so that other tasks of the event loop run."""
+    """Yield the items of `work`. After each SLICE_S seconds of work, sleep for the same time so that other tasks
+    run.
+    """
     ends_s = time.monotonic() + SLICE_S
     for item in work:
         yield item
@@ -28,10 +30,27 @@ async def in_slices(work: Iterable[_T]) -> AsyncIterator[_T]:
             ends_s = time.monotonic() + SLICE_S
 
 
+class Occupied(Protocol):
+    """A resource, such as a replica, that long work may occupy: meanwhile only this work uses the resource."""
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether long work occupies the resource."""
+        ...
+
+    async def idle(self) -> None:
+        """Wait until no long work occupies the resource. No further long work begins before the caller awaits again."""
+        ...
+
+
 class Turns:
-    """A lock with a bounded number of waiting callers."""
+    """A lock for which a bounded number of callers may wait; further callers are refused.
+
+    No caller holds the lock while it waits for long work on a replica, since callers for other replicas would wait too.
+    """
 
     def __init__(self, resource: str, max_waiting: int) -> None:
+        """`resource` is the name, in errors, of what the lock protects."""
         self._resource = resource
         self._max_waiting = max_waiting
         self._pending = 0
@@ -39,13 +58,48 @@ class Turns:
 
     @asynccontextmanager
     async def take(self) -> AsyncIterator[None]:
-        """Wait for the lock and hold it. Raises Busy when too many callers wait."""
+        """Wait for the lock, and hold it inside the `with` block. Raises Busy if `max_waiting` callers already wait."""
+        with self.place():
+            async with self.turn():
+                yield
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Count the caller as one that waits for or holds the lock, until the end of the `with` block. Raises Busy if
+        `max_waiting` callers already wait.
+        """
         if self._pending > self._max_waiting:
-            what = f"{self._max_waiting} calls wait for {self._resource}"
+            what = f"{self._max_waiting} calls wait for {self._resource}, the most allowed"
             raise Busy(what, remedy="retry with fewer concurrent calls")
         self._pending += 1
         try:
-            async with self._lock:
-                yield
+            yield
         finally:
             self._pending -= 1
+
+    @asynccontextmanager
+    async def turn(self, replica: Occupied | None = None) -> AsyncIterator[None]:
+        """Take the lock as `begin` does, and hold it inside the `with` block."""
+        await self.begin(replica)
+        try:
+            yield
+        finally:
+            self.end()
+
+    async def begin(self, replica: Occupied | None = None) -> None:
+        """Wait for the lock, and take it at a moment at which no long work runs on the replica; `end` gives it back.
+
+        A caller that gets the lock while long work occupies its replica releases the lock to other callers, and waits
+        again. A caller that is cancelled while it waits does not hold the lock.
+        """
+        while True:
+            if replica is not None:
+                await replica.idle()
+            await self._lock.acquire()
+            if replica is None or not replica.is_aside:
+                return
+            self._lock.release()
+
+    def end(self) -> None:
+        """Give back the lock."""
+        self._lock.release()

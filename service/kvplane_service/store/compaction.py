@@ -1,4 +1,6 @@
-"""Rewrites a log to the latest entry of each block. For logs without a running service: a service compacts its own."""
+"""Rewrite a log to the latest entry of each block. For stores without a running service: a service compacts its own
+logs.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from kvplane_service.store.record import pack_chunk
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """Size of a log before and after compaction: chunks, rows, bytes."""
+    """Size of a log before and after compaction: number of chunks (batches of entries), number of entries (stored
+    states of blocks), bytes.
+    """
 
     chunks: tuple[int, int]
     rows: tuple[int, int]
@@ -22,7 +26,8 @@ class Compacted:
 
 
 async def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Callable[[int], None]) -> Compacted:
-    """Append the latest entries to the log, then drop the chunks before. `tick` is called with the rows of each chunk.
+    """Append the latest entry of every block to the log in new chunks, then drop all older chunks. `tick` is called
+    with the number of entries of each new chunk.
 
     An interrupted compaction leaves a longer log with the same content.
     """
@@ -42,7 +47,9 @@ async def compact(store: IndexStore, name: LogName, loaded: LoadedLog, tick: Cal
 
 
 def latest_entries(newest_first: Iterable[Entries]) -> Iterator[Entries]:
-    """The rows of each chunk whose blocks are in no newer one; chunks without such rows are skipped."""
+    """Yield, for each chunk (batch of entries), those entries (stored states of blocks) whose block has no entry in a
+    newer chunk; a chunk without such entries is skipped.
+    """
     newer = set[int]()
     for entries in newest_first:
         is_latest = [block not in newer for block in entries.block]

@@ -1,4 +1,4 @@
-"""Errors of a store. None of them changes the store."""
+"""Errors of stores. A call that raises one of them has not changed the store."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from kvplane.base.errors import FailedPrecondition, Unavailable
 
 
 class StoreNewer(FailedPrecondition):
-    """A newer version of kvplane wrote the store."""
+    """A newer version of kvplane wrote the store, in a format that this version does not support."""
 
     reason = "STORE_NEWER"
 
 
 class StoreForeign(FailedPrecondition):
-    """The existing data were not written by kvplane."""
+    """The file or the Redis keys contain data that kvplane did not write."""
 
     reason = "STORE_FOREIGN"
 
 
 class StoreDenied(FailedPrecondition):
-    """The store rejects the user, or does not permit the operation."""
+    """The store rejects the user, or does not permit the user to make the call."""
 
     reason = "STORE_DENIED"
 
 
 class StoreReadOnly(FailedPrecondition):
-    """The store is read-only."""
+    """The store cannot be written."""
 
     reason = "STORE_READ_ONLY"
 
@@ -38,13 +38,13 @@ class StoreFull(FailedPrecondition):
 
 
 class StoreDamaged(FailedPrecondition):
-    """More than single records is damaged. The old data are kept under another name, and the store starts empty."""
+    """The store as a whole is damaged. The old data are kept under another name, and the store starts empty."""
 
     reason = "STORE_DAMAGED"
 
 
 class ClockBehindStore(FailedPrecondition):
-    """The store has records of the future: this machine's clock was set back."""
+    """The store has records with a later time than now, which means that this machine's clock was set back."""
 
     reason = "CLOCK_BEHIND_STORE"
 
@@ -56,12 +56,18 @@ class StoreUnavailable(Unavailable):
 
 
 class LogSuperseded(FailedPrecondition):
-    """The log has, or had, a chunk with a higher number, `number`: another process writes or wrote the log."""
+    """The log of a replica has, or had, a chunk with a higher number than the one to append: another process writes or
+    wrote the log.
+
+    Attributes:
+        number: the higher number.
+    """
 
     reason = "LOG_SUPERSEDED"
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"another process wrote chunk {number} of the log", field="store")
+        what, remedy = f"another process has written chunk {number} to the log", "check which service owns the replica"
+        super().__init__(what, field="store", remedy=remedy)
         self.number = number
 
 
@@ -69,24 +75,29 @@ STORE_ERRORS = (StoreNewer, StoreForeign, StoreDenied, StoreReadOnly, StoreFull,
 
 
 class Refusal(Enum):
-    """Why a stored record is not used."""
+    """The reason for which a stored record is not used."""
 
     TRUNCATED = "truncated"  # shorter than its header states
     FOREIGN = "foreign"  # not a record of kvplane
     OTHER_VERSION = "other version"
     DAMAGED = "damaged"  # the checksum does not match
     OTHER_KIND = "other kind"
-    OTHER_NAMESPACE = "other namespace"  # another registration: equal keys stand for other bytes
+    OTHER_NAMESPACE = "other namespace"  # of another registration, in which equal keys mean other page contents
     OTHER_INCARNATION = "other incarnation"  # another incarnation of the page memory
-    MISPLACED = "misplaced"  # stored under another number than it was written with
-    IMPOSSIBLE = "impossible"  # its fields contradict each other
+    MISPLACED = "misplaced"  # its number is not the number under which it is stored
+    IMPOSSIBLE = "impossible"  # its fields contradict each other or are out of range
 
 
 class RecordRefused(FailedPrecondition):
-    """A stored record is not used; `why` is the reason."""
+    """A stored record is not used.
+
+    Attributes:
+        why: the reason.
+    """
 
     reason = "RECORD_REFUSED"
 
     def __init__(self, why: Refusal, message: str) -> None:
-        super().__init__(f"{why.value}: {message}", remedy="none needed: it will be rewritten, and the others are used")
+        remedy = "nothing to do: the service writes the record again, and uses the other records"
+        super().__init__(f"{why.value}: {message}", remedy=remedy)
         self.why = why

@@ -1,10 +1,10 @@
-"""The interface of a store of published entries.
+"""The interface of a store of published cache keys (hashes of blocks that all ranks have computed).
 
-The hot path never waits for a store. A store may lose, repeat or reorder records: what is read back is verified, record
-by record, and against the stamps of the page memory. So there are no transactions over several calls, no locks, and no
-reads while the service runs.
+No step waits for a store. A store may lose, repeat or reorder records without harm: each record that is read back is
+verified by a checksum, and each entry by the stamp (version number of the content) of its page. So the interface needs
+no transactions over several calls and no locks, and nothing is read while the service runs.
 
-    IndexStore      what a service calls: awaited, each call with a deadline of the driver
+    IndexStore      what a service calls: awaited, and each call has a timeout
     BlockingStore   the same with blocking calls: a file, or the in-memory store. `Offloaded` adapts it to an IndexStore
 """
 
@@ -20,9 +20,10 @@ class LogName:
     """Identifies the log of one replica on one incarnation of its page memory.
 
     Attributes:
-        replica: its name.
-        namespace: 16 bytes, a digest of everything that makes entries incompatible.
-        incarnation: incarnation of the page memory, u64.
+        replica: name of the replica.
+        namespace: 16 bytes, a digest of those settings of the registration that must be equal for stored entries to be
+            usable.
+        incarnation: random number of the page memory's allocation, u64.
     """
 
     replica: str
@@ -34,81 +35,84 @@ class LogName:
 
 
 class StoredChunk(NamedTuple):
-    """A chunk and its number in the log."""
+    """A serialized chunk (batch of stored block states), and the chunk's number in its log."""
 
     seq: int
     raw: bytes
 
 
 class IndexStore(Protocol):
-    """Logs of chunks, and one record per replica.
+    """A store of logs and of one record per replica. A log is a sequence of chunks; a chunk is a batch of entries
+    (states of blocks).
 
     Every method raises errors of `errors.STORE_ERRORS`; then nothing was changed, as far as the store can detect.
     """
 
     async def open(self) -> None:
-        """Connect and check that the store can be used. Called before anything else, and again after a failure."""
+        """Connect, and check that the store can be used. Called before any other method, and again after a failure."""
         ...
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """Append a chunk and drop those with numbers below `trim_below`.
+        """Append a chunk, drop the chunks with numbers below `trim_below`, and return the number of chunks in the log.
 
-        Numbers increase. A chunk that the log already has is not added again: a call whose answer was lost can be
-        repeated. Returns the number of chunks in the log.
+        Chunk numbers increase. A chunk that the log already has is not added again, so that a call whose answer was
+        lost can be repeated.
 
         Raises:
             LogSuperseded: the log has, or had, a chunk with a higher number; nothing was changed. So a stopped process
-                that resumes after the adoption of its replica drops no chunk of its successor.
+                that resumes after another service adopted (took over) its replica cannot drop chunks of that service.
         """
         ...
 
     def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """The chunks by number, in pages; none if there is no such log."""
+        """Yield the chunks (batches of stored block states) of a log, ordered by number, in several lists; nothing if
+        there is no such log.
+        """
         ...
 
     async def drop(self, log: LogName) -> None:
-        """Delete a log, if there is one."""
+        """Delete a log if it exists."""
         ...
 
     async def size_bytes(self, log: LogName) -> int:
-        """Size of the chunks of a log, as far as the store can measure it."""
+        """Return the size of the chunks of a log in bytes, as far as the store can measure it."""
         ...
 
     async def put_record(self, replica: str, record: bytes) -> None:
-        """Replace a replica's record, and extend the lifetime of the replica's data."""
+        """Replace the record of a replica, and extend the lifetime of the replica's data."""
         ...
 
     async def get_record(self, replica: str) -> bytes | None:
-        """A replica's record; None if there is none."""
+        """Return the record of a replica, None if there is none."""
         ...
 
     async def records(self) -> list[tuple[str, bytes]]:
-        """All (name, record) pairs, by name."""
+        """Return all pairs of replica name and record, ordered by name."""
         ...
 
     async def drop_record(self, replica: str) -> None:
-        """Delete a replica's record, if there is one."""
+        """Delete the record of a replica if it exists."""
         ...
 
     async def keep_alive(self, log: LogName) -> None:
-        """Extend the lifetime of a log, in a store that expires data."""
+        """Extend the lifetime of a log, in a store whose data expire."""
         ...
 
     async def close(self) -> None:
-        """Close connections and files. Idempotent."""
+        """Close connections and files. May be called repeatedly."""
         ...
 
 
 @runtime_checkable
 class SharedStore(IndexStore, Protocol):
-    """A store that several services can use: it also has a lease per live service, by address."""
+    """A store that several services can use: it also has a lease for each live service, by the service's address."""
 
     async def announce(self, service: str, lease_ms: int) -> None:
-        """Set the lease of a live service, which renews it before it ends."""
+        """Set the lease of a live service for `lease_ms` milliseconds; the service renews the lease before it ends."""
         ...
 
     async def is_announced(self, service: str) -> bool:
-        """True while the service has a lease."""
+        """Return True if the service at this address has a lease that has not ended."""
         ...
 
 
@@ -116,43 +120,43 @@ class BlockingStore(Protocol):
     """An IndexStore with blocking calls, called by one thread at a time. Its constructor opens it."""
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """See IndexStore."""
+        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
         ...
 
     def load(self, log: LogName) -> Iterator[StoredChunk]:
-        """See IndexStore."""
+        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
         ...
 
     def drop(self, log: LogName) -> None:
-        """See IndexStore."""
+        """Delete a log (see IndexStore.drop)."""
         ...
 
     def size_bytes(self, log: LogName) -> int:
-        """See IndexStore."""
+        """Return the size of a log in bytes (see IndexStore.size_bytes)."""
         ...
 
     def put_record(self, replica: str, record: bytes) -> None:
-        """See IndexStore."""
+        """Replace the record of a replica (see IndexStore.put_record)."""
         ...
 
     def get_record(self, replica: str) -> bytes | None:
-        """See IndexStore."""
+        """Return the record of a replica, or None (see IndexStore.get_record)."""
         ...
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """See IndexStore."""
+        """Yield all pairs of name and record (see IndexStore.records)."""
         ...
 
     def drop_record(self, replica: str) -> None:
-        """See IndexStore."""
+        """Delete the record of a replica (see IndexStore.drop_record)."""
         ...
 
     def keep_alive(self, log: LogName) -> None:
-        """Extend the lifetime of a log, in a store that expires data."""
+        """Extend the lifetime of a log (see IndexStore.keep_alive)."""
         ...
 
     def close(self) -> None:
-        """See IndexStore."""
+        """Close connections and files (see IndexStore.close)."""
         ...
 
 
@@ -161,9 +165,9 @@ class BlockingSharedStore(BlockingStore, Protocol):
     """A SharedStore with blocking calls."""
 
     def announce(self, service: str, lease_ms: int) -> None:
-        """See SharedStore."""
+        """Set the lease of a live service (see SharedStore.announce)."""
         ...
 
     def is_announced(self, service: str) -> bool:
-        """See SharedStore."""
+        """Return True while the service has a lease (see SharedStore.is_announced)."""
         ...

@@ -1,15 +1,16 @@
-"""The changes of one replica that are not yet in the store: decisions go in, chunks come out.
+"""The changes of one replica that are not yet in the store: decisions come in; chunks go out.
 
     note(decision)      records the numbers of blocks whose published keys may have changed; reads nothing
-    take()              the next chunk: the *current* keys of these blocks, read from the core
-    wrote(count)        the chunk is stored
+    take()              returns the next chunk: the current keys of these blocks, read from the core
+    wrote(batch)        records that the chunk is stored
 
-A block that changes ten times between two chunks is written once, and writing it again is harmless. So only block
-numbers are queued. When too many are pending they are shed, and later every block is visited once (a *resync*), which
-also restores what a store has lost.
+A block that changes ten times between two chunks is written once, and writing it again does no harm, so only block
+numbers are queued. If too many numbers are queued, all of them are dropped, and later every block is visited once (a
+*resync*), which also restores what a store has lost. A key is *published* (visible to other clients) once all ranks
+have computed its block.
 
 The log is kept short: the entries of its oldest chunks that are still current are appended again, and these chunks are
-dropped.
+dropped. An entry without a key (*unkeyed*) states that the block has lost its key.
 """
 
 from __future__ import annotations
@@ -29,17 +30,22 @@ from kvplane_service.store.record import ROW_BYTES, pack_chunk
 
 CHUNK_ROWS = 1000
 _SLACK_BYTES = 64 << 10  # logs shorter than this are not rewritten
-_MAX_USED = 1 << 16  # pending uses; more are dropped, because they only order evictions
-_MAX_LOST = 8 * CHUNK_ROWS  # keys lost by a new engine life that are written one by one
-_MAX_LOOKS = 32  # chunks of blocks that one `take` visits, some milliseconds
+_MAX_USED = 1 << 16  # queued uses of blocks; more are dropped, because they only order evictions after a recovery
+_MAX_LOST = 8 * CHUNK_ROWS  # keys lost by a new engine life that are written one by one; more cause a resync
+_MAX_LOOKS = 32  # groups of CHUNK_ROWS blocks that one `take` visits, which takes some milliseconds
 _MAX_AGE = 0xFFFFFFFF
-_ABOVE_LATE = 1 << 20  # numbers for chunks that the previous process may still append after they were read
-_ABOVE_OTHERS = 1 << 40  # milliseconds: above the chunks of another service, whatever its clock
+_ABOVE_LATE = 1 << 20  # numbers left free for chunks that the previous process may append after the log was read
+_ABOVE_OTHERS = 1 << 40  # added to the number, in milliseconds: above the chunks of another service, whatever its clock
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A chunk to append, and the number below which older ones become obsolete."""
+    """A chunk (batch of stored block states) to append to the log.
+
+    Attributes:
+        trim_below: chunks with lower numbers become obsolete when this one is stored.
+        rows: number of entries in the chunk.
+    """
 
     log: LogName
     chunk: StoredChunk
@@ -49,7 +55,13 @@ class Batch:
 
 @dataclass(slots=True)
 class _LogChunk:
-    """A chunk of the log: its size, and `live`, the number of blocks whose latest entry is in it."""
+    """A chunk of the log, without its content.
+
+    Attributes:
+        seq: number of the chunk in the log.
+        blocks: blocks with an entry in the chunk.
+        live: number of blocks whose latest entry is in the chunk.
+    """
 
     seq: int
     num_bytes: int
@@ -62,9 +74,9 @@ class Past:
     """The state of an existing log, from which a journal continues.
 
     Attributes:
-        chunks: oldest first.
-        home: by block, the chunk with its latest entry.
-        age: by block, the age in its latest entry.
+        chunks: the chunks of the log, oldest first.
+        home: by block, the chunk with the block's latest entry.
+        age: by block, the time of last use in that entry, counted in chunks.
         tick: the highest age.
     """
 
@@ -75,7 +87,9 @@ class Past:
 
     @classmethod
     def of(cls, chunks: Iterable[tuple[StoredChunk, Entries | None]]) -> Past:
-        """The state after these chunks; None stands for an unreadable one. Call it in a thread for long logs."""
+        """Return the state of a log with these chunks; None stands for a chunk that could not be read. Call it in a
+        thread if the log is long.
+        """
         past = cls()
         for chunk, entries in chunks:
             kept = _LogChunk(chunk.seq, len(chunk.raw), (*entries.block, *entries.unkeyed_block) if entries else ())
@@ -92,13 +106,13 @@ class Past:
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """Lag of the store.
+    """How far the store is behind the replica.
 
     Attributes:
-        entries: number of pending changes.
-        waiting_ns: age of the oldest one.
-        shed: pending changes were dropped; a resync will write them.
-        resync_left: blocks that the resync has not visited.
+        entries: number of changes that are not stored.
+        waiting_ns: age in nanoseconds of the oldest change that is not stored.
+        shed: queued changes were dropped; a resync, which visits every block, will write them.
+        resync_left: number of blocks that the resync has not visited yet.
     """
 
     entries: int
@@ -109,7 +123,9 @@ class Lag:
 
 @dataclass(slots=True)
 class Written:
-    """Totals since the start of the process."""
+    """Numbers of chunks, entries and bytes written, of resyncs (visits of all blocks), and of changes dropped, since
+    the start of the process.
+    """
 
     chunks: int = 0
     rows: int = 0
@@ -119,10 +135,14 @@ class Written:
 
 
 class ReplicaJournal:
-    """Changes of one replica on one incarnation of its page memory. No I/O. `clock`: monotonic nanoseconds."""
+    """Changes of one replica on one incarnation (allocation) of the replica's page memory that are not stored yet. The
+    journal does no I/O.
+    """
 
     def __init__(self, log: LogName, source: Replica, max_entries: int, clock: Callable[[], int]) -> None:
-        """`source` is read by `take`; at most `max_entries` changes are pending."""
+        """`take` reads keys from `source`; at most `max_entries` changes are queued; `clock` returns monotonic
+        nanoseconds.
+        """
         self.log = log
         self.written = Written()
         self._source = source
@@ -131,9 +151,9 @@ class ReplicaJournal:
         self._row_bytes = ROW_BYTES + source.digest_size
         self._dirty: dict[int, None] = {}
         self._since_ns = self._taken_ns = 0
-        self._waiting: deque[tuple[int, Sequence[int]]] = deque()  # (step, blocks whose keys it stored)
+        self._waiting: deque[tuple[int, Sequence[int]]] = deque()  # (step not executed yet, blocks that it gave a key)
         self._used: dict[int, None] = {}
-        self._age: dict[int, int] = {}  # by block with an entry in the log
+        self._age: dict[int, int] = {}  # by block that has an entry in the log
         self._slot_age: dict[int, int] = {}
         self._home: dict[int, _LogChunk] = {}  # by block: the chunk with its latest entry
         self._chunks: deque[_LogChunk] = deque()
@@ -147,14 +167,14 @@ class ReplicaJournal:
     # -- notes: called with every step, so they read nothing ---------------------------------------------------------
 
     def follow(self, entry: Entry) -> None:
-        """Record an entry of the decision log."""
+        """Record an entry of the decision log: a step or the beginning of an engine life (the time of one epoch)."""
         if isinstance(entry, Decision):
             self.note(entry)
         else:
             self.note_life(entry)
 
     def note(self, decision: Decision) -> None:
-        """Record the changes of an applied step."""
+        """Record which blocks an applied step changed, without reading the keys of these blocks."""
         step, result = decision.step, decision.result
         for part, outcome, events in zip(step.parts, result.parts, decision.events, strict=True):
             if outcome.orders.stamp_block:
@@ -171,7 +191,9 @@ class ReplicaJournal:
             self._mark(waiting.popleft()[1])
 
     def note_life(self, life: Life) -> None:
-        """Record a new engine life: keys may be lost, and changes pending for a step are now published, or lost."""
+        """Record the beginning of a new engine life (a new epoch begins). Cached keys may be lost then; a key whose
+        step was not yet known to be executed is now either published (visible to other clients) or lost.
+        """
         while self._waiting:
             self._mark(self._waiting.popleft()[1])
         self._slot_age.clear()
@@ -208,7 +230,7 @@ class ReplicaJournal:
 
     @property
     def lag(self) -> Lag:
-        """The lag of the store."""
+        """How far the store is behind the replica."""
         entries = self._num_waiting
         waiting = entries > 0 or self._shedding
         left = self._source.spec.num_blocks - self._cursor if self._cursor else 0
@@ -216,7 +238,7 @@ class ReplicaJournal:
 
     @property
     def _num_waiting(self) -> int:
-        """Number of changes that the store does not have, including those of the chunk being written."""
+        """Number of changes that the store does not have, including those of the chunk that is being written."""
         return len(self._dirty) + (self._pending.rows if self._pending else 0)
 
     @property
@@ -226,15 +248,17 @@ class ReplicaJournal:
 
     @property
     def _is_long(self) -> bool:
-        """True if the log exceeds its bound, a quarter more than its live entries."""
+        """True if the log is larger than 1.25 times its current entries (each the latest of its block) plus
+        _SLACK_BYTES.
+        """
         return self._log_bytes > len(self._home) * self._row_bytes * 5 // 4 + _SLACK_BYTES
 
     # -- chunks ------------------------------------------------------------------------------------------------------
 
     def take(self) -> Batch | None:
-        """The next chunk; the same one until `wrote` is called.
+        """Return the next chunk; the same one until `wrote` is called.
 
-        None if nothing is pending, or, while `has_work` is True, if no visited block had a change so far.
+        Returns None if nothing is queued, or, while `has_work` is True, if no block visited by this call has changed.
         """
         for _ in range(_MAX_LOOKS):
             if self._pending is not None or not self.has_work:
@@ -251,9 +275,10 @@ class ReplicaJournal:
         return self._pending
 
     def wrote(self, batch: Batch, count: int) -> bool:
-        """Record that the chunk of `take` is stored and that the log has `count` chunks.
+        """Record that the chunk of `take` is stored and that the log in the store has `count` chunks.
 
-        Returns False if it should have another number; then a resync writes all entries again.
+        Returns False if, by the journal's own count, the log should have another number of chunks; then a resync (a
+        visit of all blocks) writes all entries again.
         """
         if batch is not self._pending:
             return True  # the log was switched meanwhile
@@ -268,7 +293,8 @@ class ReplicaJournal:
         return has_all
 
     def switch(self, log: LogName, after: int = 0) -> LogName:
-        """Start the log of another page memory, for which no written entry is valid. Returns the log to drop.
+        """Start the log of another page memory, for which no entry written so far is valid, and return the old log,
+        which the caller drops.
 
         Another service may have written chunks of the new log, none with a number above `after`.
         """
@@ -282,7 +308,7 @@ class ReplicaJournal:
         return old
 
     def resume(self, past: Past) -> None:
-        """Continue a log that another process wrote. Call it before anything is recorded here."""
+        """Continue a log that another process wrote. Call this method before any change is recorded."""
         assert not self._chunks and not self._dirty, "this journal is in use"
         self._chunks, self._home, self._age = past.chunks, past.home, past.age
         self._log_bytes = sum(kept.num_bytes for kept in past.chunks)
@@ -290,11 +316,13 @@ class ReplicaJournal:
         self._tick = min(past.tick + 1, _MAX_AGE)
 
     def resync(self) -> None:
-        """Write all entries again."""
+        """Drop the queued changes, and write the entries of all blocks again."""
         self._shed()
 
     def restart_above(self, number: int) -> None:
-        """Write all entries again, above chunk `number` of another process that no longer writes."""
+        """Write all entries again, with chunk numbers above `number`, the last chunk of another process that no longer
+        writes.
+        """
         self._pending = None
         self._seq = max(self._seq, number)
         self._restart_log()
@@ -304,7 +332,9 @@ class ReplicaJournal:
         self.written.resyncs += 1
 
     def _restart_log(self) -> None:
-        """The store lost chunks or has others: write all entries again, numbered above whatever it has."""
+        """Write all entries again, with chunk numbers above any in the store, because the store has lost chunks or has
+        chunks of another process.
+        """
         self._seq += _ABOVE_OTHERS  # a chunk with an existing number would not be added
         self._clear_log()
         self._shed()
@@ -315,7 +345,9 @@ class ReplicaJournal:
         self._log_bytes = 0
 
     def _changed_blocks(self) -> dict[int, None]:
-        """Up to CHUNK_ROWS blocks that may have changed: pending ones, then those of the resync."""
+        """Take up to CHUNK_ROWS blocks that may have changed: queued blocks first, then the next blocks of the resync,
+        which visits all blocks.
+        """
         blocks = dict.fromkeys(islice(self._dirty, CHUNK_ROWS))
         for block in blocks:
             del self._dirty[block]
@@ -327,7 +359,9 @@ class ReplicaJournal:
         return blocks
 
     def _oldest_blocks(self, room: int) -> dict[int, None]:
-        """Blocks with their latest entry in the oldest chunks: the first chunk, and more while there is room."""
+        """Return the blocks whose latest entry is in the oldest chunks: in the first chunk, and in the next ones while
+        the new chunk has room.
+        """
         blocks: dict[int, None] = {}
         for kept in self._chunks:
             if blocks and len(blocks) + kept.live > room:
@@ -336,7 +370,9 @@ class ReplicaJournal:
         return blocks
 
     def _filter_unkeyed(self, entries: Entries, rewritten: dict[int, None]) -> None:
-        """Keep an unkeyed block only if the log has an older entry of it, and not in the chunks about to be dropped."""
+        """Keep an unkeyed block (one that has lost its key) in `entries` only if the log has an older entry of this
+        block that is not in the chunks to be dropped: otherwise the block's loss of its key need not be stored.
+        """
         kept = []
         for block, stamp in zip(entries.unkeyed_block, entries.unkeyed_stamp, strict=True):
             if block in rewritten:
@@ -371,6 +407,6 @@ class ReplicaJournal:
         self._log_bytes += kept.num_bytes
 
     def _drop_finished(self) -> None:
-        """Drop the oldest chunks without live entries; the newest one stays."""
+        """Drop the oldest chunks, as long as no entry in them is the latest of its block. The newest chunk stays."""
         while len(self._chunks) > 1 and not self._chunks[0].live:
             self._log_bytes -= self._chunks.popleft().num_bytes

@@ -1,11 +1,12 @@
-"""Writes the replicas of a registry to a store, and recovers them after a restart.
+"""Write the replicas of a registry to a store, and recover them after a restart.
 
     open      connect to the store and check its format
-    restore   register replicas again, each waiting for its engine (ReplicaState.RECOVERING)
-    load      read their entries in the background, while calls are answered
-    write     write published changes from then on
+    restore   register replicas again; each waits for its engine (ReplicaState.RECOVERING)
+    load      read the entries of these replicas in the background, while calls are answered
+    write     from then on, write the changes of published keys
 
-Between start and stop, replicas of other services are adopted and local ones released: see `ownership`.
+A key is published (visible to other clients) once all ranks have computed its block. Meanwhile this service adopts
+(takes over) replicas of other services, and releases replicas to them: see `ownership`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvplane.base.errors import KvplaneError, Moved, Unavailable
@@ -24,7 +25,6 @@ from kvplane_service.replicas.host import ReplicaState, new_replica
 from kvplane_service.replicas.recovery import Recovering
 from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.store.errors import (
-    STORE_ERRORS,
     ClockBehindStore,
     RecordRefused,
     Refusal,
@@ -33,7 +33,7 @@ from kvplane_service.store.errors import (
 )
 from kvplane_service.store.interface import IndexStore, LogName, SharedStore
 from kvplane_service.store.journal import Past, ReplicaJournal
-from kvplane_service.store.loading import LoadedLog
+from kvplane_service.store.loading import LoadedLog, Loads
 from kvplane_service.store.registration import ReplicaRecord, namespace_of, pack_record, unpack_record
 from kvplane_service.store.writer import Limits, Runtime, StoreWriter, Watch
 
@@ -46,14 +46,25 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Entropy:
-    """Inputs that a simulation replaces: wall clock in milliseconds since 1970, and random u64 numbers."""
+    """Inputs that a simulation replaces.
+
+    Attributes:
+        wall_clock_ms: returns milliseconds since 1970.
+        draw: returns a random u64.
+    """
 
     wall_clock_ms: Callable[[], int]
     draw: Callable[[], int]
 
 
 class Keeper:
-    """The durable side of one service process. Without a store only `report` may be called."""
+    """Stores and recovers the replicas of one service process. Without a store only `report` may be called.
+
+    Attributes:
+        owner: address of this service, by which records name the service.
+        process: random number that distinguishes this process from an earlier one at the same address.
+        is_read: True once the replicas of this service in the store are registered.
+    """
 
     def __init__(self, registry: Registry, config: Config, runtime: Runtime, entropy: Entropy) -> None:
         self._registry = registry
@@ -65,16 +76,17 @@ class Keeper:
         self.is_read = False  # the replicas of this service in the store are registered
         self._restored: dict[str, ReplicaRecord] = {}
         self._released: set[str] = set()
-        self._loads: dict[asyncio.Task[None], None] = {}
+        self._loads = Loads(runtime)
         self._journals: dict[str, ReplicaJournal] = {}
         self._writer: StoreWriter | None = None
 
     # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def start(self, store: IndexStore) -> None:
-        """Follow the registry from now on, and register the replicas in the store.
+        """Record every change of the registry from now on, and register the replicas that the store has.
 
-        A store that does not answer is not an error: `load` retries it, and until then its replicas are not known.
+        A store that does not answer is not an error: `load` tries again, and until then the store's replicas are
+        unknown.
 
         Raises:
             ClockBehindStore: a record is from the future; nothing was registered.
@@ -91,7 +103,12 @@ class Keeper:
             self._writer.note_failure(error)
 
     async def load(self) -> None:
-        """Read the entries of the restored replicas. Retries a store that fails meanwhile."""
+        """Read the entries (stored states of blocks) of the replicas that were registered from the store. Retries while
+        the store fails.
+
+        Returns once the entries of all replicas are read, or those of one cannot be read. The latter are retried in the
+        background; their replica stays in the state RECOVERING.
+        """
         while not self.is_read:
             await self._runtime.sleep(_LOAD_PAUSE_S)
             try:
@@ -100,10 +117,17 @@ class Keeper:
                 assert self._writer is not None, "there is no store"
                 self._writer.note_failure(error)
         for name, record in list(self._restored.items()):
-            await self._load_with_retries(name, record)
+            self._start_load(name, record)
+        await self._loads.wait()
+
+    async def supervise_loads(self) -> None:
+        """Wait until a read of entries (stored states of blocks) ends with an error other than one of the store, and
+        raise that error.
+        """
+        await self._loads.supervise()
 
     async def write(self) -> None:
-        """Write published changes until cancelled."""
+        """Write the changes of published keys (visible to other clients) to the store until cancelled."""
         assert self._writer is not None, "there is no store"
         await self._writer.run()
 
@@ -111,8 +135,7 @@ class Keeper:
         """Write pending changes within `patience_s` seconds, then close the store. Cancel `write` before."""
         if self._writer is None:
             return
-        for load in self._loads:
-            load.cancel()
+        self._loads.cancel()
         try:
             async with asyncio.timeout(patience_s):
                 if self.is_read:
@@ -122,22 +145,27 @@ class Keeper:
             _log.warning("the store does not answer: pending changes are not written")
 
     async def flush(self, name: str) -> None:
-        """Wait until the record is stored, or the store fails: a restart must not forget an acknowledged call."""
+        """Wait until the record of the replica `name` is stored or the store fails, so that a restart does not lose a
+        registration that was acknowledged.
+        """
         if self._writer is None or not self.is_read:
             return
         try:
             async with asyncio.timeout(self._config.store_timeout_ms / 1000):
                 await self._writer.write_record(name)
         except TimeoutError:
-            self._writer.note_failure(StoreUnavailable("writing a record took too long", field="store"))
+            what = f"writing a record did not end within {self._config.store_timeout_ms} ms"
+            self._writer.note_failure(StoreUnavailable(what, field="store", remedy="check the store"))
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def report(self, entry: Entry) -> StoreReport:
-        """State of the durable side of a replica."""
+        """Return the state of the store for a replica."""
         if self._writer is None or not entry.registration.spec.events:
             return StoreReport(StoreState.OFF)
-        return self._writer.report(entry.host.name)
+        report, problem = self._writer.report(entry.host.name), self._loads.problem(entry.host.name)
+        report = replace(report, failures=report.failures + self._loads.failures)
+        return replace(report, state=StoreState.DEGRADED, problem=report.problem or problem) if problem else report
 
     @property
     def is_on(self) -> bool:
@@ -146,18 +174,23 @@ class Keeper:
 
     @property
     def is_there(self) -> bool:
-        """True if the store answers and was read."""
-        return self.is_read and self._writer is not None and not self._writer.report().problem
+        """True if the store answers, the records of its replicas were read, and no read of their entries fails at
+        present.
+        """
+        is_well = self._writer is not None and not self._writer.report().problem and not self._loads.problem()
+        return self.is_read and is_well
 
     def check_answers(self) -> None:
-        """Raise StoreUnavailable at once if the store is unavailable or was not read yet."""
+        """Raise StoreUnavailable if the store did not answer its last call, or if its records were not read yet. Does
+        not call the store.
+        """
         assert self._writer is not None, "there is no store"
         self._writer.check_answers()
         if not self.is_read:
-            raise StoreUnavailable("it has not been read yet", field="store", remedy="retry")
+            raise StoreUnavailable("the service has not read the store yet", field="store", remedy="retry later")
 
     def note_failure(self, error: KvplaneError) -> None:
-        """Record a failed call of the store."""
+        """Record that a call of the store failed."""
         assert self._writer is not None, "there is no store"
         self._writer.note_failure(error)
 
@@ -165,25 +198,25 @@ class Keeper:
 
     @property
     def shared_store(self) -> SharedStore | None:
-        """The store, if several services can use it."""
+        """The store if several services can use it, otherwise None."""
         store = self._writer.store if self._writer is not None else None
         return store if isinstance(store, SharedStore) else None
 
     async def adopt(self, record: ReplicaRecord) -> None:
-        """Adopt a replica of another service: register it, and read its entries while calls are answered.
+        """Take over a replica of another service: register the replica, and read its entries while calls are answered.
 
         Raises:
-            KvplaneError: it cannot be registered here.
+            KvplaneError: the replica cannot be registered here.
         """
         assert self._writer is not None, "there is no store"
         await self._restore(record)
-        load = asyncio.create_task(self._load_with_retries(record.name, record))  # continues if the caller is cancelled
-        self._loads[load] = None
-        load.add_done_callback(lambda task: self._loads.pop(task, None))
+        self._start_load(record.name, record)
         await self._writer.write_record(record.name)
 
     async def release(self, names: Sequence[str], reason: KvplaneError) -> None:
-        """Release replicas: write all published changes, then mark their records as released."""
+        """Release replicas to other services: write all changes of published keys (visible to other clients) to the
+        store, then mark the records as released. `reason` is raised to calls that still use the replicas.
+        """
         assert self._writer is not None, "there is no store"
         for name in names:
             self._registry.let_go(name, reason)
@@ -194,36 +227,51 @@ class Keeper:
             is_written = False
         finally:
             self._released.difference_update(names)
-            for name in names:
+            for name in self._let_go_of(names):
                 self._leave(name)
         if names and not is_written:
-            _log.warning("could not record the release of %s: the store is unavailable", ", ".join(names))
+            _log.warning("the release of %s is not in the store, which is unavailable", ", ".join(names))
 
     def give_up(self, name: str, reason: KvplaneError) -> None:
-        """Drop a replica that another service owns; nothing more of it is written."""
+        """Drop a replica that another service owns, also while the replica is being released, and write no more data of
+        the replica.
+
+        `reason` is raised to calls that still use the replica.
+        """
         self._leave(name)
-        self._registry.let_go(name, reason)
+        if name in self._registry:
+            self._registry.let_go(name, reason)
 
     def confirm(self, name: str) -> None:
-        """Write the replica's record again."""
+        """Write the record of the replica again, which names this service as the owner."""
         assert self._writer is not None, "there is no store"
         self._writer.record_changed(name)
 
     # -- internals ---------------------------------------------------------------------------------------------------
 
     async def _write_released(self, names: Sequence[str]) -> bool:
-        """Write all changes, then the records: the reader of a released record finds all entries."""
+        """Write all changes of the replicas, then their records, marked as released to other services. So a service
+        that reads a released record finds all entries. Returns False if the store failed.
+        """
         assert self._writer is not None, "there is no store"
         self.check_answers()
         if not await self._writer.write_all():
             return False
-        for name in names:
+        for name in self._let_go_of(names):
             self._released.add(name)
             self._writer.record_changed(name)
         return await self._writer.write_all()
 
+    def _let_go_of(self, names: Sequence[str]) -> list[str]:
+        """Return those of the names that no replica here has. A replica that was registered again under one of the
+        names is a new replica, and was not released.
+        """
+        return [name for name in names if name not in self._registry]
+
     def _is_owned_here(self, record: ReplicaRecord) -> bool:
-        """A file belongs to one service. A server may be shared: each service recovers its own replicas."""
+        """Return True if this service recovers the replica: from a file every replica, from a shared server those that
+        this service owned.
+        """
         return record.owner == self.owner or not self._config.store.startswith("redis")
 
     def _leave(self, name: str) -> None:
@@ -232,10 +280,20 @@ class Keeper:
         self._restored.pop(name, None)
         self._writer.leave(name)
 
-    async def _load_with_retries(self, name: str, record: ReplicaRecord) -> None:
-        while name in self._restored and not await self._load(name, record):
-            await self._runtime.sleep(_LOAD_PAUSE_S)
-        self._restored.pop(name, None)
+    def _start_load(self, name: str, record: ReplicaRecord) -> None:
+        """Read the entries (stored states of blocks) of the replica with this record in the background, until all are
+        read or the replica is given up.
+        """
+        recovering = self._registry.get(name).host.recovering
+        assert recovering is not None, "it was registered from its record"
+        is_due = partial(self._is_loading, name, record)
+        self._loads.start(name, is_due, partial(self._load, name, record), recovering.fail)
+
+    def _is_loading(self, name: str, record: ReplicaRecord) -> bool:
+        """Return True while the entries of the replica with this record have to be loaded: until the replica is given
+        up. If the replica is adopted (taken over) again later, it has another record and another load.
+        """
+        return self._restored.get(name) is record
 
     def _check_clock(self, records: list[ReplicaRecord]) -> None:
         now_ms = self._entropy.wall_clock_ms()
@@ -243,13 +301,15 @@ class Keeper:
             ahead_ms = record.written_ms - now_ms
             if ahead_ms > _CLOCK_TOLERANCE_MS:
                 raise ClockBehindStore(
-                    f"the store's record of {record.name} was written {ahead_ms // 1000} s in the future",
+                    f"the store's record of {record.name} was written {ahead_ms // 1000} s after this machine's time",
                     field="store",
-                    remedy="set this machine's clock, or name another store; nothing was changed",
+                    remedy="correct the clock of this machine, or name another store; nothing was changed",
                 )
 
     async def _read_in(self) -> None:
-        """Register the replicas in the store. Raises the store's errors."""
+        """Open the store, and register the replicas of this service that the store has. Raises the errors of the store,
+        and ClockBehindStore.
+        """
         assert self._writer is not None, "there is no store"
         store = self._writer.store
         await store.open()
@@ -262,18 +322,19 @@ class Keeper:
                 continue
             try:
                 if not await self._restore(record):
-                    self._writer.drop(record.log)  # stale: its pages have been used since its last entry
+                    self._writer.drop(record.log)  # stale: the pages were used after the last entry of the log
             except KvplaneError as error:
                 _log.warning("%s is in the store but cannot be registered: %s", record.name, error)
 
     async def _restore(self, record: ReplicaRecord) -> bool:
-        """Register a replica from its record. False if it was registered here meanwhile and used."""
+        """Register a replica from its record. Returns False if it was registered here meanwhile and has been used."""
         name = record.name
         replica = await self._runtime.offload(partial(new_replica, record.registration.spec))
         if name in self._registry:
             if self._registry.get(name).host.decisions.num_entries:
                 return False
-            self._registry.let_go(name, Unavailable(f"{name} is read from the store", remedy="try again"))
+            what = f"{name} is being replaced by its record in the store"
+            self._registry.let_go(name, Unavailable(what, field="replica", remedy="try again"))
             self._leave(name)
         self._restored[name] = record
         try:
@@ -284,7 +345,10 @@ class Keeper:
         entry.host.recover(Recovering(record.epoch, record.incarnation))
         return True
 
-    async def _load(self, name: str, record: ReplicaRecord) -> bool:
+    async def _load(self, name: str, record: ReplicaRecord) -> None:
+        """Read the entries (stored states of blocks) of the replica with this record once, without retries. Raises the
+        errors of the store, and Busy.
+        """
         assert self._writer is not None, "there is no store"
         host = self._registry.get(name).host
         recovering, log = host.recovering, LoadedLog()
@@ -295,20 +359,16 @@ class Keeper:
                 recovering.rows = log.rows
         except StoreDamaged as error:
             log.refused[Refusal.DAMAGED] += 1
-            _log.warning("the remaining entries of %s are lost: %s", name, error)
-        except STORE_ERRORS as error:
-            self._writer.note_failure(error)
-            return False
+            _log.warning("the entries of %s that were not read yet are lost: %s", name, error)
         past = await self._runtime.offload(partial(Past.of, log.chunks))
-        if name not in self._restored:
-            return True  # deregistered meanwhile
+        if not self._is_loading(name, record):
+            return  # deregistered or given up meanwhile
         recovering.entries = log.entries()
         recovering.refused.update({why.value: count for why, count in log.refused.items()})
         self._journals[name].resume(past)
         recovering.loading = False
-        self._writer.note_success()
+        del self._restored[name]
         _log.info("%s: %d entries read, %d chunks refused", name, log.rows, log.refused.total())
-        return True
 
     def _entered(self, entry: Entry) -> None:
         """Start writing a replica that was registered or restored."""
@@ -334,11 +394,13 @@ class Keeper:
         journal.follow(entry)
 
     def _begin_life(self, name: str, journal: ReplicaJournal, life: decisions.Life) -> None:
-        """The record changes with the epoch; other page memory has another log."""
+        """Handle a new engine life (a new epoch): write the record again, because it has the epoch; if the page memory
+        is another one, start another log.
+        """
         assert self._writer is not None, "there is no store"
         if life.incarnation not in (0, journal.log.incarnation):
             log, now_ms = LogName(name, journal.log.namespace, life.incarnation), self._entropy.wall_clock_ms()
-            # The time is above all numbers of that log: no log has a chunk per millisecond.
+            # The time in ms is above all chunk numbers of that log, because no log gets a chunk per millisecond.
             self._writer.drop(journal.switch(log, after=now_ms))
         self._writer.record_changed(name)
 
@@ -350,10 +412,12 @@ class Keeper:
         return pack_record(ReplicaRecord(host.name, entry.registration, host.epoch, journal.log.incarnation, *by))
 
     async def _superseded(self, name: str, journal: ReplicaJournal, number: int) -> bool:
-        """Handle a log that another process writes: it adopted the replica, or owned it before and wrote late.
+        """Handle a log to which another process has written: that process adopted (took over) the replica, or owned it
+        before and wrote late.
 
-        Its chunks are replaced only if the record is of this process. Otherwise, while an engine has its session here,
-        nothing is written: `Ownership.beat` rewrites the record or gives the replica up.
+        The other process's chunks are replaced only if this process wrote the current record. Otherwise, while an
+        engine has its session here, nothing is written: `Ownership.beat` rewrites the record or gives the replica up.
+        Returns True if all entries will be written again.
         """
         assert self._writer is not None, "there is no store"
         record = await read_record(self._writer.store, name)
@@ -368,20 +432,25 @@ class Keeper:
         return False
 
     def has_engine(self, name: str) -> bool:
-        """True if an engine has, or is opening, a session with the replica here."""
-        return self._registry.get(name).host.state in (ReplicaState.LIVE, ReplicaState.OPENING)
+        """Return True if an engine has, or is opening, a session with the replica here; False while the replica is
+        being released to other services.
+        """
+        has_session = (ReplicaState.LIVE, ReplicaState.OPENING)
+        return name in self._registry and self._registry.get(name).host.state in has_session
 
     def wrote(self, record: ReplicaRecord) -> bool:
-        """True if this process wrote the record."""
+        """Return True if this process, and not an earlier one at the same address, wrote this record."""
         return (record.owner, record.process) == (self.owner, self.process)
 
     def is_recorded(self, name: str) -> bool:
-        """True if the record was stored since it last changed. Another process may have replaced it."""
+        """Return True if the record was stored since its content last changed. Another process may have replaced the
+        stored record.
+        """
         return self._writer is not None and self._writer.is_recorded(name)
 
 
 async def read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
-    """The record of a replica; None if there is no usable one."""
+    """Return the record of a replica; None if there is none or it cannot be used."""
     raw = await store.get_record(name)
     try:
         return unpack_record(raw) if raw is not None else None
@@ -391,11 +460,11 @@ async def read_record(store: IndexStore, name: str) -> ReplicaRecord | None:
 
 
 def moved(record: ReplicaRecord) -> Moved:
-    """The error for clients of a replica that another service owns."""
+    """Return the error for clients that call this service about a replica that another service owns."""
     return Moved(
-        f"{record.name} is owned by the service at {record.owner}",
+        f"the service at {record.owner} owns {record.name}",
         field="replica",
-        remedy="call that service",
+        remedy=f"call the service at {record.owner}",
         metadata={"address": record.owner},
     )
 

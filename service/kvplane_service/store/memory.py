@@ -1,4 +1,4 @@
-"""The in-memory store: its data end with the process."""
+"""A store in memory: its data end with the process."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from kvplane_service.store.interface import LogName, StoredChunk
 
 
 class MemoryStore:
-    """Implements BlockingSharedStore. `logs` and `records_by_name` are public, for a simulation to damage."""
+    """A BlockingSharedStore in memory. `logs` and `records_by_name` are public so that a simulation can damage them."""
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
-        """`clock`: nanoseconds."""
+        """`clock` is a function that returns the monotonic time in nanoseconds."""
         self.logs: dict[LogName, dict[int, bytes]] = {}
         self.records_by_name: dict[str, bytes] = {}
         self._clock = clock
         self._leases: dict[str, int] = {}
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """See IndexStore."""
+        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
         chunks = self.logs.setdefault(log, {})
         newest = max(chunks, default=-1)
         if newest > chunk.seq:
@@ -32,44 +32,44 @@ class MemoryStore:
         return len(chunks)
 
     def load(self, log: LogName) -> Iterator[StoredChunk]:
-        """See IndexStore."""
+        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
         yield from [StoredChunk(seq, raw) for seq, raw in sorted(self.logs.get(log, {}).items())]
 
     def drop(self, log: LogName) -> None:
-        """See IndexStore."""
+        """Delete a log (see IndexStore.drop)."""
         self.logs.pop(log, None)
 
     def size_bytes(self, log: LogName) -> int:
-        """See IndexStore."""
+        """Return the size of a log in bytes (see IndexStore.size_bytes)."""
         return sum(map(len, self.logs.get(log, {}).values()))
 
     def put_record(self, replica: str, record: bytes) -> None:
-        """See IndexStore."""
+        """Replace the record of a replica (see IndexStore.put_record)."""
         self.records_by_name[replica] = record
 
     def get_record(self, replica: str) -> bytes | None:
-        """See IndexStore."""
+        """Return the record of a replica, or None (see IndexStore.get_record)."""
         return self.records_by_name.get(replica)
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """See IndexStore."""
+        """Yield all pairs of name and record (see IndexStore.records)."""
         yield from sorted(self.records_by_name.items())
 
     def drop_record(self, replica: str) -> None:
-        """See IndexStore."""
+        """Delete the record of a replica (see IndexStore.drop_record)."""
         self.records_by_name.pop(replica, None)
 
     def keep_alive(self, log: LogName) -> None:
-        """See IndexStore; nothing expires."""
+        """Do nothing: data in memory do not expire (see IndexStore.keep_alive)."""
         del log
 
     def announce(self, service: str, lease_ms: int) -> None:
-        """See SharedStore."""
+        """Set the lease of a live service (see SharedStore.announce)."""
         self._leases[service] = self._clock() + lease_ms * 1_000_000
 
     def is_announced(self, service: str) -> bool:
-        """See SharedStore."""
+        """Return True while the service has a lease (see SharedStore.is_announced)."""
         return self._clock() < self._leases.get(service, 0)
 
     def close(self) -> None:
-        """See IndexStore."""
+        """Do nothing: there is no connection to close (see IndexStore.close)."""

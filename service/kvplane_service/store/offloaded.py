@@ -1,4 +1,4 @@
-"""Adapts a store with blocking calls to one whose calls are awaited."""
+"""Adapt a store with blocking calls to an IndexStore, whose calls are awaited."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from kvplane.base.errors import KvplaneError
-from kvplane_service.runtime.executors import Offload
+from kvplane_service.runtime.executors import Busy, Offload
 from kvplane_service.store.errors import StoreUnavailable
 from kvplane_service.store.interface import BlockingSharedStore, BlockingStore, LogName, StoredChunk
 
-_PAGE = 64  # chunks
+_PAGE = 64  # chunks that one call reads
 _REMEDY = "check the disk; allocation continues meanwhile"
 
 _log = logging.getLogger(__name__)
@@ -24,33 +24,35 @@ _S = TypeVar("_S", bound=BlockingStore)
 
 
 class Offloaded(Generic[_S]):
-    """Implements IndexStore. Calls are serialized if `offload` has one thread, which a blocking store requires.
+    """Implements IndexStore by calling a BlockingStore on a thread. `offload` must have a single thread, because a
+    blocking store allows one call at a time.
 
     A call that exceeds its timeout fails for the caller, and may take effect later, as with a remote store. No further
-    call starts before its end: a hanging disk holds one thread, and no queue grows.
+    call starts before the late one ends, so a disk that hangs blocks one thread, and no queue grows.
     """
 
     def __init__(self, make: Callable[[], _S], offload: Offload, timeout_s: float = 2.0) -> None:
-        """`make` opens the store, and may block; `timeout_s` bounds each call except `close`."""
+        """`make` opens the store, and may block. `timeout_s` limits each call except `close`."""
         self._make = make
         self._offload = offload
         self._timeout_s = timeout_s
         self._opened: _S | None = None
-        self._late = set[asyncio.Task[Any]]()  # calls that outlive their callers
+        self._late = set[asyncio.Task[Any]]()  # calls that exceeded their timeout and still run
 
     async def open(self) -> None:
-        """See IndexStore."""
+        """Open the store (see IndexStore.open)."""
         if self._opened is None:
             await self._do(self._open)
 
     def _open(self) -> None:
-        """Open the store, even if the caller was cancelled meanwhile."""
+        """Open the store on the thread. The store stays open if the caller was cancelled meanwhile."""
         if self._opened is None:
             self._opened = self._make()
 
     async def _do(self, call: Callable[[], _T]) -> _T:
         if self._late:
-            raise StoreUnavailable("an earlier call has not ended", field="store", remedy=_REMEDY)
+            what = f"an earlier call has not ended, although its timeout of {self._timeout_s} s has passed"
+            raise StoreUnavailable(what, field="store", remedy=_REMEDY)
         task = asyncio.ensure_future(self._offload(call))
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
@@ -58,22 +60,27 @@ class Offloaded(Generic[_S]):
             task.cancel()
             raise
         if task.done():
-            return task.result()
+            try:
+                return task.result()
+            except Busy as error:  # the call has not run
+                raise StoreUnavailable(error.message, field="store", remedy=_REMEDY) from error
         self._late.add(task)
         task.add_done_callback(self._ended_late)
-        raise StoreUnavailable(f"a call did not end within {self._timeout_s} s", field="store", remedy=_REMEDY)
+        raise StoreUnavailable(f"the call did not end within {self._timeout_s} s", field="store", remedy=_REMEDY)
 
     def _ended_late(self, task: asyncio.Future[Any]) -> None:
         self._late.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            _log.info("an abandoned call of the store failed: %s", task.exception())
+            _log.info("a call of the store failed after its timeout: %s", task.exception())
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """See IndexStore."""
+        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
         return await self._do(partial(self._store.append, log, chunk, trim_below))
 
     async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """See IndexStore. Chunks read before a failure are yielded first."""
+        """Yield the chunks (batches of stored block states) of a log (see IndexStore.load). Chunks read before a
+        failure are yielded first.
+        """
         chunks = self._store.load(log)
         while True:
             page, error = await self._do(partial(_read_page, chunks))
@@ -85,35 +92,35 @@ class Offloaded(Generic[_S]):
                 return
 
     async def drop(self, log: LogName) -> None:
-        """See IndexStore."""
+        """Delete a log (see IndexStore.drop)."""
         await self._do(partial(self._store.drop, log))
 
     async def size_bytes(self, log: LogName) -> int:
-        """See IndexStore."""
+        """Return the size of a log in bytes (see IndexStore.size_bytes)."""
         return await self._do(partial(self._store.size_bytes, log))
 
     async def put_record(self, replica: str, record: bytes) -> None:
-        """See IndexStore."""
+        """Replace the record of a replica (see IndexStore.put_record)."""
         await self._do(partial(self._store.put_record, replica, record))
 
     async def get_record(self, replica: str) -> bytes | None:
-        """See IndexStore."""
+        """Return the record of a replica, or None (see IndexStore.get_record)."""
         return await self._do(partial(self._store.get_record, replica))
 
     async def records(self) -> list[tuple[str, bytes]]:
-        """See IndexStore."""
+        """Return all pairs of name and record (see IndexStore.records)."""
         return await self._do(lambda: list(self._store.records()))
 
     async def drop_record(self, replica: str) -> None:
-        """See IndexStore."""
+        """Delete the record of a replica (see IndexStore.drop_record)."""
         await self._do(partial(self._store.drop_record, replica))
 
     async def keep_alive(self, log: LogName) -> None:
-        """See IndexStore."""
+        """Extend the lifetime of a log (see IndexStore.keep_alive)."""
         await self._do(partial(self._store.keep_alive, log))
 
     async def close(self) -> None:
-        """See IndexStore. Waits for calls that outlived their callers."""
+        """Close the store after calls that exceeded their timeout have ended (see IndexStore.close)."""
         store, self._opened = self._opened, None
         if store is not None:
             await self._offload(store.close)
@@ -121,7 +128,8 @@ class Offloaded(Generic[_S]):
     @property
     def _store(self) -> _S:
         if self._opened is None:  # a service closes its store before its last callers end
-            raise StoreUnavailable("the store is closed", remedy="call another service, or retry later")
+            what = "the service has closed its store, because it is shutting down"
+            raise StoreUnavailable(what, field="store", remedy="call another service, or retry later")
         return self._opened
 
 
@@ -135,12 +143,12 @@ def _read_page(chunks: Iterator[StoredChunk]) -> tuple[list[StoredChunk], Kvplan
 
 
 class OffloadedShared(Offloaded[BlockingSharedStore]):
-    """Implements SharedStore, for a BlockingSharedStore."""
+    """Implements SharedStore by calling a BlockingSharedStore on a thread."""
 
     async def announce(self, service: str, lease_ms: int) -> None:
-        """See SharedStore."""
+        """Set the lease of a live service (see SharedStore.announce)."""
         await self._do(partial(self._store.announce, service, lease_ms))
 
     async def is_announced(self, service: str) -> bool:
-        """See SharedStore."""
+        """Return True while the service has a lease (see SharedStore.is_announced)."""
         return await self._do(partial(self._store.is_announced, service))

@@ -1,4 +1,4 @@
-"""Makes the store that the configuration names.
+"""Create the store that the configuration key `store` names:
 
 none | memory | sqlite:PATH
 redis://HOST:PORT[/DB] | redis+cluster://HOST:PORT,... | redis+sentinel://HOST:PORT,.../NAME     (rediss: TLS)
@@ -29,12 +29,13 @@ _DEFAULT_PORT = {"sentinel": 26379}
 
 
 def make_store(config: Config, read_only: bool = False) -> IndexStore | None:
-    """The configured store, not yet opened; None without one.
+    """Return the configured store, which is not open yet; None if the configuration names no store.
 
-    With `read_only` nothing is written to it, not even its format version.
+    With `read_only` nothing is written to the store, not even its format version.
 
     Raises:
-        InvalidArgument, NotFound: the configuration is invalid.
+        InvalidArgument: the value of `store` is invalid.
+        NotFound: a file of certificates or keys does not exist.
     """
     name = config.store
     if name == "none":
@@ -55,7 +56,9 @@ def _make_redis(config: Config, read_only: bool) -> IndexStore:
 
 
 def _connector(config: Config) -> Callable[[], Redis | RedisCluster]:
-    """The function that connects to the URL. Imports the driver, which other stores do not need."""
+    """Return the function that connects to the Redis URL of the configuration. Imports the Redis driver, which other
+    stores do not need.
+    """
     from redis.asyncio import Redis
     from redis.asyncio.cluster import ClusterNode, RedisCluster
     from redis.asyncio.retry import Retry
@@ -63,28 +66,29 @@ def _connector(config: Config) -> Callable[[], Redis | RedisCluster]:
 
     if "@" in config.store:
         raise InvalidArgument(
-            "the address, which is shown, must not contain a user",
+            "the address contains `@`, as in USER:PASSWORD@HOST, but logs and messages show the address",
             field="store",
-            remedy="use store_username and store_password",
+            remedy="give user and password by store_username and store_password",
         )
     match = _URL.fullmatch(config.store)
     if match is None:
         raise InvalidArgument(
-            f"{config.store!r} is not a store",
+            f"{config.store!r} is not an address of a store",
             field="store",
             remedy="use none, memory, sqlite:PATH, redis://HOST:PORT, redis+cluster://... or redis+sentinel://.../NAME",
         )
     kind, rest = match["kind"], match["rest"] or ""
     hosts = [_host(text, _DEFAULT_PORT.get(kind, 6379)) for text in match["hosts"].split(",")]
     options = _options(config, match["scheme"] == "rediss")
-    # The writer retries itself: a driver that retried silently would hide that a chunk may be lost.
+    # The driver must not retry, because that would hide that a chunk may be lost; StoreWriter retries.
     once = Retry(NoBackoff(), 0)
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in hosts]
         return lambda: RedisCluster(startup_nodes=nodes, retry=once, **options)
     if kind == "sentinel":
         if not rest:
-            raise InvalidArgument("no NAME of the service", field="store", remedy="write redis+sentinel://HOSTS/NAME")
+            what = f"{config.store!r} lacks the name of the primary that the Sentinels monitor"
+            raise InvalidArgument(what, field="store", remedy="write redis+sentinel://HOST:PORT,.../NAME")
         return lambda: _primary(hosts, rest, options)
     if rest and not rest.isdecimal():
         raise InvalidArgument(f"{rest!r} is not a database number", field="store", remedy="write redis://HOST:PORT/NUMBER")
@@ -120,7 +124,7 @@ def _options(config: Config, tls: bool) -> dict[str, Any]:
 def _file(config: Config, key: str) -> str:
     path = Path(getattr(config, key))
     if not path.is_file():
-        raise NotFound(f"there is no file {path}", field=key, remedy="name a PEM file")
+        raise NotFound(f"the file {path} does not exist", field=key, remedy="name a PEM file")
     return str(path)
 
 
@@ -129,5 +133,6 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     if not colon:
         host, port = text, str(default_port)
     if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
-        raise InvalidArgument(f"{text!r} is not an address", field="store", remedy="write HOST:PORT")
+        what = f"{text!r} is not an address"
+        raise InvalidArgument(what, field="store", remedy="write HOST:PORT with a port of 1 to 65535")
     return host.strip("[]"), int(port)

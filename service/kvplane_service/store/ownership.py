@@ -1,13 +1,13 @@
-"""Which of the services that share a store owns a replica.
+"""Decide which of the services that share a store owns a replica.
 
-    request for an unknown replica:   its owner lives             -> MOVED, with the address
-                                      it is dead, or released it  -> adopt: register, read entries, take the session
-    shutting down:                    release each replica, once its engine has disconnected
-    periodically:                     renew this service's lease, and compare owners in the records
+    call about an unknown replica:   owner lives                   -> MOVED, with the address of the owner
+                                     owner is dead, or released it -> adopt: register, read entries, accept the session
+    shutdown:                        release each replica (others may adopt it) once its engine has left
+    periodically:                    renew this service's lease; separately, compare the owners in the records
 
-The owner in the store is a hint and may be wrong: it never decides who owns the pages. An engine has one session, and
-its pages obey only the owner epoch in their stamp table. So of two services that hold a replica only one has effect;
-the other one, which has no session, gives up.
+To adopt a replica is to take it over. The owner in the store is a hint and may be wrong: it never decides who may write
+the pages. An engine has one session, and its pages obey only the owner epoch in their stamp table. So if two services
+hold a replica, only the one with the engine's session can change pages; the other one gives the replica up.
 """
 
 from __future__ import annotations
@@ -36,21 +36,25 @@ _log = logging.getLogger(__name__)
 
 
 class OwnerUnknown(Unavailable):
-    """The store does not answer, so the owner of the replica is not known."""
+    """The store does not answer, so this service cannot find out which service owns the replica."""
 
     def __init__(self, replica: str, why: KvplaneError) -> None:
         super().__init__(
-            f"who owns {replica} is not known: {why.message}",
+            f"the owner of {replica} cannot be read from the store: {why.message}",
             field="replica",
             remedy="retry when the store is available",
         )
 
 
 class Ownership:
-    """Adopts and releases the replicas of one service process. Without a shared store it does neither."""
+    """Adopts replicas (takes them over from other services) and releases them to other services. Does neither without a
+    shared store.
+    """
 
     def __init__(self, registry: Registry, config: Config, keeper: Keeper, runtime: Runtime, probe: Probe) -> None:
-        """`probe` returns True if no process listens at an address, which proves that its service has ended."""
+        """`probe` returns True if no process listens at an address, which proves that the service at this address has
+        ended.
+        """
         self._registry = registry
         self._lease_ms = config.owner_lease_ms
         self._keeper = keeper
@@ -60,10 +64,10 @@ class Ownership:
         self._leaving = False
 
     async def ensure_local(self, name: str) -> None:
-        """Adopt a replica that is not registered here, unless another service owns it.
+        """Adopt (take over) a replica that is not registered here, unless another live service owns it.
 
         Raises:
-            Moved: another service owns it.
+            Moved: another live service owns it.
             UnknownReplica: the store has no record of it.
             Unavailable: this service shuts down, or the store does not answer.
             LimitExceeded: this service has no capacity for it.
@@ -82,18 +86,22 @@ class Ownership:
             if self._leaving:
                 raise _shutting_down()
             why = "released it" if record.released else "has ended"
-            _log.info("%s is adopted from %s, which %s", name, record.owner, why)
+            _log.info("this service adopts %s from the service at %s, which %s", name, record.owner, why)
             await self._keeper.adopt(record)
 
     async def release(self, name: str) -> None:
-        """Release a replica, which another service may then adopt; does nothing if it is not registered here."""
+        """Release a replica, so that another service may adopt (take over) the replica; do nothing if it is not
+        registered here.
+        """
         if self._keeper.shared_store is not None:
             async with self._lock(name):
                 if name in self._registry:
                     await self._keeper.release([name], _shutting_down())
 
     async def leave(self, busy: Iterable[str]) -> None:
-        """Shut down: adopt no further replica, and release all replicas except the `busy` ones."""
+        """Shut down: adopt (take over) no further replica, and release all replicas to other services except `busy`,
+        whose engines still have a session.
+        """
         self._leaving = True
         if self._keeper.shared_store is None:
             return
@@ -104,36 +112,72 @@ class Ownership:
             await self.release(name)  # once its adoption has ended
 
     async def keep(self) -> None:
-        """Renew this service's lease periodically, and compare its replicas with the owners in the records."""
-        while self._keeper.shared_store is not None:
-            await self.beat()
-            await self._runtime.sleep(self._lease_ms / 1000 / _BEATS_PER_LEASE)
+        """Until cancelled, renew this service's lease, and compare its replicas with the owners in the records, each
+        several times per lease period. No comparison delays a renewal, even if many records are read from a slow store.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._repeat(self._renew))
+            group.create_task(self._repeat(self._compare_all))
 
     async def beat(self) -> None:
-        """Run one heartbeat. The writer reports an unavailable store."""
+        """Renew the lease once, and compare the owners in the records with this service once. If the store fails, the
+        failure is recorded for the reports and not raised.
+        """
+        if await self._renew():
+            await self._compare_all()
+
+    async def _repeat(self, work: Callable[[], Awaitable[bool]]) -> None:
+        while self._keeper.shared_store is not None:
+            await work()
+            await self._runtime.sleep(self._lease_ms / 1000 / _BEATS_PER_LEASE)
+
+    async def _renew(self) -> bool:
+        """Renew the lease of this service. Returns False if the store failed, or if its records were not read yet."""
         store = self._keeper.shared_store
         if store is None or not self._keeper.is_read:
-            return
-        held = [entry.host.name for entry in self._registry if not self._is_moving(entry.host.name)]
-        names = [name for name in held if self._keeper.is_recorded(name)]  # an unwritten record cannot be compared
+            return False
         try:
             await store.announce(self._keeper.owner, self._lease_ms)
-            records = [await read_record(store, name) for name in names]
         except STORE_ERRORS as error:
             self._keeper.note_failure(error)
-            return
-        for name, record in zip(names, records, strict=True):
-            if name in self._registry:
+            return False
+        return True
+
+    async def _compare_all(self) -> bool:
+        """Compare each replica with the owner in its record, one call of the store at a time. Returns False if the
+        store failed, or if its records were not read yet.
+        """
+        store = self._keeper.shared_store
+        if store is None or not self._keeper.is_read:
+            return False
+        for name in [entry.host.name for entry in self._registry]:
+            if not self._is_comparable(name):
+                continue
+            try:
+                record = await read_record(store, name)
+            except STORE_ERRORS as error:
+                self._keeper.note_failure(error)
+                return False
+            if self._is_comparable(name):
                 self._compare(name, record)
+        return True
+
+    def _is_comparable(self, name: str) -> bool:
+        """Return True if the replica is registered here, is not being taken over or released, and has its current
+        record in the store.
+        """
+        return name in self._registry and not self._is_moving(name) and self._keeper.is_recorded(name)
 
     def _compare(self, name: str, record: ReplicaRecord | None) -> None:
-        """If two services claim a replica, the one with the engine's session keeps it."""
+        """Keep or give up a replica whose record another process wrote: the service with the engine's session keeps the
+        replica.
+        """
         if record is not None and self._keeper.wrote(record):
             return
         if record is None or record.released or self._keeper.has_engine(name):
             self._keeper.confirm(name)
         else:
-            _log.info("%s is given up: the service at %s owns it", name, record.owner)
+            _log.info("this service gives up %s: the service at %s owns it", name, record.owner)
             self._keeper.give_up(name, moved(record))
 
     async def _read(self, store: IndexStore, name: str) -> ReplicaRecord | None:
@@ -148,7 +192,7 @@ class Ownership:
             raise OwnerUnknown(name, error) from error
 
     async def _is_owned(self, store: SharedStore, record: ReplicaRecord) -> bool:
-        """True if another service seems to own the replica."""
+        """Return True if another live service seems to own the replica."""
         if record.released or record.owner == self._keeper.owner:
             return False
         try:
@@ -168,14 +212,14 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """The durable side of a service: its stored data, and the replicas that it owns."""
+    """The parts of a service that use the store: the writer and reader of its data, and the owner of its replicas."""
 
     keeper: Keeper
     ownership: Ownership
 
 
 async def is_gone(address: str) -> bool:
-    """True if no process listens at the address. A timeout proves nothing: the process may only be slow."""
+    """Return True if no process listens at the address. A timeout proves nothing: the process may only be slow."""
     try:
         async with asyncio.timeout(_PROBE_S):
             if address.startswith("unix:"):
@@ -192,4 +236,4 @@ async def is_gone(address: str) -> bool:
 
 
 def _shutting_down() -> KvplaneError:
-    return Unavailable("the service is shutting down", remedy="connect elsewhere")
+    return Unavailable("the service is shutting down", remedy="connect to another service")

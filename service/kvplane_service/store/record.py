@@ -1,9 +1,10 @@
-"""The one format of stored records, little-endian.
+"""The format of stored records (a chunk or a registration), little-endian.
 
     byte 0      4         6      8        12           16         24
          | magic | version | kind | length | (reserved) | checksum | body ...
 
-`length` is that of the body. The checksum (XXH3, 64 bits) covers the header before it and the body. Body of a chunk:
+`length` is the length of the body. The checksum (XXH3, 64 bits) covers the header before it and the body. Body of a
+chunk:
 
     namespace 16 | incarnation 8 | seq 8 | digest size 2 | domains 2 | runs 4 | rows 4 | unkeyed 4 | used 4
     domains: length 4, UTF-8 each
@@ -11,6 +12,9 @@
     columns: block 4·rows, num_tokens 4·rows, age 4·rows, stamp 8·rows
              unkeyed block 4·unkeyed, unkeyed stamp 8·unkeyed, used block 4·used, used age 4·used
     digests: digest size·rows
+
+Rows are blocks with a key. Unkeyed blocks have lost their key. Of used blocks only the age has changed: the time of
+last use, counted in chunks. A stamp is the version number of the content of a block's page.
 """
 
 from __future__ import annotations
@@ -45,27 +49,28 @@ _MAX_DOMAINS = 0xFFFF
 
 
 def seal(kind: int, body: bytes) -> bytes:
-    """Encode a record with this body."""
+    """Return a stored record with this kind and body: header, checksum, body."""
     head = _HEADER.pack(MAGIC, VERSION, kind, len(body), 0, 0)[:_CHECKED]
     return head + struct.pack("<Q", _checksum(head, body)) + body
 
 
 def unseal(kind: int, raw: bytes) -> memoryview:
-    """Decode a record and return its body. Raises RecordRefused."""
+    """Check the header and the checksum of a stored record of this kind, and return its body. Raises RecordRefused."""
     if len(raw) < HEADER_BYTES:
-        raise RecordRefused(Refusal.TRUNCATED, f"{len(raw)} bytes")
+        raise RecordRefused(Refusal.TRUNCATED, f"the record has {len(raw)} bytes, its header {HEADER_BYTES}")
     magic, version, found, length, _, checksum = _HEADER.unpack_from(raw)
     if magic != MAGIC:
-        raise RecordRefused(Refusal.FOREIGN, f"it begins with {magic!r}")
+        raise RecordRefused(Refusal.FOREIGN, f"the record begins with {magic!r}, not {MAGIC!r}")
     if version != VERSION:
-        raise RecordRefused(Refusal.OTHER_VERSION, f"version {version}, this service reads {VERSION}")
+        what = f"the record has version {version}, this service reads version {VERSION}"
+        raise RecordRefused(Refusal.OTHER_VERSION, what)
     body = memoryview(raw)[HEADER_BYTES:]
     if len(body) < length:
-        raise RecordRefused(Refusal.TRUNCATED, f"{len(body)} of {length} bytes")
+        raise RecordRefused(Refusal.TRUNCATED, f"the record has {len(body)} of the {length} bytes of its body")
     if len(body) > length or _checksum(raw[:_CHECKED], body) != checksum:
-        raise RecordRefused(Refusal.DAMAGED, "the checksum does not match")
+        raise RecordRefused(Refusal.DAMAGED, "the checksum of the record does not match its content")
     if found != kind:
-        raise RecordRefused(Refusal.OTHER_KIND, f"kind {found}, not {kind}")
+        raise RecordRefused(Refusal.OTHER_KIND, f"the record is of kind {found}, not {kind}")
     return body
 
 
@@ -76,7 +81,7 @@ def _checksum(head: bytes, body: bytes | memoryview) -> int:
 
 
 def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
-    """Encode the entries as chunk `seq`."""
+    """Serialize the entries (states of blocks) as chunk `seq` of the log."""
     domains = sorted({run.domain for run in entries.runs})
     assert len(domains) <= _MAX_DOMAINS, "a chunk has fewer rows than that"
     number = {domain: index for index, domain in enumerate(domains)}
@@ -92,15 +97,17 @@ def pack_chunk(log: LogName, seq: int, entries: Entries) -> StoredChunk:
 
 
 def unpack_chunk(log: LogName, chunk: StoredChunk) -> Entries:
-    """Decode a chunk of this log. Raises RecordRefused."""
+    """Parse a chunk of this log and return the chunk's entries (states of blocks). Raises RecordRefused."""
     body = unseal(CHUNK, chunk.raw)
     if len(body) < _CHUNK.size:
-        raise RecordRefused(Refusal.IMPOSSIBLE, f"a chunk of {len(body)} bytes")
+        raise RecordRefused(Refusal.IMPOSSIBLE, f"the chunk has {len(body)} bytes, at least {_CHUNK.size} are needed")
     namespace, incarnation, seq, *_ = head = _CHUNK.unpack_from(body)
     if namespace != log.namespace:
-        raise RecordRefused(Refusal.OTHER_NAMESPACE, namespace.hex())
+        what = f"the chunk is of namespace {namespace.hex()}, the log of {log.namespace.hex()}"
+        raise RecordRefused(Refusal.OTHER_NAMESPACE, what)
     if incarnation != log.incarnation:
-        raise RecordRefused(Refusal.OTHER_INCARNATION, f"{incarnation:016x}")
+        what = f"the chunk is of incarnation {incarnation:016x}, the log of {log.incarnation:016x}"
+        raise RecordRefused(Refusal.OTHER_INCARNATION, what)
     if seq != chunk.seq:
         raise RecordRefused(Refusal.MISPLACED, f"chunk {seq} is stored under number {chunk.seq}")
     try:
@@ -129,7 +136,7 @@ def _unpack_body(
     for count, code in lengths:
         ends.append(ends[-1] + count * _SIZES[code])
     if ends[-1] + rows * digest_size != len(body) or sum(run.count for run in runs) != rows:
-        raise ValueError(f"{len(body)} bytes are not {rows} rows")
+        raise ValueError(f"the chunk's {len(body)} bytes do not match its {rows} rows")
     spans = zip(pairwise(ends), lengths, strict=True)
     block, num_tokens, age, stamp, *rest = [_unpack(body[start:end], code) for (start, end), (_, code) in spans]
     return Entries(digest_size, runs, block, stamp, num_tokens, age, body[ends[-1] :], *rest)
@@ -156,7 +163,7 @@ def _pack(values: Sequence[int], code: Code) -> bytes:
 
 
 def _unpack(raw: memoryview, code: Code) -> Sequence[int]:
-    """The column as a view of the bytes: a million rows are not copied until they are used."""
+    """Return a column as a view of the bytes, so that a million rows are not copied before they are used."""
     if sys.byteorder == "little":
         return raw.cast(code)
     column = array(code, raw)

@@ -1,4 +1,4 @@
-"""A store in Redis or Valkey: a log is a stream whose entries are chunks.
+"""A store in Redis or Valkey. A log is a Redis stream whose entries are chunks.
 
     PREFIX:format                                       version of the format
     PREFIX:replicas                                     names by the expiry time of their records (sorted set)
@@ -6,8 +6,8 @@
     PREFIX:{replica}:record                             a replica's record
     PREFIX:{replica}:NAMESPACE:INCARNATION:log          its log on one incarnation of its page memory
 
-The braces place the data of a replica on one node of a cluster. All keys but the format expire unless a service renews
-them within the time to live. The keys of the server are never scanned.
+The braces place the data of a replica on one node of a cluster. All keys except the format expire unless a service
+renews them within the time to live. The key space of the server is never scanned.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from kvplane_service.store.interface import LogName, StoredChunk
 
 FORMAT_VERSION = 1
 _PAGE = 64  # chunks, or names, of one answer
-_CHUNK = b"c"  # the one field of a stream's entries
+_CHUNK = b"c"  # name of the only field of a stream's entries
 
 _MAX_CONNECTIONS = 4
 
@@ -53,13 +53,16 @@ Client: TypeAlias = "Redis | RedisCluster"
 
 
 class RedisStore:
-    """Implements SharedStore with one server, a cluster, or a primary behind Sentinels; on one event loop.
+    """Implements SharedStore with one server, a cluster, or a primary that Sentinels monitor. All calls must be on one
+    event loop.
 
     Up to _MAX_CONNECTIONS calls run concurrently. Leases and records expire by the server's clock.
     """
 
     def __init__(self, connect: Callable[[], Client], config: Config, read_only: bool = False) -> None:
-        """`connect` makes a client. It is called again when the last one was lost: a cluster may have moved."""
+        """`connect` creates a client of the Redis driver, and is called again when the connection was lost, because the
+        nodes of a cluster may have changed.
+        """
         self._read_only = read_only
         self._connect = connect
         self._prefix = config.store_prefix
@@ -69,10 +72,10 @@ class RedisStore:
         self._turns = asyncio.Semaphore(_MAX_CONNECTIONS)
 
     async def open(self) -> None:
-        """See IndexStore.
+        """Connect and check the format version (see IndexStore.open).
 
         Raises:
-            StoreDenied, StoreForeign, StoreNewer, StoreUnavailable: nothing was written.
+            StoreDenied, StoreForeign, StoreNewer, StoreUnavailable: the store cannot be used; nothing was written.
         """
         async with self._named_errors() as client:
             await self._check_format(client)
@@ -86,23 +89,25 @@ class RedisStore:
             return
         if not found.isdigit():
             raise StoreForeign(
-                f"{key} contains {found[:32]!r}", field="store_prefix", remedy="choose another; nothing was changed"
+                f"the Redis key {key} contains {found[:32]!r}, not a format version of kvplane",
+                field="store_prefix",
+                remedy="choose another prefix; nothing was changed",
             )
         if int(found) > FORMAT_VERSION:
             raise StoreNewer(
-                f"{key} has version {int(found)}, this service supports {FORMAT_VERSION}",
+                f"the store has format version {int(found)}, this service supports versions up to {FORMAT_VERSION}",
                 field="store",
                 remedy="run a newer kvplane, or choose another store_prefix; nothing was changed",
             )
 
     async def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """See IndexStore."""
+        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
         key = self._log_key(log)
         async with self._named_errors() as client:
             try:
                 await client.xadd(key, {_CHUNK: chunk.raw}, id=f"{chunk.seq}-0")
             except ResponseError as error:
-                # XADD refuses a number not above the newest: the chunk was added before, or is superseded.
+                # XADD refuses a number that is not above the newest: the log has this chunk already, or a newer one.
                 if "equal or smaller" not in str(error):
                     raise
                 found = await client.xrange(key, min=f"{chunk.seq}-0", count=2)
@@ -117,7 +122,7 @@ class RedisStore:
             return int(length)
 
     async def load(self, log: LogName) -> AsyncIterator[list[StoredChunk]]:
-        """See IndexStore."""
+        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
         key, start = self._log_key(log), "-"
         while True:
             async with self._named_errors() as client:
@@ -128,17 +133,19 @@ class RedisStore:
             start = f"({entries[-1][0].decode()}"
 
     async def drop(self, log: LogName) -> None:
-        """See IndexStore."""
+        """Delete a log (see IndexStore.drop)."""
         async with self._named_errors() as client:
             await client.delete(self._log_key(log))
 
     async def size_bytes(self, log: LogName) -> int:
-        """See IndexStore."""
+        """Return the size of a log in bytes (see IndexStore.size_bytes)."""
         async with self._named_errors() as client:
             return int(await client.memory_usage(self._log_key(log), samples=0) or 0)
 
     async def put_record(self, replica: str, record: bytes) -> None:
-        """See IndexStore. The record is written before its name: names without a record are skipped."""
+        """Replace the record of a replica (see IndexStore.put_record). The record is written before its name is listed;
+        readers skip a listed name without a record.
+        """
         async with self._named_errors() as client:
             await client.set(self._record_key(replica), record, px=self._ttl_ms)
             seconds, microseconds = await self._time(client)
@@ -149,41 +156,41 @@ class RedisStore:
             await client.pexpire(names, self._ttl_ms)
 
     async def get_record(self, replica: str) -> bytes | None:
-        """See IndexStore."""
+        """Return the record of a replica, or None (see IndexStore.get_record)."""
         async with self._named_errors() as client:
             found: bytes | None = await client.get(self._record_key(replica))
             return found
 
     async def records(self) -> list[tuple[str, bytes]]:
-        """See IndexStore."""
+        """Return all pairs of name and record (see IndexStore.records)."""
         async with self._named_errors() as client:
             names = [name.decode() for name in await client.zrange(f"{self._prefix}:replicas", 0, -1)]
         found = [(name, await self.get_record(name)) for name in sorted(names)]
         return [(name, record) for name, record in found if record is not None]
 
     async def drop_record(self, replica: str) -> None:
-        """See IndexStore."""
+        """Delete the record of a replica (see IndexStore.drop_record)."""
         async with self._named_errors() as client:
             await client.delete(self._record_key(replica))
             await client.zrem(f"{self._prefix}:replicas", replica)
 
     async def keep_alive(self, log: LogName) -> None:
-        """See IndexStore."""
+        """Extend the lifetime of a log (see IndexStore.keep_alive)."""
         async with self._named_errors() as client:
             await client.pexpire(self._log_key(log), self._ttl_ms)
 
     async def announce(self, service: str, lease_ms: int) -> None:
-        """See SharedStore."""
+        """Set the lease of a live service (see SharedStore.announce)."""
         async with self._named_errors() as client:
             await client.set(self._service_key(service), b"", px=lease_ms)
 
     async def is_announced(self, service: str) -> bool:
-        """See SharedStore."""
+        """Return True while the service has a lease (see SharedStore.is_announced)."""
         async with self._named_errors() as client:
             return await client.get(self._service_key(service)) is not None
 
     async def close(self) -> None:
-        """See IndexStore."""
+        """Close connections and files (see IndexStore.close)."""
         client, self._client = self._client, None
         if client is not None:
             # Closing waits for an answer of the server; without one the connection is closed anyway.
@@ -192,7 +199,7 @@ class RedisStore:
                     await client.aclose()
 
     async def _time(self, client: Client) -> tuple[int, int]:
-        """Time of the node that has the names, in seconds and microseconds."""
+        """Return the time of the server node that holds the list of replica names, in seconds and microseconds."""
         if isinstance(client, RedisCluster):
             answer = await client.time(target_nodes=client.get_node_from_key(f"{self._prefix}:replicas"))
         else:
@@ -211,7 +218,9 @@ class RedisStore:
 
     @asynccontextmanager
     async def _named_errors(self) -> AsyncIterator[Any]:
-        """Yields the client when a connection is free. Translates errors; closes it if the server is unavailable."""
+        """Yield the client as soon as a connection is free. Translate the driver's errors into errors of
+        `store.errors`, and close the client if the server is unavailable.
+        """
         client = None
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -237,7 +246,7 @@ def _named(error: Exception) -> Exception:
         remedy = "check store_username and store_password, and the server's ACL"
         return StoreDenied(text, field="store_password", remedy=remedy)
     if isinstance(error, ReadOnlyError):
-        return StoreReadOnly(text, field="store", remedy="name the primary, or its Sentinels")
+        return StoreReadOnly(text, field="store", remedy="name the primary server, or its Sentinels")
     if isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE"):
-        return StoreForeign(text, field="store_prefix", remedy="choose another; nothing was changed")
+        return StoreForeign(text, field="store_prefix", remedy="choose another prefix; nothing was changed")
     return StoreUnavailable(text, field="store", remedy="check the server; allocation continues meanwhile")

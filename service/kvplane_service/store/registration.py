@@ -1,6 +1,7 @@
-"""The record of a replica: its registration, and the last owner and log.
+"""The stored record of a replica: its registration, its last owner and the name of its log.
 
-The pages' stamp tables decide who owns a replica. The owner in a record is a hint.
+The owner in a record is only a hint; the owner epochs in the stamp tables of the ranks decide which engine may write
+the pages.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from kvplane_service.store.record import REGISTRATION, seal, unseal
 
 @dataclass(frozen=True, slots=True)
 class ReplicaRecord:
-    """The record of a replica in the store.
+    """The stored record of a replica.
 
     Attributes:
-        epoch: the latest engine life.
-        incarnation: incarnation of the page memory of the log; random if the engine states none.
+        epoch: number of the latest engine life (each begins when an engine takes over the page memory).
+        incarnation: random number of the page-memory allocation whose log is stored; drawn by the service if the engine
+            states none.
         owner: address of the service that wrote the record.
-        written_ms: Unix time in milliseconds.
-        released: the owner has released the replica.
-        process: random number of the process that wrote the record: another process may reuse its address.
+        written_ms: time of writing, in milliseconds since 1970.
+        released: True if the owner has released the replica to other services.
+        process: random number of the process that wrote the record, because another process may reuse the address.
     """
 
     name: str
@@ -47,12 +49,14 @@ class ReplicaRecord:
 
     @property
     def log(self) -> LogName:
-        """The log of its entries."""
+        """Name of the log that has the entries (stored states of blocks) of the replica."""
         return LogName(self.name, namespace_of(self.registration), self.incarnation)
 
 
 def namespace_of(registration: Registration) -> bytes:
-    """16 bytes that differ between registrations with incompatible entries."""
+    """Return 16 bytes, a digest that differs between two registrations if neither can use the entries stored for the
+    other.
+    """
     spec = wire.encode_spec(registration.spec).SerializeToString(deterministic=True)
     digest = hashlib.blake2b(digest_size=16)
     for part in (registration.namespace_digest, registration.num_ranks.to_bytes(4, "little"), spec):
@@ -61,7 +65,7 @@ def namespace_of(registration: Registration) -> bytes:
 
 
 def pack_record(record: ReplicaRecord) -> bytes:
-    """Encode a record."""
+    """Serialize a record."""
     registration = record.registration
     content = {
         "name": record.name,
@@ -81,7 +85,7 @@ def pack_record(record: ReplicaRecord) -> bytes:
 
 
 def unpack_record(raw: bytes) -> ReplicaRecord:
-    """Decode a record. Raises RecordRefused."""
+    """Parse a serialized record. Raises RecordRefused."""
     body = bytes(unseal(REGISTRATION, raw))
     try:
         content = json.loads(body)
@@ -109,7 +113,7 @@ def unpack_record(raw: bytes) -> ReplicaRecord:
 
 def _number(value: Any, below: int) -> int:  # noqa: ANN401 - what JSON holds
     if not isinstance(value, int) or not 0 <= value < below:
-        raise ValueError(f"{value!r} is not in 0..{below - 1}")
+        raise ValueError(f"{value!r} is not an integer from 0 to {below - 1}")
     return value
 
 

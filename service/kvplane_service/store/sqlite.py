@@ -1,7 +1,7 @@
-"""A store in one SQLite file, in WAL mode: a chunk is a row.
+"""A store in one SQLite file in WAL mode; a chunk is a row of a table.
 
-The application id marks a file of kvplane; the user version is the version of the tables. Both are read before anything
-is written, so that a foreign or newer file stays unchanged.
+The application id marks a file of kvplane, and the user version is the version of the tables. Both are read before
+anything is written, so that a file of another program or of a newer kvplane stays unchanged.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ CREATE TABLE record (replica TEXT PRIMARY KEY, raw BLOB NOT NULL) STRICT;
 
 
 class SqliteStore:
-    """Implements IndexStore. One connection, used by one thread at a time."""
+    """Implements BlockingStore with one connection, used by one thread at a time."""
 
     def __init__(self, path: Path, busy_timeout_s: float = BUSY_TIMEOUT_S, read_only: bool = False) -> None:
         """Open the file, or create it.
 
-        A damaged one is renamed and replaced by an empty one. With `read_only` the file must exist and stays unchanged.
+        A damaged file is renamed and replaced by an empty one. With `read_only` the file must exist and stays
+        unchanged.
 
         Raises:
-            StoreForeign, StoreNewer: the file is of another program, or of a newer kvplane.
+            StoreForeign, StoreNewer: another program, or a newer kvplane, wrote the file.
             StoreReadOnly: the file or its directory cannot be written.
-            NotFound: there is no file, with `read_only`.
+            NotFound: `read_only` is set and the file does not exist.
         """
         self._path = path
         self._busy_timeout_s = busy_timeout_s
@@ -94,7 +95,7 @@ class SqliteStore:
         run(f"PRAGMA journal_size_limit = {_WAL_PAGES * 4096}")
 
     def _replace_damaged(self) -> None:
-        """Rename the damaged file, replacing an earlier one, and continue with an empty file."""
+        """Rename the damaged file, which replaces an earlier damaged one, and continue with an empty file."""
         self._connection.close()
         renamed = f"{self._path}.damaged"
         for end in ("", "-wal"):
@@ -105,7 +106,7 @@ class SqliteStore:
         self._open()
 
     def append(self, log: LogName, chunk: StoredChunk, trim_below: int) -> int:
-        """See IndexStore."""
+        """Append a chunk (batch of stored block states) to a log, and drop old chunks (see IndexStore.append)."""
         with self._lock, self._named_errors(), self._writing():
             run = self._connection.execute
             run("INSERT OR IGNORE INTO log (name) VALUES (?)", (str(log),))
@@ -120,7 +121,7 @@ class SqliteStore:
             return count
 
     def load(self, log: LogName) -> Iterator[StoredChunk]:
-        """See IndexStore."""
+        """Yield the chunks (batches of stored block states) of a log, ordered by number (see IndexStore.load)."""
         after = -1
         while True:
             with self._lock, self._named_errors():
@@ -134,47 +135,47 @@ class SqliteStore:
             after = rows[-1][0]
 
     def drop(self, log: LogName) -> None:
-        """See IndexStore."""
+        """Delete a log (see IndexStore.drop)."""
         with self._lock, self._named_errors(), self._writing():
             number = self._number(log)
             self._connection.execute("DELETE FROM chunk WHERE log = ?", (number,))
             self._connection.execute("DELETE FROM log WHERE id = ?", (number,))
 
     def size_bytes(self, log: LogName) -> int:
-        """See IndexStore."""
+        """Return the size of a log in bytes (see IndexStore.size_bytes)."""
         with self._lock, self._named_errors():
             query = "SELECT coalesce(sum(length(raw)), 0) FROM chunk WHERE log = ?"
             size: int = self._connection.execute(query, (self._number(log),)).fetchone()[0]
             return size
 
     def put_record(self, replica: str, record: bytes) -> None:
-        """See IndexStore."""
+        """Replace the record of a replica (see IndexStore.put_record)."""
         with self._lock, self._named_errors(), self._writing():
             self._connection.execute("INSERT OR REPLACE INTO record VALUES (?, ?)", (replica, record))
 
     def get_record(self, replica: str) -> bytes | None:
-        """See IndexStore."""
+        """Return the record of a replica, or None (see IndexStore.get_record)."""
         with self._lock, self._named_errors():
             row = self._connection.execute("SELECT raw FROM record WHERE replica = ?", (replica,)).fetchone()
             return row[0] if row else None
 
     def records(self) -> Iterator[tuple[str, bytes]]:
-        """See IndexStore."""
+        """Yield all pairs of name and record (see IndexStore.records)."""
         with self._lock, self._named_errors():
             rows = self._connection.execute("SELECT replica, raw FROM record ORDER BY replica").fetchall()
         yield from rows
 
     def drop_record(self, replica: str) -> None:
-        """See IndexStore."""
+        """Delete the record of a replica (see IndexStore.drop_record)."""
         with self._lock, self._named_errors(), self._writing():
             self._connection.execute("DELETE FROM record WHERE replica = ?", (replica,))
 
     def keep_alive(self, log: LogName) -> None:
-        """See IndexStore; nothing expires in a file."""
+        """Do nothing: data in a file do not expire (see IndexStore.keep_alive)."""
         del log
 
     def close(self) -> None:
-        """See IndexStore."""
+        """Close connections and files (see IndexStore.close)."""
         with self._lock:
             self._connection.close()
 
@@ -184,7 +185,7 @@ class SqliteStore:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """A transaction, rolled back on failure."""
+        """Run the block in a transaction, which is rolled back if the block fails."""
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -204,16 +205,20 @@ class SqliteStore:
 
 
 def _open_to_read(path: Path, busy_timeout_s: float) -> sqlite3.Connection:
-    """Open for reading. A file without a write-ahead log is immutable: else SQLite would create files next to it."""
+    """Open the file for reading. A file without a write-ahead log is opened as immutable, because otherwise SQLite
+    would create files next to it.
+    """
     if not path.exists():
-        raise NotFound(f"there is no file {path}", field="store", remedy="name the file of a service")
+        raise NotFound(f"the file {path} does not exist", field="store", remedy="name the store file of a service")
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
     uri = f"{path.absolute().as_uri()}?{mode}"
     return sqlite3.connect(uri, busy_timeout_s, isolation_level=None, check_same_thread=False, uri=True)
 
 
 def _check_file(path: Path) -> None:
-    """Raise StoreForeign or StoreNewer. Reads only the header: opening a database creates files next to it."""
+    """Raise StoreForeign or StoreNewer if kvplane, or this version of it, did not write the file. Reads only the
+    header, because opening the database would create files next to it.
+    """
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if not head:
@@ -223,25 +228,27 @@ def _check_file(path: Path) -> None:
     is_new = is_empty and application == version == 0
     if not head.startswith(_MAGIC) or not (application == APPLICATION_ID or is_new):
         raise StoreForeign(
-            f"{path} was written by another program", field="store", remedy="name another file; it was not changed"
+            f"{path} was not written by kvplane", field="store", remedy="name another file; this one was not changed"
         )
     if version > TABLES_VERSION:
         raise StoreNewer(
-            f"{path} has tables of version {version}, this service supports {TABLES_VERSION}",
+            f"{path} has tables of version {version}, this service supports versions up to {TABLES_VERSION}",
             field="store",
-            remedy="run a newer kvplane, or name another file; it was not changed",
+            remedy="run a newer kvplane, or name another file; this one was not changed",
         )
 
 
 def _check_writable(path: Path) -> None:
-    """Raise StoreReadOnly early: SQLite would open such a file, and fail at the first write."""
+    """Raise StoreReadOnly if the file or its directory cannot be written. SQLite would open such a file, and fail at
+    the first write.
+    """
     for place in (path, path.parent):
         if place.exists() and not os.access(place, os.W_OK):
             raise StoreReadOnly(f"{place} is read-only", field="store", remedy=_MAKE_WRITABLE)
 
 
 def _is_damage(error: Exception) -> bool:
-    """True if the error means that the file is damaged."""
+    """Return True if the error means that the file is damaged."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK)
     return code == sqlite3.SQLITE_IOERR_SHORT_READ or code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 

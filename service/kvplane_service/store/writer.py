@@ -1,7 +1,7 @@
-"""Writes chunks of the journals to the store in the background.
+"""Write chunks of the journals to the store, in the background.
 
-The hot path never waits for it. While the store is unavailable the writer retries with increasing pauses; changes stay
-in the journals, which shed them at their bound. So the writer has no queue, and no special case to catch up.
+No step waits for the writer. While the store is unavailable, the writer retries with increasing pauses, and changes
+stay in the journals, which drop them at their limit. So the writer has no queue, and needs no special code to catch up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Pauses and bounds of the writer, from the configuration."""
+    """Pauses and limits of the writer, from the configuration keys with these names and the prefix `store_`."""
 
     flush_ms: int
     lag_entries: int
@@ -39,13 +39,13 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """Dependencies of the durable side on the process, which a simulation replaces.
+    """Clock, sleep, threads and random numbers for the code of the store, so that a simulation can replace these.
 
     Attributes:
-        clock: monotonic nanoseconds.
+        clock: returns monotonic nanoseconds.
         sleep: asyncio.sleep, in seconds.
-        offload: runs a blocking call off the event loop.
-        jitter: random number in [0, 1).
+        offload: runs a blocking call on a thread.
+        jitter: returns a random number in [0, 1).
     """
 
     clock: Callable[[], int]
@@ -56,14 +56,16 @@ class Runtime:
 
 @dataclass(slots=True)
 class Watch:
-    """A watched replica: its journal and its record.
+    """A replica whose changes the writer stores.
 
     Attributes:
-        record: encodes the current record.
-        idle: waits until the core may be read.
-        superseded: called with the number of a chunk that another process wrote to the log; True if all entries will
-            be written again.
-        record_due: the record has changed since it was stored.
+        journal: changes of the replica that are not stored yet.
+        record: returns the serialized current record.
+        idle: waits until no step is being applied on a thread, so that the core may be read.
+        superseded: called with the number of a chunk that another process wrote to the log; returns True if all entries
+            will be written again.
+        record_due: True if the record has changed since it was stored.
+        renewed_ns: monotonic time, in nanoseconds, at which the record was last stored.
     """
 
     journal: ReplicaJournal
@@ -75,7 +77,7 @@ class Watch:
 
 
 class StoreWriter:
-    """Writes the changes of every watched replica to the store."""
+    """Writes the changes of all watched replicas to a store."""
 
     def __init__(self, store: IndexStore, limits: Limits, runtime: Runtime) -> None:
         self.store = store
@@ -93,40 +95,44 @@ class StoreWriter:
     # -- watched replicas --------------------------------------------------------------------------------------------
 
     def watch(self, name: str, watch: Watch) -> None:
-        """Start writing a replica to the store."""
+        """Start writing the changes of a replica to the store."""
         self._gone.pop(name, None)
         self._watched[name] = watch
 
     def leave(self, name: str) -> Watch | None:
-        """Stop writing a replica; its data stay in the store."""
+        """Stop writing a replica, and return what was watched, None if it was not watched. The replica's data stay in
+        the store.
+        """
         return self._watched.pop(name, None)
 
     def forget(self, name: str) -> None:
-        """Delete a deregistered replica from the store."""
+        """Stop writing a replica that was deregistered, and delete its data from the store."""
         watch = self.leave(name)
         if watch is not None:
             self.drop(watch.journal.log)
             self._gone[name] = None
 
     def drop(self, log: LogName) -> None:
-        """Delete a log from the store. If too many deletions are pending, the oldest log is left to expire."""
+        """Delete a log from the store in the next round of the writer's loop. If too many deletions wait, the oldest
+        log is left to expire.
+        """
         self._drops[str(log)] = log
         if len(self._drops) > _MAX_DROPS:
             del self._drops[next(iter(self._drops))]
 
     def is_recorded(self, name: str) -> bool:
-        """True if the store has the current record of the replica."""
+        """Return True if the store has the current record of the replica."""
         return name in self._watched and not self._watched[name].record_due
 
     def record_changed(self, name: str) -> None:
-        """Mark the replica's record to be stored again."""
+        """Store the record of the replica again in the next round of the writer's loop."""
         if name in self._watched:
             self._watched[name].record_due = True
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def report(self, name: str | None = None) -> StoreReport:
-        """State of the store for one replica, or for all."""
+        """Return the state of the store for one replica, or for all replicas if `name` is None."""
         watched = [self._watched[name]] if name in self._watched else [] if name else list(self._watched.values())
         lags = [watch.journal.lag for watch in watched]
         lag_ms = max((lag.waiting_ns for lag in lags), default=0) // _NS_PER_MS
@@ -139,7 +145,9 @@ class StoreWriter:
         return StoreReport(state, entries, lag_ms, left, self._failures, self._problem)
 
     def check_answers(self) -> None:
-        """Raise StoreUnavailable at once while the store does not answer: only the loop retries it."""
+        """Raise StoreUnavailable if the store did not answer its last call. Does not call the store: only the writer's
+        loop retries.
+        """
         if self._away_since_ns is not None:
             away_s = (self._runtime.clock() - self._away_since_ns) // 10**9
             raise StoreUnavailable(
@@ -151,14 +159,14 @@ class StoreWriter:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Write until cancelled."""
+        """Write the changes of all replicas periodically, until cancelled."""
         while True:
             pause_s = self._pause_s or self._limits.flush_ms / 1000
             await self._runtime.sleep(pause_s)
             await self.write_all()
 
     async def write_all(self) -> bool:
-        """Store all pending changes. False if the store failed; the rest stays pending."""
+        """Store all pending changes. Returns False if the store failed; the rest stays pending."""
         try:
             async with self._one_at_a_time:
                 if self._away_since_ns is not None:
@@ -175,7 +183,9 @@ class StoreWriter:
         return True
 
     async def write_record(self, name: str) -> None:
-        """Store a replica's record now if the store answers; otherwise the loop will."""
+        """Store the record of a replica now, unless the store is known to be unavailable; then the loop will
+        store it.
+        """
         watch = self._watched.get(name)
         if watch is not None and self._away_since_ns is None:
             try:
@@ -184,14 +194,16 @@ class StoreWriter:
                 self.note_failure(error)
 
     async def _write_round(self) -> bool:
-        """Write one chunk of each replica, so that none waits for another's backlog. False if there was none."""
+        """Write one chunk of each replica, so that no replica waits until all chunks of another one are written.
+        Returns True if changes are left.
+        """
         any_left = False
         for name, watch in list(self._watched.items()):
             if self._watched.get(name) is watch:
                 await self._write_record(name, watch)
                 await watch.idle()
             if self._watched.get(name) is not watch:
-                continue  # given up to another service, before or while its record was written
+                continue  # this service gave the replica up to another one, before or while the record was written
             journal = watch.journal
             batch = journal.take()
             if batch is None:
@@ -209,7 +221,9 @@ class StoreWriter:
         return any_left
 
     async def _write_record(self, name: str, watch: Watch) -> None:
-        """Store the record before chunks of its epoch, and periodically, before it expires."""
+        """Store the record if it has changed, before the first chunk of a new epoch, and also periodically before it
+        expires.
+        """
         now = self._runtime.clock()
         renew = now - watch.renewed_ns > self._limits.ttl_ms * _NS_PER_MS // _RENEWALS_PER_TTL
         if not (watch.record_due or renew):
@@ -234,9 +248,9 @@ class StoreWriter:
             self._gone.pop(name, None)
 
     def note_failure(self, error: KvplaneError) -> None:
-        """Record a failed call of the store, of any caller."""
+        """Record that a call of the store failed, whichever part of the service made it."""
         if not self._problem:
-            _log.warning("the store cannot be used, allocation continues: %s", error)
+            _log.warning("the store cannot be used; allocation continues without it: %s", error)
         self._failures += 1
         self._problem = str(error)
         if not isinstance(error, StoreUnavailable):

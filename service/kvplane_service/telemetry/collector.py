@@ -1,7 +1,7 @@
-"""The metrics of a service as Prometheus families, read at each scrape.
+"""The metrics of a service as Prometheus metric families, read at each scrape.
 
-Every value is a counter that the core or a tally maintains; nothing is scanned. Labels are bounded: registered
-replicas, kinds of groups, states, reasons; never a request, a hash or a token.
+Every value is a counter that the core or a `Tally` maintains, so a scrape iterates over no blocks. The values of labels
+are bounded: registered replicas, kinds of groups, states and reasons; never a request, a hash or a token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvplane_service.runtime.reports import StoreReport, StoreState
 from kvplane_service.telemetry.holds import BOUNDS_S, Holds
 
 _NS = 1e-9
-_MAX_STEPS_EXPONENT = 20  # of histograms in steps; longer spans count in the last bucket
+_MAX_STEPS_EXPONENT = 20  # histograms in steps have buckets up to 2^20 steps; longer spans count in the last bucket
 
 Values = Iterable[tuple[tuple[str, ...], float]]  # label values after the replica's name, value
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A counter or gauge with values per replica."""
+    """A metric family (counter or gauge) with values for each replica."""
 
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily]
     name: str
@@ -42,7 +42,7 @@ class Family:
     read: Callable[[ReplicaHost], Values]
 
     def collect(self, hosts: Sequence[ReplicaHost]) -> Metric:
-        """The current values."""
+        """Return the metric family with the current values of these replicas."""
         family = self.kind(self.name, self.help, labels=("replica", *self.labels))
         for host in hosts:
             for labels, value in self.read(host):
@@ -70,7 +70,7 @@ def _blocks(host: ReplicaHost) -> Values:
 
 
 def _by_kind(host: ReplicaHost, value: Callable[[GroupManager], float]) -> Values:
-    """Sums over the groups of each kind."""
+    """Return, for each kind of group, the sum of a value over the groups of that kind."""
     sums: dict[str, float] = {}
     for manager in host.replica.coordinator.managers:
         kind = manager.spec.kind.value
@@ -162,6 +162,13 @@ _FAMILIES = (
         ("reason",),
         lambda host: [((name,), host.tally.refusals[status]) for status, name in REFUSALS.items()],
     ),
+    Family(
+        CounterMetricFamily,
+        "kvplane_idle_checks",
+        "Checks of the replica's state while it was idle.",
+        ("outcome",),
+        lambda host: [((outcome.value,), count) for outcome, count in host.idle_check.counts.items()],
+    ),
     _counter("kvplane_lives", "Engine lives begun by sessions.", lambda host: host.tally.lives),
     _counter("kvplane_lapses", "Session leases that lapsed.", lambda host: host.events.num_withdrawals),
     Family(
@@ -204,11 +211,12 @@ _HISTOGRAMS_IN_STEPS = (
 
 
 class ServiceCollector(Collector):
-    """All metrics of one service process. Collect on the event loop: the state must not change meanwhile.
+    """Collects all metrics of one service process. Call it on the event loop, so that the state does not change
+    meanwhile.
 
     Args:
         registry: the replicas.
-        report: state of the store for a replica.
+        report: returns the state of the store for a replica.
         holds: measured delays of the event loop.
     """
 
@@ -223,14 +231,14 @@ class ServiceCollector(Collector):
         self._holds = holds or Holds()
 
     def collect(self) -> Iterator[Metric]:
-        """See Collector."""
+        """Yield all metrics (see prometheus_client.registry.Collector)."""
         yield from self._of_service()
         yield from self._of(list(self._registry))
 
     def parts(self) -> Iterator[list[Metric]]:
-        """The same in parts: first all families with the values of the service, then those of each replica.
-
-        Other tasks may run between two parts; the values of one replica are consistent.
+        """Yield the metrics in parts, so that the caller may run other tasks in between: first all families, with only
+        the values of the service, then the values of one replica after the other. The values of one replica are
+        consistent.
         """
         entries = list(self._registry)
         yield [*self._of_service(), *self._of([])]
@@ -246,7 +254,7 @@ class ServiceCollector(Collector):
         yield budget
 
     def _of(self, entries: Sequence[Entry]) -> Iterator[Metric]:
-        """The families of replicas, with the values of these."""
+        """Yield the metric families that have a value per replica, with the values of these registered replicas."""
         hosts = [entry.host for entry in entries]
         for family in _FAMILIES:
             yield family.collect(hosts)
@@ -284,7 +292,7 @@ def _states(hosts: Sequence[ReplicaHost]) -> Metric:
 
 
 def _store(reports: Sequence[tuple[str, StoreReport]]) -> Iterator[Metric]:
-    """The state of the store, for replicas that have one."""
+    """Yield the metric families about the store, with values for the replicas that have a store."""
     lag = GaugeMetricFamily("kvplane_store_lag_entries", "Changes not written to the store yet.", labels=("replica",))
     age = GaugeMetricFamily("kvplane_store_lag_seconds", "Age of the oldest unwritten change.", labels=("replica",))
     failures = CounterMetricFamily("kvplane_store_failures", "Failed store calls.", labels=("replica",))
@@ -307,7 +315,9 @@ def _step_seconds(hosts: Sequence[ReplicaHost]) -> Metric:
 
 
 def _step_buckets(times: StepTimes) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
-    """Cumulative, each with a step that fell into it."""
+    """Return the cumulative buckets of step times, each with one step of that bucket as its exemplar (an example with
+    its trace).
+    """
     bounds = [*(str(bound * _NS) for bound in STEP_BOUNDS_NS), "+Inf"]
     buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
     for bound, count, example in zip(bounds, accumulate(times.counts), times.examples(), strict=True):
@@ -319,7 +329,9 @@ def _step_buckets(times: StepTimes) -> list[tuple[str, float] | tuple[str, float
 
 
 def _where(example: Example) -> dict[str, str]:
-    """Labels that lead to the step: its trace if the engine sent a trace id, else epoch and sequence number."""
+    """Return the labels by which an operator finds the step: trace and span id if the engine sent a trace context,
+    otherwise epoch and step number.
+    """
     context = parse_traceparent(example.traceparent)
     if context is None:
         return {"epoch": str(example.epoch), "seq": str(example.seq)}
@@ -327,7 +339,9 @@ def _where(example: Example) -> dict[str, str]:
 
 
 def _buckets_in_steps(counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Entry k of `counts` holds spans of 2^(k-1) to 2^k - 1 steps, entry 0 those within one step."""
+    """Return cumulative histogram buckets. Entry k of `counts` is the number of durations of 2^(k-1) to 2^k - 1 steps;
+    entry 0 is that of durations within one step.
+    """
     total = list(accumulate(counts))
     buckets = [(str(float((1 << k) - 1)), float(total[k])) for k in range(_MAX_STEPS_EXPONENT + 1)]
     return [*buckets, ("+Inf", float(total[-1]))]

@@ -1,4 +1,4 @@
-"""Measure how long the event loop is blocked at a time. Every client of this process waits as long."""
+"""Measure how long the event loop is blocked at a time. Meanwhile every client of this process waits."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _log = logging.getLogger(__name__)
 
 
 class Holds:
-    """Histogram of the delay of a timer that fires a hundred times per second.
+    """Histogram of the delays of a timer that fires a hundred times per second.
 
     Attributes:
-        counts: by bucket, not cumulative; one more than there are bounds.
+        counts: number of delays in each bucket of BOUNDS_S, not cumulative; the last bucket has no upper bound.
+        sum_s: sum of the delays in seconds.
     """
 
     def __init__(self) -> None:
@@ -29,51 +30,54 @@ class Holds:
         self.sum_s = 0.0
 
     def add(self, late_s: float) -> None:
-        """Count a delay."""
+        """Count a delay of `late_s` seconds."""
         self.counts[bisect_left(BOUNDS_S, late_s)] += 1
         self.sum_s += max(0.0, late_s)
 
     async def watch(self) -> None:
-        """Measure until cancelled. The log names the function that blocked the loop for long."""
+        """Measure until cancelled. If the loop was blocked for more than _LONG_S seconds, log the function that blocked
+        it.
+        """
         monitor = LoopMonitor(threading.get_ident())
         monitor.start()
         try:
             while True:
                 monitor.back_s = began_s = time.monotonic()
                 await asyncio.sleep(_PAUSE_S)
-                away_s = time.monotonic() - began_s  # as the monitor counts, so that every logged hold has a cause
+                away_s = time.monotonic() - began_s  # measured as in LoopMonitor, which then has a sample to log
                 self.add(away_s - _PAUSE_S)
                 if away_s > _LONG_S:
-                    _log.warning("the event loop was held for %.2f s: %s", away_s, monitor.take())
+                    _log.warning("the event loop was blocked for %.2f s: %s", away_s, monitor.take())
         finally:
             monitor.end()
 
 
 class LoopMonitor:
-    """A thread that samples the stack of the event loop's thread when that has been busy for long.
+    """A thread that samples the stack of the event loop's thread while the loop is blocked for more than _LONG_S
+    seconds.
 
     Attributes:
-        back_s: when the loop last ran its timer, by time.monotonic.
-        seen: functions of the service in the last sample.
+        back_s: time at which the loop last ran its timer (time.monotonic).
+        seen: functions of the service on the last sampled stack.
     """
 
     def __init__(self, thread: int) -> None:
-        """`thread`: identifier of the event loop's thread."""
+        """`thread` is the identifier of the event loop's thread."""
         self.back_s = time.monotonic()
         self.seen = ""
         self._watched = thread
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Start sampling."""
+        """Start the sampling thread."""
         threading.Thread(target=self._run, name="kvplane loop holds", daemon=True).start()
 
     def end(self) -> None:
-        """Stop sampling."""
+        """End the sampling thread."""
         self._ended.set()
 
     def take(self) -> str:
-        """The last sample, which is cleared."""
+        """Return the functions of the last sample, and clear it."""
         seen, self.seen = self.seen, ""
         return seen or "by the machine, or by code outside of kvplane_service"
 
@@ -84,7 +88,7 @@ class LoopMonitor:
 
 
 def _describe(frame: FrameType | None) -> str:
-    """The outermost and the innermost function of the service on the stack; "" when there is none."""
+    """Return the outermost and the innermost function of the service on the stack, "" if there is none."""
     ours = []
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))

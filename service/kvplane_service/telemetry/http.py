@@ -1,7 +1,8 @@
-"""The endpoint that Prometheus scrapes: GET /metrics, in the text format of Prometheus or, on request, OpenMetrics.
+"""The HTTP endpoint that Prometheus scrapes: GET /metrics, in the text format of Prometheus or, on request,
+OpenMetrics.
 
-It runs on the service's event loop, because a scrape must see the state between two steps, and replica by replica, so
-that steps are served in between. A thread would hold the interpreter for as long.
+It runs on the service's event loop, because a scrape must read the state between two steps. It yields to other tasks
+after each replica, so that steps are served in between. A thread would block the interpreter for the same time.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _PATH = "/metrics"
 _MAX_HEAD_BYTES = 16 << 10
 _TIMEOUT_S = 5.0
 _MAX_WAITING = 16
-_EOF = b"# EOF\n"  # ends OpenMetrics
+_EOF = b"# EOF\n"  # last line of a page in the OpenMetrics format
 
 Encode: TypeAlias = Callable[[CollectorRegistry], bytes]
 
 
 class MetricsServer:
-    """Serves one collector over HTTP/1.1, a connection per request."""
+    """Serves the metrics of one collector over HTTP/1.1, with one request per connection."""
 
     def __init__(self, collector: ServiceCollector) -> None:
         self._collector = collector
@@ -37,9 +38,9 @@ class MetricsServer:
         self._server: asyncio.Server | None = None
 
     async def start(self, address: str) -> str:
-        """Start serving on host:port. Returns the address, with the selected port for port 0.
+        """Start serving on host:port, and return the address, with the selected port instead of port 0.
 
-        Raises Unavailable naming `metrics_listen` when the address is in use.
+        Raises Unavailable, which names `metrics_listen`, if the address cannot be used.
         """
         host, _, port = address.rpartition(":")
         try:
@@ -50,12 +51,12 @@ class MetricsServer:
             raise Unavailable(
                 f"cannot serve metrics on {address}: {error.strerror or error}",
                 field="metrics_listen",
-                remedy="choose another address with --metrics; port 0 is a free one, an empty address disables metrics",
+                remedy="choose another address with --metrics; port 0 selects a free port",
             ) from None
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Stop serving."""
+        """Stop serving metrics."""
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -70,7 +71,7 @@ class MetricsServer:
         except asyncio.LimitOverrunError:
             writer.writelines(_response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE))
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
-            writer.transport.abort()  # the client is slow or gone: keep nothing for it
+            writer.transport.abort()  # the client is slow or gone: drop what is buffered for it
         finally:
             writer.close()
 
@@ -90,7 +91,7 @@ class MetricsServer:
         return _response(HTTPStatus.OK, body if method == "GET" else [], content_type)
 
     async def _page(self, encode: Encode) -> list[bytes]:
-        """The text of each family, built in slices."""
+        """Return the page of metrics in pieces, one per metric family. It is built in time slices of the event loop."""
         texts: dict[str, list[bytes]] = {}
         async for part in in_slices(self._collector.parts()):
             for metric in part:
@@ -105,19 +106,19 @@ class MetricsServer:
 
 
 class _One(CollectorRegistry):
-    """A registry of the given families only."""
+    """A Prometheus registry that contains only the given metric families."""
 
     def __init__(self, *families: Metric) -> None:
         super().__init__()
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
-        """See CollectorRegistry."""
+        """Yield the given metric families (see prometheus_client.CollectorRegistry)."""
         yield from self._families
 
 
 def _without_header(text: bytes) -> bytes:
-    """The text of a family without its header lines."""
+    """Return the text of a metric family without its HELP and TYPE lines."""
     while text.startswith(b"# "):
         text = text[text.index(b"\n") + 1 :]
     return text

@@ -1,7 +1,8 @@
-"""The operations of a step in one attribute of its span: `kvplane.v1.Decision`, deflated, in base64.
+"""Pack the operations of a step into one attribute of its span: a `kvplane.v1.Decision`, compressed with zlib, in
+base64.
 
-It has the requested and the granted amounts, without hashes, tokens, extra keys, tables, orders and events.
-`kvplane decode` converts it back into rows.
+It has the requested and the granted amounts, without hashes, tokens, extra keys, tables, orders and events. `kvplane
+decode` converts it back into readable rows.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from kvplane_service.decisions.log import Decision
 
 MAX_PACKED_CHARS = 32 << 10
 _MAX_UNPACKED_BYTES = 16 << 20
-_LEVEL = 1  # of deflate: the fastest, because an engine may be waiting
+_LEVEL = 1  # compression level: the fastest, because an engine may be waiting for the step
 
 
 def pack(decision: Decision) -> str:
-    """The attribute; "" when it would be longer than MAX_PACKED_CHARS."""
+    """Return the attribute for a decision, or "" if it would be longer than MAX_PACKED_CHARS."""
     step, result = decision.step, decision.result
     message = Message(
         step=wire.encode_step(replace(step, traceparent="", parts=[_asked(part) for part in step.parts])),
@@ -36,14 +37,14 @@ def pack(decision: Decision) -> str:
 
 
 def unpack(text: str) -> tuple[Step, StepResult]:
-    """The packed step and result. Raises InvalidArgument for any other text."""
+    """Return the step and the result that `pack` packed. Raises InvalidArgument for any other text."""
     try:
         inflater = zlib.decompressobj()
         raw = inflater.decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED_BYTES)
         message = Message.FromString(raw)
     except (binascii.Error, zlib.error, DecodeError, ValueError) as error:
         raise InvalidArgument(
-            f"not the operations of a step: {error}", remedy="pass the unchanged attribute kvcache.ops of a span"
+            f"the text is not a packed step: {error}", remedy="pass the unchanged attribute kvcache.ops of a span"
         ) from None
     return wire.decode_step(message.step, 0), wire.decode_result(message.result)
 

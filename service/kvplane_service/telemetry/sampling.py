@@ -1,8 +1,8 @@
-"""Sampling of traces, decided before the tracing library is called, so that untraced steps cost nothing.
+"""Decide which steps and calls are traced, before the tracing library is called, so that untraced steps cost nothing.
 
 Configured by the standard variables OTEL_TRACES_SAMPLER and OTEL_TRACES_SAMPLER_ARG. One default differs from the
-standard, which traces everything that arrives without a context: here one in a hundred of those is traced, because an
-engine may send hundreds of steps per second.
+standard, which traces every call without a trace context: here one in a hundred of them is traced, because an engine
+may send hundreds of steps per second.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ _PARENT = "parentbased_"
 
 
 def is_asked_for(environment: Mapping[str, str]) -> bool:
-    """Whether the environment enables traces. Raises InvalidArgument for an unsupported exporter."""
+    """Return True if the environment enables traces. Raises InvalidArgument for an unsupported exporter or protocol."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     exporter = environment.get("OTEL_TRACES_EXPORTER", "")
     if exporter not in ("", "none", "otlp"):
-        raise InvalidArgument(f"{exporter!r} is unsupported", field="OTEL_TRACES_EXPORTER", remedy="use otlp or none")
+        what = f"the exporter {exporter!r} is not supported"
+        raise InvalidArgument(what, field="OTEL_TRACES_EXPORTER", remedy="use otlp or none")
     wanted = exporter == "otlp" or (not exporter and any(environment.get(name) for name in _ENDPOINTS))
     protocol = next((name for name in _PROTOCOLS if environment.get(name, "grpc") != "grpc"), None)
     if wanted and protocol is not None:
         raise InvalidArgument(
-            f"{environment[protocol]!r} is unsupported",
+            f"the protocol {environment[protocol]!r} is not supported",
             field=protocol,
-            remedy="use grpc and the collector's port for it (4317)",
+            remedy="use grpc, and the collector's port for gRPC (4317)",
         )
     return wanted
 
 
 class Sampling:
-    """Samples by the flag of the parent context if so configured, and evenly spaced otherwise.
+    """Decides which calls and steps are traced: by the `sampled` flag of the parent trace context, or evenly spaced.
 
     Args:
-        by_parent: whether the sampled flag of a context decides.
-        ratio: 0 to 1, of what has no context (of everything unless by_parent).
+        by_parent: if True, the flag decides for calls and steps that have a trace context.
+        ratio: traced share (0 to 1) of the calls and steps without a trace context; of all if `by_parent` is False.
     """
 
     def __init__(self, by_parent: bool, ratio: float) -> None:
@@ -53,17 +54,20 @@ class Sampling:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Sampling:
-        """The sampling of an environment. Raises InvalidArgument naming the invalid variable."""
+        """Return the sampling that the environment configures. Raises InvalidArgument that names the invalid
+        variable.
+        """
         name = environment.get("OTEL_TRACES_SAMPLER") or _DEFAULT
         inner = name.removeprefix(_PARENT)
         if inner not in _RATIO_OF:
             known = ", ".join([*_RATIO_OF, *(_PARENT + one for one in _RATIO_OF)])
-            raise InvalidArgument(f"{name!r} is unknown", field="OTEL_TRACES_SAMPLER", remedy=f"use one of {known}")
+            what = f"the sampler {name!r} is unknown"
+            raise InvalidArgument(what, field="OTEL_TRACES_SAMPLER", remedy=f"use one of {known}")
         ratio = _RATIO_OF[inner]
         return cls(name != inner, _ratio(environment) if ratio is None else ratio)
 
     def takes(self, traceparent: str) -> bool:
-        """Whether to trace a call or step with this context ("" = none)."""
+        """Return True if a call or step with this trace context ("" = none) is to be traced."""
         if traceparent and self._by_parent:
             return is_sampled(traceparent)
         self._due += self._ratio
@@ -80,5 +84,6 @@ def _ratio(environment: Mapping[str, str]) -> float:
     except ValueError:
         ratio = -1.0
     if not 0.0 <= ratio <= 1.0:
-        raise InvalidArgument(f"{text!r} is not a ratio", field="OTEL_TRACES_SAMPLER_ARG", remedy="give 0 to 1")
+        what = f"{text!r} is not a number from 0 to 1"
+        raise InvalidArgument(what, field="OTEL_TRACES_SAMPLER_ARG", remedy="give the traced share, 0 to 1")
     return ratio

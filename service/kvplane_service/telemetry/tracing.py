@@ -1,8 +1,8 @@
-"""Traces of allocations by OpenTelemetry: one span per step, and one per admission in the trace of its request.
+"""Trace allocations with OpenTelemetry: one span per step, and one span per admission in the trace of its request.
 
-Configured by the standard variables: on when OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set or
-OTEL_TRACES_EXPORTER is "otlp". Spans are built from the decision log after a step was answered, so they contain neither
-hashes nor tokens. docs/tracing.md describes the attributes.
+Configured by the standard variables: on if OTEL_EXPORTER_OTLP_ENDPOINT (or ..._TRACES_ENDPOINT) is set or
+OTEL_TRACES_EXPORTER is "otlp". Spans are built from the decision log, so they contain neither hashes nor tokens.
+docs/tracing.md describes the attributes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ _UNTOUCHED = (AdmitStatus.NOT_REACHED, AdmitStatus.NOT_WAITING)
 
 
 class Tracing:
-    """The tracer of this process."""
+    """The OpenTelemetry tracer of this process."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """The exporter reads the environment itself. Raises InvalidArgument for an unknown sampler."""
+        """Configure tracing from the environment; the exporter reads its own variables. Raises InvalidArgument for an
+        unknown sampler.
+        """
         self.sampling = Sampling.of(environment)
         # Failed deliveries are logged once, below; the library would log every batch.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
@@ -47,27 +49,27 @@ class Tracing:
         self.tracer = self._provider.get_tracer("kvplane", version("kvplane"))
 
     def follower(self, replica: str) -> Callable[[Entry], None]:
-        """A follower of the decision log of this replica that traces its decisions."""
+        """Return a function that traces the entries of this replica's decision log, one per call."""
         return StepTracer(self, replica).add
 
     def flush(self) -> None:
-        """Deliver pending spans; blocks."""
+        """Send pending spans to the collector; blocks."""
         self._provider.force_flush()
 
     def shutdown(self) -> None:
-        """Deliver pending spans and shut down; blocks for the exporter's timeout at most."""
+        """Send pending spans and shut down; blocks at most for the exporter's timeout."""
         self._provider.shutdown()
 
 
 class LoggingExporter(SpanExporter):
-    """Logs the first failed delivery and the recovery, not every failure in between."""
+    """An exporter that logs the first failed delivery and the recovery, and no failures in between."""
 
     def __init__(self, inner: SpanExporter) -> None:
         self._inner = inner
         self._fails = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """See SpanExporter."""
+        """Export the spans with the inner exporter (see SpanExporter.export)."""
         result = self._inner.export(spans)
         fails = result is not SpanExportResult.SUCCESS
         if fails and not self._fails:
@@ -78,16 +80,16 @@ class LoggingExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """See SpanExporter."""
+        """Shut down the inner exporter."""
         self._inner.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """See SpanExporter."""
+        """Flush the inner exporter, for at most `timeout_millis` milliseconds."""
         return self._inner.force_flush(timeout_millis)
 
 
 class StepTracer:
-    """Traces the decision log of one replica."""
+    """Traces the decisions of one replica."""
 
     def __init__(self, tracing: Tracing, replica: str) -> None:
         self._takes = tracing.sampling.takes
@@ -96,7 +98,7 @@ class StepTracer:
         self._requests: dict[int, str] = {}  # sampled contexts by slot
 
     def add(self, entry: Entry) -> None:
-        """Trace one entry if it is sampled."""
+        """Create the spans of one entry (applied step) of the decision log, if the entry is sampled."""
         if not isinstance(entry, Decision):
             self._requests.clear()
             return
@@ -147,7 +149,7 @@ class StepTracer:
         }
 
     def _contexts_of(self, decision: Decision) -> list[SpanContext]:
-        """Contexts of the sampled requests that this step admits or refuses."""
+        """Return the trace contexts of the sampled requests that this step tries to admit."""
         slots = (slot for part in decision.step.parts for slot in part.admit.slot)
         contexts = (_span_context(self._requests.get(slot, "")) for slot in slots)
         return [context for context in contexts if context is not None]
@@ -185,6 +187,6 @@ def _span_context(traceparent: str) -> SpanContext | None:
 
 
 def context_of(traceparent: str) -> Context | None:
-    """The parent context of a span; None when `traceparent` is malformed."""
+    """Return the parent context for a span, None if `traceparent` is malformed."""
     context = _span_context(traceparent)
     return None if context is None else set_span_in_context(NonRecordingSpan(context), Context())

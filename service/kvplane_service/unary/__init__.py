@@ -5,7 +5,7 @@ A call comes in as a value with token ids or hashes; the encoded answer goes out
 calls        the calls and their answers as values
 service      applies a call once, through the replica's host; `UnaryCalls.do` is the entry point
 fields       names of columns to names of the call's fields, for refusals
-requests     request names to slots
+requests     request names to slots (numbers of requests in steps)
 hashing      token ids to block hashes, on a thread when long
 idempotency  stored answers by op_id: a repeated call changes nothing
 """

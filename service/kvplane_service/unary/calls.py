@@ -1,9 +1,9 @@
-"""Unary calls and their answers as values: what a front end decodes into, and what it encodes from."""
+"""The types of unary calls and of their answers. The RPC layer decodes messages into calls and encodes answers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
@@ -14,13 +14,15 @@ from kvplane.base.step import (
     NO_EXTRA_KEYS,
     UNCHANGED,
     UNLIMITED,
+    Cache,
     ExtraKeys,
     News,
+    Part,
     RowFlag,
     StepResult,
     Watermark,
 )
-from kvplane_service.replicas.host import UnaryStep
+from kvplane_service.replicas.step_order import UnaryStep
 
 if TYPE_CHECKING:
     from kvplane_service.unary.service import UnaryCalls
@@ -30,10 +32,10 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True, slots=True)
 class CallHeader:
-    """What every mutation carries.
+    """The fields that are common to all unary calls that change a replica.
 
     Attributes:
-        at: the step that it belongs to.
+        at: the step that the call belongs to.
         op_id: idempotency key chosen by the client, "" for none.
         fingerprint: digest of the call's content; calls with equal `op_id` must have equal ones.
     """
@@ -43,19 +45,34 @@ class CallHeader:
     fingerprint: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[_Answer]):
+    """How a call is applied: the part of a step that it becomes, and what is done with the result.
+
+    Attributes:
+        part: a part of a step, whose only row (one operation on one request) is that of the call.
+        done: records the result and returns the call's answer; called once, before any other call is served.
+    """
+
+    part: Part
+    done: Callable[[StepResult], _Answer]
+
+
 class UnaryCall(ABC, Generic[_Answer]):
-    """One mutation. `prepare` does everything that may wait; `apply` then runs without interruption."""
+    """One call that changes a replica. `prepare` does everything that may wait; `plan` then runs without waiting."""
 
     __slots__ = ()
 
     async def prepare(self, unary: UnaryCalls) -> Self:
-        """The call with its token ids hashed; itself when it has none. Raises as `UnaryCalls.do`."""
+        """Return the call with its token ids hashed, or itself if it has none. Raises as `UnaryCalls.do`."""
         del unary
         return self
 
     @abstractmethod
-    def apply(self, unary: UnaryCalls, at: UnaryStep) -> _Answer:
-        """Apply the prepared call. Raises as `UnaryCalls.do`."""
+    def plan(self, unary: UnaryCalls) -> Plan[_Answer]:
+        """Plan how to apply the prepared call to the replica as it is now. Changes nothing; raises as
+        `UnaryCalls.do`.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +81,7 @@ class Content:
 
     Attributes:
         hashes: digests of the full blocks, concatenated.
-        tail: state of the hash chain after the last token; None when the client computes the hashes.
+        tail: state of the hash chain after the last token; None if the client computes the hashes.
         token_ids: tokens to hash; empty once they are hashed.
     """
 
@@ -79,11 +96,11 @@ class Content:
     token_ids: Sequence[int] = ()
 
     def as_probe(self) -> News:
-        """The row of an unnamed request, for look-ups."""
+        """Return a news row (a step's row that creates a request) without a request name, for a look-up."""
         return self.as_news(0, "")
 
     def as_news(self, slot: int, name: str) -> News:
-        """The row that creates the request."""
+        """Return the news row: the row of a step that creates the request."""
         return News(
             slot=[slot],
             num_tokens=[self.num_tokens],
@@ -103,7 +120,7 @@ class Appended:
 
     Attributes:
         hashes: digests of the completed blocks, concatenated.
-        was, tail: state of the hash chain before and after these tokens; None when the client computes the hashes.
+        was, tail: state of the hash chain before and after these tokens; None if the client computes the hashes.
         token_ids: tokens to hash; empty once they are hashed.
     """
 
@@ -121,7 +138,7 @@ class Appended:
 
 
 class AllocationStatus(Enum):
-    """Outcome of an allocation; the value is the name in the contract."""
+    """The outcome of an allocation; the value is the name in the proto contract."""
 
     GRANTED = "GRANTED"
     REFUSED = "REFUSED"
@@ -141,7 +158,7 @@ class Hashes:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Answer of an allocation; block ids are listed per group."""
+    """The answer to an AllocateSlots call; block ids are listed per group."""
 
     step: StepResult
     status: AllocationStatus
@@ -157,14 +174,14 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """Answer of a commit."""
+    """The answer to a CommitBlocks call."""
 
     step: StepResult
     hashes: Hashes
 
 
 class EndKind(Enum):
-    """What happens to a request that ends; the value is the name in the contract."""
+    """What happens to a request that ends, and to its blocks; the value is the name in the proto contract."""
 
     FREE = "FREE"
     HELD = "HELD"
@@ -174,7 +191,7 @@ class EndKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AllocateCall(UnaryCall[Allocated]):
-    """One AllocateSlots, see the contract."""
+    """One AllocateSlots call: allocates blocks for a new, waiting or running request (allocation.proto)."""
 
     request_id: str
     content: Content | None = None
@@ -193,18 +210,20 @@ class AllocateCall(UnaryCall[Allocated]):
     victims: tuple[str, ...] = ()
 
     async def prepare(self, unary: UnaryCalls) -> Self:
-        """See UnaryCall."""
+        """Hash the tokens of the content and the appended tokens."""
         content = None if self.content is None else await unary.hash_content(self.content)
         return replace(self, content=content, appended=await unary.hash_appended(self.request_id, self.appended))
 
-    def apply(self, unary: UnaryCalls, at: UnaryStep) -> Allocated:
-        """See UnaryCall."""
-        return unary.allocate(at, self)
+    def plan(self, unary: UnaryCalls) -> Plan[Allocated]:
+        """Plan the step's row: a run row (grants tokens) for a running request, an admit row (starts the request) for
+        any other.
+        """
+        return unary.plan_allocation(self)
 
 
 @dataclass(frozen=True, slots=True)
 class CommitCall(UnaryCall[Committed]):
-    """One CommitBlocks, see the contract; without a name it only ends the step."""
+    """One CommitBlocks call: appends tokens and registers full blocks; without a request it only ends the step."""
 
     request_id: str = ""
     computed: int = UNCHANGED
@@ -212,42 +231,52 @@ class CommitCall(UnaryCall[Committed]):
     commit: int = UNCHANGED
 
     async def prepare(self, unary: UnaryCalls) -> Self:
-        """See UnaryCall."""
+        """Hash the appended tokens."""
         return replace(self, appended=await unary.hash_appended(self.request_id, self.appended))
 
-    def apply(self, unary: UnaryCalls, at: UnaryStep) -> Committed:
-        """See UnaryCall."""
-        return unary.commit(at, self)
+    def plan(self, unary: UnaryCalls) -> Plan[Committed]:
+        """Plan a facts row: the row of a step that reports appended tokens and full blocks of a request."""
+        return unary.plan_commit(self)
 
 
 @dataclass(frozen=True, slots=True)
 class FreeCall(UnaryCall[StepResult]):
-    """One Free, see the contract. `fence_seq` 0: none."""
+    """One Free call: ends a request. Its blocks are released once step `fence_seq` is executed, at once if `fence_seq`
+    is 0.
+    """
 
     request_id: str
     end: EndKind = EndKind.FREE
     fence_seq: int = 0
 
-    def apply(self, unary: UnaryCalls, at: UnaryStep) -> StepResult:
-        """See UnaryCall."""
-        return unary.free(at, self.request_id, self.end, self.fence_seq)
+    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+        """Plan a facts row (reports a change of a request) that ends the request, or a cache section (changes cached
+        blocks) that releases the held blocks of an ended request.
+        """
+        return unary.plan_end(self)
 
 
 @dataclass(frozen=True, slots=True)
 class EvictCall(UnaryCall[StepResult]):
-    """One EvictBlocks, see the contract."""
+    """One EvictBlocks call: removes the keys (hashes under which a block is found) of these blocks."""
 
     blocks: tuple[int, ...]
 
-    def apply(self, unary: UnaryCalls, at: UnaryStep) -> StepResult:
-        """See UnaryCall."""
-        return unary.evict(at, list(self.blocks))
+    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+        """Plan a cache section (the part of a step that changes cached blocks) that removes the keys of the blocks."""
+        return Plan(Part(cache=Cache(evicted=list(self.blocks))), _itself)
 
 
 @dataclass(frozen=True, slots=True)
 class ResetCall(UnaryCall[StepResult]):
-    """One ResetPrefixCache, see the contract."""
+    """One ResetPrefixCache call: removes the keys (hashes under which a block is found) of all blocks, if no request
+    holds a block.
+    """
 
-    def apply(self, unary: UnaryCalls, at: UnaryStep) -> StepResult:
-        """See UnaryCall."""
-        return unary.reset(at)
+    def plan(self, unary: UnaryCalls) -> Plan[StepResult]:
+        """Plan a cache section (the part of a step that changes cached blocks) that removes all keys."""
+        return Plan(Part(cache=Cache(reset=True)), _itself)
+
+
+def _itself(result: StepResult) -> StepResult:
+    return result

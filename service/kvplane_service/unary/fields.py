@@ -1,4 +1,4 @@
-"""Field names of unary calls: a refusal by the core names a column of the step, the client sent a field of its call."""
+"""Translates field names in errors: the core names a column of the step, the client sent a field of a unary call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ _COLUMN = re.compile(r"(?:parts\[\d+\]\.)?(?:run\.|admit\.)?([a-z_.]+)(\[\d+\])?
 
 @contextmanager
 def unary_fields() -> Iterator[None]:
-    """Rename the field of errors raised inside: from the step's column to the call's field."""
+    """Rename the field of errors that are raised in the `with` block, from a column of the step to a field of
+    the call.
+    """
     try:
         yield
     except KvplaneError as error:
@@ -53,7 +55,7 @@ def unary_fields() -> Iterator[None]:
 
 
 def unary_field(column: str) -> str:
-    """The field of the call that fills this column of the step; the column itself when there is none."""
+    """Return the field of the call that fills this column of the step; the column itself if there is none."""
     match = _COLUMN.fullmatch(column)
     name = _FIELDS.get(match[1]) if match else None
     if name is None or match is None:

@@ -1,4 +1,4 @@
-"""Answers of recent unary calls by op_id, so that a retry changes nothing."""
+"""Stores the answers of recent unary calls by op_id, so that a retry gets the same answer and changes nothing."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ MAX_OP_ID_CHARS = 128
 
 
 class OpWindow:
-    """The answers of the last `size` calls with an op_id, fewer when they take more than `max_bytes`.
+    """The answers of the last `size` calls with an op_id, or of fewer calls, so that the answers take at most
+    `max_bytes` bytes.
 
-    The newest is always kept, whatever its size, so that a client can always retry its last call.
+    The newest answer is always kept, whatever its size, so that a client can always retry its last call.
     """
 
     def __init__(self, size: int, max_bytes: int) -> None:
@@ -22,7 +23,7 @@ class OpWindow:
         self._answers: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
 
     def find(self, op_id: str, fingerprint: bytes) -> bytes | None:
-        """The stored answer of this op_id, None when it is new or empty.
+        """Return the stored answer of this op_id, None if the op_id is new or empty.
 
         Raises:
             OpIdReused: the op_id was used with other content.
@@ -30,7 +31,7 @@ class OpWindow:
         """
         if len(op_id) > MAX_OP_ID_CHARS:
             raise InvalidArgument(
-                f"{len(op_id)} characters", field="header.op_id", remedy=f"give at most {MAX_OP_ID_CHARS}"
+                f"{len(op_id)} characters", field="header.op_id", remedy=f"give at most {MAX_OP_ID_CHARS} characters"
             )
         known = self._answers.get(op_id)
         if known is None:
@@ -44,7 +45,7 @@ class OpWindow:
         return known[1]
 
     def keep(self, op_id: str, fingerprint: bytes, answer: bytes) -> None:
-        """Store an answer, and drop the oldest ones when the window is full. Does nothing for an empty op_id."""
+        """Store an answer, and drop the oldest ones if there are too many. Does nothing for an empty op_id."""
         if not op_id:
             return
         self._answers[op_id] = (fingerprint, answer)
@@ -54,6 +55,8 @@ class OpWindow:
             self._num_bytes -= len(oldest)
 
     def clear(self) -> None:
-        """Drop all answers: a new engine life has begun, in which they are invalid."""
+        """Drop all answers: a new engine life (the time of one epoch) has begun, in which answers of the previous one
+        are invalid.
+        """
         self._answers.clear()
         self._num_bytes = 0

@@ -1,4 +1,6 @@
-"""Requests of unary calls: clients use names, the core uses slots."""
+"""The requests of unary calls: maps the names that clients use to slots, the small numbers by which the core knows
+requests.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 
 @dataclass(slots=True)
 class KnownRequest:
-    """One request of unary calls. Its state is in the core.
+    """One request of unary calls; its tokens and blocks are in the core.
 
     Attributes:
-        slot: its number in the core.
-        tail: state of its hash chain; None when the client computes the hashes.
-        extra_keys: other inputs of its hashes.
+        name: the request id that the client chose.
+        slot: the small number by which the core knows the request.
+        tail: state of its hash chain; None if the client computes the hashes.
+        extra_keys: inputs of its hashes other than tokens, such as the LoRA adapter.
     """
 
     name: str
@@ -27,7 +30,9 @@ class KnownRequest:
 
 
 class RequestBook:
-    """Known requests by name and by slot. The lowest free slot is used, so that slots stay dense."""
+    """The known requests by name and by slot (number in the core). A new request gets the lowest free slot, so that the
+    arrays that the core indexes by slot stay short.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -36,11 +41,11 @@ class RequestBook:
         self._free: list[int] = []
 
     def find(self, name: str) -> KnownRequest | None:
-        """The request of that name, None when there is none."""
+        """Return the request with this name, None if there is none."""
         return self._by_name.get(name)
 
     def get(self, name: str, field: str = "request_id") -> KnownRequest:
-        """The request of that name. Raises NotFound."""
+        """Return the request of that name. Raises NotFound, with `field` as the field at fault."""
         request = self._by_name.get(name)
         if request is None:
             raise NotFound(
@@ -51,21 +56,23 @@ class RequestBook:
         return request
 
     def name_of(self, slot: int) -> str:
-        """Name of the request in that slot."""
+        """Return the name of the request that has this slot (number in the core)."""
         return self._by_slot[slot].name
 
     def next_slot(self) -> int:
-        """The slot that the next new request will get; changes nothing. Raises LimitExceeded."""
+        """Return the slot (number in the core) that the next new request will get. Changes nothing. Raises
+        LimitExceeded if no slot is free.
+        """
         if len(self._by_name) >= self._limit:
             raise LimitExceeded(
-                f"{self._limit} requests are known",
+                f"the replica has {self._limit} requests, the limit",
                 field="request_id",
                 remedy="free some, or raise max_requests of the service",
             )
         return self._free[0] if self._free else len(self._by_slot)
 
     def add(self, request: KnownRequest) -> None:
-        """Add a request whose slot is `next_slot`."""
+        """Add a request whose slot is the result of `next_slot`."""
         assert request.name not in self._by_name, request
         if self._free:
             slot = heapq.heappop(self._free)
@@ -74,7 +81,7 @@ class RequestBook:
         self._by_slot[request.slot] = request
 
     def remove(self, request: KnownRequest) -> None:
-        """Remove a request and free its slot."""
+        """Remove a request and make its slot (number in the core) available to new requests."""
         del self._by_name[request.name]
         del self._by_slot[request.slot]
         heapq.heappush(self._free, request.slot)

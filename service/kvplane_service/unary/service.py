@@ -1,10 +1,13 @@
-"""Unary calls of one replica: each mutation is a step of a single part, or with `more` a piece of one."""
+"""Applies the unary calls of one replica: each call becomes a step of one part; with `more` in its header, it becomes
+one part of a step to which further calls belong.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 from kvplane.base.errors import FailedPrecondition, InvalidArgument
 from kvplane.base.hashing import HashTail
@@ -25,7 +28,9 @@ from kvplane.base.step import (
 )
 from kvplane_service.config import Config
 from kvplane_service.core.step_applier import align_chunk
-from kvplane_service.replicas.host import ReplicaHost, UnaryStep
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.replicas.step_order import Turn
+from kvplane_service.runtime.executors import Busy, Offload
 from kvplane_service.unary.calls import (
     AllocateCall,
     Allocated,
@@ -36,7 +41,9 @@ from kvplane_service.unary.calls import (
     Committed,
     Content,
     EndKind,
+    FreeCall,
     Hashes,
+    Plan,
     UnaryCall,
 )
 from kvplane_service.unary.fields import unary_fields
@@ -47,6 +54,7 @@ from kvplane_service.unary.requests import KnownRequest, RequestBook
 MAX_REQUEST_ID_CHARS = 128
 
 _Answer = TypeVar("_Answer")
+Encode: TypeAlias = Callable[[_Answer], bytes]
 
 _OF_ADMISSION = {
     AdmitStatus.NOT_REACHED: AllocationStatus.NOTHING_TO_DO,
@@ -64,42 +72,76 @@ _ENDS = {EndKind.FREE: End.FREE, EndKind.HELD: End.HELD, EndKind.PREEMPTED: End.
 
 
 class UnaryCalls:
-    """Unary mutations of one replica, the requests that they created, and the answers kept for repeated calls."""
+    """Applies unary calls to one replica; keeps the requests that they created, and answers for repeated calls."""
 
-    def __init__(self, host: ReplicaHost, config: Config, hasher: ContentHasher) -> None:
+    def __init__(self, host: ReplicaHost, config: Config, hasher: ContentHasher, offload: Offload) -> None:
+        """`hasher` hashes token ids; `offload` is the thread on which long calls are applied."""
         self.host = host
+        self._offload = offload
         self._config = config
         self._hasher = hasher
         self._epoch = host.epoch
         self._book = RequestBook(config.max_requests)
         self._ops = OpWindow(config.op_window, config.op_window_bytes)
 
-    async def do(self, header: CallHeader, call: UnaryCall[_Answer], encode: Callable[[_Answer], bytes]) -> bytes:
+    async def do(self, header: CallHeader, call: UnaryCall[_Answer], encode: Encode[_Answer]) -> bytes:
         """Apply a call once and return its encoded answer; a repeat of its op_id gets the answer of the first call.
 
-        Hashing may wait, and an equal call may be applied meanwhile: the answers are looked up again afterwards. From
-        there on nothing waits, so that no other call comes between the look-up, the mutation and the stored answer.
+        Hashing, and long work of other calls, may wait, and an equal call may be applied meanwhile: everything is
+        checked again after each wait. After the last check nothing waits, so that no other call comes between the
+        look-up of the answer, the mutation and the stored answer. When the caller is cancelled, a call that is being
+        applied still completes, and its answer is kept.
 
         Raises:
             OtherWriter: a session writes to the replica.
-            StaleEpoch: the header names an engine life that has ended.
+            StaleEpoch: the header names an engine life (the time of one epoch) that has ended.
             OpIdReused: `op_id` was used with other content.
-            Busy: too many long contents wait to be hashed.
+            Busy: too many long contents wait to be hashed, or too many long calls to be applied.
             KvplaneError: the call is refused; nothing changes, and no answer is kept.
         """
-        await self.host.idle()
-        self.host.check_unary(header.at)
-        answer = self._kept_answer(header)
-        if answer is None:
-            prepared = await call.prepare(self)
+        host = self.host
+        prepared: UnaryCall[_Answer] | None = None
+        while True:
+            await host.idle()
+            host.check_unary(header.at)
             answer = self._kept_answer(header)
-            if answer is None:
-                answer = encode(prepared.apply(self, header.at))
-                self._ops.keep(header.op_id, header.fingerprint, answer)
+            if answer is not None:
+                return answer
+            if prepared is None:
+                prepared = await call.prepare(self)
+            elif host.has_left:
+                await host.begin_unary()
+            else:
+                return await self.apply(header, prepared, encode)
+
+    async def apply(self, header: CallHeader, call: UnaryCall[_Answer], encode: Encode[_Answer]) -> bytes:
+        """Apply a prepared call now; keeps and returns its encoded answer. Raises as `do`.
+
+        A long call is applied and encoded on a thread; other calls of the replica wait until its answer is kept.
+        """
+        self._follow_epoch()
+        plan = call.plan(self)
+        with unary_fields():
+            turn = self.host.next_unary(header.at, [plan.part])
+            if self.host.steps.is_long(turn.step):
+                return await self.host.steps.aside(self._apply_long(header, turn, plan, encode))
+            result = self.host.apply_unary(turn)
+        return self._keep(header, encode(plan.done(result)))
+
+    async def _apply_long(self, header: CallHeader, turn: Turn, plan: Plan[_Answer], encode: Encode[_Answer]) -> bytes:
+        answer = plan.done(await self.host.apply_unary_by(self._offload, turn))
+        try:
+            encoded = await self._offload(partial(encode, answer))
+        except Busy:  # the step is applied, so its answer must be kept
+            encoded = encode(answer)
+        return self._keep(header, encoded)
+
+    def _keep(self, header: CallHeader, answer: bytes) -> bytes:
+        self._ops.keep(header.op_id, header.fingerprint, answer)
         return answer
 
     async def hash_content(self, content: Content) -> Content:
-        """The content with its token ids hashed. Changes nothing.
+        """Return the content with its token ids hashed. Changes nothing.
 
         Raises:
             InvalidArgument: too many tokens, or a token id or extra key that is not accepted.
@@ -112,13 +154,13 @@ class UnaryCalls:
             raise InvalidArgument(
                 f"{content.num_tokens} tokens",
                 field="content.token_ids",
-                remedy=f"max_model_len of the replica is {limit}",
+                remedy=f"give at most {limit} tokens, max_model_len of the replica",
             )
         hashes, tail = await self._hash(content.token_ids, content.extra_keys, None, "content.token_ids")
         return replace(content, hashes=hashes, num_hashes=self._count(hashes), tail=tail, token_ids=())
 
     async def hash_appended(self, name: str, appended: Appended) -> Appended:
-        """The tokens appended to request `name`, hashed from the end of its hash chain. Changes nothing.
+        """Return the tokens appended to request `name`, hashed from the end of its hash chain. Changes nothing.
 
         Raises:
             NotFound: no such request.
@@ -131,78 +173,83 @@ class UnaryCalls:
         if not appended.token_ids:
             if request.tail is not None:
                 raise InvalidArgument(
-                    "this request came with tokens", field="appended.num_tokens", remedy="give token_ids"
+                    "the request was created with token ids", field="appended.num_tokens", remedy="give token_ids"
                 )
             return appended
         if request.tail is None:
             raise InvalidArgument(
-                "this request came with hashes",
+                "the request was created with hashes",
                 field="appended.token_ids",
-                remedy="continue as the request began: with tokens, or with num_tokens and hashes",
+                remedy="append num_tokens and hashes instead of token ids",
             )
         was = request.tail
         hashes, tail = await self._hash(appended.token_ids, request.extra_keys, was, "appended.token_ids")
         return Appended(appended.num_tokens, hashes, self._count(hashes), was, tail)
 
-    def allocate(self, at: UnaryStep, call: AllocateCall) -> Allocated:
-        """Allocate blocks for a request, which is admitted first unless it is running. Raises as `do`."""
-        self._begin(at)
+    def plan_allocation(self, call: AllocateCall) -> Plan[Allocated]:
+        """Plan an allocation for a request, which is admitted first unless it is running. Raises as `do`."""
         request = self._requested(call)
         part = Part(with_tables=True)
         self._add_content(part, request, call)
         runs = self.host.replica.requests.running
-        is_running = call.content is None and runs[request.slot]
+        is_running = call.content is None and bool(runs[request.slot])
         if is_running:
             victims = [self._book.get(name, f"victims[{at}]").slot for at, name in enumerate(call.victims)]
             part.run = _run_row(request.slot, call, victims)
         else:
             part.admit = _admit_row(request.slot, call)
-        step = self._apply(at, part)
-        if part.news.slot:
-            self._enter(request)
-        self._note_appended(request, call.appended)
-        result = step.parts[0]
-        status = self._running_status(request.slot, call, result) if is_running else _admission_status(result)
-        return self._allocated(step, request.slot, status)
+        is_new = bool(part.news.slot)
 
-    def commit(self, at: UnaryStep, call: CommitCall) -> Committed:
-        """Append tokens and register full blocks."""
-        self._begin(at)
+        def done(step: StepResult) -> Allocated:
+            if is_new:
+                self._enter(request)
+            self._note_appended(request, call.appended)
+            result = step.parts[0]
+            status = self._running_status(request.slot, call, result) if is_running else _admission_status(result)
+            return self._allocated(step, request.slot, status)
+
+        return Plan(part, done)
+
+    def plan_commit(self, call: CommitCall) -> Plan[Committed]:
+        """Plan to append tokens and register full blocks. Raises NotFound, InvalidArgument."""
         if not call.request_id:
             if call != CommitCall():
                 raise InvalidArgument(
-                    "no request is named", field="request_id", remedy="name it, or give the header alone"
+                    "the call has other fields but no request_id",
+                    field="request_id",
+                    remedy="name the request, or send only the header to end the step",
                 )
-            return Committed(self._apply(at, Part()), Hashes())
+            return Plan(Part(), lambda step: Committed(step, Hashes()))
         request = self._book.get(call.request_id)
-        step = self._apply(at, Part(facts=self._facts(request, call.computed, call.appended, call.commit)))
-        self._note_appended(request, call.appended)
-        return Committed(step, self._hashes(request.slot))
 
-    def free(self, at: UnaryStep, name: str, end: EndKind, fence: int) -> StepResult:
-        """End, hold, preempt or release a request."""
-        self._begin(at)
-        request = self._book.get(name)
-        if end is EndKind.RELEASED:
-            if fence:
-                raise InvalidArgument("a release has no fence", field="fence_seq", remedy="release it later")
+        def done(step: StepResult) -> Committed:
+            self._note_appended(request, call.appended)
+            return Committed(step, self._hashes(request.slot))
+
+        return Plan(Part(facts=self._facts(request, call.computed, call.appended, call.commit)), done)
+
+    def plan_end(self, call: FreeCall) -> Plan[StepResult]:
+        """Plan to end a request, to end it and hold its blocks, to preempt it, or to release its held blocks. Raises
+        NotFound, InvalidArgument.
+        """
+        request = self._book.get(call.request_id)
+        if call.end is EndKind.RELEASED:
+            if call.fence_seq:
+                raise InvalidArgument(
+                    f"a release has no fence, found step {call.fence_seq}",
+                    field="fence_seq",
+                    remedy="give 0, and release the request when the transfer has ended",
+                )
             part = Part(cache=Cache(released=[request.slot]))
         else:
-            part = Part(facts=Facts(slot=[request.slot], end=[_ENDS[end]], fence=[fence]))
-        step = self._apply(at, part)
-        if not self.host.replica.requests.is_live(request.slot):
-            self._book.remove(request)
-        return step
+            part = Part(facts=Facts(slot=[request.slot], end=[_ENDS[call.end]], fence=[call.fence_seq]))
 
-    def evict(self, at: UnaryStep, blocks: list[int]) -> StepResult:
-        """Drop the keys of blocks."""
-        self._begin(at)
-        return self._apply(at, Part(cache=Cache(evicted=blocks)))
+        def done(step: StepResult) -> StepResult:
+            if not self.host.replica.requests.is_live(request.slot):
+                self._book.remove(request)
+            return step
 
-    def reset(self, at: UnaryStep) -> StepResult:
-        """Drop every key when no block is in use."""
-        self._begin(at)
-        return self._apply(at, Part(cache=Cache(reset=True)))
+        return Plan(part, done)
 
     # ---- inside
 
@@ -223,19 +270,15 @@ class UnaryCalls:
     def _count(self, hashes: bytes) -> int:
         return len(hashes) // self.host.scheme.digest.size
 
-    def _begin(self, at: UnaryStep) -> None:
-        self.host.begin_unary(at)
-        self._follow_epoch()
-
     def _follow_epoch(self) -> None:
-        """Drop requests and answers of an engine life that has ended."""
+        """Drop requests and answers of an engine life (the time of one epoch) that has ended."""
         if self._epoch != self.host.epoch:
             self._epoch = self.host.epoch
             self._book = RequestBook(self._config.max_requests)
             self._ops.clear()
 
     def _requested(self, call: AllocateCall) -> KnownRequest:
-        """The request of a call; a new one is not added to the book yet."""
+        """Return the request of a call; a new one is not added to the known requests yet."""
         known = self._book.find(call.request_id)
         if known is None:
             if call.content is None:
@@ -260,14 +303,20 @@ class UnaryCalls:
         return KnownRequest(known.name, known.slot, call.content.tail, call.content.extra_keys)
 
     def _add_content(self, part: Part, request: KnownRequest, call: AllocateCall) -> None:
-        """Add what precedes the allocation: a new request, or facts about a known one."""
+        """Add to the part the row that must precede the allocation: the row that creates a new request, or, for a known
+        one, the row with its computed and appended tokens.
+        """
         if call.content is None:
             if call.computed != UNCHANGED or call.appended.num_tokens or call.appended.num_hashes:
                 part.facts = self._facts(request, call.computed, call.appended, UNCHANGED)
             return
         if call.computed != UNCHANGED or call.appended.num_tokens:
             wrong = "appended" if call.appended.num_tokens else "computed_tokens"
-            raise InvalidArgument("a new request has none", field=wrong, remedy="put all tokens into content")
+            raise InvalidArgument(
+                f"{wrong} is not allowed with content",
+                field=wrong,
+                remedy="put all tokens of a new request into content",
+            )
         if request.slot in self.host.replica.requests.loading:
             return  # preempted during its load, which continues: deferred, as without content
         if self._book.find(request.name) is not None:  # waiting, and sent again
@@ -289,10 +338,6 @@ class UnaryCalls:
             hashes=appended.hashes,
             commit=[commit],
         )
-
-    def _apply(self, at: UnaryStep, part: Part) -> StepResult:
-        with unary_fields():
-            return self.host.apply_unary(at, [part])
 
     def _enter(self, request: KnownRequest) -> None:
         old = self._book.find(request.name)

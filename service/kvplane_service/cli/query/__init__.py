@@ -1,3 +1,3 @@
-"""Commands that query a running service over gRPC: each sends one or a few calls and prints the answer as a table, as
+"""Commands that query a running service over gRPC: each makes one or a few calls and prints the answer as a table, as
 JSON or as YAML.
 """

@@ -1,4 +1,4 @@
-"""The checks of `kvplane doctor`. Answers of a running service go in, a finding per check comes out."""
+"""The checks of `kvplane doctor`: they query a running service, and each check returns one finding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check; the remedy applies when `is_well` is False."""
+    """The result of one check.
+
+    Attributes:
+        is_well: True if the check found no fault.
+        seen: what the check found, as text.
+        remedy: what an operator can do, if `is_well` is False.
+    """
 
     check: str
     is_well: bool
@@ -34,7 +40,7 @@ class Finding:
 
 
 def examine(service: str, access: Access = PLAIN) -> list[Finding]:
-    """Run all checks in order. Raises Unavailable when the service cannot be reached."""
+    """Run all checks in order and return their findings. Raises Unavailable if the service cannot be reached."""
     channel = open_channel(service, access)
     client = Client(channel, retry=RetryPolicy(attempts=1))
     try:
@@ -51,6 +57,7 @@ def examine(service: str, access: Access = PLAIN) -> list[Finding]:
             _workers(replicas),
             _epochs(replicas),
             _stores(channel, replicas),
+            _state(channel),
             _loads(replicas),
             _chunks(replicas),
             _starved(replicas),
@@ -67,7 +74,9 @@ def _health(channel: grpc.Channel) -> Finding:
 
 
 def _health_of(channel: grpc.Channel, name: str) -> str:
-    """The gRPC Health status of a part of the service, or the status code of the failed call."""
+    """Return the gRPC Health status of a named part of the service, or the status code of the failed call, in lower
+    case.
+    """
     request = health_pb2.HealthCheckRequest(service=name)
     try:
         answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_S)
@@ -78,7 +87,9 @@ def _health_of(channel: grpc.Channel, name: str) -> str:
 
 
 def _reflection(channel: grpc.Channel, is_expected: bool) -> Finding:
-    """Reflection is off by default on a service that authenticates its clients."""
+    """Check that gRPC reflection works. On a service that authenticates its clients, reflection is off by default; that
+    counts as no fault.
+    """
     remedy = "set reflection = true in the service's configuration, or pass the .proto files to grpcurl"
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     request = reflection_pb2.ServerReflectionRequest(list_services="")
@@ -111,7 +122,9 @@ def _replicas(replicas: list[DescribeReplicaResponse]) -> Finding:
 
 
 def _workers(replicas: list[DescribeReplicaResponse]) -> Finding:
-    """A replica without any worker may be served by its engine. One with some workers must have all."""
+    """Check that each replica has a worker (page-holding process) for all of its ranks or for none: without any worker,
+    the engine holds the pages itself.
+    """
     missing = list(_ranks_without_worker(replicas))
     seen = f"missing: {', '.join(missing)}" if missing else "no rank has lost its worker"
     return Finding("workers", not missing, seen, "check the worker process, and restart it on the same machine")
@@ -136,12 +149,24 @@ def _epochs(replicas: list[DescribeReplicaResponse]) -> Finding:
 
 
 def _stores(channel: grpc.Channel, replicas: list[DescribeReplicaResponse]) -> Finding:
-    """Reads gRPC Health too: a service that started without its store may have no replica that reports a problem."""
+    """Check that every replica's store works. Also reads gRPC Health, because a service that could not reach its store
+    at its start may have no replica that would report the problem.
+    """
     problems = [f"{one.replica}: {one.store.problem}" for one in replicas if one.store.state == STORE_STATE_DEGRADED]
     if _health_of(channel, "store") == "not serving":
         problems = problems or ["the service cannot use its store"]
     seen = "; ".join(problems) or "no store is unavailable"
     return Finding("store", not problems, seen, "check the store; allocation continues, but a restart would lose hits")
+
+
+def _state(channel: grpc.Channel) -> Finding:
+    """Check that no idle replica was found broken. Returns no fault for an earlier version of the service, which does
+    not report this.
+    """
+    is_broken = _health_of(channel, "state") == "not serving"
+    seen = "a check of an idle replica found a broken state" if is_broken else "no check found a broken state"
+    remedy = "the service's log names replica and invariant: see KvplaneStateBroken in docs/operating.md"
+    return Finding("state", not is_broken, seen, remedy)
 
 
 def _loads(replicas: list[DescribeReplicaResponse]) -> Finding:
@@ -152,7 +177,10 @@ def _loads(replicas: list[DescribeReplicaResponse]) -> Finding:
 
 
 def _chunks(replicas: list[DescribeReplicaResponse]) -> Finding:
-    """Steps whose budget cannot hold a state block: prompts advance inside one, and fewer positions can be hit."""
+    """Check that no prompt chunk ended inside a state block (a block that holds one recurrent state) because the token
+    budget of a step was smaller than the block. Such a chunk leaves no cached state at its end, so later look-ups can
+    hit the prompt at fewer positions.
+    """
     small = [
         f"{one.replica}: {one.counters.unaligned_chunks} chunks below its state block of {one.spec.align.block_size}"
         for one in replicas
@@ -164,7 +192,9 @@ def _chunks(replicas: list[DescribeReplicaResponse]) -> Finding:
 
 
 def _starved(replicas: list[DescribeReplicaResponse]) -> Finding:
-    """Decode rows leave less than a state block of the budget in every step: a prompt waits until they end."""
+    """Check that no prompt waited because decode rows left, in every step, fewer tokens of the budget than a state
+    block (a block that holds one recurrent state) has.
+    """
     waited = [
         f"{one.replica}: {count} rows waited for {one.spec.align.block_size} tokens"
         for one in replicas

@@ -85,9 +85,11 @@ def _content(file: Path, domain: str, salt: str, lora: str) -> Content:
         text = sys.stdin.read() if str(file) == "-" else file.read_text()
         ids = [int(piece) for piece in text.replace(",", " ").replace("[", " ").replace("]", " ").split()]
     except OSError as error:
-        raise NotFound(f"{file}: {error.strerror}", field="--tokens") from None
+        what = f"{file} cannot be read: {error.strerror}"
+        raise NotFound(what, field="--tokens", remedy="name a readable file, or - for standard input") from None
     except ValueError as error:
-        raise InvalidArgument(f"{file} contains a value that is not a token ID: {error}", field="--tokens") from None
+        what = f"{file} contains a value that is not a token id: {error}"
+        raise InvalidArgument(what, field="--tokens", remedy="write integers separated by spaces or commas") from None
     name, _, path = lora.partition("=")
     keys = ExtraKeys(lora=(name, path) if lora else None, salt=salt)
     return Content(token_ids=ids, domain=domain, extra_keys=keys)
@@ -110,7 +112,7 @@ def _lines(answer: ExplainResponse) -> Iterator[str]:
 
 
 def sentence(answer: ExplainResponse) -> str:
-    """The cause of the miss as a sentence."""
+    """Return, as a sentence, the reason for which the prefix-cache hit is not longer."""
     from kvplane.v1.admin_pb2 import MissCause
 
     cause = word(MissCause.Name(answer.cause), "MISS_CAUSE_")

@@ -1,4 +1,4 @@
-"""Writes the stream of Admin.Record to a file, one frame per message."""
+"""Write the messages that Admin.Record streams to a file, one frame per message."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from kvplane_service.decisions.recording import MAGIC, write_frame
 
 
 def record(service: str, replica: str, path: Path, decisions: int | None) -> int:
-    """Record until `decisions` decisions, the end of the replica, or Ctrl-C; returns the number of decisions.
+    """Record decisions of a replica until `decisions` decisions are written, the replica is deregistered, or Ctrl-C is
+    pressed; return how many were written.
 
     Raises:
         AlreadyExists: the file exists.
-        KvplaneError: the service refused. Frames written before stay; no file is created if none arrived.
+        NotFound: the file cannot be written.
+        KvplaneError: the service refused or ended the call. Frames written before stay in the file; if none arrived, no
+            file is created.
     """
     count = 0
     channel = open_channel(service, given_access())
@@ -54,8 +57,9 @@ def _new(path: Path) -> BinaryIO:
     try:
         file = path.open("xb")
     except FileExistsError:
-        raise AlreadyExists(f"{path} exists", field="file", remedy="name another file, or remove it") from None
+        raise AlreadyExists(f"{path} already exists", field="file", remedy="name another file, or remove it") from None
     except OSError as error:
-        raise NotFound(f"{path}: {error.strerror}", field="file", remedy="name a writable path") from None
+        what = f"{path} cannot be written: {error.strerror}"
+        raise NotFound(what, field="file", remedy="name a writable path") from None
     file.write(MAGIC)
     return file

@@ -1,4 +1,4 @@
-"""Commands on one replica: `describe`, `events`, `record`."""
+"""Commands about one replica: `describe`, `events`, `record`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands on a service as a whole: `status`, `replicas`, `top`, `doctor`, `health`, `drain`."""
+"""Commands about a service as a whole: `status`, `replicas`, `top`, `doctor`, `health`, `drain`."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def drain_command(
     service: Service = DEFAULT_SERVICE,
     grpcurl: Grpcurl = False,
 ) -> None:
-    """Drain a service: it refuses new sessions, waits for open ones to close, then exits. Same as SIGTERM."""
+    """Drain a service: it refuses new sessions, waits until open sessions are closed, then exits. Same as SIGTERM."""
     from kvplane.unary import calls
 
     if grpcurl:

@@ -1,3 +1,3 @@
-"""Commands that run engines on a virtual clock (`kvplane replay`, `kvplane demo`): engines in threads, a progress view,
-and a report at the end. Without `--service` they start a service of their own (`cli.child`).
+"""The commands `kvplane replay` and `kvplane demo`: they run engines in threads on a virtual clock, show the progress,
+and print a report at the end. Without `--service` they start a service in a child process (`cli.child`).
 """

@@ -1,4 +1,4 @@
-"""The commands `replay` and `demo`: their options, and what runs for them."""
+"""Options of the commands `replay` and `demo`, and the calls that execute them."""
 
 from __future__ import annotations
 

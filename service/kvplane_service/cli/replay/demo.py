@@ -1,4 +1,4 @@
-"""Runs `kvplane demo`: a service in a child process, one engine thread per model, and the live view."""
+"""Run `kvplane demo`: a service in a child process, one engine thread per model, and a live view."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ _SHAPE = ChatShape(max_model_len=MAX_MODEL_LEN, num_sessions=80, sessions_per_s=
 
 @dataclass(frozen=True, slots=True)
 class DemoModel:
-    """A model, and a pool slightly too small for its traffic, so that evictions and preemptions occur."""
+    """A model of the demo, with a block pool slightly too small for its traffic, so that evictions and preemptions
+    occur.
+    """
 
     name: str
     pool_blocks: int
     tensor_parallel: int = 1
 
     def plan(self) -> RunPlan:
-        """The plan of its run. Cache events are on, so that the engine counts evictions too."""
+        """Return the plan of the model's run. Cache events are on, so that the engine counts evictions too."""
         return RunPlan(
             model=self.name,
             tensor_parallel=self.tensor_parallel,
@@ -68,12 +70,14 @@ MODELS = (
 
 
 def workload(seed: int) -> Iterator[TraceRequest]:
-    """The requests of the demo, equal for every model."""
+    """Yield the requests of the demo, which are equal for every model."""
     return islice(chat_workload(Random(seed), _SHAPE), NUM_REQUESTS)
 
 
 def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
-    """Run the demo; returns the exit code: 0, 1 when counts disagree or something did not occur, 130 after Ctrl-C."""
+    """Run the demo and return the exit code: 0; 1 if the counts of engine and service disagree, or if no hit, no
+    eviction, no preemption or no completed request occurred; 130 after Ctrl-C.
+    """
     console = Console()
     try:
         summaries = run_demo(seed, console, plain or not console.is_terminal, svg)
@@ -88,7 +92,9 @@ def show_demo(seed: int, plain: bool, svg: Path | None) -> int:
 
 
 def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list[Summary]:
-    """Start a service, run all models, stop the service. Raises the error of an engine."""
+    """Start a service, run all models, stop the service, and return a summary per model. Raises the error of a failed
+    engine.
+    """
     with ExitStack() as stack:
         console.print("starting the service", highlight=False)
         client = stack.enter_context(connect(stack.enter_context(ServiceChild()).address))
@@ -103,11 +109,11 @@ def run_demo(seed: int, console: Console, plain: bool, svg: Path | None) -> list
         return [run.summary("demo") for run in runs]
 
 
-Show = Callable[[list[Sample], bool], None]  # draws samples; True with the last ones
+Show = Callable[[list[Sample], bool], None]  # draws samples; the second argument is True for the last samples
 
 
 def _watch(engines: Engines, samplers: Sequence[Sampler], show: Show, svg: Path | None) -> None:
-    """Sample and draw until the engines have ended, and once more."""
+    """Sample the counters and draw them until the engines have ended, then once more."""
     is_over = False
     while not is_over:
         is_over = engines.wait(_VIEW_INTERVAL_S)
@@ -120,14 +126,14 @@ def _watch(engines: Engines, samplers: Sequence[Sampler], show: Show, svg: Path 
 
 @contextmanager
 def _live(console: Console) -> Iterator[Show]:
-    """Panels, redrawn in the same place."""
+    """Yield a function that draws panels, always in the same place of the terminal."""
     with Live(console=console, auto_refresh=False) as live:
         yield lambda samples, _: live.update(View(samples), refresh=True)
 
 
 @contextmanager
 def _lines(console: Console) -> Iterator[Show]:
-    """One line per model, every `_LINE_INTERVAL_S` seconds and at the end."""
+    """Yield a function that prints one line per model, every `_LINE_INTERVAL_S` seconds and at the end."""
     due_s = 0.0
 
     def show(samples: list[Sample], is_last: bool) -> None:
@@ -141,7 +147,9 @@ def _lines(console: Console) -> Iterator[Show]:
 
 
 def complaints(summary: Summary) -> list[str]:
-    """Faults of one model's outcome: counts that disagree, and effects of the demo that did not occur."""
+    """Return the faults of one model's run: counts on which engine and service disagree, and each of hits, evictions,
+    preemptions and completed requests that did not occur.
+    """
     counts = summary.counts
     seen = {
         "hit": counts.hit_tokens,

@@ -1,5 +1,5 @@
-"""Engines in threads: the main thread stays free to draw their progress and to take Ctrl-C. `Pace` slows a run down to
-a multiple of real time.
+"""Run engines in threads, so that the main thread is free to draw their progress and to receive Ctrl-C. `Pace` limits
+the virtual time of a run to a multiple of real time.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvplane_replay.run import ReplayRun
 
 
 class Pace:
-    """Limits virtual time to `speed` times real time. Decisions are the same, only later.
+    """Limits the virtual clock to `speed` times real time. Decisions do not depend on it.
 
     Args:
-        speed: virtual seconds per second; 0 = as fast as possible.
-        now_s, sleep: the clock, in seconds; replaced by tests.
+        speed: virtual seconds per real second; 0 = as fast as possible.
+        now_s, sleep: clock and sleep function, in seconds; replaced by tests.
     """
 
     def __init__(
@@ -30,28 +30,28 @@ class Pace:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if speed < 0:
-            raise InvalidArgument("must be 0 or more", field="speed")
+            raise InvalidArgument(f"it is {speed}", field="--speed", remedy="use 0 or more")
         self._speed = speed
         self._now_s = now_s
         self._sleep = sleep
         self._started_s = now_s()
 
     def hold(self, clock_ns: int) -> None:
-        """Wait until the wall clock has caught up with the virtual one."""
+        """Sleep until real time has caught up with the virtual time `clock_ns` (nanoseconds)."""
         if self._speed:
             due_s = self._started_s + clock_ns / NS_PER_SECOND / self._speed
             self._sleep(max(0.0, due_s - self._now_s()))
 
 
 class EngineThread(threading.Thread):
-    """Drives one run until it ends or is stopped between steps.
+    """A thread that runs one replay until the replay ends or is stopped between two steps.
 
     Attributes:
-        error: the error that ended it early; None when there was none.
+        error: the error that ended the replay early, None if there was none.
     """
 
     def __init__(self, replay: ReplayRun, stop: threading.Event, after_step: Callable[[], None]) -> None:
-        """`after_step` is called in the thread, between steps."""
+        """`stop` ends the replay when set; `after_step` is called in the thread after each step."""
         super().__init__(name=f"kvplane-engine-{replay.names[0]}")
         self.error: KvplaneError | AssertionError | None = None
         self._replay = replay
@@ -59,7 +59,7 @@ class EngineThread(threading.Thread):
         self._after_step = after_step
 
     def run(self) -> None:
-        """Body of the thread. An error is stored for the main thread and stops the other engines."""
+        """Run the replay (body of the thread). An error is stored for the main thread and stops the other engines."""
         try:
             self._replay.run(self._may_continue)
         except (KvplaneError, AssertionError) as error:
@@ -72,13 +72,15 @@ class EngineThread(threading.Thread):
 
 
 class Engines:
-    """The threads of several runs."""
+    """The running engine threads of several replays."""
 
     def __init__(self, threads: Sequence[EngineThread]) -> None:
         self._threads = threads
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to `timeout_s`; True when all have ended. Raises the error that ended one of them early."""
+        """Wait at most `timeout_s` seconds, and return True if all threads have ended. Raises the error that ended one
+        of them.
+        """
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout_s)
@@ -93,7 +95,9 @@ class Engines:
 
 @contextmanager
 def running(runs: Sequence[ReplayRun], after_step: Callable[[ReplayRun], None]) -> Iterator[Engines]:
-    """Run the engines in threads during the block; on exit, also by an error, all threads are stopped and joined."""
+    """Run the engines in threads during the block. At the end of the block, also after an error, stop and join all
+    threads.
+    """
     stop = threading.Event()
     threads = [EngineThread(run, stop, partial(after_step, run)) for run in runs]
     try:

@@ -1,4 +1,4 @@
-"""The outcome of a replay as text: tables of a trace's and of a recording's outcome, one line for the demo."""
+"""Format the outcome of a replay as text: a table for a trace or a recording, one line for the demo."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ _NAMED_REFUSALS = 5
 
 
 def describe_groups(spec: ReplicaSpec) -> list[str]:
-    """Kinds of groups with their number: ["6 sliding_window(1024)/16", "full_attention/16"]."""
+    """Return each kind of group with its number, such as ["6 sliding_window(1024)/16", "full_attention/16"]."""
     counted = Counter(map(group_name, spec.groups))
     return [name if count == 1 else f"{count} {name}" for name, count in counted.items()]
 
 
 def group_name(group: GroupSpec) -> str:
-    """Kind, window or chunk, and tokens per block."""
+    """Return the kind, the window or chunk in tokens, and the tokens per block, such as "sliding_window(1024)/16"."""
     reach = group.window or group.chunk
     return f"{group.kind.value}{f'({reach})' if reach else ''}/{group.block_size}"
 
 
 def rows(summary: Summary) -> list[tuple[str, str]]:
-    """(name, value) of the outcome, the most important first. Where both sides count, the service's count."""
+    """Return the outcome as (name, value) pairs, the most important first. If engine and service both count a quantity,
+    the value of the service is used.
+    """
     counts = summary.counts
     return [
         ("model", f"{summary.model}: {', '.join(describe_groups(summary.spec))}"),
@@ -60,7 +62,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def table(summary: Summary) -> Table:
-    """The outcome as a table for a terminal or a pipe."""
+    """Return the outcome as a table for a terminal or a pipe."""
     drawn = Table(title=summary.workload, box=box.SIMPLE_HEAD, show_header=False, title_justify="left")
     drawn.add_column(style="bold", no_wrap=True)
     drawn.add_column(overflow="fold")
@@ -70,7 +72,7 @@ def table(summary: Summary) -> Table:
 
 
 def refusal_lines(summary: Summary) -> list[str]:
-    """The first refused requests by name, and the number of the others."""
+    """Return one line for each of the first refused requests, and one line with the number of the others."""
     lines = [
         f"refused {refusal.request_id}: {refusal.reason} ({refusal.detail})"
         for refusal in summary.refusals[:_NAMED_REFUSALS]
@@ -84,7 +86,7 @@ def _numbers(values: tuple[int, ...]) -> str:
 
 
 def summary_line(summaries: Sequence[Summary]) -> str:
-    """All models in one line, by the service's counters."""
+    """Return the outcomes of all models in one line, as counted by the service."""
     parts = []
     for summary in summaries:
         counts = summary.counts
@@ -97,7 +99,12 @@ def summary_line(summaries: Sequence[Summary]) -> str:
 
 
 def show_log(path: Path, pool_blocks: int | None, as_json: bool) -> int:
-    """Replay a recording and print the outcome; returns the exit code. A what-if is compared with the recorded pool."""
+    """Replay a recording, print the outcome, and return the exit code: 0 if every decision is identical to the recorded
+    one.
+
+    With `pool_blocks` the steps are also replayed in a pool of that size, and printed next to the outcome in the
+    recorded pool.
+    """
     outcome = replay_log(path, pool_blocks)
     as_recorded = replay_log(path) if outcome.is_what_if else outcome
     if as_json:

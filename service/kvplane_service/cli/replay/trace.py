@@ -1,4 +1,4 @@
-"""Replays a trace for `kvplane replay`: runs the engines, draws their progress, prints the outcome."""
+"""Replay a trace for `kvplane replay`: run the engines, draw their progress, print the outcome."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ _LINE_INTERVAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What to replay. `limit` None = the whole file; `service` "" = start a service for the replay."""
+    """What to replay.
+
+    Attributes:
+        limit: number of requests, None = the whole file.
+        service: address of a service, "" = start a service for the replay.
+        speed: virtual seconds per real second, 0 = as fast as possible.
+    """
 
     file: Path
     plan: RunPlan
@@ -43,9 +49,10 @@ class ReplayOptions:
 
 
 def show_replay(options: ReplayOptions, as_json: bool) -> int:
-    """Run, print the outcome, return the exit code: 0, 1 for a fault or disagreeing counts, 130 after Ctrl-C.
+    """Replay the trace, print the outcome, and return the exit code: 0; 1 if an engine failed or counts disagree; 130
+    after Ctrl-C.
 
-    Raises KvplaneError when the replay cannot start or continue.
+    Raises KvplaneError if the replay cannot start or continue.
     """
     try:
         summary = run_replay(options, Console(stderr=True))
@@ -63,7 +70,9 @@ def show_replay(options: ReplayOptions, as_json: bool) -> int:
 
 
 def run_replay(options: ReplayOptions, console: Console) -> Summary:
-    """Replay the file; progress goes to `console`. Raises KvplaneError when it cannot start or continue."""
+    """Replay the trace and return the summary; progress is drawn on `console`. Raises KvplaneError if the replay cannot
+    start or continue.
+    """
     with ExitStack() as stack:
         trace = stack.enter_context(TraceFile(options.file))
         address = options.service or stack.enter_context(ServiceChild()).address
@@ -82,7 +91,7 @@ def run_replay(options: ReplayOptions, console: Console) -> Summary:
 
 
 def print_outcome(summary: Summary) -> None:
-    """The table, and the requests that were refused."""
+    """Print the outcome as a table, and the requests that were refused."""
     console = Console()
     console.print(report.table(summary))
     for line in report.refusal_lines(summary):
@@ -91,13 +100,15 @@ def print_outcome(summary: Summary) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Total work of a replay: `limit` requests, or all requests of the file when it is None."""
+    """Total work of a replay: `limit` requests, or all requests of the trace if `limit` is None."""
 
     trace: TraceFile
     limit: int | None
 
     def share_done(self, fleet: Fleet) -> float:
-        """0 to 1. Without a limit it is estimated from the bytes read: the number of requests is not known."""
+        """Return the completed share of the work, 0 to 1. Without a limit it is estimated from the bytes read, because
+        the number of requests in the file is unknown.
+        """
         progress = fleet.progress
         done = progress.completed + progress.refused
         if self.limit is not None:
@@ -108,7 +119,7 @@ class Extent:
 
 @contextmanager
 def progress_of(console: Console, fleet: Fleet, extent: Extent) -> Iterator[Callable[[], None]]:
-    """Yields a function that draws the current progress: a bar on a terminal, else a line every few seconds."""
+    """Yield a function that draws the current progress: a bar on a terminal, otherwise a line every few seconds."""
     if console.is_terminal:
         with _bar(console) as bar:
             task = bar.add_task("replay", total=1.0)
@@ -126,7 +137,7 @@ def progress_of(console: Console, fleet: Fleet, extent: Extent) -> Iterator[Call
 
 
 def status_line(fleet: Fleet) -> str:
-    """Counts of the requests by state, in one line."""
+    """Return the number of requests in each state, in one line."""
     now = fleet.progress
     return (
         f"{now.completed:,} completed, {now.refused:,} refused, {now.running:,} running, {now.waiting:,} waiting, "

@@ -1,3 +1,3 @@
-"""Live views on a terminal: samples of the counters of replicas go in, panels for `kvplane top` and `kvplane demo` come
-out.
+"""Live views on a terminal: samples of replicas' counters come in; panels for `kvplane top` and `kvplane demo`
+go out.
 """

@@ -1,4 +1,4 @@
-"""The live view of `kvplane demo`: a panel per model on a terminal, a line per model elsewhere."""
+"""Draw the live view of `kvplane demo`: a panel per model on a terminal, a line per model elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from kvplane_service.cli.views.samples import Pool, Sample
 
 PANEL_WIDTH = 58
-_PANEL_HEIGHT = 11  # with the four pools that a model of the demo has at most
+_PANEL_HEIGHT = 11  # of a panel with four kinds of groups, the most that a model of the demo has
 _BAR_CELLS = 16
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARK_CELLS = 20
@@ -25,7 +25,9 @@ REMOTE_FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 class View:
-    """A sample of every model: panels in two columns or one, or rows where the terminal has no room for panels."""
+    """Draws the samples of all models: panels in one or two columns, or rows of a table if the terminal is too
+    small.
+    """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._samples = samples
@@ -39,7 +41,7 @@ class View:
 
 
 def picture(samples: Sequence[Sample], title: str) -> str:
-    """The panels as an SVG document."""
+    """Return the panels of all samples as an SVG document."""
     console = Console(record=True, width=2 * PANEL_WIDTH + 1, file=StringIO(), force_terminal=True)
     console.print(_panels(samples, 2))
     return REMOTE_FONT.sub("", console.export_svg(title=title))
@@ -64,7 +66,7 @@ def _rows(samples: Sequence[Sample]) -> RenderableType:
 
 
 def panel(sample: Sample) -> Panel:
-    """The panel of one model."""
+    """Return the terminal panel of one model: pool, hits, evictions, preemptions and requests."""
     return Panel(
         Group(
             pool_table(sample.pools, sample.free_blocks, sample.num_blocks),
@@ -83,7 +85,7 @@ def panel(sample: Sample) -> Panel:
 
 
 def line(sample: Sample) -> str:
-    """One model as a line of text."""
+    """Return the sample of one model as a line of text."""
     return (
         f"{sample.model:<14} {sample.completed:>5,} done {sample.running:>3} running {sample.waiting:>3} waiting"
         f" | pool {sample.held_share:4.0%} held | hit {sample.hit_share:4.0%} of tokens"
@@ -92,20 +94,20 @@ def line(sample: Sample) -> str:
 
 
 def spark(shares: Sequence[float], cells: int = _SPARK_CELLS) -> str:
-    """A spark line of values from 0 to 1, the latest on the right."""
+    """Return a spark line of values from 0 to 1, the latest on the right."""
     last = shares[-cells:]
     return "".join(_SPARKS[min(len(_SPARKS) - 1, int(share * len(_SPARKS)))] for share in last)
 
 
 def bar(share: float, cells: int = _BAR_CELLS) -> Text:
-    """A share, 0 to 1, as a bar."""
+    """Return a bar that shows a share from 0 to 1."""
     filled = round(min(1.0, share) * cells)
     colour = "green" if share < 0.7 else "yellow" if share < 0.9 else "red"
     return Text.assemble(("█" * filled, colour), ("░" * (cells - filled), "bright_black"))
 
 
 def pool_table(pools: Sequence[Pool], free_blocks: int, num_blocks: int) -> Table:
-    """Blocks of the pool by kind of group and in total, with bars."""
+    """Return a table of the blocks of the pool, by kind of group and in total, with bars."""
     usable = num_blocks - 1
     cached = sum(pool.cached_blocks for pool in pools)
     whole = Pool("pool", usable - free_blocks, cached)
@@ -122,7 +124,9 @@ def pool_table(pools: Sequence[Pool], free_blocks: int, num_blocks: int) -> Tabl
 
 
 def hit_line(hit_tokens: int, share: float, shares: Sequence[float]) -> Text:
-    """Hit tokens, their share of all tokens looked up, and a spark line of the share by sample."""
+    """Return the number of hit tokens, their share of all tokens looked up, and a spark line of that share by
+    sample.
+    """
     return Text.assemble(
         ("hit tokens ", "bright_black"),
         (f"{hit_tokens:,} ", "cyan"),

@@ -1,4 +1,4 @@
-"""Samples of a replica's counters at intervals, and their trend: what the live views draw."""
+"""Sample the counters of replicas at intervals and compute their trends, for the live views."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ HISTORY = 60
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Blocks of the replica's pool that one KV cache group uses, or several equal groups together.
+    """The number of blocks that one KV cache group, or several equal groups together, use of the replica's pool.
 
     Attributes:
-        name: number of groups, kind, and window or chunk.
-        held_blocks: held by requests.
-        cached_blocks: with a key, held or free.
+        name: number of groups, kind, and window or chunk in tokens.
+        held_blocks: blocks that requests hold.
+        cached_blocks: blocks with a key (the hash under which look-ups find their content), whether held or free.
     """
 
     name: str
@@ -32,13 +32,14 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state of one replica at one moment.
+    """The state of one replica at one time.
 
     Attributes:
-        pools: by kind of group.
-        free_blocks, num_blocks: of the pool that the groups share; free blocks may be cached.
-        hit_shares: share of the looked-up tokens that were hit, by sample; 0 to 1, oldest first.
-        steps_per_s: since the previous sample.
+        pools: blocks by kind of group.
+        free_blocks, num_blocks: free and all blocks of the pool that the groups share; a free block may still have a
+            key, the hash under which look-ups find its content.
+        hit_shares: share of the looked-up tokens that were hit, from 0 to 1, one per sample, oldest first.
+        steps_per_s: steps per second since the previous sample.
     """
 
     model: str
@@ -55,17 +56,17 @@ class Sample:
 
     @property
     def evicted(self) -> int:
-        """Keys evicted for other requests, all groups."""
+        """Number of cache keys (hashes of cached blocks) evicted to make room for other requests, over all groups."""
         return sum(self.counts.evicted_blocks)
 
     @property
     def held_share(self) -> float:
-        """Share of the pool that requests hold, 0 to 1."""
+        """Share of the pool that requests hold, from 0 to 1."""
         return 1 - self.free_blocks / (self.num_blocks - 1)
 
     @property
     def hit_share(self) -> float:
-        """Share of all looked-up tokens that were hit, 0 to 1."""
+        """Share of all looked-up tokens that were hit, from 0 to 1."""
         return self.counts.hit_tokens / self.counts.queried_tokens if self.counts.queried_tokens else 0.0
 
 
@@ -74,8 +75,8 @@ class Trend:
     """Rates of a replica, computed from its counters at successive samples.
 
     Attributes:
-        hit_shares: share of the looked-up tokens that were hit, by sample; 0 to 1, oldest first.
-        steps_per_s: since the previous sample.
+        hit_shares: share of the looked-up tokens that were hit, from 0 to 1, one per sample, oldest first.
+        steps_per_s: steps per second since the previous sample.
     """
 
     hit_shares: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
@@ -83,7 +84,9 @@ class Trend:
     _last: tuple[float, int, int, int] = (0.0, 0, 0, 0)
 
     def note(self, now_s: float, steps: int, queried: int, hit: int) -> None:
-        """Add a sample; `now_s` is of any monotonic clock. Fewer steps than before mean that the counters restarted."""
+        """Add a sample; `now_s` is the time in seconds on any monotonic clock. If `steps` is smaller than before, the
+        counters have restarted from 0.
+        """
         then_s, steps_then, queried_then, hit_then = self._last
         self._last = (now_s, steps, queried, hit)
         if steps < steps_then:
@@ -95,14 +98,14 @@ class Trend:
 
 @dataclass(slots=True)
 class Sampler:
-    """Samples the one replica of a run."""
+    """Samples the counters of a replica, the only one of its replay."""
 
     model: str
     run: ReplayRun
     _trend: Trend = field(default_factory=Trend)
 
     def sample(self, now_s: float) -> Sample:
-        """Read the counters from the service; `now_s` is of any monotonic clock."""
+        """Read the counters from the service; `now_s` is the time in seconds on any monotonic clock."""
         answer = self.run.describe()[0]
         counts, progress = counts_of(answer), self.run.fleet.progress
         self._trend.note(now_s, counts.steps, counts.queried_tokens, counts.hit_tokens)
@@ -122,7 +125,9 @@ class Sampler:
 
 
 def pools_of(answer: DescribeReplicaResponse, groups: Sequence[GroupSpec]) -> tuple[Pool, ...]:
-    """One pool per distinct kind of group: the numbers of equal groups are nearly equal, so they are summed."""
+    """Return one pool per distinct kind of group; the blocks of equal groups are summed, because they are
+    nearly equal.
+    """
     names = [_short_name(group) for group in groups]
     pools = []
     for name in dict.fromkeys(names):
@@ -133,5 +138,5 @@ def pools_of(answer: DescribeReplicaResponse, groups: Sequence[GroupSpec]) -> tu
 
 
 def _short_name(group: GroupSpec) -> str:
-    """Like "full" or "sliding_window 1024"."""
+    """Return the kind and the window or chunk of a group, such as "full" or "sliding_window 1024"."""
     return f"{group.kind.value.removesuffix('_attention')} {group.window or group.chunk or ''}".rstrip()

@@ -1,4 +1,4 @@
-"""`kvplane top` as a full-screen program."""
+"""The full-screen program `kvplane top`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ PICTURE_CELLS = (80, 58)
 
 
 class Top(App[None]):
-    """Panels of all replicas, refreshed every `interval_s` seconds.
+    """Shows panels of all replicas and refreshes them every `interval_s` seconds.
 
     Attributes:
-        num_samples: samples shown so far.
+        num_samples: number of samples shown so far.
     """
 
     TITLE = "kvplane top"
@@ -45,19 +45,19 @@ class Top(App[None]):
         self.sub_title = service
 
     def compose(self) -> ComposeResult:
-        """The screen: a line for errors, empty without one, and the panels."""
+        """Build the screen: a line for errors, which is empty without one, and the panels."""
         yield Header()
         yield Static(id="error")
         yield VerticalScroll(Static("connecting ...", id="replicas"))
         yield Footer()
 
     def on_mount(self) -> None:
-        """Start sampling."""
+        """Take the first sample and start the timer for the following ones."""
         self._sample()
         self.set_interval(self._interval_s, self._tick)
 
     def action_pause(self) -> None:
-        """Pause, or resume."""
+        """Pause the refresh, or resume it if it is paused."""
         self._is_paused = not self._is_paused
         self._show_pause()
 
@@ -86,7 +86,7 @@ class Top(App[None]):
         self.query_one("#error", Static).update(Text(text, "bold red"))
 
     def save_picture(self, path: Path) -> None:
-        """Sample without a terminal until the spark lines are full, then write the screen as SVG."""
+        """Run without a terminal until the spark lines are full, then write the screen to `path` as SVG."""
         seen: list[str] = []
 
         async def wait(pilot: Pilot[object]) -> None:
@@ -99,5 +99,5 @@ class Top(App[None]):
         path.write_text(seen[0], encoding="utf-8")
 
     def picture(self) -> str:
-        """The screen as an SVG document."""
+        """Return the screen as an SVG document."""
         return REMOTE_FONT.sub("", self.export_screenshot())

@@ -1,4 +1,6 @@
-"""The panels of `kvplane top`, one per replica: pool as bars, hits as a spark line, losses by reason, slowest steps."""
+"""Draw the panels of `kvplane top`, one per replica: the pool as bars, hits as a spark line, evictions and preemptions
+by reason, and the slowest steps.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,16 @@ _STYLES = {"live": "green", "lapsed": "red", "recovering": "yellow"}
 
 
 class ReplicaPanels:
-    """Panels of all replicas of a service, with the trend of each."""
+    """Draws the panels of all replicas of a service, with the trend of each replica."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._trends: dict[str, Trend] = {}
 
     def sample(self, now_s: float) -> list[RenderableType]:
-        """Read the counters from the service; at most MAX_REPLICAS panels. Raises KvplaneError."""
+        """Read the counters from the service and return at most MAX_REPLICAS panels; `now_s` is the time in seconds on
+        any monotonic clock. Raises KvplaneError.
+        """
         panels: list[RenderableType] = []
         listed = list(self._client.list_replicas())
         for answer in described(self._client, listed[:MAX_REPLICAS]):
@@ -44,7 +48,7 @@ class ReplicaPanels:
 
 
 def panel(answer: DescribeReplicaResponse, trend: Trend) -> Panel:
-    """The panel of one replica."""
+    """Return the terminal panel of one replica: pool, hits, removed keys, preemptions and slowest steps."""
     state = word(ReplicaState.Name(answer.state), "REPLICA_STATE_")
     pools = pools_of(answer, wire.decode_spec(answer.spec).groups)
     body = Group(

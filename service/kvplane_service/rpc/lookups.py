@@ -1,0 +1,132 @@
+"""Answer FindCacheHit: how many leading tokens of a prompt or a request are cached. Long look-ups run on a thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from kvplane.base.errors import NotFound
+from kvplane.base.step import Budget, Part, Peek, Step
+from kvplane.v1 import allocation_pb2 as pb
+from kvplane_service.core.lookup import Hit
+from kvplane_service.core.replica import Replica
+from kvplane_service.replicas.host import ReplicaHost
+from kvplane_service.rpc import encode
+from kvplane_service.runtime.executors import Executor
+from kvplane_service.runtime.slices import Turns
+from kvplane_service.unary.calls import Content, Hashes
+
+_MAX_WAITING = 64  # long look-ups that may wait; each keeps its message in memory
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """A look-up that is ready to run on a replica.
+
+    Attributes:
+        part: a part of a step with the same look-up, from which the duration is estimated.
+        find: runs the look-up and returns the answer; changes nothing.
+    """
+
+    part: Part
+    find: Callable[[], pb.FindCacheHitResponse]
+
+
+Planned: TypeAlias = Callable[[Replica], LookUp]
+
+
+class LookUps:
+    """Runs the look-ups of all replicas of a service.
+
+    A thread that reads a replica delays the steps of the replica's engine, so it must not wait for long work of other
+    replicas. Therefore long look-ups have their own thread, and each waits for this thread before it blocks its
+    replica. A running look-up takes the thread until the look-up ends, even if its caller is cancelled. A look-up that
+    waits for its replica does not take the thread. A look-up that waits for the thread ends if its caller is cancelled.
+    """
+
+    def __init__(self) -> None:
+        self._turns = Turns("long look-ups", _MAX_WAITING)
+        self._offload = Executor("long look-ups")
+
+    async def find(self, host: ReplicaHost, plan: Planned) -> pb.FindCacheHitResponse:
+        """Run the look-up that `plan` prepares for the current state of the replica, and return its answer.
+
+        Raises:
+            ReplicaLapsed: the content of the replica's pages is unknown.
+            Busy: too many long look-ups wait.
+            KvplaneError: `plan` or the look-up raised it.
+        """
+        await host.idle()
+        lookup = _planned(host, plan)
+        if not _is_long(host, lookup):
+            return lookup.find()
+        with self._turns.place():
+            await self._turns.begin(host.steps)
+            return await host.steps.aside(self._begun(host, plan))  # begins before anything else: nothing is awaited
+
+    def _begun(self, host: ReplicaHost, plan: Planned) -> asyncio.Future[pb.FindCacheHitResponse]:
+        """Start the look-up on the thread and return its future, which releases the lock for the thread when the
+        look-up ends. Raises what `plan` raises.
+        """
+        with ExitStack() as raising:
+            raising.callback(self._turns.end)
+            work = asyncio.ensure_future(self._offload(_planned(host, plan).find))
+            raising.pop_all()
+        work.add_done_callback(lambda _: self._turns.end())
+        return work
+
+
+def _planned(host: ReplicaHost, plan: Planned) -> LookUp:
+    """Return the look-up, which is valid only until the caller awaits something, because the replica may change then.
+    Raises as `LookUps.find`.
+    """
+    host.check_readable()
+    return plan(host.replica)
+
+
+def of_content(content: Content, with_blocks: bool, replica: Replica) -> LookUp:
+    """Return the look-up of a prompt whose tokens are hashed."""
+    part = Part(news=content.as_probe(), budget=Budget(tokens=0))
+    return LookUp(part, partial(_find_content, replica, content, with_blocks))
+
+
+def of_request(name: str, with_blocks: bool, replica: Replica) -> LookUp:
+    """Return the look-up of the request with this name. Raises NotFound if the replica has no such request."""
+    requests = replica.requests
+    names = ((slot, requests.request_id[slot]) for slot in requests.slots())
+    slot = next((slot for slot, known in names if known == name and known), None)
+    if slot is None:
+        what = f"the replica has no request {name[:140]!r}"
+        raise NotFound(what, field="request_id", remedy="send the content of the prompt instead")
+    return LookUp(Part(peek=Peek([slot])), partial(_find_request, replica, slot, with_blocks))
+
+
+def _is_long(host: ReplicaHost, lookup: LookUp) -> bool:
+    return host.steps.is_long(Step(0, 1, [lookup.part]))
+
+
+def _find_content(replica: Replica, content: Content, with_blocks: bool) -> pb.FindCacheHitResponse:
+    digests = replica.digests_of(content.as_probe())
+    most = 1 if content.skip_reading else content.num_tokens  # the last of these tokens is never hit
+    return _found(replica.lookup(digests, content.domain, most), content.num_tokens, digests, with_blocks)
+
+
+def _find_request(replica: Replica, slot: int, with_blocks: bool) -> pb.FindCacheHitResponse:
+    requests = replica.requests
+    return _found(replica.peek_slot(slot), requests.num_tokens[slot], requests.content[slot].digests, with_blocks)
+
+
+def _found(hit: Hit, num_tokens: int, digests: list[bytes], with_blocks: bool) -> pb.FindCacheHitResponse:
+    hashes = Hashes(len(digests), digests[-1]) if digests else Hashes()
+    return pb.FindCacheHitResponse(
+        hit_tokens=hit.num_tokens,
+        single_group_hit=hit.single_group_hit,
+        num_tokens=num_tokens,
+        num_hashes=hashes.count,
+        last_hash=hashes.last,
+        blocks=encode.encode_groups(hit.blocks) if with_blocks else (),
+    )
