@@ -1,6 +1,8 @@
-"""Replays workloads through a service without a model: serving traces (`workloads`) or a recording of decisions
-(`from_log`) go in, counts of both sides come out (`summary`). Engines queue, prefill in chunks, decode, preempt and end
-requests as a real engine does; a cost model advances their virtual clock, so two runs of one trace are identical.
+"""Replays of workloads through a service, without a model.
+
+The input is a serving trace (`workloads`) or a recording of decisions (`from_log`). The output are counts, of the
+service and of the simulated engines (`summary`). The engines queue, prefill in chunks, decode, preempt and end requests
+as a real engine does; a cost model advances their virtual clock, so two runs of one trace are identical.
 """
 
 from kvplane_replay.engine import Engine, StepSession

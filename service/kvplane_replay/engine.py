@@ -1,7 +1,8 @@
-"""An engine in virtual time on a real session: it computes nothing, and samples the outputs of its trace.
+"""An engine in virtual time on a real session with the service. It computes nothing: the outputs of requests are those
+of the trace.
 
-The loop is `kvplane.scheduling`; here are the requests of a trace, which send hashes instead of tokens, the clock, and
-the counts.
+The loop is `kvplane.scheduling`. This module adds the requests of a trace, which send hashes instead of tokens, the
+clock, and the counts.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ class StepSession(Protocol):
 
     @property
     def spec(self) -> ReplicaSpec:
-        """The spec of the replica."""
+        """The settings of the replica."""
         ...
 
     def submit(self, *parts: Part) -> int:
-        """Send one complete step without waiting; returns its number."""
+        """Send one complete step without waiting, and return its number."""
         ...
 
     def receive(self) -> StepResult:
-        """Wait for the next answer."""
+        """Wait for the next result."""
         ...
 
 
@@ -43,11 +44,11 @@ class Engine:
     """The engine of one replica. Every submitted request ends in `completed` or in `refusals`.
 
     Attributes:
-        spec: spec of the replica.
-        clock_ns: virtual time, nanoseconds.
+        spec: settings of the replica.
+        clock_ns: virtual time in nanoseconds.
         completed: number of requests that generated all their tokens.
         refusals: the requests that were refused.
-        tally: counts of the answers.
+        tally: counts from the results of steps.
     """
 
     def __init__(self, session: StepSession, config: EngineConfig, cost: CostModel) -> None:
@@ -67,37 +68,37 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """The number of requests in the queue."""
         return self._scheduler.num_waiting
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """The number of requests that hold blocks."""
         return self._scheduler.num_running
 
     @property
     def has_work(self) -> bool:
-        """True while a request is waiting or running."""
+        """Whether a request is waiting or running."""
         return bool(self.num_waiting or self.num_running)
 
     def submit(self, trace: TraceRequest) -> None:
-        """Queue a request that arrives now. One longer than max_model_len, with its output, is refused."""
+        """Append a request to the queue. A request that is longer than max_model_len with its output is refused."""
         request = LiveRequest(trace, self._config.max_output, self._scheme)
         if request.max_tokens > self.spec.max_model_len:
-            detail = f"{request.max_tokens} tokens with its output, max_model_len is {self.spec.max_model_len}"
+            detail = f"{request.max_tokens} tokens with its output, more than max_model_len, {self.spec.max_model_len}"
             self.refusals.append(Refusal(trace.name, TOO_LONG, detail))
             return
         self._scheduler.add(request)
 
     def step(self) -> None:
-        """Run one step: send it, hash the next prompts while the service decides, apply the answer."""
+        """Run one step: send it, hash the next prompts while the service decides, and apply the result."""
         part, answer = self._exchange()
         self._compute(part, answer)
         for request in self._scheduler.take_finished():
             self._finish(request)
 
     def finish(self) -> None:
-        """Send the ends of the last requests. Requires that no work is left."""
+        """Report the end of the last requests to the service. No request may be left."""
         assert not self.has_work, "finish comes after the last request"
         if self._scheduler.has_work:
             self._scheduler.update(*self._exchange())
@@ -114,7 +115,9 @@ class Engine:
         return part, answer
 
     def _compute(self, part: Part, answer: PartResult) -> None:
-        """Advance the clock by the cost of the launch, and sample where a row ends the known tokens."""
+        """Advance the clock by the cost of the launch, and append a token to each request that has computed all its
+        tokens.
+        """
         rows = self._scheduler.update(part, answer)
         decode_rows = answer.granted.count(1)
         self.clock_ns += self._cost.step_ns(sum(row.num_tokens for row in rows) - decode_rows, decode_rows)
@@ -125,7 +128,7 @@ class Engine:
             self._scheduler.finish_row(row, [0] * row.num_outputs)
 
     def _finish(self, request: Request) -> None:
-        """A request ended: complete, or given up because its known tokens alone exceed the pool."""
+        """Record that a request ended: complete, or refused because its tokens need more blocks than the pool has."""
         if request.error:
             detail = f"{request.num_tokens} tokens, the pool has {self.spec.num_blocks - 1} blocks"
             self.refusals.append(Refusal(request.request_id, NEVER_FITS, detail))

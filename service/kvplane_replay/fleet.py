@@ -1,8 +1,8 @@
-"""Several engines on one virtual clock, fed by the arrivals of a trace.
+"""Several engines on one virtual clock, to which a trace's requests are assigned.
 
-Open loop: a request arrives at the time in the trace, however busy the engines are. Each engine has a clock of its own,
-which its steps advance. The engine that is furthest behind steps next, so an arriving request finds its engine in the
-state of that moment, and the outcome depends only on the trace and the settings.
+A request arrives at the time in the trace, however busy the engines are. Each engine has its own clock, which its steps
+advance. The engine with the earliest clock runs the next step. So a request that arrives finds its engine in the state
+of that time, and the outcome depends only on the trace and the settings.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvplane_replay.workloads import TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a fleet.
+    """The progress of a fleet.
 
     Attributes:
-        read: requests taken from the trace.
-        completed, refused, running, waiting: the same requests by state; the sum is `read`.
-        steps: steps so far.
-        clock_ns: virtual time of the engine that is furthest ahead.
+        read: number of requests read from the trace.
+        completed, refused, running, waiting: number of these requests in each state; the sum is `read`.
+        steps: number of steps so far.
+        clock_ns: virtual time in nanoseconds of the engine whose clock is latest.
     """
 
     read: int
@@ -40,7 +40,7 @@ class Progress:
 class Fleet:
     """The engines of one trace. Call `run_step` until it returns False.
 
-    An error of the trace is raised by `run_step`; further calls finish the requests that were read before.
+    `run_step` raises an error of the trace; further calls finish the requests that were read before it.
     """
 
     def __init__(
@@ -56,7 +56,10 @@ class Fleet:
         self._is_read = False
 
     def run_step(self) -> bool:
-        """Submit the requests that have arrived, then step one engine. False when all have ended and this was sent."""
+        """Submit the requests that have arrived, then run a step of one engine.
+
+        Returns False once all requests have ended and the service was informed of their end.
+        """
         engine = self._furthest_behind()
         while (request := self._peek()) is not None and (engine is None or _arrival_ns(request) <= engine.clock_ns):
             self._deliver(request)
@@ -69,17 +72,17 @@ class Fleet:
         return True
 
     def stop_reading(self) -> None:
-        """Take nothing more from the trace."""
+        """Read no further requests from the trace."""
         self._is_read, self._next = True, None
 
     @property
     def clock_ns(self) -> int:
-        """Virtual time of the engine that is furthest ahead."""
+        """The virtual time in nanoseconds of the engine whose clock is latest."""
         return max(engine.clock_ns for engine in self.engines)
 
     @property
     def progress(self) -> Progress:
-        """Counts of the requests by state, and the clock."""
+        """The numbers of requests by state, and the clock."""
         return Progress(
             read=self.num_read,
             completed=sum(engine.completed for engine in self.engines),
@@ -91,7 +94,7 @@ class Fleet:
         )
 
     def tally(self) -> Tally:
-        """The sum of the counts of all engines, as a copy."""
+        """Return the sum of the counts of all engines."""
         total = Tally(num_groups=self.engines[0].tally.num_groups)
         for engine in self.engines:
             total.add(engine.tally)
@@ -108,7 +111,7 @@ class Fleet:
         return self._next
 
     def _deliver(self, request: TraceRequest) -> None:
-        """Submit the next arrival to its engine; the clock of an idle engine advances to the arrival."""
+        """Submit the next request to its engine. The clock of an idle engine advances to the request's arrival."""
         self._next = None
         self.num_read += 1
         engine = self.engines[self._route(request)]

@@ -1,8 +1,8 @@
-"""Replays a recording of decisions: bit for bit in the recorded pool, or as a what-if in a pool of another size.
+"""Replays of recordings of decisions: bit for bit in a pool of the recorded size, or as a what-if in another size.
 
-In another pool other admissions are refused, and the engine that would react is absent. So the recorded steps are sent
-unchanged but for two things: requests that are refused or preempted here are retried with every step, and references to
-block ids are removed. Outputs are the recorded ones, at the recorded steps.
+In another pool other admissions are refused, and the engine that would react to these refusals is absent. So the
+recorded steps are sent unchanged except for two things: requests that are refused or preempted here are retried with
+every step, and references to block ids are removed. Outputs are the recorded ones, at the recorded steps.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ class Outcome:
     """The outcome of replaying a recording.
 
     Attributes:
+        replica: name of the replica.
+        version: version of the service that recorded.
+        num_blocks, recorded_blocks: blocks of the pool here, and when it was recorded.
         decisions: number of steps, or parts of steps.
-        identical: number of decisions with exactly the recorded answer.
-        first_difference: the first step with another answer, as "epoch/seq"; "" when there is none.
+        identical: number of decisions with exactly the recorded result.
+        first_difference: the first step with another result, as "epoch/seq"; "" if there is none.
         not_applied: number of what-if steps that could not be applied.
-        is_cut: the file ends inside a decision, which is skipped.
+        is_cut: whether the file ends inside a decision, which is then skipped.
+        counts: the replica's counters at the end.
     """
 
     replica: str
@@ -60,7 +64,7 @@ class Outcome:
 
     @property
     def is_what_if(self) -> bool:
-        """True if the pool differs from the recorded one."""
+        """Whether the pool has another size than the recorded one."""
         return self.num_blocks != self.recorded_blocks
 
 
@@ -68,14 +72,17 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
     """Replay a recording in a pool of `num_blocks` blocks (None = the recorded number).
 
     Raises:
-        NotFound, InvalidArgument: as `Frames`; or the pool is too small for the spec.
+        NotFound, InvalidArgument: the file is missing or damaged (see `Frames`), or the pool is too small for the
+            replica.
         KvplaneError: the recorded pool refuses a step that was applied when it was recorded.
     """
     file = Frames(path)
     frames = iter(file)
     first = next(frames, None)
     if first is None or first.WhichOneof("entry") != "header":
-        raise InvalidArgument(f"{path} does not begin with a header", field="--log", remedy="record it again")
+        raise InvalidArgument(
+            f"{path} does not begin with the header of a recording", field="--log", remedy="record it again"
+        )
     spec = wire.decode_spec(first.header.spec)
     outcome = Outcome(first.header.replica, first.header.version, num_blocks or spec.num_blocks, spec.num_blocks)
     replayed = _Replayed(replace(spec, num_blocks=outcome.num_blocks), outcome, first.header.step_version or 1)
@@ -89,7 +96,7 @@ def replay_log(path: Path, num_blocks: int | None = None) -> Outcome:
 
 
 class _Replayed:
-    """A replica that applies the recorded steps."""
+    """A replica to which the recorded steps are applied."""
 
     def __init__(self, spec: ReplicaSpec, outcome: Outcome, step_version: int) -> None:
         self._replica = Replica(spec)
@@ -161,7 +168,9 @@ class _Replayed:
                     self._never_fits += 1
 
     def _fitting(self, part: Part) -> Part:
-        """The part without references to blocks and holds of the recorded pool."""
+        """Return the part of a step without its references to blocks, and to slots with held blocks, of the recorded
+        pool.
+        """
         held = [slot for slot in part.cache.released if slot in self._replica.tracker.held]
         cache = Cache(part.cache.failed_steps, [], held, part.cache.reset)
         return replace(part, facts=self._fitting_facts(part.facts), cache=cache, resume=None)
@@ -176,13 +185,13 @@ class _Replayed:
         )
 
     def _at_most(self, slot: int, count: int) -> int:
-        """The recorded count, limited to the tokens that the request has computed here."""
+        """Return the recorded count, limited to the number of tokens that the request has computed here."""
         if count == UNCHANGED or not self._replica.requests.is_live(slot):
             return UNCHANGED
         return min(count, self._replica.requests.computed[slot])
 
     def counts(self) -> dict[str, int]:
-        """The replica's counters."""
+        """Return the counters of the replica."""
         counters = self._replica.counters
         names = ("steps", "admitted", "ended", "preempted", "refused", "queried_tokens", "hit_tokens", "granted_tokens")
         evicted = sum(group.evicted_blocks for group in self._replica.group_counters())

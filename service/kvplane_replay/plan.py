@@ -1,4 +1,4 @@
-"""Settings of a replay: the limits of an engine, its cost model, the routing, and the replicas to register."""
+"""The settings of a replay: the limits of an engine, its cost model, the routing, and the replicas to register."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ UNLIMITED_OUTPUT = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Virtual time of a step: linear in prefill tokens, constant for decode, constant per step.
+    """The virtual time that a step takes: linear in prefill tokens, plus a constant for decode, plus a constant per
+    step.
 
-    A convention, not a measurement: it is the same in every run, and of the order of a 70B model on four current
-    accelerators.
+    It is a convention, not a measurement: equal in every run, and of the order of magnitude of a 70B model on four
+    current accelerators.
 
     Attributes:
         prefill_tokens_per_second: prompt tokens that one replica computes per second.
-        decode_step_us: added to a step with at least one decoding request, independent of their number.
-        step_overhead_us: added to every step.
+        decode_step_us: microseconds added to a step with at least one decoding request, independent of their number.
+        step_overhead_us: microseconds added to every step.
     """
 
     prefill_tokens_per_second: int = 20_000
@@ -32,12 +33,17 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.prefill_tokens_per_second < 1:
-            raise InvalidArgument("must be 1 or more", field="prefill_tokens_per_second")
+            raise InvalidArgument(
+                f"it is {self.prefill_tokens_per_second}, but must be 1 or more", field="prefill_tokens_per_second"
+            )
         if self.decode_step_us < 0 or self.step_overhead_us < 0:
-            raise InvalidArgument("must be 0 or more", field="decode_step_us, step_overhead_us")
+            found = f"they are {self.decode_step_us} and {self.step_overhead_us}, but must be 0 or more"
+            raise InvalidArgument(found, field="decode_step_us, step_overhead_us")
 
     def step_ns(self, prefill_tokens: int, decode_rows: int) -> int:
-        """Duration of a step in nanoseconds. Integers: no rounding differs between machines."""
+        """Return the duration of a step in nanoseconds. It uses integers, so that machines do not differ by
+        rounding.
+        """
         prefill_ns = prefill_tokens * NS_PER_SECOND // self.prefill_tokens_per_second
         decode_ns = self.decode_step_us * NS_PER_US if decode_rows else 0
         return self.step_overhead_us * NS_PER_US + prefill_ns + decode_ns
@@ -51,12 +57,12 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Limits of the engine's scheduler.
+    """The limits of a simulated engine's scheduler.
 
     Attributes:
-        max_running: requests that run concurrently.
-        token_budget: tokens scheduled in one step.
-        admit_rows: admissions requested in one step; these requests are announced before they can run.
+        max_running: most requests that run concurrently.
+        token_budget: most tokens scheduled in one step.
+        admit_rows: most requests that one step asks to admit; they are announced to the service before they can run.
         max_output: most tokens that a request generates; with 1 only the prefill is replayed.
     """
 
@@ -68,14 +74,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if getattr(self, name) < 1:
-                raise InvalidArgument("must be 1 or more", field=name)
+                raise InvalidArgument(f"it is {getattr(self, name)}, but must be 1 or more", field=name)
 
 
 class Routing(Enum):
     """How requests are assigned to replicas.
 
     STICKY: by the hash of the session, so that a conversation returns to its cached blocks; requests without a session
-    are assigned in rotation. ROUND_ROBIN: all are assigned in rotation.
+    are assigned in rotation. ROUND_ROBIN: all requests are assigned in rotation.
     """
 
     STICKY = "sticky"
@@ -84,17 +90,17 @@ class Routing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """The replicas to register, and how they are driven.
+    """The replicas that a replay registers, and the settings of their engines.
 
     Attributes:
-        model: name in the service's catalogue.
-        tensor_parallel: ranks of each replica.
+        model: name of the model in the service's catalogue.
+        tensor_parallel: number of ranks of each replica.
         replicas: number of equal replicas, each with its own engine.
         pool_blocks: blocks of each replica.
-        block_size: tokens per attention block, before the planner makes pages equal.
+        block_size: tokens per attention block. Groups may get larger blocks, so that all pages have one size.
         max_model_len: longest request in tokens.
         engine, cost, routing: see their types.
-        with_events: answers carry cache events, so that the engines count evictions too.
+        with_events: whether results contain cache events, so that the engines count evictions too.
     """
 
     model: str
@@ -110,10 +116,10 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
-            raise InvalidArgument("must be 1 or more", field="replicas")
+            raise InvalidArgument(f"it is {self.replicas}, but must be 1 or more", field="replicas")
 
     def source(self) -> ModelSource:
-        """The source that the replicas are registered from."""
+        """Return the source with which each replica is registered."""
         return ModelSource(
             model=self.model,
             tensor_parallel=self.tensor_parallel,

@@ -1,4 +1,4 @@
-"""A request of a trace inside the engine."""
+"""The requests of a trace in the form that `kvplane.scheduling` runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from kvplane_replay.workloads import TraceRequest
 
 
 class LiveRequest(Request):
-    """A request that sends hashes: its prompt is hashed shortly before its admission and never stored as tokens.
+    """A request of a trace that sends hashes instead of tokens.
 
-    Generated tokens are hashed when they complete a block.
+    Its prompt is hashed shortly before its admission and never stored as tokens. Generated tokens are hashed when they
+    complete a block.
 
     Attributes:
-        trace: its entry in the workload.
-        num_prompt: prompt tokens.
+        trace: the request in the workload.
+        num_prompt: number of prompt tokens.
     """
 
     __slots__ = ("_hash_due", "_hasher", "_num_tokens", "_output", "_prompt_hashes", "_scheme", "num_prompt", "trace")
@@ -33,31 +34,33 @@ class LiveRequest(Request):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and those generated so far."""
+        """The number of tokens of the prompt and of those generated so far."""
         return self._num_tokens
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the prompt, and those that it generates."""
+        """The number of tokens of the prompt and of the output that the trace states."""
         return self.num_prompt + self.max_new_tokens
 
     @property
     def is_done(self) -> bool:
-        """Whether the last token is generated."""
+        """Whether the request has its last token."""
         return self._num_tokens >= self.max_tokens
 
     def __post_init__(self) -> None:
-        """A trace may ask for no token; the prompt is not kept as token ids."""
+        """Keep no token ids, and accept a request that generates no token, which a trace may contain."""
         self.tokens = []
 
     def hash_prompt(self) -> None:
-        """Hash the prompt's full blocks; does nothing when they are hashed."""
+        """Hash the prompt's full blocks, if they are not hashed yet."""
         if self._hasher is None:
             self._hasher = RequestHasher(self._scheme)
             self._prompt_hashes = self._hasher.append(self.trace.prompt.packed())
 
     def news_row(self) -> NewsRow:
-        """Announces the prompt. The hashes are given once and freed: from then on the service stores them."""
+        """Return the row of a step that announces the request. The request's hashes are then freed, since the service
+        stores them.
+        """
         self.hash_prompt()
         hashes, self._prompt_hashes = self._digests(self._prompt_hashes), b""
         return NewsRow(
@@ -69,12 +72,14 @@ class LiveRequest(Request):
         )
 
     def append(self, token: int) -> None:
-        """A token of the trace's output joins the request, whatever was sampled."""
+        """Append the next token of the trace's output, whichever token was sampled."""
         del token
         self._num_tokens += 1
 
     def content(self, num_appended: int) -> FactRow:
-        """The row that appends tokens at the service, with the hashes of the blocks that they complete."""
+        """Return the row of a step that reports the last `num_appended` tokens, with the hashes of the blocks that
+        became full.
+        """
         if self._num_tokens < self._hash_due:
             return FactRow(self.slot, num_tokens=num_appended)
         assert self._hasher is not None, "the prompt is hashed when the request is announced"

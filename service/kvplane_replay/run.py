@@ -1,4 +1,4 @@
-"""Runs one workload on the replicas of one model, against a running service."""
+"""A replay of one workload on the replicas of one model, with a running service."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvplane_replay.workloads import MalformedTrace, TraceRequest
 
 
 class ReplayRun:
-    """Registers replicas and opens their sessions; on exit closes and deregisters them. A context manager.
+    """A context manager that registers replicas and opens their sessions; on exit it closes and deregisters them.
 
     Attributes:
         names: names of the replicas.
         fleet: the engines.
-        fault: why reading the trace stopped early; "" when it did not.
+        fault: why reading the trace stopped early; "" if it did not.
     """
 
     def __init__(self, client: Client, plan: RunPlan, name: str, trace: Iterable[TraceRequest]) -> None:
-        """`name` is the name of the replica; several replicas are named `name/0`, `name/1`, ..."""
+        """Register the replicas: one with the name `name`, or several named `name/0`, `name/1`, ..."""
         self.names = [name] if plan.replicas == 1 else [f"{name}/{i}" for i in range(plan.replicas)]
         self.fault = ""
         self._client = client
@@ -47,18 +47,21 @@ class ReplayRun:
         self._undo.close()
 
     def run(self, after_step: Callable[[], bool]) -> None:
-        """Step until all requests end or `after_step` returns False. A malformed trace ends reading, not the run."""
+        """Run steps until all requests end or `after_step` returns False.
+
+        A malformed trace ends the reading of requests; those that were read before still run.
+        """
         started = time.monotonic()
         while self._step() and after_step():
             pass
         self._wall_s += time.monotonic() - started
 
     def describe(self) -> list[DescribeReplicaResponse]:
-        """The service's description of each replica."""
+        """Return the service's description of each replica."""
         return [self._client.describe_replica(name) for name in self.names]
 
     def summary(self, workload: str) -> Summary:
-        """The outcome. Call it after `run`."""
+        """Return the outcome. Call it after `run`."""
         progress = self.fleet.progress
         described = self.describe()
         return Summary(
@@ -95,7 +98,7 @@ class ReplayRun:
 
 
 def counts_of(described: DescribeReplicaResponse) -> ServiceCounts:
-    """The counters of one replica."""
+    """Return the counters of one replica."""
     counters, groups = described.counters, described.counters.groups
     return ServiceCounts(
         steps=counters.steps,

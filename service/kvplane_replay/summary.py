@@ -1,4 +1,4 @@
-"""What a replay counts: the engine's own count of the answers, the service's counters, and the outcome of a run, which
+"""The counts of a replay: those of the engines, those of the service, and the outcome of a run, which
 compares the two.
 """
 
@@ -17,7 +17,7 @@ from kvplane_service.core.cache_events import runs_of
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was refused, and why."""
+    """A request that was refused, with the reason."""
 
     request_id: str
     reason: str
@@ -26,20 +26,22 @@ class Refusal:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of one engine; every field only grows. Lists have one entry per KV cache group.
+    """The counts of one engine. They never decrease. Lists have one entry per KV cache group.
 
     Attributes:
-        steps, rows: steps sent, and rows of their facts, news, run and admit sections.
-        messages: messages sent and answers received.
+        num_groups: number of KV cache groups.
+        steps, rows: steps sent, and rows (operations on one request) of their facts, news, run and admit sections.
+        messages: messages sent and received.
         admitted, resumed: granted admissions, and those of them that followed a preemption.
-        ended, preempted: requests that finished or were given up; requests that lost their blocks.
-        refused: admissions that found too few blocks.
-        queried_tokens, hit_tokens: tokens of granted admissions, and those found cached.
-        resumed_hit_tokens: of hit_tokens, those of resumptions.
+        ended, preempted: requests that completed or were refused; requests that lost their blocks.
+        refused: admissions for which there were too few blocks.
+        queried_tokens, hit_tokens: tokens of granted admissions, and those of them that were cached.
+        resumed_hit_tokens: those of hit_tokens whose admission followed a preemption.
         granted_tokens: tokens scheduled.
-        allocated_blocks, hit_blocks: blocks handed out, and blocks adopted by hits.
-        evicted_blocks: keys lost to another request, counted from the events; all 0 in a session without events.
-        prompt_tokens, generated_tokens: of the requests that were completed.
+        allocated_blocks, hit_blocks: new blocks, and cached blocks that admissions used.
+        evicted_blocks: keys removed because their block was allocated again, counted from cache events; 0 without
+            events.
+        prompt_tokens, generated_tokens: tokens of the requests that were completed.
     """
 
     num_groups: int
@@ -66,7 +68,7 @@ class Tally:
             setattr(self, column, getattr(self, column) or [0] * self.num_groups)
 
     def count(self, part: Part, answer: PartResult) -> None:
-        """Count one step that had one part."""
+        """Count one step that has one part, from the part and its result."""
         self.steps += 1
         self.messages += 2
         self.rows += len(part.facts.slot) + len(part.news.slot) + len(part.run.slot) + len(part.admit.slot)
@@ -79,7 +81,7 @@ class Tally:
                 self.evicted_blocks[run.group] += len(run.hashes)
 
     def count_admission(self, known_tokens: int, hit: int, granted: int, is_resumed: bool) -> None:
-        """Count one granted admission."""
+        """Count one granted admission of a request."""
         self.admitted += 1
         self.queried_tokens += known_tokens
         self.hit_tokens += hit
@@ -89,7 +91,11 @@ class Tally:
             self.resumed_hit_tokens += hit
 
     def _count_blocks(self, part: Part, answer: PartResult) -> None:
-        """New blocks as the answer lists them; hit blocks are those of an admission's table that are not new."""
+        """Count new blocks and hit blocks.
+
+        New blocks are those that the result lists as new; hit blocks are those of an admission's table that are not
+        new.
+        """
         first_admit_row = len(part.run.slot)
         for row, group, count in _real_blocks(answer.new_blocks):
             self.allocated_blocks[group] += count
@@ -99,7 +105,7 @@ class Tally:
             self.hit_blocks[group] += count
 
     def add(self, other: Tally) -> None:
-        """Add what another engine of the same groups counted."""
+        """Add the counts of another engine with the same groups."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if name == "num_groups":
@@ -111,7 +117,9 @@ class Tally:
 
 
 def _real_blocks(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
-    """(row, group, blocks that are not the null block) of each entry."""
+    """Yield (row, group, number of blocks), without null blocks (placeholders that have no memory), for each list of
+    blocks.
+    """
     start = 0
     for row, group, count in zip(blocks.row, blocks.group, blocks.count, strict=True):
         yield row, group, count - blocks.ids[start : start + count].count(0)
@@ -120,7 +128,9 @@ def _real_blocks(blocks: Blocks) -> Iterator[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceCounts:
-    """The service's counters of one replica, or their sum over several; tuples by KV cache group."""
+    """The service's counters of one replica, or their sum over several replicas. Tuples have an entry per KV cache
+    group.
+    """
 
     steps: int
     admitted: int
@@ -159,17 +169,17 @@ class Summary:
     """The outcome of one workload on the replicas of one model.
 
     Attributes:
-        workload, model: names.
-        spec: of each replica.
-        num_replicas: equal replicas.
-        cost: what moved the virtual clock.
+        workload, model: their names.
+        spec: settings of each replica.
+        num_replicas: number of equal replicas.
+        cost: the cost model that advanced the virtual clock.
         requests, completed: requests read from the workload, and those that completed.
         refusals: the refused requests.
         counts: the service's counters.
-        tally: the engines' counts of the answers.
-        counts_evictions: True if the answers carried events, from which the engines count evictions.
+        tally: the engines' counts.
+        counts_evictions: whether results contained cache events, from which the engines count evictions.
         virtual_ns, wall_s: virtual time in nanoseconds, real time in seconds.
-        fault: why reading the workload stopped early; "" when it did not.
+        fault: why reading the workload stopped early; "" if it did not.
     """
 
     workload: str
@@ -189,25 +199,27 @@ class Summary:
 
     @property
     def virtual_s(self) -> float:
-        """Seconds on the virtual clock."""
+        """The virtual time in seconds."""
         return self.virtual_ns / NS_PER_SECOND
 
     @property
     def hit_share(self) -> float:
-        """Share of the looked-up tokens that were cached, 0 to 1."""
+        """The share of the looked-up tokens that were cached, 0 to 1."""
         return self.counts.hit_tokens / self.counts.queried_tokens if self.counts.queried_tokens else 0.0
 
     @property
     def evicted(self) -> int:
-        """Keys evicted because their block was reallocated, all groups."""
+        """The number of cache keys (hashes of cached blocks) that were evicted because their block was allocated again,
+        over all groups.
+        """
         return sum(self.counts.evicted_blocks)
 
     def refused_by_reason(self) -> dict[str, int]:
-        """Number of refused requests by reason, most frequent first."""
+        """Return the number of refused requests by reason, most frequent first."""
         return dict(Counter(refusal.reason for refusal in self.refusals).most_common())
 
     def disagreements(self) -> list[str]:
-        """Contradictions between the counts; empty when they agree."""
+        """Return the contradictions between the counts; an empty list if they agree."""
         return list(self._disagreements())
 
     def _disagreements(self) -> Iterator[str]:
@@ -221,7 +233,7 @@ class Summary:
                 yield f"{name}: the service counts {theirs}, the engine {ours}"
 
     def as_json(self) -> dict[str, Any]:
-        """The whole outcome as JSON, with the counts of both sides."""
+        """Return the whole outcome as JSON values, with the counts of both sides."""
         return {
             "workload": self.workload,
             "model": self.model,

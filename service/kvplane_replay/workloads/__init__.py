@@ -1,4 +1,6 @@
-"""Workloads: public serving traces, streamed, and a built-in one from a seed. All yield `TraceRequest`."""
+"""Workloads: public serving traces, read line by line, and a built-in workload from a seed. All yield
+`TraceRequest`.
+"""
 
 from kvplane_replay.workloads.chat import ChatShape, chat_workload
 from kvplane_replay.workloads.lines import MalformedTrace

@@ -3,7 +3,7 @@
     chat    system | user 1 | answer 1 | user 2 | answer 2 | ...        a person reads and thinks between turns
     agent   tools  | task   | call 1   | result | call 2   | ...        a tool answers within seconds
 
-The prompt of a turn is the previous prompt, its generated answer, and new text, as in multi-turn traffic. Lengths are
+The prompt of a turn is the previous prompt, its generated answer, and new text, as in conversations. Lengths are
 log-normal with medians that are shares of `max_model_len`, so that a session fills the model's context over its turns.
 """
 
@@ -24,14 +24,15 @@ _SECONDS_PER_TOKEN = 0.02  # least time to read an answer, or to run a tool
 
 @dataclass(frozen=True, slots=True)
 class ChatShape:
-    """Size and mix of the workload. The defaults are those of typical services.
+    """The size and mix of the built-in workload. The defaults are those of typical services.
 
     Attributes:
         max_model_len: longest prompt with its output, in tokens; `MIN_MODEL_LEN` or more.
-        num_sessions: chats and agents together.
-        sessions_per_s: mean rate of new sessions; starts are random.
+        num_sessions: number of chats and agents together.
+        sessions_per_s: mean number of new sessions per second; they start at random times.
         agent_share: share of agents in the sessions, 0..1.
-        num_system_prompts: system prompts of chats, used with Zipf frequencies. Agents have a quarter of this number.
+        num_system_prompts: number of system prompts of chats, used with Zipf frequencies. Agents have a quarter as
+            many.
     """
 
     max_model_len: int
@@ -41,22 +42,23 @@ class ChatShape:
     num_system_prompts: int = 8
 
     def __post_init__(self) -> None:
-        _require(self.max_model_len >= MIN_MODEL_LEN, "max_model_len", f"must be {MIN_MODEL_LEN} or more")
-        _require(self.num_sessions >= 0, "num_sessions", "must be 0 or more")
-        _require(self.sessions_per_s > 0, "sessions_per_s", "must be above 0")
-        _require(0 <= self.agent_share <= 1, "agent_share", "must be in 0..1")
-        _require(self.num_system_prompts >= 1, "num_system_prompts", "must be 1 or more")
+        _require(self.max_model_len >= MIN_MODEL_LEN, "max_model_len", self.max_model_len, f"{MIN_MODEL_LEN} or more")
+        _require(self.num_sessions >= 0, "num_sessions", self.num_sessions, "0 or more")
+        _require(self.sessions_per_s > 0, "sessions_per_s", self.sessions_per_s, "above 0")
+        _require(0 <= self.agent_share <= 1, "agent_share", self.agent_share, "in 0..1")
+        _require(self.num_system_prompts >= 1, "num_system_prompts", self.num_system_prompts, "1 or more")
 
     @property
     def unit(self) -> int:
-        """The length in tokens whose multiples are the medians."""
+        """The length in tokens of which the medians of all lengths are multiples."""
         return min(self.max_model_len, _SCALED_MODEL_LEN) // 64
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Parameters that differ between chats and agents. Lengths are medians in units; `gap_s` is the mean pause after an
-    answer, in seconds.
+    """The parameters that differ between chats and agents.
+
+    Lengths are medians, in multiples of `ChatShape.unit`; `gap_s` is the mean pause after an answer, in seconds.
     """
 
     name: str
@@ -70,7 +72,7 @@ class _Kind:
 
 
 def chat_workload(rng: Random, shape: ChatShape) -> Iterator[TraceRequest]:
-    """The requests of all sessions in order of arrival; a function of `rng` and `shape`."""
+    """Yield the requests of all sessions in order of arrival. Equal `rng` and `shape` give equal requests."""
     clock = Random(rng.getrandbits(64))
     starts_s = list(accumulate(clock.expovariate(shape.sessions_per_s) for _ in range(shape.num_sessions)))
     chat = _Kind("chat", 0, shape.num_system_prompts, 5, 1.0, 1.5, 5, 15.0)
@@ -86,7 +88,7 @@ def chat_workload(rng: Random, shape: ChatShape) -> Iterator[TraceRequest]:
 
 
 class _Session:
-    """One chat or agent: a shared system prompt and two streams of its own, for input and for output."""
+    """One chat or agent: a shared system prompt, and its own input and output texts."""
 
     def __init__(self, kind: _Kind, shape: ChatShape, number: int, rng: Random) -> None:
         self._kind, self._shape, self._rng = kind, shape, rng
@@ -95,7 +97,7 @@ class _Session:
         self._written = self._answered = 0
 
     def turns(self, start_s: float) -> Iterator[TraceRequest]:
-        """The turns of the session; ends early when the next one would exceed `max_model_len`."""
+        """Yield the turns of the session. It ends early if the next turn would exceed `max_model_len`."""
         kind, rng, now_s = self._kind, self._rng, start_s
         num_turns = 1 + int(rng.expovariate(1 / kind.mean_turns))
         prompt = self._system()
@@ -109,7 +111,7 @@ class _Session:
             now_s += len(output) * _SECONDS_PER_TOKEN + rng.expovariate(1 / kind.gap_s)
 
     def _system(self) -> TokenSource:
-        """One of the shared prompts; the k-th is used 1/k as frequently as the first."""
+        """Return one of the shared system prompts. The k-th is used 1/k as frequently as the first."""
         kind = self._kind
         choices = range(kind.num_systems)
         choice = self._rng.choices(choices, [1 / (k + 1) for k in choices])[0]
@@ -132,6 +134,6 @@ class _Session:
         return max(1, round(self._rng.lognormvariate(0.0, 0.7) * median_units * self._shape.unit))
 
 
-def _require(holds: bool, field: str, problem: str) -> None:
+def _require(holds: bool, field: str, found: float, allowed: str) -> None:
     if not holds:
-        raise InvalidArgument(problem, field=field)
+        raise InvalidArgument(f"it is {found}, but must be {allowed}", field=field)

@@ -1,4 +1,4 @@
-"""Validated access to the JSON records of a trace. Errors name the field, the value found, and the line."""
+"""Checked access to the JSON records of a trace. Errors name the field, the value found, and the line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ _MAX_TIME = 10**15  # ms: 30,000 years
 
 
 class Record:
-    """A JSON object on a line of a trace, or nested in one."""
+    """A JSON object on a line of a trace, or nested in such an object."""
 
     def __init__(self, line: Line, values: object, place: str = "") -> None:
-        """`place` is the position in the line: "" or like "requests[3]."."""
+        """Use the parsed `values` of a line. `place` is their position in the line: "" or, for instance,
+        "requests[3].".
+
+        Raises MalformedTrace if they are not a JSON object.
+        """
         self._line = line
         self._place = place
         if not isinstance(values, dict):
@@ -27,11 +31,11 @@ class Record:
         return name in self._values
 
     def malformed(self, cause: str) -> MalformedTrace:
-        """A MalformedTrace that names this line."""
+        """Return a MalformedTrace that names this line."""
         return self._line.malformed(cause)
 
     def count(self, name: str, least: int = 0) -> int:
-        """An integer from `least` to the longest possible text."""
+        """Return an integer field from `least` to the longest possible text, in tokens. Raises MalformedTrace."""
         value = self._get(name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self._bad(name, f"{_brief(value)} is not an integer")
@@ -40,7 +44,7 @@ class Record:
         return value
 
     def time(self, name: str) -> float:
-        """A time of at least 0, in the unit of the trace."""
+        """Return a time field of 0 or more, in the unit of the trace. Raises MalformedTrace."""
         value = self._get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._bad(name, f"{_brief(value)} is not a time")
@@ -49,26 +53,28 @@ class Record:
         return float(value)
 
     def text(self, name: str) -> str:
-        """A string, not empty."""
+        """Return a string field that is not empty. Raises MalformedTrace."""
         value = self._get(name)
         if not isinstance(value, str) or not value:
             raise self._bad(name, f"{_brief(value)} is not a non-empty string")
         return value
 
     def ids(self, name: str, tokens_per_id: int) -> array[int]:
-        """Hash ids: integers from 0, limited by the length of a stream."""
+        """Return a list of hash ids: integers from 0, limited so that the text they stand for fits into a stream (a
+        numbered sequence of tokens). Raises MalformedTrace.
+        """
         values = self._list(name)
         limit = POSITIONS // tokens_per_id
         try:
             ids = array("I", cast("list[int]", values))
         except (TypeError, OverflowError):
-            raise self._bad(name, f"holds something that is not an integer of 0..{limit - 1}") from None
+            raise self._bad(name, f"an entry is not an integer of 0..{limit - 1}") from None
         if ids and max(ids) >= limit:
-            raise self._bad(name, f"{max(ids)} is beyond {limit - 1}")
+            raise self._bad(name, f"{max(ids)} is above {limit - 1}")
         return ids
 
     def records(self, name: str) -> list[Record]:
-        """A list of objects."""
+        """Return a list of JSON objects. Raises MalformedTrace."""
         values = self._list(name)
         return [Record(self._line, value, f"{self._place}{name}[{at}].") for at, value in enumerate(values)]
 
@@ -88,10 +94,10 @@ class Record:
 
 
 def parse(line: Line) -> Record:
-    """The object on a line.
+    """Return the JSON object on a line.
 
     Raises:
-        MalformedTrace: it is not a JSON object.
+        MalformedTrace: the line is not a JSON object.
     """
     try:
         values = json.loads(line.text, parse_constant=_refuse_constant)

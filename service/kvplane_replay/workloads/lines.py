@@ -1,4 +1,6 @@
-"""Lines of a trace file (plain, gzip or zstd), one at a time: a trace may expand 250-fold and is never read whole."""
+"""The lines of a trace file (plain, gzip or zstd), read one at a time: a compressed trace may expand 250-fold, so it is
+never read whole.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
 class MalformedTrace(KvplaneError):
-    """A line of a trace file is malformed. `metadata` has `file` and `line`; requests before it are valid."""
+    """A line of a trace file is malformed. `metadata` has "file" and "line"; the requests before the line are valid."""
 
     reason = "MALFORMED_TRACE"
 
@@ -33,25 +35,25 @@ class Line:
     text: bytes
 
     def malformed(self, cause: str) -> MalformedTrace:
-        """A MalformedTrace that names this line."""
+        """Return a MalformedTrace that names this line."""
         return malformed(self.file, self.number, cause)
 
 
 def malformed(file: str, number: int, cause: str) -> MalformedTrace:
-    """A MalformedTrace that names a line."""
+    """Return a MalformedTrace that names a line of a file."""
     return MalformedTrace(f"{file}, line {number}: {cause}", metadata={"file": file, "line": str(number)})
 
 
 class TraceLines:
-    """Iterator over the lines of a file, read on demand. Blank lines are skipped."""
+    """An iterator over the lines of a file, which it reads on demand. It skips blank lines."""
 
     def __init__(self, path: Path) -> None:
         """Open the file.
 
         Raises:
             NotFound: there is no such file.
-            InvalidArgument: it cannot be read.
-            FailedPrecondition: it is compressed by zstd, and the package zstandard is not installed.
+            InvalidArgument: the file cannot be read.
+            FailedPrecondition: the file is compressed with zstd, and the package zstandard is not installed.
         """
         self.file = str(path)
         self.bytes_read = 0  # of the stored file
@@ -63,15 +65,15 @@ class TraceLines:
         return self
 
     def __next__(self) -> Line:
-        """The next line.
+        """Return the next line.
 
         Raises:
-            MalformedTrace: the compressed data are damaged or truncated, or the line is too long.
+            MalformedTrace: the compressed data are damaged or end early, or the line is too long.
         """
         return next(self._lines)
 
     def close(self) -> None:
-        """Close the file; no further line can be read."""
+        """Close the file. No further line can be read."""
         self._raw.close()
 
     def _split(self, chunks: Iterator[bytes]) -> Iterator[Line]:
@@ -85,7 +87,7 @@ class TraceLines:
                 parts.append(rest)
                 size += len(rest)
                 if size > MAX_LINE_BYTES:
-                    raise _DamagedData(f"more than {MAX_LINE_BYTES} bytes")
+                    raise _DamagedData(f"the line has more than {MAX_LINE_BYTES} bytes")
         except _DamagedData as damage:
             raise malformed(self.file, number, str(damage)) from damage
         yield from self._line(number, parts, b"")
@@ -111,7 +113,7 @@ class TraceLines:
 
 
 class _DamagedData(Exception):
-    """The compressed data are invalid; the message states why."""
+    """The data of a file are damaged; the message states how."""
 
 
 class _Inflater(Protocol):
@@ -127,7 +129,7 @@ class _Inflater(Protocol):
 def _inflate(
     first: bytes, chunks: Iterator[bytes], new_frame: Callable[[], _Inflater], error: type[Exception]
 ) -> Iterator[bytes]:
-    """Decompressed bytes of one or more frames.
+    """Yield the decompressed bytes of one or more frames.
 
     A file that ends inside a frame is truncated, which zstandard's own reader does not report.
     """
@@ -138,7 +140,7 @@ def _inflate(
             try:
                 yield frame.decompress(packed)
             except error as fault:
-                raise _DamagedData(f"damaged compressed data: {fault}") from fault
+                raise _DamagedData(f"the compressed data are damaged: {fault}") from fault
             begun = not frame.eof
             packed = frame.unused_data if frame.eof else b""
             if frame.eof:
@@ -152,7 +154,7 @@ def _unpack_zstd(first: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
         import zstandard
     except ImportError:
         raise FailedPrecondition(
-            "zstd traces need the package zstandard, which is not installed",
+            "the trace is compressed with zstd, which needs the package zstandard; it is not installed",
             field="file",
             remedy="pip install 'kvplane[cli]', or decompress the file first",
         ) from None
@@ -164,6 +166,8 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except FileNotFoundError:
-        raise NotFound(f"there is no file {path}", field="file") from None
+        raise NotFound(f"there is no file {path}", field="file", remedy="give the path of a trace file") from None
     except OSError as error:
-        raise InvalidArgument(f"cannot read {path}: {error.strerror}", field="file") from error
+        raise InvalidArgument(
+            f"{path} cannot be read: {error.strerror}", field="file", remedy="give a readable file"
+        ) from error

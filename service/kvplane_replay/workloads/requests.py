@@ -1,15 +1,15 @@
-"""Requests of a workload, with the tokens that stand for their text.
+"""The requests of a workload, with tokens that stand for their text.
 
 Serving traces contain no text, only lengths and ids of shared content. In a replay, equal content must become equal
-tokens and different content different tokens, for any block size. So content is a position in a *stream*: an unbounded
-sequence of tokens that is a fixed function of its number.
+tokens and different content different tokens, for any block size. So a text is a range of a *stream*: an unbounded
+sequence of tokens that is a fixed function of the stream's number.
 
     position      0        1        2        3        4     ...
     token         0    mark + s     2    mark + s     4              stream s; generated text: 2^31 more
 
 Two adjacent tokens identify stream and position, so two blocks of two tokens or more are equal only if they are the
-same range of the same stream. Hash id h of a trace whose ids stand for n tokens is the range [h * n, (h + 1) * n): a
-run of consecutive ids is one range, and a partial one is cut.
+same range of the same stream. Hash id h of a trace whose ids represent n tokens each is the range [h * n, (h + 1) * n).
+Consecutive ids form one range; an incomplete one is shortened.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from heapq import heappop, heappush
 from itertools import count, islice, pairwise
 from operator import sub
 
-POSITIONS = 1 << 30  # of a stream
+POSITIONS = 1 << 30  # number of tokens of a stream
 STREAMS = 1 << 30
 _STREAM_MARK = 1 << 30
 _GENERATED = 1 << 31
@@ -35,7 +35,7 @@ _RAMP = sum(2 * pair << 64 * pair for pair in range(_CHUNK // 2))
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Positions `[start, stop)` of a stream of prompt text, or of one of generated text."""
+    """The positions `[start, stop)` of a stream of prompt text, or of a stream of generated text."""
 
     stream: int
     start: int
@@ -47,7 +47,7 @@ class Span:
         assert 0 <= self.start <= self.stop <= POSITIONS
 
     def packed(self) -> bytes:
-        """The tokens, four little-endian bytes each."""
+        """Return the tokens, four little-endian bytes each."""
         base = _GENERATED if self.generated else 0
         odd = (base + _STREAM_MARK + self.stream) * _ODD_LANES + _RAMP
         first = self.start - self.start % 2
@@ -58,25 +58,27 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """A text as ranges of streams; its tokens are computed on demand."""
+    """A text as ranges of streams. Its tokens are computed on demand."""
 
     spans: tuple[Span, ...] = ()
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return sum(span.stop - span.start for span in self.spans)
 
     def __add__(self, other: TokenSource) -> TokenSource:
-        """Concatenation of the two texts."""
+        """Return the concatenation of the two texts."""
         return TokenSource(self.spans + other.spans)
 
     def packed(self) -> bytes:
-        """The tokens, four little-endian bytes each. A prompt of 100,000 tokens takes about 0.5 ms."""
+        """Return the tokens, four little-endian bytes each. A prompt of 100,000 tokens takes about 0.5 ms."""
         return b"".join([span.packed() for span in self.spans])
 
 
 def text_of_ids(ids: Sequence[int], tokens_per_id: int, num_tokens: int, stream: int = 0) -> TokenSource:
-    """The first `num_tokens` tokens of the contents that `ids` name. Requires that only the last id is partial."""
+    """Return the first `num_tokens` tokens of the contents with these hash ids. Only the last content may be
+    incomplete.
+    """
     missing = len(ids) * tokens_per_id - num_tokens
     assert 0 <= missing < tokens_per_id or not ids
     steps = enumerate(map(sub, islice(ids, 1, None), ids), 1)
@@ -93,12 +95,12 @@ class TraceRequest:
     """One request of a workload.
 
     Attributes:
-        name: unique in the workload.
-        arrival_s: seconds since the start of the workload, the order of requests.
-        session: name of its conversation; "" when the trace has none.
+        name: name of the request, unique in the workload.
+        arrival_s: seconds since the start of the workload, by which requests are ordered.
+        session: name of its conversation; "" if the trace has none.
         prompt: 1 token or more.
         output: the tokens that the model generates. They occur in no other request, except in later prompts of the same
-            session where the workload includes them.
+            session if the workload includes them.
     """
 
     name: str
@@ -109,16 +111,16 @@ class TraceRequest:
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens to generate; may be 0."""
+        """The number of tokens to generate; may be 0."""
         return len(self.output)
 
 
 def overlay(starts_s: Iterable[float], sessions: Iterator[list[TraceRequest]]) -> Iterator[TraceRequest]:
-    """The requests of all sessions in order of arrival; at equal times, those of the session that started first.
+    """Yield the requests of all sessions in order of arrival; at equal times, first those of the earlier session.
 
-    Session k is read when time reaches `starts_s[k]`, before which it has no request, so that only active sessions are
-    in memory. Ends with `sessions`. An error of `sessions` is raised after all requests that arrive before the start of
-    the session that caused it.
+    Session k is read when the time `starts_s[k]` is reached, before which the session has no request, so that only
+    active sessions are in memory. The iterator ends with `sessions`. An error of `sessions` is raised after all
+    requests that arrive before the start of the session that caused it.
     """
     starts, order = iter(starts_s), count()
     waiting: list[tuple[float, int, TraceRequest]] = []

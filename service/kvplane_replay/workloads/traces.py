@@ -1,15 +1,15 @@
-"""Readers of public serving traces: Mooncake and Weka. A file goes in, its requests in order of arrival come out.
+"""Readers of public serving traces, in the formats Mooncake and Weka. They yield requests in order of arrival.
 
 Mooncake: a line is a request with `timestamp` in ms, `input_length`, `output_length`, and `hash_ids`, one per 512
-prompt tokens; the last id may stand for fewer. An id stands for the prefix that ends there and is the same in the
-whole file.
+prompt tokens; the last id may represent fewer. An id represents the prefix that ends there and is the same in the whole
+file.
 
 Weka (Claude Code traces, callanjfox/kv-cache-tester): a line is a session, `requests` with `t` in seconds, `in` and
 `out` tokens, and `hash_ids`, one per *full* block of `block_size` prompt tokens. Ids are local to the session, so each
-session reads its own stream. The trace does not identify the last, partial block: its tokens are unique to the request
-and hit nothing. A sub-agent is an entry with `requests` of its own, which share the ids of the session; their times
-count from the entry if the first of them is smaller than the entry's own, otherwise from the start of the session.
-Sessions have no common clock: they start at equal distances.
+session has its own stream. The trace does not identify the last, incomplete block: its tokens are unique to the request
+and are never a cache hit. A sub-agent is an entry with its own `requests`, which use the ids of the session; their
+times count from the entry if the first of these times is smaller than the entry's own time, otherwise from the start of
+the session. Sessions have no common clock: they start at equal distances.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ DEFAULT_SPACING_S = 60.0
 
 
 class TraceKind(Enum):
-    """Format of a trace."""
+    """The format of a trace file."""
 
     MOONCAKE = "mooncake"
     WEKA = "weka"
 
 
 class TraceFile:
-    """A trace, read once from start to end by iteration.
+    """A trace file, which can be iterated over once.
 
     Attributes:
-        kind: detected from the first line.
-        size_bytes: size of the file as stored.
+        kind: format, detected from the first line.
+        size_bytes: size of the file, as stored.
     """
 
     def __init__(self, path: Path, session_spacing_s: float = DEFAULT_SPACING_S) -> None:
-        """Open the file and read its first line. `session_spacing_s`: seconds between sessions without a common clock.
+        """Open the file and read its first line. `session_spacing_s` is the time between sessions without a common
+        clock.
 
         Raises:
-            MalformedTrace: the first line is of no known kind, or damaged.
-            NotFound, InvalidArgument, FailedPrecondition: as `TraceLines`.
+            MalformedTrace: the first line is damaged, or in no known format.
+            NotFound, InvalidArgument, FailedPrecondition: the file cannot be opened; see `TraceLines`.
         """
         if not session_spacing_s >= 0:
-            raise InvalidArgument(f"{session_spacing_s} is below 0", field="session_spacing_s")
+            raise InvalidArgument(f"it is {session_spacing_s} s, but must be 0 or more", field="session_spacing_s")
         with ExitStack() as if_refused:
             self._lines = TraceLines(path)
             if_refused.callback(self._lines.close)
@@ -71,11 +72,13 @@ class TraceFile:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of the stored file read so far."""
+        """The number of bytes of the stored file that were read so far."""
         return self._lines.bytes_read
 
     def __iter__(self) -> Iterator[TraceRequest]:
-        """The requests in order of arrival. Raises MalformedTrace at a malformed line; requests before it are valid."""
+        """Yield the requests in order of arrival. Raises MalformedTrace at a malformed line; requests before it are
+        valid.
+        """
         return self._requests
 
     def __enter__(self) -> TraceFile:
@@ -97,21 +100,23 @@ def _kind_of(first: Line) -> TraceKind:
         return TraceKind.WEKA
     if "hash_ids" in record:
         return TraceKind.MOONCAKE
-    raise first.malformed("neither a Mooncake request (hash_ids) nor a Weka session (requests)")
+    raise first.malformed("it is neither a Mooncake request (with hash_ids) nor a Weka session (with requests)")
 
 
 def read_mooncake(lines: Iterable[Line]) -> Iterator[TraceRequest]:
-    """The requests in the order of the file, which is the order of arrival.
+    """Yield the requests in the order of the file, which is the order of arrival.
 
     Raises:
-        MalformedTrace: a line is not a request, or is earlier than the one before.
+        MalformedTrace: a line is not a request, or is earlier than the line before.
     """
     latest_s = 0.0
     for line in lines:
         record = parse(line)
         request = _mooncake_request(record, line.number)
         if request.arrival_s < latest_s:
-            raise record.malformed("timestamp: is before that of the previous request")
+            raise record.malformed(
+                f"timestamp: {request.arrival_s} s is before that of the previous request, {latest_s} s"
+            )
         latest_s = request.arrival_s
         yield request
 
@@ -121,7 +126,7 @@ def _mooncake_request(record: Record, number: int) -> TraceRequest:
     ids = record.ids("hash_ids", MOONCAKE_TOKENS_PER_ID)
     needed = -(-num_tokens // MOONCAKE_TOKENS_PER_ID)
     if len(ids) != needed:
-        raise record.malformed(f"hash_ids: {len(ids)} ids, but input_length {num_tokens} needs {needed}")
+        raise record.malformed(f"hash_ids: there are {len(ids)} ids, but input_length {num_tokens} needs {needed}")
     output = Span(number, 0, record.count("output_length"), generated=True)
     return TraceRequest(
         name=f"line-{number}",
@@ -133,10 +138,10 @@ def _mooncake_request(record: Record, number: int) -> TraceRequest:
 
 
 def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> Iterator[TraceRequest]:
-    """The requests of all sessions in order of arrival; session k of the file, from 0, starts at `k * spacing_s`.
+    """Yield the requests of all sessions in order of arrival. Session k of the file, from 0, starts at `k * spacing_s`.
 
     Raises:
-        MalformedTrace: a session is malformed; raised when time reaches its start.
+        MalformedTrace: a session is malformed; raised when its start is reached.
     """
     sessions = (_Session(k, k * spacing_s).read(parse(line)) for k, line in enumerate(lines))
     return overlay((k * spacing_s for k in count()), sessions)
@@ -144,7 +149,7 @@ def read_weka(lines: Iterable[Line], spacing_s: float = DEFAULT_SPACING_S) -> It
 
 @dataclass(slots=True)
 class _Session:
-    """Reader of one session; `own_tokens` is the length so far of the text that only this session contains."""
+    """The reader of one session. `own_tokens` is the number of tokens so far that occur only in this session."""
 
     number: int
     start_s: float
@@ -153,7 +158,8 @@ class _Session:
     def read(self, record: Record) -> list[TraceRequest]:
         name = record.text("id")
         if "hash_id_scope" in record and record.text("hash_id_scope") != "local":
-            raise record.malformed("hash_id_scope: only local ids can be replayed")
+            scope = record.text("hash_id_scope")
+            raise record.malformed(f"hash_id_scope: it is {scope!r}, but only ids of scope 'local' can be replayed")
         block_size = record.count("block_size", least=1)
         requests = []
         for at, (time, entry) in enumerate(_flattened(record)):
@@ -165,7 +171,9 @@ class _Session:
         ids = entry.ids("hash_ids", block_size)
         full, partial = divmod(num_tokens, block_size)
         if len(ids) != full:
-            raise entry.malformed(f"hash_ids: {len(ids)} ids, but {num_tokens} tokens in have {full} full blocks")
+            raise entry.malformed(
+                f"hash_ids: there are {len(ids)} ids, but {num_tokens} prompt tokens have {full} full blocks"
+            )
         known = text_of_ids(ids, block_size, full * block_size, self.number)
         return TraceRequest(
             name=name,
@@ -183,7 +191,9 @@ class _Session:
 
 
 def _flattened(session: Record) -> Iterator[tuple[float, Record]]:
-    """Requests with seconds since the session's start; the requests of a sub-agent replace its entry."""
+    """Yield requests with seconds since the session's start. An entry that is a sub-agent is replaced by the
+    sub-agent's requests.
+    """
     for entry in session.records("requests"):
         time = entry.time("t")
         if "requests" not in entry:
