@@ -1,12 +1,12 @@
-"""kvplane: the client of a control plane for the KV cache of LLM inference engines.
+"""kvplane: the client of the service that manages the KV cache blocks of LLM inference engines.
 
     with kvplane.connect("127.0.0.1:7070") as client:
         client.register_replica("engine-0", spec)
         with client.session("engine-0") as session:
             answer = session.apply(part)
 
-The public names are those of `kvplane.api`; `kvplane.aio` has the same for asyncio. They are loaded on first use, so
-that a program that imports only `kvplane.base` does not load gRPC.
+`kvplane.api` lists the public names, and `kvplane.aio` has the same client for asyncio. A public name is imported when
+it is first used, so that a program that imports only `kvplane.base` does not load gRPC.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """A module of this package, or a public name of `kvplane.api`."""
+        """Import and return a module of this package, or a public name of `kvplane.api`, on first use."""
         if name.startswith("_") and name != "__all__":
             raise AttributeError(f"module 'kvplane' has no attribute {name!r}")
         if find_spec(f"kvplane.{name}") is not None:

@@ -1,4 +1,4 @@
-"""The public names of kvplane. `import kvplane` loads this module when one of them is first used."""
+"""The list of kvplane's public names. `import kvplane` loads this module when a public name is first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Carries out the orders of each step in a rank's process: stamps, zeroes and copies, exactly once and in order."""
+"""What each rank does with the orders of a step's answer: it writes stamps (the version number of each page's content),
+zeroes pages and copies pages, once and in order.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +20,29 @@ MAX_STAMP = (1 << 64) - 1
 
 
 class Moves(Protocol):
-    """Zeroes and copies that the device may not have completed yet."""
+    """Calls of a PageMover that zero and copy pages, and that the device may not have completed yet."""
 
     def have_ended(self) -> bool:
-        """Whether the device has completed all of them. Does not wait."""
+        """Return whether the device has completed all of these calls, without waiting."""
         ...
 
     def wait(self) -> None:
-        """Wait until the device has completed all of them."""
+        """Wait until the device has completed all of these calls."""
         ...
 
 
 class PageMover(Protocol):
-    """Zeroes and copies whole blocks in this rank's pages; the worker package provides one.
+    """The interface that zeroes and copies whole blocks in a rank's pages. The worker package implements it.
 
-    A call may return before the device has completed it. The device runs calls and launches in the order in which this
-    rank submits them: on a GPU all go to one stream. So a launch reads copied blocks without waiting; a transfer, which
-    does not use that stream, must wait until `moves` have ended.
+    A call may return before the device has completed it. The device runs calls and launches in the order in which the
+    rank submits them: on a GPU all go to one stream. So a launch reads copied blocks without waiting. A transfer (a
+    copy into or out of the pages by a connector or a worker) does not use that stream; it must wait until the `Moves`
+    that `moves` returned have ended.
     """
 
     @property
     def num_groups(self) -> int:
-        """KV cache groups."""
+        """The number of KV cache groups."""
         ...
 
     def zero(self, group: int, blocks: Sequence[int]) -> None:
@@ -51,25 +54,26 @@ class PageMover(Protocol):
         ...
 
     def moves(self) -> Moves | None:
-        """All calls so far; None if each call is complete when it returns."""
+        """Return a handle of all calls of `zero` and `copy` so far; None if each call is complete when it returns."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Moving:
-    """The zeroes and copies of one part of a step."""
+    """The zeroing and copying of pages that one part of a step ordered."""
 
     epoch: int
     seq: int
     moves: Moves
 
     def is_within(self, epoch: int, seq: int) -> bool:
-        """Whether they belong to the epoch's steps up to `seq`, or to an earlier epoch."""
+        """Return whether these calls belong to a step of this epoch up to `seq`, or to an earlier epoch."""
         return self.epoch != epoch or self.seq <= seq
 
 
 class Rank:
-    """One rank of an engine life: writes stamps, then zeroes, then copies, before the launch.
+    """One rank of an engine: it carries out the orders of each step (write stamps, then zero pages, then copy pages)
+    before the launch of that step.
 
         rank.claim(session.epoch, session.next_seq)
         for at, part in enumerate(result.parts, result.part):
@@ -77,17 +81,24 @@ class Rank:
         ...                                                     # launch, and wait for it
         rank.executed(result.seq)
 
-    A load of a step may start when the step's zeroes and copies have ended on the device. `executed` waits for them;
-    `poll` records which have ended. A rank whose launch waits for a load of the same step calls `synchronize`.
+    A stamp is the version number of a page's content; stamps let a new service or engine detect which pages are
+    unchanged. `claim` makes an engine life, the time of one epoch, the only one that may write this rank's pages.
 
-    A rank that launches without an answer calls `invalidate` instead of `carry_out`, which ends the engine life.
+    A load (a transfer into pages from outside, such as from a connector) may start when the device has completed the
+    zeroing and copying of the step that allocated its pages. `executed` waits for that zeroing and copying; `poll`
+    records without waiting which of it is complete. A rank whose launch waits for a load of the same step calls
+    `synchronize` first.
 
-    The position is stored in the stamp table, so that another `Rank` on the same table continues there and repeats
-    nothing. A refusal is raised before anything is written.
+    A rank that launches a step for which the service's answer is missing calls `invalidate` instead of `carry_out`. The
+    engine life accepts no orders after that.
+
+    The rank stores the last step and part that it carried out in the stamp table, the stamps' memory next to the pages.
+    So another `Rank` on the same table continues there and repeats nothing. All methods check their arguments before
+    they write.
     """
 
     def __init__(self, stamps: StampTable, mover: PageMover) -> None:
-        """Continue at the position that is stored in the table."""
+        """Continue after the last step and part that the stamp table records as carried out."""
         self._stamps = stamps
         self._mover = mover
         self._moving: deque[_Moving] = deque()
@@ -97,24 +108,26 @@ class Rank:
 
     @property
     def executed_through(self) -> int:
-        """The last step that has finished on this rank, with all steps before it."""
+        """The number of the last step that has finished on this rank, together with all steps before it."""
         return self._stamps.executed
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make this engine life the owner of the pages. `next_seq`: its first step on this rank (`Session.next_seq`).
+        """Make the engine life of this epoch the owner of the pages: the only one that may write them. `next_seq` is
+        the number of its first step on this rank (`Session.next_seq`).
 
-        Raises StaleEpoch when a newer engine life owns them.
+        Raises StaleEpoch if a newer engine life owns the pages.
         """
         self._stamps.claim(epoch, next_seq)
 
     def carry_out(self, epoch: int, seq: int, part: int, orders: Orders) -> None:
-        """Carry out the orders of a part of a step. The device may still zero and copy when this returns.
+        """Write the stamps (page version numbers), zero the pages and copy the pages that a part of a step orders. The
+        device may still zero and copy pages when this returns.
 
         Raises:
-            StaleEpoch: this engine life does not own the pages.
+            StaleEpoch: `epoch` is not the epoch that owns the pages.
             SequenceError: the part was already carried out, or an earlier part was not.
-            FailedPrecondition: earlier orders were interrupted at an unknown point, or pages were invalidated: begin a
-                new engine life.
+            FailedPrecondition: earlier orders were interrupted at an unknown point, or `invalidate` was called: begin a
+                new engine life (epoch).
             InvalidArgument: an order names a page outside the pool.
         """
         table = self._stamps
@@ -130,27 +143,37 @@ class Rank:
     def executed(self, seq: int) -> None:
         """Record that all launches of steps up to this one, and of earlier engine lives, have finished on this rank.
 
-        Waits for the zeroes and copies of these steps, since a step may have had no launch after them. Raises
-        FailedPrecondition.
+        Waits until the device has zeroed and copied the pages of these steps: a step may have no launch that is ordered
+        after this zeroing and copying.
+
+        Raises:
+            FailedPrecondition: the step is before the last one that finished, or the orders of the given step were not
+                carried out.
         """
         while self._moving and self._moving[0].is_within(self._stamps.owner_epoch, seq):
             self._moving.popleft().moves.wait()
         self._stamps.set_executed(seq)
 
     def poll(self) -> None:
-        """Record which zeroes and copies have ended on the device, so that loads that wait for them may start."""
+        """Record, without waiting, which zeroing and copying of pages the device has completed, so that loads
+        (transfers into those pages) may start.
+        """
         while self._moving and self._moving[0].moves.have_ended():
             self._moving.popleft()
         self._note_ended()
 
     def synchronize(self) -> None:
-        """Wait until all zeroes and copies have ended on the device, and record it."""
+        """Wait until the device has completed all zeroing and copying of pages that was ordered, and record this in the
+        stamp table.
+        """
         while self._moving:
             self._moving.popleft().moves.wait()
         self._note_ended()
 
     def _note_moves(self, seq: int) -> bool:
-        """Record the moves of this step. Returns whether the device may not have completed them."""
+        """Record which pages this step zeroes and copies. Returns whether the device may not have
+        completed that yet.
+        """
         moves = self._mover.moves()
         if moves is not None:
             self._moving.append(_Moving(self._stamps.owner_epoch, seq, moves))
@@ -162,34 +185,41 @@ class Rank:
             self._stamps.moves_ended(min([through, *(one.seq - 1 for one in self._moving if one.epoch == owner)]))
 
     def launches_ended(self) -> None:
-        """Record that no launch is running on this rank, of this engine life or earlier ones.
+        """Record that no launch is running on this rank, neither of this engine life (the time of one epoch) nor of
+        earlier ones.
 
-        A load of a new engine life requires this, since launches of the previous life may still write its pages, and
-        transfers are not ordered after launches. It is not needed once a step of the new life was `executed`, nor in a
-        new process that attached to a worker, which has observed that the old process exited. Waits for zeroes and
-        copies.
+        A load, a transfer into pages from outside, requires this record in a new engine life, since launches of the
+        previous life may still write the load's pages, and transfers are not ordered after launches. The call is not
+        needed once a step of the new life was `executed`, nor in a new process that attached the pages of a worker: a
+        worker lends pages only after the old process has exited. Waits until the device has zeroed and copied all pages
+        that were ordered.
         """
         self.synchronize()
         self._stamps.launches_ended()
 
     def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
-        """Raise unless a load may write this rank's pages; see `StampTable.check_load`. Calls `poll` first.
+        """Raise an error unless a load, a transfer into pages from outside, may write this rank's pages now; see
+        `StampTable.check_load`. Calls `poll` first.
 
-        It suffices for a transfer that writes only this rank's pages, since a launch also writes only the pages of its
-        own rank. A transfer that writes pages of several ranks must use `RankGroup.may_load`.
+        This check is enough for a transfer that writes only this rank's pages, since a launch also writes only the
+        pages of its own rank. A transfer that writes pages of several ranks must use `RankGroup.may_load`.
         """
         self.poll()
         self._stamps.check_load(epoch, seq, part, load_after)
 
     def invalidate(self, epoch: int, blocks: Sequence[int]) -> None:
-        """Write stamp 0 on pages, before a launch without an answer of the service may overwrite them.
+        """Set the stamps (version numbers) of pages to 0, before a launch for which the service's answer is missing
+        overwrites these pages.
 
-        `blocks`: all pages that this and later launches of this engine life may write. A new life keeps no key of
-        these pages, even if only one rank invalidated them. Orders of this engine life are refused from now on, since
-        a late answer describes the pages as they were before. Begin a new life with `RankGroup.agreed_stamps` and omit
-        requests that hold such a page from its image (`Revival.resume`). May be repeated with more pages.
+        `blocks` must contain all pages that this launch and later launches of this engine life (the time of one epoch)
+        may write. A new engine life keeps no prefix cache key of these pages, even if only one rank invalidated them.
+        From now on the rank refuses orders of this engine life, since an answer that arrives late describes the pages
+        as they were before the launch. Begin a new life with the stamps of `RankGroup.agreed_stamps`, and leave
+        requests that hold an invalidated page out of its image (`Revival.resume`). `invalidate` may be called again
+        with more pages.
 
-        Do not call it during a call of the session, which may have read the stamps already and begin a life with them.
+        Do not call `invalidate` while a method of the session runs: the session may have read the stamps already and
+        may begin a new life with them.
 
         Raises:
             StaleEpoch: this engine life does not own the pages.
@@ -211,13 +241,16 @@ class Rank:
         done_seq, done_part = self._stamps.position
         if self._stamps.is_busy:
             raise FailedPrecondition(
-                f"the orders of step {done_seq}, part {done_part} were interrupted, or pages invalidated after them",
+                f"after step {done_seq}, part {done_part}, orders were interrupted or pages were invalidated",
                 field="seq",
                 remedy="begin a new engine life: open a session with epoch 0",
             )
         if (seq, part) in ((done_seq + 1, 0), (done_seq, done_part + 1)):
             return
-        why = "was carried out" if (seq, part) <= (done_seq, done_part) else f"does not follow {done_seq}, {done_part}"
+        done = f"step {done_seq}, part {done_part}"
+        why = (
+            "was carried out already" if (seq, part) <= (done_seq, done_part) else f"is not the next part after {done}"
+        )
         raise SequenceError(
             f"step {seq}, part {part} {why}",
             field="seq",
@@ -226,20 +259,30 @@ class Rank:
 
 
 class RankGroup:
-    """All ranks of a replica, by their stamp tables: facts that hold only if they hold on every rank.
+    """The stamp tables of all ranks of a replica: page version numbers, and the progress of each rank. Each method
+    returns what is true on every rank.
 
-    A slow rank, or one whose process died, counts with the position in its table and holds the others back.
+    A rank that is slow, or whose process has exited, counts with the last step in its table, so loads and executed
+    steps wait for it.
     """
 
     def __init__(self, tables: Sequence[StampTable]) -> None:
-        """`tables`: by rank, mapped from the other processes. Raises InvalidArgument for pools of different sizes."""
+        """Use these tables, one per rank in rank order, mapped from the ranks' processes.
+
+        Raises InvalidArgument if there is no table, or if the tables belong to pools of different sizes.
+        """
         if len({table.num_blocks for table in tables}) != 1:
-            raise InvalidArgument("no ranks, or pools of different sizes", field="tables", remedy="give equal plans")
+            sizes = sorted({table.num_blocks for table in tables})
+            raise InvalidArgument(
+                f"the stamp tables have {sizes} blocks" if sizes else "there is no stamp table",
+                field="tables",
+                remedy="give the table of every rank of one replica",
+            )
         self._tables = tuple(tables)
 
     @property
     def incarnation(self) -> int:
-        """Identifies the memory of all ranks together, for `Revival.incarnation`."""
+        """A number that identifies the memory of all ranks together, for `Revival.incarnation`."""
         first, *others = (table.incarnation for table in self._tables)
         if not others:
             return first
@@ -248,31 +291,36 @@ class RankGroup:
 
     @property
     def owner_epoch(self) -> int:
-        """The newest engine life that owns a rank's memory, 0 = none. For `Revival.owner_epoch`: read it after the
-        stamps, so that it is not older than they are.
+        """The highest epoch that owns the memory of any rank; 0 = none. For `Revival.owner_epoch`.
+
+        Read this property after the stamps, so that no stamp has a higher epoch.
         """
         return max(table.owner_epoch for table in self._tables)
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make this engine life the owner on every rank, rank 0 first; see `Rank.claim`. Raises StaleEpoch."""
+        """Make the engine life of this epoch the owner of the pages of every rank, rank 0 first; see `Rank.claim`.
+        Raises StaleEpoch.
+        """
         for table in self._tables:
             table.claim(epoch, next_seq)
 
     def executed_through(self, epoch: int) -> int:
-        """The last step of the epoch that has finished on every rank, 0 = none."""
+        """Return the number of the last step of this epoch that has finished on every rank; 0 = none."""
         return min(table.executed if table.owner_epoch == epoch else 0 for table in self._tables)
 
     def may_load(self, epoch: int, seq: int, part: int, load_after: int) -> bool:
-        """Whether an external load may start, on any rank.
+        """Return whether a load (a transfer into newly allocated pages from outside) may start, on any rank.
 
-        It may when every rank has carried out the orders of its admission, which came with this part of the answer to
-        step `seq`; has completed the zeroes and copies of this step and earlier ones; has finished step `load_after` of
-        the same answer; and runs no launch of an earlier engine life (`Rank.launches_ended`).
+        A load may start when every rank has carried out the orders of the load's admission, which are in part `part` of
+        the answer to step `seq`; has zeroed and copied the pages of that step and of earlier ones; has finished step
+        `load_after`, a step number in the same answer (0 = none); and runs no launch of an earlier engine life
+        (`Rank.launches_ended`).
 
-        False: call again after a rank's progress. True holds until the engine life ends. Do not start a load that was
-        already reported as ended: its pages may belong to another request.
+        If the result is False, call again after a rank has made progress. A result of True stays true until the engine
+        life ends. Do not start a load whose end was already reported: its pages may belong to another request.
 
-        Raises StaleEpoch when a newer engine life owns a rank's pages, so that the load can never start.
+        Raises:
+            StaleEpoch: a newer engine life owns a rank's pages, so the load can never start.
         """
         for table in self._tables:
             if table.owner_epoch > epoch:
@@ -280,7 +328,9 @@ class RankGroup:
         return all(_may_load(table, epoch, seq, part, load_after) for table in self._tables)
 
     def agreed_stamps(self) -> tuple[int, ...]:
-        """One stamp per block, 0 where the ranks differ; for `OpenRequest.stamp_table`."""
+        """Return one stamp (version number of the page's content) per block, 0 where the ranks differ; for
+        `OpenRequest.stamp_table`.
+        """
         return agreed_stamps([table.reading() for table in self._tables])
 
 
@@ -293,10 +343,15 @@ def _may_load(table: StampTable, epoch: int, seq: int, part: int, load_after: in
 
 
 def check_orders(orders: Orders, num_blocks: int, num_groups: int) -> None:
-    """Raise InvalidArgument for orders that do not fit a pool of this size; it names the column."""
+    """Raise InvalidArgument if the orders do not fit a pool of this size; the error's field names the column."""
     for names in (("stamp_block", "stamp"), ("zero_block", "zero_group"), ("copy_src", "copy_dst", "copy_group")):
         if len({len(getattr(orders, name)) for name in names}) != 1:
-            raise InvalidArgument("columns of different lengths", field=f"orders.{names[0]}", remedy="send them whole")
+            lengths = ", ".join(f"{name} {len(getattr(orders, name))}" for name in names)
+            raise InvalidArgument(
+                f"the columns have different lengths: {lengths}",
+                field=f"orders.{names[0]}",
+                remedy="give the orders as the service sent them",
+            )
     _check_range("orders.stamp_block", orders.stamp_block, NULL_BLOCK, num_blocks - 1)
     for name in ("zero_block", "copy_src", "copy_dst"):
         _check_range(f"orders.{name}", getattr(orders, name), NULL_BLOCK + 1, num_blocks - 1)
@@ -308,14 +363,16 @@ def check_orders(orders: Orders, num_blocks: int, num_groups: int) -> None:
 def _check_range(field: str, values: Sequence[int], low: int, high: int) -> None:
     if values and not low <= min(values) <= max(values) <= high:
         raise InvalidArgument(
-            f"{min(values)} to {max(values)} is not within {low} to {high}",
+            f"the values are {min(values)} to {max(values)}, but must be within {low} to {high}",
             field=field,
-            remedy="use the plan and the pool of one registration; block 0 is the null block",
+            remedy="use orders and pages of the same registration; block 0 is the null block, which has no page",
         )
 
 
 def _runs(groups: list[int]) -> Iterator[tuple[int, slice]]:
-    """Consecutive orders of one group, so that each call of the mover gets many and the order is kept."""
+    """Yield each run of consecutive equal groups as (group, slice), so that one call of the mover handles
+    many blocks.
+    """
     start = 0
     for group, members in groupby(groups):
         end = start + len(list(members))

@@ -1,4 +1,4 @@
-"""The scheduler of an engine with continuous batching, as a state machine without I/O.
+"""A scheduler for engines with continuous batching: a state machine without I/O.
 
     scheduler = Scheduler(session.spec, Limits(token_budget=2048))
     scheduler.add(Request("r-1", prompt, max_new_tokens=64))
@@ -6,13 +6,13 @@
         part = scheduler.plan()
         result = session.apply(part).parts[0]
         for row in scheduler.update(part, result):         # the rows of one launch
-            scheduler.finish_row(row, sample(row))         # one token behind each of the last `num_outputs` tokens
+            scheduler.finish_row(row, sample(row))         # one token after each of the last `num_outputs` tokens
         finished = scheduler.take_finished()
 
-It keeps the queues, chunks of prompts, drafts, preemptions, aborts and block tables that every engine needs. The
-service decides how many tokens each row gets and which blocks; the engine gives its order, its limits and its tokens.
-A launch is complete before the next step is planned. An engine that hashes tokens itself overrides `Request.news_row`,
-`append` and `content`.
+It manages the queues, prompt chunks, drafts, preemptions, aborts and block tables that every engine needs. The service
+decides which blocks each request gets and how many tokens it computes; the engine provides the order of requests, its
+limits and the sampled tokens. A launch must be complete before the next step is planned. An engine that hashes tokens
+itself overrides `Request.news_row`, `append` and `content`.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from kvplane.session.tables import BlockTables
 
 NO_SLOT = -1
 MAX_IDLE_STEPS = 8
-MAX_NEWS_TOKENS = 1 << 21  # of the prompts that one step announces, so that its message stays below its limit
+MAX_NEWS_TOKENS = 1 << 21  # prompt tokens after which a step announces no further request, to bound its message
 
-Drafter = Callable[[Sequence[int], int], list[int]]  # (tokens of a request, most drafts) -> guesses of the next tokens
+Drafter = Callable[[Sequence[int], int], list[int]]  # (tokens of a request, most drafts) -> proposed next tokens
 
 
 def no_drafts(tokens: Sequence[int], most: int) -> list[int]:
-    """The drafter of an engine that does not speculate."""
+    """Return no drafts: the drafter of an engine without speculative decoding."""
     del tokens, most
     return []
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of the engine.
+    """The limits of an engine.
 
     Attributes:
-        max_running: requests that run at the same time.
-        token_budget: tokens that a step computes.
-        chunk_tokens: tokens of one prompt that a step computes.
-        admit_rows: requests from the head of the queue that a step asks to admit.
-        num_drafts: drafts per request and step; with recurrent states, at most their speculative blocks.
-        drafter: guesses the next tokens.
-        lookahead: slots that each row asks for beyond its drafts.
-        commits: report accepted drafts as committed, so that their blocks can be hit one step earlier.
-        admit_flags: of each admission.
+        max_running: most requests that run at the same time.
+        token_budget: most tokens that a step computes.
+        chunk_tokens: most tokens of one prompt that a step computes.
+        admit_rows: most waiting requests that a step asks to admit, from the head of the queue.
+        num_drafts: most draft tokens per request and step; with recurrent states at most GroupSpec.speculative_blocks.
+        drafter: proposes the next tokens of a request.
+        lookahead: token positions that each row asks for in addition to its drafts.
+        commits: report accepted drafts as committed, so that other requests can hit their blocks one step earlier.
+        admit_flags: flags of each admit row.
     """
 
     max_running: int = 256
@@ -82,21 +82,21 @@ class Limits:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request, from its prompt to its last token.
+    """A generation request, from its prompt to its last token.
 
     Attributes:
-        request_id: for explanations.
+        request_id: id that the service uses in explanations and traces.
         prompt: token ids.
-        max_new_tokens: tokens to generate; fewer when a stop token comes first.
-        domain: requests share blocks within a domain only.
-        stop_token_ids: the request ends with any of these.
+        max_new_tokens: most tokens to generate; a stop token may end the request earlier.
+        domain: requests share blocks only within a domain.
+        stop_token_ids: the request ends with any of these tokens.
         tokens: the prompt and the generated tokens.
-        slot: its number at the service, NO_SLOT before it is announced.
-        computed: leading tokens whose keys, values and states are in pages.
-        launch_end: tokens of the last launch, rejected drafts included.
-        drafts: guesses of the next tokens.
-        hits: cached tokens found by each admission.
-        error: why the request was given up, "" if it was not.
+        slot: the request's number at the service; NO_SLOT before it is announced.
+        computed: number of leading tokens whose keys, values and states are in pages.
+        launch_end: number of tokens after the last launch, rejected drafts included.
+        drafts: proposed next tokens.
+        hits: number of cached tokens that each admission found.
+        error: why the request ended without its last token; "" if it did not.
     """
 
     request_id: str
@@ -113,23 +113,23 @@ class Request:
     error: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for an empty prompt, or one that asks for no token."""
+        """Raise InvalidArgument if the prompt is empty or `max_new_tokens` is below 1."""
         self.tokens = list(self.prompt)
         if not self.tokens or self.max_new_tokens < 1:
             raise InvalidArgument(
-                f"{len(self.tokens)} prompt tokens and {self.max_new_tokens} more",
+                f"the request has {len(self.tokens)} prompt tokens and asks for {self.max_new_tokens} new ones",
                 field="max_new_tokens" if self.tokens else "prompt",
                 remedy="give 1 or more of each",
             )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt, and those generated so far."""
+        """The number of tokens of the prompt and generated so far."""
         return len(self.tokens)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the prompt, and the most that it may generate."""
+        """The most tokens that the request can have: its prompt and `max_new_tokens`."""
         return len(self.prompt) + self.max_new_tokens
 
     @property
@@ -139,33 +139,33 @@ class Request:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last token is generated."""
+        """Whether the request has its last token."""
         count = self.num_tokens - len(self.prompt)
         return count >= self.max_new_tokens or (count > 0 and self.tokens[-1] in self.stop_token_ids)
 
     def news_row(self) -> NewsRow:
-        """Announces the request with the tokens that it has."""
+        """Return the row that announces the request, with all its tokens, to the service."""
         return NewsRow(
             self.slot, self.tokens, request_id=self.request_id, domain=self.domain, max_tokens=self.max_tokens
         )
 
     def append(self, token: int) -> None:
-        """A token joins the request."""
+        """Append a generated token to the request."""
         self.tokens.append(token)
 
     def content(self, num_appended: int) -> FactRow:
-        """The row that appends the last tokens at the service."""
+        """Return the row that reports the last `num_appended` tokens to the service."""
         return FactRow(self.slot, tokens=self.tokens[len(self.tokens) - num_appended :])
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """What a launch computes for one request: `num_tokens` tokens from position `start`, known ones and then drafts.
+    """One row of a launch: `num_tokens` tokens of one request from position `start`: known tokens, then drafts.
 
     Attributes:
-        num_outputs: the last tokens, after each of which the engine samples one.
-        tables: block ids by group, in token order.
-        is_admission: the step admitted the request.
+        num_outputs: number of last tokens after each of which the engine samples one.
+        tables: block ids of each group, in token order.
+        is_admission: whether this step admitted the request.
     """
 
     request: Request
@@ -177,7 +177,7 @@ class Scheduled:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + self.num_tokens
 
     @property
@@ -188,7 +188,7 @@ class Scheduled:
 
 @dataclass(slots=True)
 class Counts:
-    """Totals of one scheduler; every field only grows."""
+    """Counters of one scheduler since its start. They never decrease."""
 
     steps: int = 0
     completed: int = 0
@@ -207,14 +207,16 @@ class Counts:
 
 
 class Scheduler:
-    """Queues, limits and block tables of one engine life. Not thread-safe.
+    """The queues, limits and block tables of one engine life. Not thread-safe.
 
     Attributes:
-        counts: totals so far.
+        counts: counters since the start.
     """
 
     def __init__(self, spec: ReplicaSpec, limits: Limits) -> None:
-        """Raise InvalidArgument when the replica keeps states for fewer drafts than `limits.num_drafts`."""
+        """Start with empty queues. Raises InvalidArgument if the replica keeps states for fewer than
+        `limits.num_drafts` drafts.
+        """
         _check_drafts(spec, limits.num_drafts)
         self.counts = Counts()
         self._limits = limits
@@ -233,39 +235,38 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running, or the end of one is not reported yet."""
+        """Whether a request is waiting or running, or the end of a request was not reported to the service yet."""
         return bool(self._waiting or self._running or self._facts or self._lost_steps)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold blocks."""
+        """The number of requests that hold blocks."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests in the queue."""
+        """The number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """The queue, its head first."""
+        """The waiting requests, the next one to be admitted first."""
         return self._waiting
 
     def add(self, request: Request) -> None:
-        """Append a request to the queue.
-
-        Raises InvalidArgument when the request can be longer than `max_model_len`.
-        """
+        """Append a request to the queue. Raises InvalidArgument if it can become longer than `max_model_len`."""
         if request.max_tokens > self._max_model_len:
             raise InvalidArgument(
-                f"the request may have {request.max_tokens} tokens",
+                f"the request may have {request.max_tokens} tokens, more than max_model_len, {self._max_model_len}",
                 field="prompt",
-                remedy=f"max_model_len is {self._max_model_len}: shorten the prompt, or lower max_new_tokens",
+                remedy="shorten the prompt, or lower max_new_tokens",
             )
         self._waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """End a request between two steps: its blocks return with the next one. Does nothing when it has ended."""
+        """End a request between two steps; its blocks return to the pool with the next step. Does nothing if the
+        request has ended.
+        """
         if request in self._running:
             self._running.remove(request)
         elif request in self._waiting:
@@ -280,15 +281,18 @@ class Scheduler:
         self._end(request, replace(pending or FactRow(request.slot), end=End.FREE))
 
     def known_requests(self) -> tuple[News, tuple[int, ...]]:
-        """The announced requests as they are now, and the slots of those that run: for a reopened session."""
+        """Return the announced requests with their current tokens, and the slots of the running ones, for a reopened
+        session.
+        """
         announced = [request for request in self._by_slot if request is not None]
         news = part_of(*(request.news_row() for request in announced)).news
         return news, tuple(request.slot for request in self._running)
 
     def resume(self) -> Resume | None:
-        """The running requests with the blocks that they hold, for a service that continues with them.
+        """Return the running requests with the blocks that they hold, for a service that continues with them.
 
-        None while a lost launch is not reported: the service decides which requests used its pages.
+        Returns None while a failed launch is unreported: the service decides which requests have used that launch's
+        pages.
         """
         if self._has_unreported_loss:
             return None
@@ -302,7 +306,7 @@ class Scheduler:
     # -- the next step -----------------------------------------------------------------------------------------------
 
     def plan(self) -> Part:
-        """The part of the next step: facts of the last one, then rows to run and to admit."""
+        """Return the part of the next step: the results of the last launch, then the rows to run and to admit."""
         rows: list[Row] = [*self._facts, *map(self._run_row, self._running), *self._admissions()]
         part = part_of(*rows, budget=self._budget, cache=Cache(failed_steps=self._lost_steps))
         part.admit.max_running = self._limits.max_running
@@ -319,7 +323,9 @@ class Scheduler:
         return RunRow(request.slot, extra=len(request.drafts), cap=cap, lookahead=limits.lookahead)
 
     def _admissions(self) -> Iterator[Row]:
-        """Rows for the head of the queue, and announcements of the requests that the service does not know."""
+        """Yield admit rows for the head of the queue, each after a news row if the service does not know the request
+        yet.
+        """
         limits, announced = self._limits, 0
         places = min(limits.max_running - len(self._running), limits.admit_rows)
         for request in islice(self._waiting, max(0, places)):
@@ -341,7 +347,7 @@ class Scheduler:
     # -- its result --------------------------------------------------------------------------------------------------
 
     def update(self, part: Part, result: PartResult) -> list[Scheduled]:
-        """Take over the result of a planned part; returns the rows to compute, running requests first."""
+        """Apply the result of a planned part. Returns the rows to compute, running requests first."""
         self._tables.update(part, result)
         self._has_unreported_loss = False
         self.counts.steps += 1
@@ -362,7 +368,7 @@ class Scheduler:
         return request
 
     def _admit(self, part: Part, result: PartResult) -> Iterator[Scheduled]:
-        """Move admitted requests from the queue to the running ones."""
+        """Move admitted requests from the queue to the running ones, and yield a row for each that computes tokens."""
         rows = zip(part.admit.slot, result.admit_status, result.admit_hit, result.admit_granted, strict=True)
         for slot, status, hit, granted in rows:
             request = self._request(slot)
@@ -384,7 +390,9 @@ class Scheduler:
                 self.counts.deferred += 1
 
     def _preempt(self, slots: list[int]) -> None:
-        """Return requests to the head of the queue: their tokens stay known, none of them is computed."""
+        """Move preempted requests to the head of the queue. They keep their tokens, of which none counts as
+        computed.
+        """
         for slot in slots:
             request = self._request(slot)
             self._running.remove(request)
@@ -398,27 +406,29 @@ class Scheduler:
         return Scheduled(request, request.computed, count, num_outputs, tables, is_admission)
 
     def _check_progress(self, has_progress: bool) -> None:
-        """Raise when many steps in a row do nothing: the loop would never end, which is a fault of one side."""
+        """Raise InternalError after many steps in which nothing happened: the loop would never end."""
         self._idle_steps = 0 if has_progress else self._idle_steps + 1
         if self._idle_steps > MAX_IDLE_STEPS:
-            raise InternalError(f"stuck with {self.num_running} running and {self.num_waiting} waiting requests")
+            stuck = f"stuck with {self.num_running} running and {self.num_waiting} waiting requests"
+            raise InternalError(f"{stuck}: nothing happened in {self._idle_steps} steps", remedy="run kvplane doctor")
 
     # -- what the launch computed ------------------------------------------------------------------------------------
 
     def finish_row(self, row: Scheduled, sampled: Sequence[int]) -> int:
-        """The launch is complete: `sampled` has a token behind each of the row's last `num_outputs` tokens.
+        """Record the tokens that a complete launch sampled for one of its rows; return how many the request gained.
 
-        Drafts are accepted as long as they equal what was sampled, and one token more. Returns how many tokens joined
-        the request, which is in `take_finished` when it has its last one.
+        `sampled` has one token after each of the row's last `num_outputs` tokens. Drafts are accepted up to the first
+        one that differs from the sampled token; the token sampled after the accepted ones is appended too. A request
+        that now has its last token is in the next `take_finished`. Raises InvalidArgument for another length.
         """
         request = row.request
         if request.error:
             return 0  # aborted during the launch
         if len(sampled) != row.num_outputs:
             raise InvalidArgument(
-                f"{len(sampled)} tokens for a row with {row.num_outputs} outputs",
+                f"there are {len(sampled)} sampled tokens for a row with {row.num_outputs} outputs",
                 field="sampled",
-                remedy="give one token behind each of the last num_outputs tokens",
+                remedy="give one token after each of the row's last num_outputs tokens",
             )
         accepted = self._accept(row, sampled)
         self.counts.computed_tokens += row.num_tokens
@@ -441,21 +451,22 @@ class Scheduler:
         return accepted
 
     def lose_step(self, seq: int) -> None:
-        """The launch of this step failed. Its result is reported with the next part, before it counts as executed.
+        """Record that the launch of step `seq` failed. The next part reports it to the service.
 
-        The next result preempts the requests that the step granted tokens, and those that hit their blocks.
+        Call it before the session reports the step as executed. The next result preempts the requests to which that
+        step granted tokens, and requests that use its cached blocks.
         """
         self._lost_steps.append(seq)
         self._has_unreported_loss = True
         self.counts.lost_steps += 1
 
     def take_finished(self) -> list[Request]:
-        """The requests that ended since the last call: complete, or given up with an `error`."""
+        """Return the requests that ended since the last call, complete or with an `error`."""
         finished, self._finished = self._finished, []
         return finished
 
     def _accept(self, row: Scheduled, sampled: Sequence[int]) -> int:
-        """Append the accepted tokens; returns how many."""
+        """Append the accepted tokens to the request and return their number."""
         request, drafts = row.request, list[int]()
         if row.num_outputs > 1:
             drafts = request.drafts[: row.num_outputs - 1]
@@ -481,7 +492,8 @@ def _check_drafts(spec: ReplicaSpec, num_drafts: int) -> None:
     for group in spec.groups:
         if group.kind is GroupKind.MAMBA and min(group.speculative_blocks, group.block_size - 1) < num_drafts:
             raise InvalidArgument(
-                f"{num_drafts} drafts, {group.speculative_blocks} speculative blocks of {group.block_size} tokens",
+                f"{num_drafts} drafts, but the replica keeps {group.speculative_blocks} states for drafts, and a block "
+                f"has {group.block_size} tokens",
                 field="num_drafts",
-                remedy="draft at most as many tokens as states are kept for, and less than a block",
+                remedy="give at most as many drafts as states, and fewer than the tokens of a block",
             )

@@ -1,4 +1,4 @@
-"""The client for asyncio: the sessions, unary calls and subscriptions of `kvplane`, awaited.
+"""The client for asyncio, with the same sessions, unary calls and subscriptions as `kvplane`, as coroutines.
 
 async with kvplane.aio.connect("127.0.0.1:7070") as client:
     async with await client.session("replica") as session:

@@ -1,4 +1,4 @@
-"""The asyncio client: `kvplane.Client`, awaited."""
+"""The asyncio client: the methods of `kvplane.Client` as coroutines."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ def connect(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     retry: RetryPolicy = UNARY_RETRY,
 ) -> Client:
-    """A client of the service at an address; call it within the running loop. See `kvplane.connect`."""
+    """Return a client of the service at `address`. Call it while the event loop runs. See `kvplane.connect`."""
     reach = partial(open_aio_channel, access=Access(tls, token), max_message_bytes=max_message_bytes)
     owners = Owners.at(address, reach)
     return Client(owners, timeout_s=timeout_s, max_message_bytes=max_message_bytes, retry=retry)
 
 
 class Client:
-    """A client of the service behind a channel, which the client closes. The contract is that of `kvplane.Client`.
+    """A client of one service, over a gRPC channel that the client itself closes. Its methods behave as the methods of
+    the same name of `kvplane.Client`.
 
-    `pause` replaces `retry.sleep`: it waits for a number of seconds.
+    The argument `pause` is a coroutine function that waits for a number of seconds; it replaces `retry.sleep`.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Client:
         self._pause = pause
 
     async def close(self) -> None:
-        """Close the channels, and with them all open sessions and subscriptions."""
+        """Close the gRPC channels. This ends every open session and every subscription of the client."""
         self._closed = True
         for transport in self._transports:  # grpc.aio leaves them open when it closes a channel
             transport.abort()
@@ -102,19 +103,21 @@ class Client:
         num_ranks: int = 1,
         namespace_digest: bytes = b"",
     ) -> allocation_pb2.RegisterReplicaResponse:
-        """Create a replica; see `kvplane.Client.register_replica`."""
+        """Create a replica on the service; see `kvplane.Client.register_replica`."""
         return await self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
 
     async def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
-        """Remove a replica. With `epoch`, only if that is its current epoch."""
+        """Remove a replica. If `epoch` is given and differs from the replica's current epoch, the service refuses."""
         await self._do(calls.deregister_replica(replica, epoch))
 
     async def describe_replica(self, replica: str) -> allocation_pb2.DescribeReplicaResponse:
-        """State and counters of a replica."""
+        """Return the state and the counters of a replica."""
         return await self._do(calls.describe_replica(replica))
 
     async def list_replicas(self, page_size: int = 100) -> AsyncIterator[allocation_pb2.ReplicaSummary]:
-        """All replicas, ordered by name; pages are fetched lazily."""
+        """Yield a summary of every replica, ordered by name. The client requests `page_size` summaries at a time, on
+        demand.
+        """
         token = ""
         while True:
             page = await self._do(calls.list_replicas(page_size, token))
@@ -141,19 +144,23 @@ class Client:
     async def lasting_session(
         self, replica: str, revive: Callable[[], Revival], **options: Unpack[SessionOptions]
     ) -> Session:
-        """The former name of `session` with a `revive`."""
+        """Open a session that survives a restart of the service. `session` with the argument `revive` replaces this
+        method.
+        """
         return await self.session(replica, revive, **options)
 
     async def find_cache_hit(
         self, replica: str, what: Content | str, *, with_blocks: bool = False
     ) -> allocation_pb2.FindCacheHitResponse:
-        """The length of the cached prefix of content, or of a known request. Changes no state, not even LRU order."""
+        """Return how many leading tokens of a prompt, or of a request that the service knows, are cached. Changes no
+        state, not even LRU order.
+        """
         return await self._do(calls.find_cache_hit(replica, what, with_blocks))
 
     async def allocate_slots(
         self, replica: str, request: Allocate, at: At = HERE
     ) -> allocation_pb2.AllocateSlotsResponse:
-        """Allocate blocks for a request's next tokens."""
+        """Allocate KV cache blocks for the next tokens of a request."""
         return await self._do(calls.allocate_slots(replica, request, at))
 
     async def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
@@ -163,37 +170,49 @@ class Client:
     async def free(
         self, replica: str, request_id: str, ending: Ending = Ending.FREE, *, fence_seq: int = 0, at: At = HERE
     ) -> allocation_pb2.FreeResponse:
-        """End or preempt a request. Its blocks return once step `fence_seq` was executed, 0 = immediately."""
+        """End or preempt a request. Its blocks return to the pool once the step with number `fence_seq` is executed; 0
+        = immediately.
+        """
         return await self._do(calls.free(replica, request_id, ending, fence_seq, at))
 
     async def evict_blocks(
         self, replica: str, block_ids: Sequence[int], at: At = HERE
     ) -> allocation_pb2.EvictBlocksResponse:
-        """Evict blocks from the prefix cache: drop their keys, in order."""
+        """Remove the prefix cache keys of the given blocks, in this order, so that no later request has a cache hit on
+        these blocks.
+        """
         return await self._do(calls.evict_blocks(replica, block_ids, at))
 
     async def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
-        """Drop every key of the prefix cache. Nothing changes while a block is in use."""
+        """Remove every key of the prefix cache. Does nothing while a request holds a block; the answer states whether
+        the keys were removed.
+        """
         return await self._do(calls.reset_prefix_cache(replica, at))
 
     async def snapshot(self, replica: str, *, summary: bool = False) -> admin_pb2.SnapshotResponse:
-        """The allocator's state, after a check of its invariants. `summary`: only digest and counts."""
+        """Check the invariants of the replica's allocator and return its state; with `summary`, only the state's digest
+        and counts.
+        """
         return await self._do(calls.snapshot(replica, summary))
 
     async def status(self) -> admin_pb2.StatusResponse:
-        """Version, replicas and telemetry of the service."""
+        """Return the version of the service, its replicas and the state of its telemetry."""
         return await self._do(calls.status())
 
     async def drain(self) -> None:
-        """Drain the service, as SIGTERM does. Returns immediately."""
+        """Ask the service to drain: it finishes the running calls and exits, as after SIGTERM. This call returns before
+        the service has exited.
+        """
         await self._do(calls.drain())
 
     async def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
-        """Explain the prefix-cache hit length that content would have now, or that a request had at its admission."""
+        """Explain how many leading tokens of a prompt would be a cache hit now, or how many were a hit when the given
+        request was admitted.
+        """
         return await self._do(calls.explain(replica, what))
 
     async def subscribe(self, replica: str, after_seq: int | None = None) -> AsyncIterator[EventBatch]:
-        """Subscribe to batches of cache events; see `kvplane.Client.subscribe`."""
+        """Yield the batches of cache events of a replica; see `kvplane.Client.subscribe`."""
         feed = Feed(self._owners, self._retry, after_seq)
         while True:
             self._require_open()

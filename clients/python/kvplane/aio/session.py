@@ -1,4 +1,4 @@
-"""The session of an asyncio engine loop: `kvplane.Session`, awaited."""
+"""The asyncio session of an engine: the methods of `kvplane.Session` as coroutines."""
 
 from __future__ import annotations
 
@@ -24,42 +24,47 @@ _T = TypeVar("_T")
 
 
 class AsyncSessionTransport(Protocol):
-    """The contract of SessionTransport, with awaited methods. `abort` is called on the event loop's thread."""
+    """The interface between an asyncio session and its service: the methods of `SessionTransport` as coroutines.
+
+    Only `abort` is a plain method; call it on the event loop's thread.
+    """
 
     draining: bool
     can_move: bool
 
     async def open(self, request: OpenRequest) -> Opened:
-        """Open a stream, which replaces the previous one."""
+        """Open a new stream to the service instead of the previous one, and return the service's first answer."""
         ...
 
     async def send(self, step: Step) -> None:
-        """Send without waiting for the answer."""
+        """Write a step to the stream. Does not wait for its answer."""
         ...
 
     async def receive(self) -> StepResult | KvplaneError:
-        """Wait for the next answer."""
+        """Wait for the service's next answer: the result of a step, or the refusal of a step."""
         ...
 
     async def heartbeat(self) -> None:
-        """Keep the lease."""
+        """Send a heartbeat, so that the session's lease does not expire."""
         ...
 
     async def close(self) -> None:
-        """Close the stream, so that the service frees the session's requests."""
+        """Close the stream, so that the service frees the blocks of the session's requests."""
         ...
 
     def abort(self) -> None:
-        """Cancel the stream; the service treats the engine as lost."""
+        """Cancel the stream. The service then treats the engine as lost: it keeps the blocks of the session's requests
+        until the next session opens.
+        """
         ...
 
 
 class Session(SessionView):
-    """One engine life on one replica, opened by `Session.open`. The contract of `kvplane.Session` holds here too.
+    """The session of an engine with one replica, for asyncio. It behaves as `kvplane.Session`.
 
-    One task at a time may call: a call during another call raises FailedPrecondition. A cancelled call breaks the
-    stream; the next call reopens it. Steps stay in flight, including the one whose `submit` was cancelled: `in_flight`
-    and `next_seq` show whether it was accepted.
+    Only one task at a time may call a session: a second call at the same time raises FailedPrecondition. A cancelled
+    call breaks the stream, and the next call reopens it. Steps stay in flight (submitted and not answered), also a step
+    whose `submit` was cancelled; `in_flight` and `next_seq` show whether the session accepted that step.
     """
 
     def __init__(
@@ -72,7 +77,9 @@ class Session(SessionView):
         nonces: Callable[[], int] = draw_nonce,
         revive: Callable[[], Revival] | KnownRequests | None = None,
     ) -> None:
-        """The session is not open before `open`. `pause` replaces `retry.sleep`: it waits for a number of seconds."""
+        """Create the session without opening it; call `open`. `pause` is a coroutine function that waits for a number
+        of seconds; it replaces `retry.sleep`.
+        """
         self._transport = transport
         self._revive = revive
         self._pause = pause
@@ -83,7 +90,9 @@ class Session(SessionView):
         self._in_call = False
 
     async def open(self, *, heartbeats: bool = True) -> Session:
-        """Open the session and return it; `heartbeats` keeps the lease by a task."""
+        """Open the session and return it. With `heartbeats`, start a task that renews the session's lease until the
+        session ends.
+        """
         await self._carry_out(self._machine.open())
         if heartbeats:
             interval_s = self._machine.state.lease_ms / 1000 / BEATS_PER_LEASE
@@ -93,36 +102,40 @@ class Session(SessionView):
 
     @property
     def draining(self) -> bool:
-        """Whether the service drains; see `kvplane.Session.draining`."""
+        """Whether the service is draining; see `kvplane.Session.draining`."""
         return self._transport.draining
 
     async def apply(self, *parts: Part, executed_through: int | None = None) -> StepResult:
-        """Send one whole step, or the last parts of one, and await the answer; see `kvplane.Session.apply`."""
+        """Send one whole step, or the last parts of a step, and wait for its result; see `kvplane.Session.apply`."""
         return await self._call(self._machine.apply(parts, executed_through, self._moving))
 
     async def submit(self, *parts: Part, last: bool = True, executed_through: int | None = None) -> int:
-        """Send a step, or some parts of one. Returns its number; see `kvplane.Session.submit`."""
+        """Send a step, or some parts of one, and return the step's number; see `kvplane.Session.submit`."""
         return await self._call(self._machine.submit(parts, last, executed_through, self._moving))
 
     async def receive(self) -> StepResult:
-        """Await the next answer, in the order of `submit`; see `kvplane.Session.receive`."""
+        """Wait for the next result, in the order in which the steps were submitted; see `kvplane.Session.receive`."""
         return await self._call(self._machine.receive())
 
     def begin_new_life(self) -> None:
-        """Abandon this engine life; see `kvplane.Session.begin_new_life`."""
+        """End this engine life (the time of one epoch), so that the next call starts a new one; see
+        `kvplane.Session.begin_new_life`.
+        """
         self._machine.check()
         self._machine.begin_new_life()
 
     async def beat(self) -> None:
-        """Keep the lease; reopen a broken stream. Does nothing during a call, which keeps the lease itself."""
+        """Send a heartbeat, and reopen the stream if it is broken. Does nothing while another call runs, since that
+        call keeps the lease.
+        """
         if not self._link.locked() and self.ended is None:
             async with self._link:
                 await self._carry_out(self._machine.beat())
 
     async def close(self) -> None:
-        """End the session: the service frees the blocks of its requests. Idempotent.
+        """End the session, so that the service frees the blocks of its requests. A second call is harmless.
 
-        Waits up to two seconds for a call in another task, then aborts it.
+        If another task is in a call, waits up to two seconds for it and then cancels the stream.
         """
         self._stop.set()
         try:
@@ -137,7 +150,9 @@ class Session(SessionView):
             self._link.release()
 
     def abort(self) -> None:
-        """End the session immediately, on the event loop's thread; see `kvplane.Session.abort`."""
+        """End the session immediately by cancelling its stream. Call it on the event loop's thread. See
+        `kvplane.Session.abort`.
+        """
         self._machine.end(aborted())
         self._stop.set()
         self._transport.abort()
@@ -155,7 +170,7 @@ class Session(SessionView):
         return self._transport.draining and self._transport.can_move
 
     async def _call(self, work: Doing[_T]) -> _T:
-        """Run one call of the engine."""
+        """Run one method of the session. Raises FailedPrecondition while another task runs a method."""
         if self._in_call:
             raise FailedPrecondition(
                 "another task is using this session", remedy="open a session, and use it from one task"
@@ -196,7 +211,7 @@ class Session(SessionView):
 
 
 async def _keep_beating(ref: weakref.ref[Session], stop: asyncio.Event, interval_s: float) -> None:
-    """Send heartbeats until the session ends or is garbage collected, so that no lease outlives its engine."""
+    """Send heartbeats until the session ends or is garbage collected, so that a lost engine's lease expires."""
     while True:
         with suppress(TimeoutError):
             async with asyncio.timeout(interval_s):

@@ -1,4 +1,4 @@
-"""A session over gRPC, driven by asyncio."""
+"""The gRPC transport of an asyncio session."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ _STATUS_WAIT_S = 2.0
 
 
 class GrpcTransport:
-    """Carries one session over a channel, which it does not close. Implements AsyncSessionTransport."""
+    """Carry the messages of one session over a gRPC channel, which the transport does not close. Implements
+    AsyncSessionTransport.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,9 @@ class GrpcTransport:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        """`max_message_bytes`: larger steps are refused here, since the service would end the stream."""
+        """Create a transport without a stream. `send` refuses steps above `max_message_bytes` bytes, since the service
+        ends a stream on which a larger message arrives.
+        """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
         self._stubs: dict[grpc.aio.Channel, AllocationAsyncStub] = {}
         self._channel = self._owners.present  # of the stream
@@ -52,9 +56,13 @@ class GrpcTransport:
         self.draining = self.can_move = False
 
     async def open(self, request: OpenRequest) -> Opened:
-        """Open a stream. Raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
+        """Open a stream and return the service's first answer.
 
-        After the first two the next attempt uses the next address of the list.
+        Raises:
+            Unavailable: no service was reached; the next `open` tries the next address of the list.
+            DeadlineExceeded: no answer within `open_timeout_s` seconds; the next `open` tries the next address of the
+                list.
+            KvplaneError: the service refused the session.
         """
         message = stream_messages.open_message(request)
         route = Route(self._owners)
@@ -68,7 +76,9 @@ class GrpcTransport:
                 return opened
 
     def _stub(self, channel: grpc.aio.Channel) -> AllocationAsyncStub:
-        """The channel's stub, created once while the channel is open: gRPC crashes on a stub of a closed channel."""
+        """Return the gRPC stub of a channel. The stub is created while the channel is open, since gRPC crashes if the
+        channel is closed.
+        """
         if channel not in self._stubs:
             self._stubs[channel] = AllocationStub(channel)
         return self._stubs[channel]
@@ -90,9 +100,12 @@ class GrpcTransport:
             raise
 
     async def send(self, step: Step) -> None:
-        """Write a step to the stream. A stream that accepts nothing for `step_timeout_s` is broken.
+        """Write a step to the stream. If the stream accepts nothing for `step_timeout_s` seconds, the stream is
+        cancelled.
 
-        Raises InvalidArgument for a value that cannot be encoded, LimitExceeded for a step above `max_message_bytes`.
+        Raises:
+            InvalidArgument: a value of the step cannot be encoded.
+            LimitExceeded: the encoded step is larger than `max_message_bytes`.
         """
         message = stream_messages.step_message(step, self._max_message_bytes)
         with suppress(DeadlineExceeded):
@@ -100,8 +113,12 @@ class GrpcTransport:
                 await self._write(message)
 
     async def receive(self) -> StepResult | KvplaneError:
-        """Wait for the next answer; DeadlineExceeded after `step_timeout_s`. Cancellation and the deadline break the
-        stream, since grpc.aio cancels a call whose read is cancelled.
+        """Wait for the next answer: the result of a step, or the refusal of a step.
+
+        The stream ends when the call is cancelled, since grpc.aio cancels a stream whose read is cancelled.
+
+        Raises:
+            DeadlineExceeded: no answer within `step_timeout_s` seconds; the stream is then cancelled too.
         """
         while True:
             with moving_is_breaking():
@@ -112,7 +129,7 @@ class GrpcTransport:
             self.draining = True
 
     async def heartbeat(self) -> None:
-        """Keep the lease. Raises the error that ended the stream, if it has ended."""
+        """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
         if self._call is None or self._call.done():
             with moving_is_breaking():
                 await self._read()
@@ -121,9 +138,10 @@ class GrpcTransport:
                 await self._write(stream_messages.heartbeat_message())
 
     async def close(self) -> None:
-        """Close the stream and wait up to two seconds for the end: the service has then freed the requests.
+        """Close the stream and wait up to two seconds until the service has ended it. A service that has ended the
+        stream has freed the session's requests.
 
-        When the service drains, the next `open` uses the next address of the list.
+        If the service drains, the next `open` uses the next address of the list.
         """
         if self.draining:
             self._owners.instead_of(self._channel)
@@ -137,44 +155,55 @@ class GrpcTransport:
         self.abort()
 
     def abort(self) -> None:
-        """Cancel the stream; on the event loop's thread. Waiting calls raise Unavailable."""
+        """Cancel the stream. Call it on the event loop's thread. Calls that wait on the stream raise Unavailable."""
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
 
     @asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
-        """Cancel the stream when the block takes longer or is cancelled."""
+        """Run the `with` block. Cancel the stream if the block takes longer than `timeout_s`
+        seconds or is cancelled.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError:
             self.abort()
-            raise DeadlineExceeded(f"no answer within {timeout_s} s") from None
+            raise DeadlineExceeded(
+                f"the service did not answer within {timeout_s} s",
+                remedy="open the session again, or raise the timeout",
+            ) from None
         except asyncio.CancelledError:
             self.abort()
             raise
 
     async def _write(self, message: SessionRequest) -> None:
-        """Write a message. The end of the stream is not an error here: `_read` raises it."""
+        """Write a message. A stream that has ended is not an error here: `_read` then raises the error with which it
+        ended.
+        """
         if self._call is not None:
             with suppress(*_ENDED, Unavailable):
                 await self._on_stream(self._call.write(message))
 
     async def _read(self) -> SessionResponse:
-        """The next message. Raises the error that ended the stream."""
+        """Return the next message. If the stream has ended, raise the error with which it ended."""
         if self._call is None:
-            raise Unavailable("no stream is open")
+            raise Unavailable("the session has no open stream", remedy="open the session again")
         try:
             response = await self._on_stream(self._read_to_the_end(self._call))
         except grpc.aio.AioRpcError as outcome:
             raise error_of_rpc(outcome) from None
         if not isinstance(response, SessionResponse):  # grpc.aio.EOF
-            raise Unavailable("the service ended the stream")
+            raise Unavailable("the service ended the session's stream", remedy="open the session again")
         return response
 
     async def _on_stream(self, reading: Awaitable[_T]) -> _T:
-        """Distinguish a cancelled stream (`abort`, closed channel), which is Unavailable, from a cancelled task."""
+        """Await `reading`, and raise Unavailable when it ends because the stream was cancelled, not because this task
+        was.
+
+        `abort` and the closing of the channel cancel the stream; grpc.aio reports both with CancelledError.
+        """
         task = asyncio.current_task()
         assert task is not None
         asked = task.cancelling()
@@ -183,13 +212,13 @@ class GrpcTransport:
         except asyncio.CancelledError:
             if task.cancelling() > asked:
                 raise
-            raise Unavailable("the stream was cancelled") from None
+            raise Unavailable("the session's stream was cancelled", remedy="open the session again") from None
 
     async def _read_to_the_end(self, call: _Call) -> object:
-        """The next message, EOF, or an AioRpcError with the status that the service sent.
+        """Return the next message, or EOF. If the service ended the call with an error, raise that error's AioRpcError.
 
-        A write after the end of the stream makes grpc.aio report its own INTERNAL, either until the service's status
-        arrives, or, when that arrived first, permanently; then the recorded first outcome is raised.
+        After a write to an ended stream, grpc.aio reports its own INTERNAL error until the service's status arrives, or
+        always if the status arrived earlier. In the second case this raises the outcome that `_note_outcome` recorded.
         """
         deadline_s = asyncio.get_running_loop().time() + _STATUS_WAIT_S
         while True:
@@ -205,7 +234,9 @@ class GrpcTransport:
             await asyncio.sleep(0.001)
 
     def _note_outcome(self, call: _Call) -> None:
-        """Record the call's first outcome. It is called when the call is done, so that the read does not wait."""
+        """Record the call's first outcome. gRPC calls this when the call is done, so that the read returns without
+        waiting.
+        """
         if call is self._call and not call.cancelled():
             reading = call.read()
             try:

@@ -1,4 +1,4 @@
-"""The leaf of kvplane: types, errors and arithmetic that client, service and worker share.
+"""Types, errors and arithmetic that the client, the service and the worker share.
 
-Standard library only, so that an engine can import it anywhere. It does no I/O and reads no clock.
+The package imports only the standard library, so that every engine can use it. It does no I/O and reads no clock.
 """

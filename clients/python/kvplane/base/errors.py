@@ -1,8 +1,8 @@
-"""Every expected refusal of kvplane, as one tree of exceptions.
+"""The exceptions for every expected refusal of kvplane.
 
-A refusal changes no state: the state digest of a replica is the same before and after. Bugs are assertions, not members
-of this tree. The service maps each class to a gRPC status in one table (`kvplane.rpc.status`); the client maps `reason`
-back to the class, so that a session raises the same exceptions in process and over gRPC.
+A refusal changes no state: the state digest of a replica is the same before and after. Bugs raise AssertionError, not
+these exceptions. The service maps each class to a gRPC status in one table (`kvplane.rpc.status`), and the client maps
+`reason` back to the class. So a session raises the same exceptions in the service's process and over gRPC.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import ClassVar
 
 
 class KvplaneError(Exception):
-    """An expected refusal.
+    """The service, the client or the worker refused an operation. The base class of all expected refusals.
 
     Attributes:
+        message: what is wrong, with the value that was found.
         reason: stable UPPER_SNAKE name, the same on the wire (`google.rpc.ErrorInfo.reason`).
-        field: name of the invalid request field, "" when no single field is.
+        field: name of the invalid request field; "" if the refusal is not about a single field.
         remedy: what the caller can do about it, in one sentence.
         metadata: further facts as text, such as the current epoch or the owner's address.
     """
@@ -38,7 +39,7 @@ class KvplaneError(Exception):
 
 
 class InvalidArgument(KvplaneError):
-    """A field has a value that the service never accepts, whatever its state."""
+    """A request field has a value that the service never accepts, in any state."""
 
     reason = "INVALID_ARGUMENT"
 
@@ -50,19 +51,21 @@ class NotFound(KvplaneError):
 
 
 class AlreadyExists(KvplaneError):
-    """The name is in use with other arguments."""
+    """The name is in use already, with other settings than this request gives."""
 
     reason = "ALREADY_EXISTS"
 
 
 class FailedPrecondition(KvplaneError):
-    """The request is well formed, but the replica is not in the state that it requires."""
+    """The request is well formed, but the replica is not in the state that the request requires."""
 
     reason = "FAILED_PRECONDITION"
 
 
 class StaleEpoch(FailedPrecondition):
-    """The caller's epoch has ended: a newer engine life owns the replica. `metadata["epoch"]` is the current one."""
+    """The epoch of the call is not the current one: a newer engine life (the time of one epoch) owns the replica.
+    `metadata["epoch"]` is the current epoch.
+    """
 
     reason = "STALE_EPOCH"
 
@@ -80,25 +83,27 @@ class OtherWriter(FailedPrecondition):
 
 
 class SequenceError(FailedPrecondition):
-    """A step arrived out of order: before an earlier step, or with a used number and other bytes."""
+    """The number of a step is wrong: an earlier step is missing, or a different step with this number was applied
+    before.
+    """
 
     reason = "SEQUENCE_ERROR"
 
 
 class ReplicaLapsed(FailedPrecondition):
-    """The session of the replica has lapsed: the contents of its pages are unknown until a session opens or returns."""
+    """The replica's session has lapsed: the contents of its pages are unknown until a session opens or continues."""
 
     reason = "REPLICA_LAPSED"
 
 
 class OpIdReused(FailedPrecondition):
-    """An op_id was used before, with another request."""
+    """The op_id of a call (its idempotency key) was used before, with another request."""
 
     reason = "OP_ID_REUSED"
 
 
 class Moved(FailedPrecondition):
-    """Another service process owns the replica; `metadata["address"]` is its address."""
+    """Another service process owns the replica; `metadata["address"]` is the address of that process."""
 
     reason = "MOVED"
 
@@ -110,37 +115,39 @@ class NoPlan(FailedPrecondition):
 
 
 class WrongPlan(FailedPrecondition):
-    """The pages have another plan than the requested one."""
+    """The pages have another memory layout (`RankPlan`) than the caller requires."""
 
     reason = "WRONG_PLAN"
 
 
 class WorkerExists(FailedPrecondition):
-    """Another worker is registered for the rank; `metadata` has its "address" and "pid"."""
+    """Another worker is registered for the rank; `metadata` has that worker's "address" and "pid"."""
 
     reason = "WORKER_EXISTS"
 
 
 class PermissionDenied(KvplaneError):
-    """The caller lacks the permission: it runs as another user, or without the required token or scope."""
+    """The caller lacks a permission: it runs as another user, or its token or scope is missing or not sufficient."""
 
     reason = "PERMISSION_DENIED"
 
 
 class Unauthenticated(KvplaneError):
-    """The service requires authentication, and the call has no valid credentials."""
+    """The service requires authentication, and the call's credentials are missing or not valid."""
 
     reason = "UNAUTHENTICATED"
 
 
 class OutOfMemory(KvplaneError):
-    """The device has too little memory. `metadata`: bytes "asked" and "free", and the "num_blocks" that would fit."""
+    """The device has too little memory. `metadata`: bytes "asked" and "free", and "num_blocks", the blocks that would
+    fit.
+    """
 
     reason = "OUT_OF_MEMORY"
 
 
 class LimitExceeded(KvplaneError):
-    """A configured limit is reached. (Running out of blocks is reported in the answer, not by this error.)"""
+    """A configured limit is reached. (A lack of free blocks is not this error: the step's result reports it.)"""
 
     reason = "LIMIT_EXCEEDED"
 
@@ -164,7 +171,7 @@ class DeadlineExceeded(KvplaneError):
 
 
 class InternalError(KvplaneError):
-    """A failure inside the service: a bug, or a violated invariant, named in the message."""
+    """A failure inside the service: a bug, or a violated invariant. The message names it."""
 
     reason = "INTERNAL"
 
@@ -181,7 +188,9 @@ _BY_REASON = {cls.reason: cls for cls in _descendants(KvplaneError)}
 def error_of_reason(
     reason: str, message: str, *, field: str = "", remedy: str = "", metadata: dict[str, str] | None = None
 ) -> KvplaneError:
-    """The refusal with this `reason`. An unknown reason becomes a KvplaneError with the reason in its metadata."""
+    """Return an exception of the class that has this `reason`; for an unknown reason a KvplaneError with "reason" in
+    its metadata.
+    """
     cls = _BY_REASON.get(reason, KvplaneError)
     facts = dict(metadata or {})
     if cls is KvplaneError:

@@ -1,8 +1,8 @@
-"""The allocator's view of a model: its KV cache groups, and the settings of one replica.
+"""The settings of one replica, and the KV cache groups of its model, as the allocator needs them.
 
-A *KV cache group* is a set of layers whose blocks are allocated together. The allocator needs only how the
-group spends blocks over tokens, never heads or dtypes; the planner (`kvplane_service.core.planner`) reduces
-layer formats to this.
+A *KV cache group* is a set of layers whose blocks are allocated together. The allocator needs to know only how many
+blocks a group uses for a number of tokens, never heads or dtypes. The planner (`kvplane_service.core.planner`) computes
+the groups from the layer formats.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_TOKENS = 1 << 30
 
 
 class GroupKind(Enum):
-    """How a kind of layer uses blocks. The value is the name used on the wire and in events."""
+    """How the layers of a group use blocks. The value is the name of the kind in the proto file and in cache events."""
 
     FULL_ATTENTION = "full_attention"
     MLA = "mla_attention"
@@ -34,17 +34,17 @@ class GroupKind(Enum):
 
 
 class MambaMode(Enum):
-    """How a recurrent state is cached: not at all, or at block boundaries ("align" in the reference)."""
+    """Whether a recurrent state is not cached, or cached at block boundaries ("align", as vLLM calls it)."""
 
     NONE = "none"
     ALIGN = "align"
 
 
 class CommitRule(Enum):
-    """When other requests may hit a key.
+    """When other requests may use a block that a request fills.
 
-    SAFE: keys of steps that were not executed yet are tentative, and are withdrawn when their step does not run.
-    REFERENCE: as in vLLM 0.33, as soon as it is registered.
+    SAFE: once the step that fills the block is executed. Until then the block's key is tentative: it is removed if the
+    step does not run. REFERENCE: as soon as the key is registered, before the step is executed, as in vLLM 0.33.
     """
 
     SAFE = "safe"
@@ -52,7 +52,7 @@ class CommitRule(Enum):
 
 
 class HashAlgorithm(Enum):
-    """How block hashes are made (see `kvplane.base.hashing`). The value is the name used on the wire."""
+    """The algorithm of the block hashes (see `kvplane.base.hashing`). The value is the name used on the wire."""
 
     KVPLANE = "kvplane"
     SHA256 = "sha256"
@@ -66,24 +66,26 @@ DENSE_RETENTION = -1
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One KV cache group.
+    """The settings of one KV cache group.
 
     Attributes:
-        kind: how its layers use blocks.
+        kind: how the layers use blocks.
         block_size: tokens per block of the pool, after context-parallel scaling.
         window: sliding window in tokens (window kinds and R_SWA), else 0.
         chunk: attention chunk in tokens (CHUNKED_LOCAL), else 0.
-        mamba_mode: MAMBA only.
-        speculative_blocks: MAMBA only, states kept for draft tokens in addition to the running one.
-        sink_tokens: SINK_FULL only, tokens whose blocks the group always holds; a multiple of block_size.
+        mamba_mode: MAMBA only: whether states are cached.
+        speculative_blocks: MAMBA only: number of states kept for draft tokens, in addition to the state of the last
+            accepted token.
+        sink_tokens: SINK_FULL only: leading tokens whose blocks the group always holds; a multiple of block_size.
         is_draft: the group holds draft (EAGLE / MTP) layers.
-        drops_last_block: a look-up drops the last matched block, which the drafter recomputes.
-        admission_cap_blocks: most blocks one request holds at once, for the full-sequence check; 0 = no cap.
-        zero_new_blocks: newly handed out blocks must be zeroed before use.
-        lookup_class: groups of one class have equal layer formats and are looked up jointly.
-        layer_names: the layers, in model order; information only.
+        drops_last_block: a prefix look-up omits the last matched block, because the drafter recomputes it.
+        admission_cap_blocks: most blocks that one request holds at once, used by admissions that require free blocks
+            for the whole request; 0 = no cap.
+        zero_new_blocks: the pages of newly allocated blocks must be zeroed before use.
+        lookup_class: a number; groups with the same number have equal layer formats and one common cache look-up.
+        layer_names: names of the layers, in model order; information only.
         page_bytes: bytes of one block over all layers of the group; information only.
-        extra_retained_tokens: window kinds, tokens kept below the window for a prefill that looks ahead.
+        extra_retained_tokens: window kinds: tokens below the window whose blocks are kept for a prefill with drafts.
     """
 
     kind: GroupKind
@@ -103,22 +105,28 @@ class GroupSpec:
     extra_retained_tokens: int = 0
 
     def validate(self, name: str) -> None:
-        """Raise InvalidArgument, naming `name.<field>`, for a value that is invalid for this kind of group."""
-        _require(1 <= self.block_size <= MAX_TOKENS, f"{name}.block_size", "must be 1 or more")
+        """Raise InvalidArgument for a value that is invalid for this kind of group; the error's field is
+        `name.<attribute>`.
+        """
+        _require(
+            1 <= self.block_size <= MAX_TOKENS, f"{name}.block_size", self.block_size, f"must be 1 to {MAX_TOKENS}"
+        )
         windowed = self.kind in (GroupKind.SLIDING_WINDOW, GroupKind.SLIDING_WINDOW_MLA, GroupKind.R_SWA)
-        _require((self.window > 0) == windowed, f"{name}.window", "must be given exactly for window kinds")
+        _require((self.window > 0) == windowed, f"{name}.window", self.window, f"must be {_sized(windowed, self.kind)}")
         chunked = self.kind is GroupKind.CHUNKED_LOCAL
-        _require((self.chunk > 0) == chunked, f"{name}.chunk", "must be given exactly for chunked local")
+        _require((self.chunk > 0) == chunked, f"{name}.chunk", self.chunk, f"must be {_sized(chunked, self.kind)}")
         sinks = self.kind is GroupKind.SINK_FULL
-        _require((self.sink_tokens > 0) == sinks, f"{name}.sink_tokens", "must be given exactly for sinks")
-        _require(self.sink_tokens % self.block_size == 0, f"{name}.sink_tokens", "must be whole blocks")
-        _require(self.speculative_blocks >= 0, f"{name}.speculative_blocks", "must be 0 or more")
-        _require(self.admission_cap_blocks >= 0, f"{name}.admission_cap_blocks", "must be 0 or more")
-        _require(self.extra_retained_tokens >= 0, f"{name}.extra_retained_tokens", "must be 0 or more")
+        found = self.sink_tokens
+        _require((found > 0) == sinks, f"{name}.sink_tokens", found, f"must be {_sized(sinks, self.kind)}")
+        whole = f"must be a multiple of block_size, {self.block_size}"
+        _require(found % self.block_size == 0, f"{name}.sink_tokens", found, whole)
+        for field_name in ("speculative_blocks", "admission_cap_blocks", "extra_retained_tokens"):
+            found = getattr(self, field_name)
+            _require(found >= 0, f"{name}.{field_name}", found, "must be 0 or more")
 
 
 class Drafter(Enum):
-    """What proposes draft tokens, if it has layers in the pool."""
+    """What proposes the draft tokens, if it has layers in the block pool."""
 
     NONE = "none"  # no drafts, or an n-gram or suffix drafter
     EAGLE = "eagle"
@@ -127,12 +135,13 @@ class Drafter(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AlignSpec:
-    """How prefill chunks are clipped for recurrent state (vLLM's mamba split; conformance STEPS section 7).
+    """Where a prefill chunk must end so that its recurrent state can be cached (vLLM's mamba split).
 
     Attributes:
-        block_size: chunks end at multiples of it; 0 = no clipping.
-        chunk_limit: most tokens one chunk can ever have; a block larger than this advances in parts.
-        stop_at_tail: also stop at the last hash boundary of the prompt (partial hits).
+        block_size: chunks end at multiples of this number of tokens; 0 = at any token.
+        chunk_limit: most tokens that a chunk can ever have; a block with more tokens is computed in several chunks.
+        stop_at_tail: a chunk also ends at the last hash block boundary of the prompt, so that a hit can end inside a
+            block.
     """
 
     block_size: int = 0
@@ -142,28 +151,32 @@ class AlignSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """Everything that determines the behaviour of a replica's block pool.
+    """The settings that determine how a replica's block pool behaves.
 
     Attributes:
-        groups: at least one; the index is the group id used everywhere.
+        groups: the KV cache groups, at least one; a group's index is its id everywhere.
         num_blocks: blocks in the pool, including block 0, the null block, which is never allocated.
         max_model_len: longest request in tokens.
-        hash_block_size: tokens per block hash; divides every cacheable group's block size.
-        scheduler_block_size: hits are multiples of it (of hash_block_size when partial_hits).
-        max_in_flight_tokens: most tokens scheduled and not yet executed.
-        hash_algorithm, hash_seed: of the block hashes; "" = the algorithm's default seed.
+        hash_block_size: tokens per block hash; divides the block size of every group that is cached.
+        scheduler_block_size: the length of a cache hit is a multiple of this number of tokens (with partial_hits, of
+            hash_block_size).
+        max_in_flight_tokens: most tokens that are scheduled and not yet executed.
+        hash_algorithm: algorithm of the block hashes.
+        hash_seed: seed of the block hashes; "" = the algorithm's default.
         enable_caching: whether prefix caching is on.
-        retention_interval: window and state groups keep one tail per this number of tokens; 0 = replay boundaries
-            and single-group hits only, DENSE_RETENTION = every block.
-        partial_hits: hits may end inside a block (copy on write).
-        watermark_blocks: blocks left free when a request is admitted while others run.
-        commit: see CommitRule.
-        hash_lookahead_tokens: tokens after a block that its hash also covers (multi-module drafters).
-        prefill_lookahead: drafts per step of a multi-module drafter; blocks within it are not yet cached.
-        keep_divergence_boundary: also keep the boundary one alignment below the replay boundary, so that a
-            prompt that diverges inside its last block keeps its hit (vLLM #57610). Off = as the reference.
-        align: prefill clipping for recurrent state.
-        events: record cache events in step results.
+        retention_interval: window and state groups keep one tail (the blocks that a hit ending there needs) per this
+            number of tokens; 0 = only the tails at the replay boundary (the last hit alignment before the prompt's end)
+            and at single-group hits (the longest prefix that some group has cached alone); DENSE_RETENTION = every
+            block.
+        partial_hits: hits may end inside a block, which is then copied.
+        watermark_blocks: blocks that stay free when a request is admitted while other requests run.
+        commit: from when on other requests may use a cached block.
+        hash_lookahead_tokens: tokens after a block that its hash also covers (drafters with several modules).
+        prefill_lookahead: draft tokens per step of such a drafter; the blocks of the last ones are not cached yet.
+        keep_divergence_boundary: whether to keep also the tail that ends one hit alignment below the replay boundary,
+            so that a prompt that differs only inside its last block still has a hit (vLLM #57610). False = as in vLLM.
+        align: where prefill chunks end for recurrent state.
+        events: whether step results contain cache events.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -187,29 +200,39 @@ class ReplicaSpec:
 
     @property
     def hit_alignment(self) -> int:
-        """Every hit length is a multiple of this many tokens."""
+        """The number of tokens of which every cache hit's length is a multiple."""
         return self.hash_block_size if self.partial_hits else self.scheduler_block_size
 
     def validate(self) -> None:
-        """Raise InvalidArgument, naming the field, for an impossible replica."""
-        _require(1 <= len(self.groups) <= MAX_GROUPS, "groups", f"must have 1 to {MAX_GROUPS} entries")
-        _require(2 <= self.num_blocks <= MAX_BLOCKS, "num_blocks", f"must be 2 to {MAX_BLOCKS}, one is null")
-        _require(1 <= self.max_model_len <= MAX_TOKENS, "max_model_len", f"must be 1 to {MAX_TOKENS}")
-        _require(1 <= self.hash_block_size <= MAX_TOKENS, "hash_block_size", "must be 1 or more")
+        """Raise InvalidArgument for the first setting that is impossible; the error's field names it."""
+        groups, blocks = len(self.groups), self.num_blocks
+        _require(1 <= groups <= MAX_GROUPS, "groups", f"{groups} entries", f"must have 1 to {MAX_GROUPS} entries")
+        null_block = "one of them is the null block, which is never allocated"
+        _require(2 <= blocks <= MAX_BLOCKS, "num_blocks", blocks, f"must be 2 to {MAX_BLOCKS}; {null_block}")
+        for name in ("max_model_len", "hash_block_size", "max_in_flight_tokens"):
+            found = getattr(self, name)
+            _require(1 <= found <= MAX_TOKENS, name, found, f"must be 1 to {MAX_TOKENS}")
         _require(
             self.scheduler_block_size > 0 and self.scheduler_block_size % self.hash_block_size == 0,
             "scheduler_block_size",
-            "must be a multiple of hash_block_size",
+            self.scheduler_block_size,
+            f"must be a multiple of hash_block_size, {self.hash_block_size}",
         )
-        _require(1 <= self.max_in_flight_tokens <= MAX_TOKENS, "max_in_flight_tokens", "must be 1 or more")
-        _require(0 <= self.watermark_blocks < self.num_blocks, "watermark_blocks", "must be below num_blocks")
-        _require(self.retention_interval >= DENSE_RETENTION, "retention_interval", "must be -1 or more")
-        _require(self.hash_lookahead_tokens >= 0, "hash_lookahead_tokens", "must be 0 or more")
-        _require(self.prefill_lookahead >= 0, "prefill_lookahead", "must be 0 or more")
+        below = f"must be 0 or more and below num_blocks, {blocks}"
+        _require(0 <= self.watermark_blocks < blocks, "watermark_blocks", self.watermark_blocks, below)
+        interval = self.retention_interval
+        _require(interval >= DENSE_RETENTION, "retention_interval", interval, "must be -1 (every block) or more")
+        for name in ("hash_lookahead_tokens", "prefill_lookahead"):
+            found = getattr(self, name)
+            _require(found >= 0, name, found, "must be 0 or more")
         for index, group in enumerate(self.groups):
             group.validate(f"groups[{index}]")
 
 
-def _require(holds: bool, field_name: str, remedy: str) -> None:
+def _sized(used: bool, kind: GroupKind) -> str:
+    return f"1 or more for a group of kind {kind.value}" if used else f"0 for a group of kind {kind.value}"
+
+
+def _require(holds: bool, field_name: str, found: object, remedy: str) -> None:
     if not holds:
-        raise InvalidArgument("value out of range", field=field_name, remedy=f"it {remedy}")
+        raise InvalidArgument(f"{found} is out of range", field=field_name, remedy=f"it {remedy}")

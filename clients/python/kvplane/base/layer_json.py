@@ -1,9 +1,9 @@
-"""Layers as plain JSON values, for files and the command line.
+"""Conversion of layers to and from JSON values, for files and the command line.
 
     {"name": "model.layers.0", "spec": {"type": "sliding_window", "block_size": 16, "window": 128, ...}}
     {"name": "model.layers.9", "shares_with": "model.layers.0"}
 
-Fields at their default are left out. A field that the type does not have is refused by name: never ignored.
+A field with its default value is left out. A field that the layer type does not have is an error that names it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _E = TypeVar("_E", bound=Enum)
 
 
 def layer_to_dict(layer: Layer | KVSharingLayer) -> dict[str, Any]:
-    """A layer as JSON values."""
+    """Return a layer as JSON values."""
     if isinstance(layer, KVSharingLayer):
         return {"name": layer.name, "shares_with": layer.shares_with}
     draft = {"is_draft": True} if layer.is_draft else {}
@@ -62,18 +62,22 @@ def layer_to_dict(layer: Layer | KVSharingLayer) -> dict[str, Any]:
 
 
 def layer_from_dict(data: Mapping[str, Any], path: str = "layer") -> Layer | KVSharingLayer:
-    """The layer that `layer_to_dict` wrote.
+    """Return the layer that `layer_to_dict` converted to JSON values.
 
     Args:
-        data: JSON values.
-        path: how errors name the layer.
+        data: the JSON values.
+        path: the name of the layer in errors.
 
     Raises:
-        InvalidArgument: naming `path` and the field.
+        InvalidArgument: a value is invalid; the error's field is `path` and the name of the field.
     """
     unknown = data.keys() - {"name", "shares_with", "spec", "is_draft"}
     if unknown or ("spec" in data) == ("shares_with" in data):
-        refuse("a layer has a name and either a spec or shares_with", path, f"it has {sorted(data)}")
+        refuse(
+            f"a layer has a name and either a spec or shares_with, but this one has {sorted(data)}",
+            path,
+            "use the fields name, spec, shares_with and is_draft",
+        )
     name = _exactly(str, data.get("name"), f"{path}.name")
     if "shares_with" in data:
         return KVSharingLayer(name, _exactly(str, data["shares_with"], f"{path}.shares_with"))
@@ -82,7 +86,7 @@ def layer_from_dict(data: Mapping[str, Any], path: str = "layer") -> Layer | KVS
 
 
 def spec_to_dict(spec: LayerSpec) -> dict[str, Any]:
-    """A format as JSON values: its type and the fields that are not at their default."""
+    """Return a layer format as JSON values: its type, and the fields that do not have their default value."""
     values = {f.name: getattr(spec, f.name) for f in fields(spec)}
     defaults = {f.name: f.default for f in fields(spec)}
     changed = {name: _plain(value) for name, value in values.items() if value != defaults[name]}
@@ -90,21 +94,21 @@ def spec_to_dict(spec: LayerSpec) -> dict[str, Any]:
 
 
 def spec_from_dict(data: Mapping[str, Any], path: str = "spec") -> LayerSpec:
-    """The format that `spec_to_dict` wrote.
+    """Return the layer format that `spec_to_dict` converted to JSON values.
 
     Raises:
-        InvalidArgument: naming `path` and the field, for an unknown type or field, a missing one, or a value
-            that the format cannot have.
+        InvalidArgument: the type or a field is unknown, a field is missing, or the format cannot have its value. The
+            error's field is `path` and the name of the field.
     """
     spec_type = LAYER_TYPES.get(_exactly(str, data.get("type"), f"{path}.type"))
     if spec_type is None:
-        refuse(f"{data['type']!r} is no layer type", f"{path}.type", f"use one of {', '.join(LAYER_TYPES)}")
+        refuse(f"there is no layer type {data['type']!r}", f"{path}.type", f"use one of {', '.join(LAYER_TYPES)}")
     given = {name: value for name, value in data.items() if name != "type"}
     known = {f.name: f for f in fields(spec_type)}
     for name in given.keys() - known.keys():
-        refuse(f"unknown to {spec_type.type_name}", f"{path}.{name}", f"its fields are {', '.join(known)}")
+        refuse(f"{spec_type.type_name} has no such field", f"{path}.{name}", f"its fields are {', '.join(known)}")
     for name in (name for name, f in known.items() if f.default is MISSING and name not in given):
-        refuse("missing", f"{path}.{name}", f"{spec_type.type_name} needs it")
+        refuse("the field is missing", f"{path}.{name}", f"{spec_type.type_name} requires it")
     values: dict[str, Any] = {name: _parse(known[name], given[name], f"{path}.{name}") for name in given}
     try:
         return spec_type(**values)
@@ -125,7 +129,7 @@ def _parse(spec_field: Field[Any], value: object, path: str) -> object:
 
 def _integer(value: object, path: str) -> int:
     if isinstance(value, bool):
-        refuse("expected a whole number", path, f"got {value!r}")
+        refuse(f"expected an integer, found {value!r}", path, "give a whole number")
     return _exactly(int, value, path)
 
 
@@ -139,7 +143,7 @@ def _items(value: object, parse: Callable[[object, str], _T], path: str) -> tupl
 
 def _exactly(expected: type[_T], value: object, path: str) -> _T:
     if not isinstance(value, expected):
-        refuse(f"expected {expected.__name__}", path, f"got {value!r}")
+        refuse(f"expected {expected.__name__}, found {value!r}", path, f"give a value of type {expected.__name__}")
     return value
 
 

@@ -1,13 +1,13 @@
-"""The base classes of layer cache formats: of every format, and of every attention format.
+"""The base classes of the layer formats: LayerSpec for every format, AttentionSpec for the formats of attention layers.
 
-The planner turns a model's layers into KV cache groups. It reads from each format
+A layer format states how a layer stores its part of the KV cache. The service's planner computes the KV cache groups of
+a model from the formats of its layers. It reads from each format
 
-- its cost: `page_bytes`, `blocks_per_request`, `admission_cap_blocks`,
-- the formats with which it can share a block table: `merged_with`, `uniform_key`,
-- its variants: `grown_to`, `as_full_attention`.
+- its memory: `page_bytes`, `blocks_per_request`, `admission_cap_blocks`, - with which other formats it can share a
+block table: `merged_with`, `uniform_key`, - into which formats it can be converted: `grown_to`, `as_full_attention`.
 
-The kinds themselves are in `kvplane.base.layers`. Facts follow vLLM 0.33 (vllm/v1/kv_cache_interface.py).
-All sizes are bytes on one rank, all block sizes are tokens.
+`kvplane.base.layers` has the formats themselves. The rules are those of vLLM 0.33 (vllm/v1/kv_cache_interface.py). All
+sizes are in bytes on one rank, all block sizes in tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ZERO_OR_MORE = {"minimum": 0}
 
 
 class DType(Enum):
-    """Element type of a page. The value is its name on the wire and in JSON."""
+    """The element type of a page. The value is its name on the wire and in JSON."""
 
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
@@ -37,7 +37,7 @@ class DType(Enum):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one element."""
+        """The size of one element in bytes."""
         return _DTYPE_BYTES.get(self, 1)
 
 
@@ -46,13 +46,14 @@ _DTYPE_BYTES = {DType.BFLOAT16: 2, DType.FLOAT16: 2, DType.FLOAT32: 4, DType.FLO
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The limits that bound the pages of one request.
+    """The limits that determine how many pages one request can have.
 
     Attributes:
         max_model_len: longest request in tokens.
-        max_in_flight_tokens: most tokens scheduled and not executed yet, which delay the release of window pages.
-        max_encoder_tokens: longest encoder input, for cross attention.
-        dcp_size: decode-context-parallel ranks that share a request's tokens.
+        max_in_flight_tokens: most tokens that are scheduled and not executed yet; a page that left the window is
+            released once these tokens are executed.
+        max_encoder_tokens: longest encoder input in tokens, for cross attention.
+        dcp_size: number of decode-context-parallel ranks that share a request's tokens.
     """
 
     max_model_len: int
@@ -63,13 +64,13 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The base class of every format. Abstract.
+    """The abstract base class of every layer format.
 
     Attributes:
         block_size: tokens per block, before context-parallel scaling.
-        padded_page_bytes: minimum size of a page; 0 = the size of its content.
-        block_stride_alignment: the stride between blocks is a multiple of this many bytes.
-        dcp_sharded: context-parallel ranks split this layer's tokens (otherwise each holds all of them).
+        padded_page_bytes: minimum size of a page in bytes; 0 = the size of its content.
+        block_stride_alignment: the distance between two blocks is a multiple of this number of bytes.
+        dcp_sharded: context-parallel ranks split this layer's tokens (False: each rank stores all tokens).
     """
 
     type_name: ClassVar[str]  # unique; the name in JSON
@@ -92,94 +93,103 @@ class LayerSpec:
             minimum = spec_field.metadata.get("minimum")
             value = getattr(self, spec_field.name)
             if minimum is not None and value < minimum:
-                refuse(f"{value} is below {minimum}", spec_field.name, f"give {minimum} or more")
+                refuse(f"{value} is below the minimum, {minimum}", spec_field.name, f"give {minimum} or more")
         if 0 < self.padded_page_bytes < self.content_bytes:
             refuse(
-                f"{self.padded_page_bytes} bytes do not hold the page's {self.content_bytes}",
+                f"a page of {self.padded_page_bytes} bytes is too small for its content of {self.content_bytes} bytes",
                 "padded_page_bytes",
-                "give 0 to leave the page unpadded",
+                f"give {self.content_bytes} or more, or 0 for a page without padding",
             )
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page without padding."""
+        """The size of a page in bytes, without padding."""
         raise NotImplementedError
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block in this layer, with padding."""
+        """The size of one block of this layer in bytes, with padding."""
         return max(self.padded_page_bytes, self.content_bytes)
 
     @property
     def precision(self) -> DType | None:
-        """Type in which attention reads the page; None where a page is not read by attention."""
+        """The element type in which attention reads the page; None if attention does not read it."""
         return None
 
     @property
     def mamba_mode(self) -> MambaMode | None:
-        """How states are cached; None for a format without states."""
+        """The caching mode of recurrent states; None for a format without states."""
         return None
 
     @property
     def hit_unit(self) -> int:
-        """The length of a hit is a multiple of this many tokens."""
+        """The number of tokens of which every cache hit's length is a multiple in this format."""
         return 1
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
-        """Most blocks that one request holds at once."""
+        """Return the most blocks that one request holds at once."""
         raise NotImplementedError
 
     def admission_cap_blocks(self, limits: RequestLimits) -> int:
-        """Most blocks that the full-sequence check counts for one request; 0 = no cap below its length."""
+        """Return the most blocks for which a request counts in an admission that requires free blocks for the whole
+        request; 0 = as many as the request's length needs.
+        """
         return 0
 
     def merged_with(self, other: LayerSpec) -> LayerSpec | None:
-        """The format that layers of both can share, or None."""
+        """Return a format that layers of this format and of `other` can both use; None if there is none."""
         return self if self == other else None
 
     @property
     def uniform_key(self) -> tuple[object, ...]:
-        """Layers of equal keys always need the same token slots, so one block table can serve them all."""
+        """A key that is equal for formats that always store the same tokens, so that one block table can serve all
+        layers with the same key.
+        """
         return (self.block_size, self.dcp_sharded, *self._kind_key())
 
     def _kind_key(self) -> tuple[object, ...]:
         return (self.type_name,)
 
     def grown_to(self, page_bytes: int) -> LayerSpec | None:
-        """This format with larger pages of `page_bytes`; None when its pages cannot be padded to that size."""
+        """Return this format with pages of `page_bytes` bytes; None if the format does not support that page size."""
         return replace(self, padded_page_bytes=page_bytes)
 
     def as_full_attention(self, block_size: int) -> LayerSpec:
-        """The format that keeps every token, for local attention; any other format is returned unchanged."""
+        """Return the full-attention format that stores the same layer; a format that is not local attention returns
+        itself.
+        """
         return self
 
     def retaining(self, extra_tokens: int) -> LayerSpec:
-        """This format with at least `extra_tokens` kept below its window; unchanged without a window."""
+        """Return this format with at least `extra_tokens` tokens kept below its window; for a format without a window,
+        return the format itself.
+        """
         return self
 
     def group_fields(self) -> dict[str, Any]:
-        """The fields of a `GroupSpec` of this kind other than kind and block size."""
+        """Return the fields of this layer's `GroupSpec` as a dict, without kind and block size."""
         return {}
 
     def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
-        """Consecutive tensor-parallel ranks that hold identical pages."""
+        """Return how many consecutive tensor-parallel ranks hold identical pages."""
         return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(LayerSpec):
-    """Keys and values of a number of heads. Abstract.
+    """The abstract base class of formats that store keys and values of attention heads.
 
     Attributes:
         num_kv_heads: key-value heads on one rank.
-        head_size: elements of one key (of the latent row for MLA).
-        head_size_v: elements of one value; 0 = as the key (none for MLA).
+        head_size: elements of one key (for MLA: elements of the latent row).
+        head_size_v: elements of one value; 0 = as many as a key (for MLA none).
         dtype: element type.
-        state_bytes: bytes of one head's entry when it is packed, with scales for instance; 0 = key and value.
+        state_bytes: bytes of one head's entry if it is not just key and value but, for instance, has scales; 0 = key
+            and value.
         tokens_per_state: tokens that one entry covers (compressed attention); divides block_size.
-        page_alignment: the page is padded to a multiple of this many bytes.
-        state_format: name of the packed form; layers of different forms never share one format.
-        max_tp_shards: most tensor-parallel ranks that hold different pages; further ranks hold replicas; 0 = unknown.
+        page_alignment: the size of a page is rounded up to a multiple of this number of bytes.
+        state_format: name of the binary form of an entry; layers with different names never share a format.
+        max_tp_shards: most tensor-parallel ranks that hold different pages; further ranks hold copies; 0 = unknown.
     """
 
     zeroes_new_blocks: ClassVar[bool] = True
@@ -201,7 +211,7 @@ class AttentionSpec(LayerSpec):
         LayerSpec.__post_init__(self)
         if self.block_size % self.tokens_per_state:
             refuse(
-                f"{self.tokens_per_state} tokens do not divide a block of {self.block_size}",
+                f"{self.tokens_per_state} tokens per entry do not divide the block size of {self.block_size} tokens",
                 "tokens_per_state",
                 "give a divisor of block_size",
             )
@@ -211,27 +221,30 @@ class AttentionSpec(LayerSpec):
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of a page without padding."""
+        """The size of a page in bytes, without padding."""
         entry_bytes = self.state_bytes or (self.head_size + self.head_size_v) * self.dtype.num_bytes
         return self.num_kv_heads * (self.block_size // self.tokens_per_state) * entry_bytes
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one block in this layer, with padding."""
+        """The size of one block of this layer in bytes, with padding."""
         return max(self.padded_page_bytes, round_up(self.content_bytes, self.page_alignment))
 
     @property
     def precision(self) -> DType | None:
-        """Type in which attention reads the page."""
+        """The element type in which attention reads the page."""
         return self.dtype
 
     @property
     def hit_unit(self) -> int:
-        """The tokens of one entry."""
+        """The number of tokens that one entry covers; every hit length is a multiple of it."""
         return self.tokens_per_state
 
     def grown_to(self, page_bytes: int) -> LayerSpec | None:
-        """More tokens per block when the ratio is whole, else padding."""
+        """Return this format with pages of `page_bytes` bytes; None if the format does not support that page size.
+
+        If the new size is a multiple of the old one, a block has more tokens; otherwise the page is padded.
+        """
         if page_bytes % self.page_bytes == 0:
             block_size = self.block_size * (page_bytes // self.page_bytes)
             grown = replace(self, block_size=block_size, padded_page_bytes=0)
@@ -242,13 +255,13 @@ class AttentionSpec(LayerSpec):
         return None if page_bytes % self.page_alignment else replace(self, padded_page_bytes=page_bytes)
 
     def tp_replicas(self, tp_size: int, dcp_size: int) -> int:
-        """Consecutive tensor-parallel ranks that hold identical pages."""
+        """Return how many consecutive tensor-parallel ranks hold identical pages."""
         if not self.max_tp_shards or (self.dcp_sharded and dcp_size > 1):
             return 1
         return max(1, tp_size // self.max_tp_shards)
 
     def _promoted(self, block_size: int) -> dict[str, Any]:
-        """The attention fields with another block size, to build a format that keeps every token."""
+        """Return the values of the attention fields for a full-attention format with another block size."""
         values = {f.name: getattr(self, f.name) for f in fields(AttentionSpec)}
         if self.padded_page_bytes:
             content_bytes = self.content_bytes * block_size // self.block_size
@@ -257,15 +270,15 @@ class AttentionSpec(LayerSpec):
 
 
 def refuse(message: str, field_name: str, remedy: str) -> NoReturn:
-    """Raise InvalidArgument for a field of a format."""
+    """Raise InvalidArgument for an invalid field of a layer or of its format."""
     raise InvalidArgument(message, field=field_name, remedy=remedy)
 
 
 def ceil_div(value: int, divisor: int) -> int:
-    """`value / divisor`, rounded up."""
+    """Return `value / divisor`, rounded up."""
     return -(-value // divisor)
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is `value` or more."""
     return ceil_div(value, multiple) * multiple

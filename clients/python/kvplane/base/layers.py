@@ -1,6 +1,6 @@
-"""The kinds of layer cache: one frozen type per kind, and the layers of a model that have them.
+"""The formats in which layers are cached, one frozen type for each, and the layers of a model.
 
-What they have in common is in `kvplane.base.layer_spec`. Facts follow vLLM 0.33
+`kvplane.base.layer_spec` has the base classes of the formats. The rules are those of vLLM 0.33
 (vllm/v1/kv_cache_interface.py).
 """
 
@@ -25,14 +25,15 @@ from kvplane.base.layer_spec import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullAttentionSpec(AttentionSpec):
-    """Every token's keys and values are kept.
+    """Full attention: the keys and values of every token are kept.
 
-    A local layer may be cached this way (hybrid allocation off) and still compute with its window or chunk, which is
-    then recorded here; layers that differ only in that share one format.
+    A layer with local attention can also be cached in this format (vLLM: with hybrid allocation off). Such a layer
+    still computes with its window or chunk, which `computes_window` and `computes_chunk` record. Layers that differ
+    only in these two can share one format.
 
     Attributes:
-        computes_window: sliding window of the computation; 0 = none.
-        computes_chunk: attention chunk of the computation; 0 = none.
+        computes_window: sliding window of the computation in tokens; 0 = none.
+        computes_chunk: attention chunk of the computation in tokens; 0 = none.
     """
 
     type_name: ClassVar[str] = "full_attention"
@@ -45,12 +46,14 @@ class FullAttentionSpec(AttentionSpec):
     computes_chunk: int = field(default=0, metadata=ZERO_OR_MORE)
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
-        """Blocks of a request of the longest length, on one of the ranks that share it."""
+        """Return the blocks of a request of the maximum length, on one of the ranks that share its tokens."""
         ranks = limits.dcp_size if self.dcp_sharded else 1
         return ceil_div(ceil_div(limits.max_model_len, ranks), self.block_size)
 
     def merged_with(self, other: LayerSpec) -> LayerSpec | None:
-        """As for any format, but layers may differ in whether they compute with a window or chunk."""
+        """Return a format for layers of both formats; None if the formats differ in more than the window or chunk of
+        the computation.
+        """
         if type(other) is not type(self) or self._as_stored() != other._as_stored():
             return None
         windows = {self.computes_window, other.computes_window} - {0}
@@ -68,9 +71,9 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLASpec(FullAttentionSpec):
-    """Multi-head latent attention: one latent row per token, no values.
+    """Multi-head latent attention: one latent row per token, and no values.
 
-    Kernels index the cache in whole rows, so its pages cannot be padded to an arbitrary size.
+    Its pages cannot be padded to an arbitrary size, since kernels address them in whole rows.
     """
 
     type_name: ClassVar[str] = "mla_attention"
@@ -85,19 +88,19 @@ class MLASpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenStateSpec(MLASpec):
-    """Hidden states kept for an extractor: allocated as full attention, in a group of their own."""
+    """Hidden states that are kept for an extractor. They are allocated as full attention, in a group of their own."""
 
     type_name: ClassVar[str] = "hidden_state"
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's hidden state."""
+        """The size of one token's hidden state in bytes."""
         return self.num_kv_heads * self.head_size * self.dtype.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkFullAttentionSpec(FullAttentionSpec):
-    """Full attention that also reads the blocks of fixed sink tokens, which the group always holds."""
+    """Full attention that also reads the blocks of fixed sink tokens. The group always holds these blocks."""
 
     type_name: ClassVar[str] = "sink_full_attention"
     kind: ClassVar[GroupKind] = GroupKind.SINK_FULL
@@ -107,10 +110,14 @@ class SinkFullAttentionSpec(FullAttentionSpec):
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
         if self.sink_tokens % self.block_size:
-            refuse(f"{self.sink_tokens} is no multiple of block_size", "sink_tokens", "give whole blocks")
+            refuse(
+                f"{self.sink_tokens} is not a multiple of the block size, {self.block_size}",
+                "sink_tokens",
+                "give a multiple of block_size",
+            )
 
     def group_fields(self) -> dict[str, Any]:
-        """The sinks."""
+        """Return the number of sink tokens for this layer's `GroupSpec`."""
         return {"sink_tokens": self.sink_tokens}
 
     def _kind_key(self) -> tuple[object, ...]:
@@ -119,9 +126,10 @@ class SinkFullAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RSWASpec(FullAttentionSpec):
-    """Reference sliding window: the prompt is always visible, of the generated tokens only the last `window`.
+    """Reference sliding window: a token attends to the whole prompt and to the last `window` generated tokens.
 
-    It is bounded like full attention (prompt and window together are at most the longest request).
+    The most blocks of a request is the number for full attention, since prompt and window can be as long as the longest
+    request.
     """
 
     type_name: ClassVar[str] = "r_swa"
@@ -131,7 +139,7 @@ class RSWASpec(FullAttentionSpec):
     window: int = field(metadata=ONE_OR_MORE)
 
     def group_fields(self) -> dict[str, Any]:
-        """The decode window."""
+        """Return the window for this layer's `GroupSpec`."""
         return {"window": self.window}
 
     def _kind_key(self) -> tuple[object, ...]:
@@ -140,11 +148,13 @@ class RSWASpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """Only the last `window` tokens are attended; blocks wholly before them are freed while the request runs.
+    """Sliding-window attention: a token attends to the last `window` tokens. Blocks before the window are freed during
+    the request.
 
     Attributes:
-        window: attended tokens, the present one among them.
-        extra_retained_tokens: tokens kept below the window, which a multi-module drafter may compute again.
+        window: attended tokens, including the current one.
+        extra_retained_tokens: tokens kept below the window, because a drafter with several modules may compute these
+            tokens again.
     """
 
     type_name: ClassVar[str] = "sliding_window"
@@ -155,24 +165,28 @@ class SlidingWindowSpec(AttentionSpec):
     extra_retained_tokens: int = field(default=0, metadata=ZERO_OR_MORE)
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
-        """Blocks of the window and the tokens in flight; one more, as a window may begin inside a block."""
+        """Return the blocks of the window and of the tokens in flight, plus one because the window may begin inside a
+        block.
+        """
         reach = self.window - 1 + self.extra_retained_tokens + limits.max_in_flight_tokens
         return ceil_div(min(reach, limits.max_model_len), self.block_size) + 1
 
     def admission_cap_blocks(self, limits: RequestLimits) -> int:
-        """The same bound, so that a request that fits at start-up is admitted later."""
+        """Return the same number as `blocks_per_request`, so that a request that fits into the pool at start-up is also
+        admitted later.
+        """
         return self.blocks_per_request(limits)
 
     def as_full_attention(self, block_size: int) -> LayerSpec:
-        """Full attention that computes with this window."""
+        """Return the full-attention format of a layer that computes with this window."""
         return FullAttentionSpec(computes_window=self.window, **self._promoted(block_size))
 
     def retaining(self, extra_tokens: int) -> LayerSpec:
-        """This window with at least `extra_tokens` kept below it."""
+        """Return this format with at least `extra_tokens` tokens kept below its window."""
         return replace(self, extra_retained_tokens=max(self.extra_retained_tokens, extra_tokens))
 
     def group_fields(self) -> dict[str, Any]:
-        """The window and what is kept below it."""
+        """Return the window and the tokens kept below it for this layer's `GroupSpec`."""
         return {"window": self.window, "extra_retained_tokens": self.extra_retained_tokens}
 
     def _kind_key(self) -> tuple[object, ...]:
@@ -181,9 +195,10 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowMLASpec(SlidingWindowSpec):
-    """A sliding window over latent rows.
+    """A sliding window over the latent rows of MLA.
 
-    It is never merged with a plain window, although the reference merges them when a plain one comes first.
+    A layer of this format never shares a format with a layer of SlidingWindowSpec. (vLLM merges them if the
+    SlidingWindowSpec is first.)
     """
 
     type_name: ClassVar[str] = "sliding_window_mla"
@@ -193,13 +208,15 @@ class SlidingWindowMLASpec(SlidingWindowSpec):
         return 0
 
     def as_full_attention(self, block_size: int) -> LayerSpec:
-        """MLA that computes with this window."""
+        """Return the MLA format of a layer that computes with this window."""
         return MLASpec(computes_window=self.window, **self._promoted(block_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalSpec(AttentionSpec):
-    """A token attends only to its own chunk of `chunk` tokens; blocks of earlier chunks are freed."""
+    """Chunked local attention: a token attends only to its chunk of `chunk` tokens. Blocks of earlier chunks
+    are freed.
+    """
 
     type_name: ClassVar[str] = "chunked_local_attention"
     kind: ClassVar[GroupKind] = GroupKind.CHUNKED_LOCAL
@@ -207,19 +224,21 @@ class ChunkedLocalSpec(AttentionSpec):
     chunk: int = field(metadata=ONE_OR_MORE)
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
-        """Blocks of one chunk and the tokens in flight."""
+        """Return the blocks of one chunk and of the tokens in flight."""
         return ceil_div(min(self.chunk + limits.max_in_flight_tokens, limits.max_model_len), self.block_size)
 
     def admission_cap_blocks(self, limits: RequestLimits) -> int:
-        """The same bound, so that a request that fits at start-up is admitted later."""
+        """Return the same number as `blocks_per_request`, so that a request that fits into the pool at start-up is also
+        admitted later.
+        """
         return self.blocks_per_request(limits)
 
     def as_full_attention(self, block_size: int) -> LayerSpec:
-        """Full attention that computes with this chunk."""
+        """Return the full-attention format of a layer that computes with this chunk."""
         return FullAttentionSpec(computes_chunk=self.chunk, **self._promoted(block_size))
 
     def group_fields(self) -> dict[str, Any]:
-        """The chunk."""
+        """Return the chunk for this layer's `GroupSpec`."""
         return {"chunk": self.chunk}
 
     def _kind_key(self) -> tuple[object, ...]:
@@ -228,20 +247,20 @@ class ChunkedLocalSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """Keys and values of the encoder's tokens: allocated once, never shared."""
+    """Cross attention: the keys and values of the encoder's tokens. They are allocated once and never shared."""
 
     type_name: ClassVar[str] = "cross_attention"
     kind: ClassVar[GroupKind] = GroupKind.CROSS
     prefix_cacheable: ClassVar[bool] = False
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
-        """Blocks of the longest encoder input."""
+        """Return the blocks of the longest encoder input."""
         return ceil_div(limits.max_encoder_tokens, self.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSpec(AttentionSpec):
-    """One block per request, written as a ring buffer: the input of a compressor."""
+    """The input of a compressor: one block per request, which is written as a ring buffer."""
 
     type_name: ClassVar[str] = "ring"
     kind: ClassVar[GroupKind] = GroupKind.RING
@@ -249,19 +268,19 @@ class RingSpec(AttentionSpec):
     zeroes_new_blocks: ClassVar[bool] = False
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
-        """One."""
+        """Return 1: a request has one block of this format."""
         return 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec(LayerSpec):
-    """A recurrent state (Mamba, linear attention, delta nets): one per page, whatever the block size.
+    """A recurrent state (Mamba, linear attention, delta nets). A page holds one state, whatever the block size.
 
     Attributes:
         shapes: shapes of the state's tensors, without the block dimension.
         dtypes: their element types, one per shape.
-        mode: NONE keeps the running state only; ALIGN also caches states at block boundaries.
-        speculative_blocks: states kept for draft tokens in addition to the running one.
+        mode: NONE keeps only the state of the last accepted token; ALIGN also caches states at block boundaries.
+        speculative_blocks: number of states kept for draft tokens, in addition to the state of the last accepted token.
     """
 
     type_name: ClassVar[str] = "mamba"
@@ -278,29 +297,32 @@ class MambaSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         if not self.shapes or len(self.shapes) != len(self.dtypes):
-            refuse("shapes and dtypes do not pair", "shapes", "give one dtype for each of one or more shapes")
+            found = f"there are {len(self.shapes)} shapes and {len(self.dtypes)} dtypes"
+            refuse(found, "shapes", "give one or more shapes, and one dtype for each")
         if any(size < 1 for shape in self.shapes for size in shape):
-            refuse("a state tensor has no elements", "shapes", "give sizes of 1 or more")
+            refuse(f"a tensor of the shapes {self.shapes} has no elements", "shapes", "give sizes of 1 or more")
         if self.dcp_sharded:
-            refuse("a state has no tokens to split", "dcp_sharded", "give false: each rank holds it")
+            refuse("ranks cannot split a recurrent state: it has no tokens", "dcp_sharded", "give false")
         LayerSpec.__post_init__(self)
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of one state."""
+        """The size of one state in bytes."""
         return sum(prod(s) * d.num_bytes for s, d in zip(self.shapes, self.dtypes, strict=True))
 
     @property
     def mamba_mode(self) -> MambaMode | None:
-        """How states are cached."""
+        """The caching mode: whether states are cached at block boundaries."""
         return self.mode
 
     def blocks_per_request(self, limits: RequestLimits) -> int:
-        """The running state, the speculative ones, and in ALIGN mode the one last cached."""
+        """Return the most states of one request: the state of the last accepted token, the states for drafts, and in
+        ALIGN mode the last cached state.
+        """
         return (2 if self.mode is MambaMode.ALIGN else 1) + self.speculative_blocks
 
     def group_fields(self) -> dict[str, Any]:
-        """How states are cached."""
+        """Return the caching mode and the number of draft states for this layer's `GroupSpec`."""
         return {"mamba_mode": self.mode, "speculative_blocks": self.speculative_blocks}
 
     def _kind_key(self) -> tuple[object, ...]:
@@ -309,13 +331,13 @@ class MambaSpec(LayerSpec):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer that owns a cache.
+    """A layer with a cache of its own.
 
     Attributes:
-        name: unique within the model.
+        name: name of the layer, unique within the model.
         spec: the cache's format.
-        is_draft: the layer belongs to a draft model (EAGLE, MTP); no part of the format, so it never divides
-            groups.
+        is_draft: the layer belongs to a draft model (EAGLE, MTP). Not a part of the format, so draft layers can share a
+            group with others.
     """
 
     name: str
@@ -325,10 +347,10 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class KVSharingLayer:
-    """A layer that reads the cache of another layer, so it has no format and costs nothing.
+    """A layer that reads the cache of another layer and therefore has neither a format nor memory of its own.
 
     Attributes:
-        name: unique within the model.
+        name: name of the layer, unique within the model.
         shares_with: name of the `Layer` whose cache it reads.
     """
 

@@ -1,6 +1,8 @@
-"""The memory layout of one rank: one allocation, and the position of each layer's pages in it.
+"""The memory layout of one rank: the size of the rank's one allocation, and the offset of each layer's pages in the
+allocation.
 
-The service's planner computes it, a worker allocates it, an engine creates its views from it.
+The service's planner computes the layout, a worker allocates the memory, and an engine creates its tensor views from
+the layout.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ MAX_SIZE_BYTES = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class TensorPlacement:
-    """Layers of one format within a rank's one allocation.
+    """The position of some layers of one format in a rank's allocation.
 
-    The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride. Groups overlap, each
-    from byte 0: this is safe because a block belongs to one group at a time.
+    The page of block b in the l-th layer begins at offset + l * layer_stride + b * block_stride bytes. The memory of
+    two groups overlaps: each group begins at byte 0. This is safe because a block belongs to one group at a time.
     """
 
     group: int
@@ -37,11 +39,11 @@ class TensorPlacement:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayers:
-    """The layers of one KV cache group that a rank holds, in their order in memory; may be none.
+    """The layers of one KV cache group that a rank holds, in their order in memory. A rank may hold none.
 
     Attributes:
-        layer_names: unique within the model.
-        specs: the format of each layer, as it is allocated.
+        layer_names: names of the layers, unique within the model.
+        specs: the format of each layer, with the page size and block size of the allocation.
     """
 
     layer_names: tuple[str, ...]
@@ -50,7 +52,9 @@ class GroupLayers:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Pages of one layer: block b begins at offset_bytes + b * block_stride_bytes and has spec.page_bytes."""
+    """The position of one layer's pages: block b begins offset_bytes + b * block_stride_bytes after the start of the
+    allocation, and has spec.page_bytes bytes.
+    """
 
     group: int
     name: str
@@ -59,21 +63,21 @@ class LayerPlace:
     block_stride_bytes: int
 
     def end_bytes(self, num_blocks: int) -> int:
-        """The byte after the last page."""
+        """Return the offset of the first byte after the last page."""
         return self.offset_bytes + (num_blocks - 1) * self.block_stride_bytes + self.spec.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """One rank's share of a cache plan.
+    """The memory layout of one rank.
 
     Attributes:
         num_blocks: number of blocks, including the null block; equal on all ranks.
-        size_bytes: size of the allocation.
-        bytes_per_block: bytes of the allocation per block, over all layers of the widest group.
-        groups: one per KV cache group of the model; the index is the group id.
+        size_bytes: size of the allocation in bytes.
+        bytes_per_block: bytes of the allocation per block, over all layers of the group with the largest blocks.
+        groups: the rank's layers of each KV cache group of the model; the index is the group id.
         tensors: positions of the layers of `groups`.
-        shared_layers: layers without a cache of their own.
+        shared_layers: layers that read the cache of another layer.
     """
 
     num_blocks: int
@@ -84,7 +88,9 @@ class RankPlan:
     shared_layers: tuple[KVSharingLayer, ...] = ()
 
     def places(self) -> tuple[LayerPlace, ...]:
-        """The position of each layer that owns a cache, group by group. Raises KeyError for a layer without format."""
+        """Return the position of each layer that has a cache, in order of groups. Raises KeyError for a layer without a
+        format.
+        """
         specs = {name: spec for group in self.groups for name, spec in zip(group.layer_names, group.specs, strict=True)}
         return tuple(
             LayerPlace(
@@ -99,7 +105,7 @@ class RankPlan:
         )
 
     def digest(self) -> str:
-        """A digest of the plan: equal digests mean equal plans."""
+        """Return a digest of the layout, 32 hexadecimal digits; equal digests mean equal layouts."""
         groups = [[group.layer_names, [spec_to_dict(spec) for spec in group.specs]] for group in self.groups]
         tensors = [
             [t.group, t.layer_names, t.offset_bytes, t.layer_stride_bytes, t.block_stride_bytes] for t in self.tensors
@@ -110,44 +116,62 @@ class RankPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def validate(self) -> None:
-        """Raise InvalidArgument, naming the field, for an impossible plan.
+        """Raise InvalidArgument if the layout is impossible; the error's field names the part that is wrong.
 
-        Every layer is placed once, within the allocation. Pages overlap only where they are one block's, in different
-        groups.
+        Every layer must have exactly one position, within the allocation. Two pages may overlap only if they belong to
+        the same block and to different groups.
         """
-        _require(1 <= self.num_blocks <= MAX_BLOCKS, "num_blocks", f"give 1 to {MAX_BLOCKS}")
-        _require(1 <= self.size_bytes <= MAX_SIZE_BYTES, "size_bytes", f"give 1 to {MAX_SIZE_BYTES}")
-        _require(1 <= len(self.groups) <= MAX_GROUPS, "groups", f"give 1 to {MAX_GROUPS}")
+        blocks, size, groups = self.num_blocks, self.size_bytes, len(self.groups)
+        _require(1 <= blocks <= MAX_BLOCKS, "num_blocks", f"{blocks} blocks", f"give 1 to {MAX_BLOCKS}")
+        _require(1 <= size <= MAX_SIZE_BYTES, "size_bytes", f"{size} bytes", f"give 1 to {MAX_SIZE_BYTES}")
+        _require(1 <= groups <= MAX_GROUPS, "groups", f"{groups} groups", f"give 1 to {MAX_GROUPS}")
         for index, group in enumerate(self.groups):
-            paired = len(group.layer_names) == len(group.specs)
-            _require(paired, f"groups[{index}].specs", "give one format per layer")
+            layers, specs = len(group.layer_names), len(group.specs)
+            _require(
+                layers == specs,
+                f"groups[{index}].specs",
+                f"{specs} formats for {layers} layers",
+                "give one format per layer",
+            )
         placed = sorted((t.group, name) for t in self.tensors for name in t.layer_names)
         owned = sorted((index, name) for index, group in enumerate(self.groups) for name in group.layer_names)
-        _require(placed == owned, "tensors", "place every layer of every group once")
+        wrong = sorted({name for _, name in set(placed) ^ set(owned)}) or placed
+        _require(placed == owned, "tensors", f"positions of {wrong}", "give every layer of every group one position")
         names = {name for _, name in owned}
-        _require(len(names) == len(owned), "groups", "name every layer once")
+        _require(len(names) == len(owned), "groups", f"{sorted(n for _, n in owned)}", "give every layer its own name")
         for shared in self.shared_layers:
             known = shared.shares_with in names and shared.name not in names
-            _require(known, "shared_layers", f"{shared.name} must share with a layer that has a cache")
+            _require(
+                known,
+                "shared_layers",
+                f"{shared.name} shares the cache of {shared.shares_with}",
+                "name a layer that has a cache of its own, and list no layer with a cache as shared",
+            )
         for problem in self._misplaced():
             raise InvalidArgument(problem, field="tensors", remedy="take the plan from the service's planner")
 
     def _misplaced(self) -> Iterator[str]:
-        """Pages outside the allocation, and pages of one group that overlap."""
+        """Yield a description of each page that is outside the allocation or overlaps another page of its group."""
         places = self.places()
         for place in places:
             if place.offset_bytes < 0 or place.end_bytes(self.num_blocks) > self.size_bytes:
-                yield f"{place.name} ends at byte {place.end_bytes(self.num_blocks)} of {self.size_bytes}"
+                end = place.end_bytes(self.num_blocks)
+                yield f"the pages of {place.name} are at bytes {place.offset_bytes}..{end} of {self.size_bytes}"
             if place.block_stride_bytes < place.spec.page_bytes:
-                yield f"pages of {place.name} overlap"
+                yield (
+                    f"pages of {place.name} overlap: they have {place.spec.page_bytes} bytes and begin every "
+                    f"{place.block_stride_bytes} bytes"
+                )
         yield from _collisions(places, self.num_blocks)
 
 
 def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
-    """Pages of different blocks, or of one group, that share a byte.
+    """Yield a description of each pair of pages that share a byte, unless they are pages of one block in different
+    groups.
 
-    With one stride, a page is within one unit of that length, at an offset called its *residue*. Layers whose residues
-    overlap must begin in the same unit, or at least num_blocks units apart:
+    If all layers have the same stride, the memory consists of units of that many bytes, and a page is within one unit,
+    at a byte offset in the unit called its *residue*. Two layers whose ranges of bytes within a unit overlap must begin
+    in the same unit, or at least num_blocks units apart:
 
         layer outermost | A0 | A1 | A2 | B0 | B1 | B2 |        block outermost | A0 B0 | A1 B1 | A2 B2 |
     """
@@ -173,7 +197,12 @@ def _collisions(places: Sequence[LayerPlace], num_blocks: int) -> Iterator[str]:
 
 
 def _stacked(places: Sequence[LayerPlace], num_blocks: int, stride: int) -> Iterator[str]:
-    """Overlapping pages among layers whose residues overlap."""
+    """Yield a description of each pair of layers whose pages collide, among layers that overlap within a unit.
+
+    A unit has `stride` bytes, and a page is within one unit (see `_collisions`). The byte ranges of these layers within
+    a unit overlap. So two of these layers must begin in the same unit and belong to different groups, or begin at least
+    num_blocks units apart.
+    """
     ordered = sorted(places, key=lambda place: (place.offset_bytes // stride, place.group, place.offset_bytes))
     for before, after in pairwise(ordered):
         distance = after.offset_bytes // stride - before.offset_bytes // stride
@@ -182,6 +211,6 @@ def _stacked(places: Sequence[LayerPlace], num_blocks: int, stride: int) -> Iter
             yield f"pages of {before.name} and {after.name} overlap"
 
 
-def _require(holds: bool, field_name: str, remedy: str) -> None:
+def _require(holds: bool, field_name: str, found: str, remedy: str) -> None:
     if not holds:
-        raise InvalidArgument("the plan contradicts itself", field=field_name, remedy=remedy)
+        raise InvalidArgument(f"the memory layout is impossible: {found}", field=field_name, remedy=remedy)

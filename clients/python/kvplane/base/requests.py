@@ -1,4 +1,6 @@
-"""The arguments of unary calls: the operations of a step, one request at a time, for small engines."""
+"""The arguments of unary calls. Each call does one operation of a step for one request. Unary calls are meant for small
+engines.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys, Watermark
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a request: token ids, which the service hashes, or block hashes and a number of tokens.
+    """The content of a request: its token ids, or the number of its tokens and their block hashes.
 
     Attributes:
-        token_ids: the tokens, which the service hashes; or
-        num_tokens, hashes: the number of tokens and the digests of the full hash blocks, in order.
-        extra_keys: further inputs of the hashes; used with token ids.
+        token_ids: the tokens, from which the service computes the hashes.
+        num_tokens: without token ids: the number of tokens.
+        hashes: without token ids: the digests of the full hash blocks, in order.
+        extra_keys: inputs of the hashes other than the tokens; used with token ids.
         domain: requests share pages only within a domain.
-        skip_reading: do not look the prefix up; register it anyway.
+        skip_reading: whether to skip the look-up of a cached prefix; the request's blocks are registered in any case.
         max_tokens: maximum length of the request in tokens; 0 = max_model_len.
     """
 
@@ -34,7 +37,9 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Appended:
-    """Tokens appended to a request: their ids, or their number and the digests of blocks that they completed."""
+    """Tokens that are appended to a request: their ids, or their number and the digests of the blocks that
+    became full.
+    """
 
     token_ids: Sequence[int] = ()
     num_tokens: int = 0
@@ -43,13 +48,15 @@ class Appended:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """The header of a mutation: engine life, identity, and step.
+    """Which engine life (the time of one epoch) and which step a unary call belongs to, and the id with which the
+    service detects a repeated call.
 
     Attributes:
-        epoch: engine life; NEW_EPOCH = the current one.
-        op_id: identifies the call, so that a repeat gets the stored answer; "" = the client draws one.
+        epoch: epoch of the engine life; NEW_EPOCH = the current epoch.
+        op_id: identifies the call, so that a repeated call gets the stored answer; "" = the client chooses one.
         more: whether more calls belong to the same step.
-        executed_through: all steps up to this one have finished on all ranks; None = all before this call's step.
+        executed_through: number of a step; it and all earlier steps have finished on all ranks; None = all steps before
+            this call's step have finished.
     """
 
     epoch: int = NEW_EPOCH
@@ -63,26 +70,27 @@ HERE = At()
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Asks for blocks for a request's next tokens. On the first call the request adopts its prefix hit.
+    """Ask for blocks for the next tokens of a request. The first call looks the request up in the prefix cache.
 
     Attributes:
-        request_id: 1 to 128 characters.
-        content: content of a request that is new to the replica.
-        computed_tokens: new number of computed tokens, set first (after rejected drafts); None = unchanged.
-        appended: tokens appended before this call.
+        request_id: id of the request, 1 to 128 characters.
+        content: content of a request that is new to the replica; None for a known request.
+        computed_tokens: new number of computed tokens, set before all else (after rejected drafts); None = unchanged.
+        appended: tokens that are appended to the request before blocks are allocated.
         max_new_tokens: most tokens to grant; None = all tokens that are not computed.
-        extra_tokens: drafts and placeholders beyond the known tokens; negative to compute fewer than known.
+        extra_tokens: drafts and placeholders after the known tokens; negative to compute fewer tokens than are known.
         lookahead_tokens: further slots for later drafts.
-        external_tokens: first call: tokens after the hit that an external load provides.
+        external_tokens: first call: number of tokens after the hit that a load, a transfer into pages from outside,
+            provides.
         in_flight_tokens: running request: tokens in flight; None = as counted by the service.
-        delay_caching: allocate now, register keys by a later commit.
+        delay_caching: allocate now, and register the keys only with a later commit.
         unaligned: the chunk may end where no recurrent state can be cached.
-        full_fit: first call: the whole sequence must fit.
+        full_fit: first call: refuse unless the pool has room for the whole request, not only for this chunk.
         encoder_tokens: first call: tokens of the encoder, for cross attention.
         reserved_blocks: first call: blocks to leave free for other requests.
-        watermark: first call: whether to leave the watermark free.
-        expected_hit_tokens: first call: refuse with STALE_HIT when the hit differs; None = any.
-        victims: running request: requests to preempt when blocks are short, in this order.
+        watermark: first call: whether to leave free the number of blocks that the replica's watermark states.
+        expected_hit_tokens: first call: refuse with STALE_HIT if the hit has another length; None = accept any.
+        victims: running request: ids of the requests to preempt if too few blocks are free, in this order.
     """
 
     request_id: str
@@ -106,13 +114,13 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Progress of a request: computed and appended tokens, blocks to register. An empty request_id only ends the step.
+    """Report the progress of a request. An empty request_id only ends the step.
 
     Attributes:
-        request_id: of the request.
+        request_id: id of the request.
         computed_tokens: new number of computed tokens, set first; None = unchanged.
-        appended: appended tokens.
-        commit_tokens: register full blocks up to this number of tokens; None = register nothing.
+        appended: tokens that are appended to the request.
+        commit_tokens: register the full blocks of the first `commit_tokens` tokens; None = register nothing.
     """
 
     request_id: str = ""
@@ -122,7 +130,7 @@ class Commit:
 
 
 class Ending(Enum):
-    """How a request ends. The value is the suffix of the enum name on the wire."""
+    """How a request ends. The value is the last part of the name in the proto enum."""
 
     FREE = "free"  # its blocks return to the pool
     HELD = "held"  # it ended, its blocks stay until RELEASED

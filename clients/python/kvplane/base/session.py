@@ -1,4 +1,6 @@
-"""Opening a session: the request, the answer, and the transport; the same types over gRPC and in process."""
+"""The messages that open a session and the interface of its transport, for gRPC and for a service in the same
+process.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,26 @@ CLOSE_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """First message of a session.
+    """The first message of a session, from the client.
 
     Attributes:
         replica: name of the replica.
-        nonce: u64 drawn at random for each stream; only the newest session of a replica may apply steps.
-        epoch: NEW_EPOCH begins a new engine life; the current epoch resumes it after a broken stream.
-        with_events: answers carry cache events.
+        nonce: u64 chosen at random for each stream; only the newest session of a replica may apply steps.
+        epoch: NEW_EPOCH begins a new engine life (the time of one epoch of the engine); the current epoch continues the
+            current engine life after a broken stream.
+        with_events: whether answers contain cache events.
         client: name of the client, for operators.
-        stamp_table: new engine life on unchanged page memory: one stamp per block; keys whose stamp matches
-            survive. Empty: no key survives.
-        incarnation: identifies that memory, 0 = unknown; entries stored for another incarnation are dropped.
-        busy_blocks: new engine life: blocks that loads of earlier lives, or of requests that the image lists as
-            loading, may still write. The service does not allocate them.
-        step_version: version of the steps; must be the service's.
-        owner_epoch: new engine life: the highest epoch that owns a rank's memory (`RankGroup.owner_epoch`), 0 = none
-            or unknown. The new life gets a higher epoch, even if the service and its store have lost count.
-        life_nonce: to resume: nonce of the stream that began the epoch, 0 = unknown. It identifies the life, since two
-            services that are not aware of each other may number two lives equally.
+        stamp_table: for a new engine life on unchanged page memory: one stamp (version number of the page's content)
+            per block; a prefix cache key stays valid if its stamp is the block's stamp. Empty: no key stays valid.
+        incarnation: identifies the page memory, 0 = unknown; cache entries stored for another incarnation are dropped.
+        busy_blocks: for a new engine life: blocks that loads (transfers into pages from outside) may still write: loads
+            of earlier lives, or of requests that `Resume` lists as loading. The service does not allocate these blocks.
+        step_version: version of the step format; must equal the service's version.
+        owner_epoch: for a new engine life: the highest epoch that owns a rank's memory (`RankGroup.owner_epoch`), 0 =
+            none or unknown. The new life gets a higher epoch, even if the service and its store have lost the current
+            one.
+        life_nonce: to continue an engine life: nonce of the stream that began it, 0 = unknown. The nonce identifies the
+            life, since two services that do not know of each other may give two lives the same epoch.
     """
 
     replica: str
@@ -53,30 +57,31 @@ class OpenRequest:
     life_nonce: int = 0
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for steps of another version than this code's."""
+        """Raise InvalidArgument if the steps have another version than this code supports."""
         if self.step_version != STEP_VERSION:
             raise InvalidArgument(
-                f"steps of version {self.step_version}; this service takes version {STEP_VERSION}",
+                f"the client sends steps of version {self.step_version}, this side accepts version {STEP_VERSION}",
                 field="step_version",
-                remedy="use client and service of one version",
+                remedy="use the same version of client and service",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Answer to OpenRequest.
+    """The service's answer to OpenRequest.
 
     Attributes:
-        epoch: the epoch that steps are sent under.
-        seq: last step applied completely.
-        next_part: number of applied parts of step seq + 1.
-        max_steps_in_flight, max_rows: limits of the service.
-        lease_ms: the session lapses when no message arrives for this long.
-        spec: of the replica.
-        free_blocks: exact number of free blocks.
-        kept_keys: number of keys that survived into this epoch.
-        busy_blocks: ascending; not allocated until `Cache.loads_over` names them, since loads of earlier engine lives
-            may still write them.
+        epoch: the epoch that the client puts into its steps.
+        seq: number of the last step that was applied completely.
+        next_part: number of parts of step seq + 1 that were applied.
+        max_steps_in_flight: most steps without an answer; a limit of the service.
+        max_rows: most rows of a part; a limit of the service.
+        lease_ms: the session lapses if no message arrives for this number of milliseconds.
+        spec: settings of the replica.
+        free_blocks: number of free blocks, exact.
+        kept_keys: number of keys of the prefix cache that are valid in this epoch.
+        busy_blocks: blocks that loads (transfers into pages from outside) of earlier engine lives may still write,
+            ascending. The service does not allocate a block of these until `Cache.loads_over` lists it.
     """
 
     epoch: int
@@ -92,15 +97,16 @@ class Opened:
 
 
 class SessionTransport(Protocol):
-    """Carries one session: gRPC (`kvplane.blocking.transport`), in process, or a simulated network.
+    """The interface between a session and its service: gRPC (`kvplane.blocking.transport`), in process, or simulated.
 
-    The refusal of a step is returned as an answer. Raised errors concern the stream: Unavailable when it broke,
-    DeadlineExceeded when no answer arrived in time (after both the session reopens it), any other KvplaneError when the
-    service ended the session (StaleEpoch, OtherWriter, NotFound, InvalidArgument for a malformed message). Every
-    method has a timeout.
+    The refusal of a step is returned as an answer. A raised error concerns the stream: Unavailable if it broke,
+    DeadlineExceeded if no answer arrived in time (after both errors the session reopens the stream), and any other
+    KvplaneError if the service ended the session (StaleEpoch, OtherWriter, NotFound, InvalidArgument for a malformed
+    message). Every method has a timeout.
 
     Attributes:
-        draining: the service drains; set once an answer after its notice was received.
+        draining: whether the service drains (finishes the running steps and exits); set when an answer after the
+            service's notice was received.
         can_move: another service is available for the replica.
     """
 
@@ -108,28 +114,33 @@ class SessionTransport(Protocol):
     can_move: bool
 
     def open(self, request: OpenRequest) -> Opened:
-        """Open a stream, which replaces the previous one."""
+        """Open a new stream to the service instead of the previous one, and return the service's first answer."""
         ...
 
     def send(self, step: Step) -> None:
-        """Send without waiting. A broken stream is not an error here: `receive` raises it.
+        """Send a step without waiting for its answer. A broken stream is not an error here: `receive` raises it.
 
-        Raises InvalidArgument for a value that cannot be encoded; nothing was sent.
+        Raises:
+            InvalidArgument: a value cannot be encoded; nothing was sent.
         """
         ...
 
     def receive(self) -> StepResult | KvplaneError:
-        """Wait for the next answer, in the order of send: the result, or the refusal of that step."""
+        """Wait for the next answer, in the order in which steps were sent: the result of a step, or the refusal of a
+        step.
+        """
         ...
 
     def heartbeat(self) -> None:
-        """Keep the lease."""
+        """Send a heartbeat, so that the session's lease does not expire."""
         ...
 
     def close(self) -> None:
-        """Close the stream, so that the service frees the requests. Idempotent; ignores an unreachable service."""
+        """Close the stream, so that the service frees the session's requests. Ignores an unreachable service."""
         ...
 
     def abort(self) -> None:
-        """Cancel the stream, and refuse to open another one; from any thread. Waiting calls raise Unavailable."""
+        """Cancel the stream and refuse to open another stream. Any thread may call this method. Calls that wait raise
+        Unavailable.
+        """
         ...

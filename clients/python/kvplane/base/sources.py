@@ -1,4 +1,6 @@
-"""Sources of a replica's groups other than a ReplicaSpec: a model of the service's catalogue, or a list of layers."""
+"""Two ways to register a replica without a ReplicaSpec: by a model of the service's catalogue, or by a list
+of layers.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,22 @@ from kvplane.base.layers import KVSharingLayer, Layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """Settings of the pool, for every source. 0 selects the service's default, which the contract states.
+    """The settings of a block pool, for both sources. 0 selects the service's default, which the proto files state.
 
     Attributes:
-        memory_bytes: cache memory per rank; exactly one of memory_bytes and num_blocks.
-        num_blocks: blocks in the pool, instead of memory_bytes.
+        memory_bytes: cache memory per rank in bytes; give either memory_bytes or num_blocks.
+        num_blocks: blocks in the pool.
         max_model_len: longest request in tokens.
         max_batched_tokens: most tokens scheduled in one step.
         max_concurrent_batches: most steps that the engine has in flight.
         disable_caching: turns prefix caching off.
         retention_interval, commit, hash_algorithm, hash_seed: as in ReplicaSpec.
-        watermark: share of the pool left free when a request is admitted while others run, 0 to below 1.
-        speculative_tokens: maximum draft tokens of a decode step. Recurrent states are kept for them; a row that asks
-            for more is refused.
-        drafter: a drafter with layers in the pool: EAGLE, or the model's own multi-token prediction. A look-up then
-            drops the last matched block, which the drafter recomputes. In a LayerSource, its `is_draft` layers.
+        watermark: share of the pool that stays free when a request is admitted while others run, 0 to below 1.
+        speculative_tokens: most draft tokens of a decode step. Recurrent states are kept for this number of draft
+            tokens; a row that asks for more is refused.
+        drafter: the drafter, if it has layers in the pool: EAGLE, or the model's own multi-token prediction. A prefix
+            look-up then omits the last matched block, which the drafter recomputes. In a LayerSource, its layers have
+            `is_draft`.
     """
 
     memory_bytes: int = 0
@@ -44,13 +47,13 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource(PoolSettings):
-    """A model of the catalogue.
+    """A replica for a model of the service's catalogue.
 
     Attributes:
-        model: its name, such as "llama-3.1-70b".
-        tensor_parallel: degree; every rank has an equal plan.
+        model: name of the model, such as "llama-3.1-70b".
+        tensor_parallel: number of tensor-parallel ranks; all have the same memory layout.
         cache_dtype: "bfloat16" (default), "float16" or "fp8".
-        block_size: tokens per attention block before unification.
+        block_size: tokens per attention block. Groups may get larger blocks, so that all pages have one size.
     """
 
     model: str
@@ -61,13 +64,13 @@ class ModelSource(PoolSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSource(PoolSettings):
-    """A model by its layers; the service plans the groups.
+    """A replica for a model that is described by its layers, from which the service computes the KV cache groups.
 
     Attributes:
-        layers: in model order, on one rank.
+        layers: the layers in model order, with the sizes that they have on one rank.
         block_outermost: store all layers of a block together (for large transfers) instead of all blocks of a layer.
-        decode_context_parallel: degree; a block of a sharded group covers that many times more tokens.
-        stages: names of the layers of each pipeline stage, when there is more than one.
+        decode_context_parallel: number of ranks; a block of a sharded group covers this number times as many tokens.
+        stages: names of the layers of each pipeline stage, if there is more than one.
     """
 
     layers: tuple[Layer | KVSharingLayer, ...]

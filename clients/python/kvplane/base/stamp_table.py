@@ -1,14 +1,15 @@
-"""The stamp table: the content version of each page, stored next to the pages, and the engine life that may write them.
+"""The stamp table: the stamp (version number) of each page's content, and the engine life (epoch) that may write the
+pages.
 
     byte 0     8         12         16          24          32         40      48      56       64
          | magic | version | blocks | incarnation | owner epoch |      0     | seq | part+bits | executed | stamps ...
 
-All little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = unknown content. Writes are eight bytes each,
-so that a reader in another process sees either the old or the new value.
+All numbers are little-endian. A stamp is a u64 per block (`kvplane.base.stamps`), 0 = unknown content. Each write has
+eight bytes, so that a reader in another process sees either the old or the new value.
 
-The table is in memory that outlives the engine. So it also has the engine life that owns the pages (the *owner epoch*,
-which never decreases), the position up to which its orders were carried out, and, as the null block's stamp, the last
-reset of the cache.
+The table is in the same memory as the pages, which outlives the engine. So the table also records the epoch of the
+engine life that owns the pages (the *owner epoch*, which never decreases), the step and part up to which the rank
+carried out orders (to stamp, zero and copy pages), and, as the null block's stamp, the last reset of the cache.
 """
 
 from __future__ import annotations
@@ -41,17 +42,18 @@ _MAX_SEQ = (1 << 64) - 1
 
 
 def table_bytes(num_blocks: int) -> int:
-    """Size in bytes of the table of a pool."""
+    """Return the size in bytes of the stamp table (a version number per page) of a pool with this number of blocks."""
     return HEADER_BYTES + STAMP_BYTES * num_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class StampReading:
-    """A copy of one rank's table.
+    """A copy of one rank's stamp table.
 
     Attributes:
-        incarnation: identifies the page memory.
-        stamps: one per block; the null block's is that of the last reset.
+        incarnation: the random number that identifies the page memory.
+        stamps: one stamp, the version number of the page's content, per block; the null block's stamp is the stamp of
+            the last reset of the cache.
     """
 
     incarnation: int
@@ -59,17 +61,22 @@ class StampReading:
 
 
 def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
-    """One stamp per block on which all ranks agree, else 0; for `OpenRequest.stamp_table`.
+    """Merge the stamp tables of all ranks into one stamp (version number of the page's content) per block, for
+    `OpenRequest.stamp_table`.
 
-    A stamp counts only if all ranks have the same one, and only after the last reset on any rank, which is the null
-    block's stamp.
+    A block's stamp is 0 unless all ranks have the same stamp for the block and this stamp is newer than the last reset
+    of the cache on every rank. The null block's stamp is the stamp of the last reset.
 
     Raises:
-        InvalidArgument: no readings, or pools of different sizes.
+        InvalidArgument: `readings` is empty, or the ranks have pools of different sizes.
     """
     sizes = {len(reading.stamps) for reading in readings}
     if len(sizes) != 1:
-        raise InvalidArgument(f"pools of {sorted(sizes)} blocks", field="readings", remedy="read every rank's table")
+        raise InvalidArgument(
+            f"the stamp tables have {sorted(sizes)} blocks" if sizes else "there is no stamp table",
+            field="readings",
+            remedy="give the table of every rank of one replica",
+        )
     last_reset = max((reading.stamps[NULL_BLOCK] for reading in readings), key=in_time)
     before = in_time(last_reset)
     blocks = zip(*(reading.stamps for reading in readings), strict=True)
@@ -80,28 +87,36 @@ def agreed_stamps(readings: Sequence[StampReading]) -> tuple[int, ...]:
 
 
 class StampTable:
-    """The table in a writable buffer of at least `table_bytes`; writes are visible immediately."""
+    """A stamp table (see the module) in a writable buffer of at least `table_bytes` bytes. A method that writes returns
+    after the value is in the buffer.
+    """
 
     def __init__(self, buffer: memoryview | bytearray) -> None:
         """Open a table that `create` wrote.
 
         Raises:
-            InvalidArgument: the buffer holds no such table.
+            InvalidArgument: the buffer does not contain a stamp table, or is smaller than its table.
         """
         view = memoryview(buffer).cast("B")
         if len(view) < HEADER_BYTES:
-            raise InvalidArgument(f"{len(view)} bytes are no stamp table", field="buffer", remedy="create one")
+            raise InvalidArgument(
+                f"a buffer of {len(view)} bytes is too small for a stamp table's header of {HEADER_BYTES} bytes",
+                field="buffer",
+                remedy="create the table with StampTable.create",
+            )
         magic, version, num_blocks = _PREFIX.unpack_from(view)
         if magic != MAGIC or version != VERSION:
             raise InvalidArgument(
-                f"the buffer begins with {magic!r}, version {version}",
+                f"the buffer begins with {magic!r} and version {version}; a table with {MAGIC!r} and version {VERSION}",
                 field="buffer",
-                remedy=f"a stamp table begins with {MAGIC!r}, version {VERSION}",
+                remedy="create the table with StampTable.create",
             )
         size = table_bytes(num_blocks)
         if len(view) < size:
             raise InvalidArgument(
-                f"{len(view)} bytes are too few for {num_blocks} blocks", field="buffer", remedy=f"give {size}"
+                f"a buffer of {len(view)} bytes is too small for the stamps of {num_blocks} blocks",
+                field="buffer",
+                remedy=f"give {size} bytes",
             )
         assert sys.byteorder == "little", "stamp tables are read as native words"
         self.num_blocks = num_blocks
@@ -111,18 +126,27 @@ class StampTable:
 
     @classmethod
     def create(cls, buffer: memoryview | bytearray, num_blocks: int, incarnation: int) -> StampTable:
-        """Write an empty table. `incarnation`: a random number, not 0, drawn when the page memory is allocated.
+        """Write an empty table into a buffer and return it.
+
+        Args:
+            buffer: at least `table_bytes(num_blocks)` bytes.
+            num_blocks: blocks of the pool.
+            incarnation: a random number, not 0, chosen when the page memory is allocated.
 
         Raises:
-            InvalidArgument: a value is out of range, or the buffer too small.
+            InvalidArgument: a value is out of range, or the buffer is too small.
         """
         view = memoryview(buffer).cast("B")
         if not 1 <= num_blocks <= MAX_BLOCKS or len(view) < table_bytes(num_blocks):
             raise InvalidArgument(
-                f"{num_blocks} blocks in {len(view)} bytes", field="num_blocks", remedy="use table_bytes(num_blocks)"
+                f"a buffer of {len(view)} bytes cannot contain the stamp table of {num_blocks} blocks",
+                field="num_blocks",
+                remedy=f"give 1 to {MAX_BLOCKS} blocks and a buffer of table_bytes(num_blocks) bytes",
             )
         if not 1 <= incarnation < 1 << 64:
-            raise InvalidArgument(f"{incarnation}", field="incarnation", remedy="draw a u64 that is not 0")
+            raise InvalidArgument(
+                f"{incarnation} is not an incarnation", field="incarnation", remedy="choose a random u64 that is not 0"
+            )
         view[: table_bytes(num_blocks)] = bytes(table_bytes(num_blocks))
         _PREFIX.pack_into(view, 0, MAGIC, VERSION, num_blocks)
         table = cls(view)
@@ -131,54 +155,68 @@ class StampTable:
 
     @property
     def incarnation(self) -> int:
-        """Identifies this page memory."""
+        """The random number that identifies this page memory."""
         return self._words[_INCARNATION]
 
     @property
     def owner_epoch(self) -> int:
-        """The engine life that may write the pages."""
+        """The epoch of the engine life that may write the pages; 0 = none."""
         return self._words[_OWNER_EPOCH]
 
     @property
     def executed(self) -> int:
-        """The last step of the owner epoch that has finished on this rank, 0 = none."""
+        """The number of the last step of the owner's engine life (epoch) that has finished on this rank; 0 = none."""
         return self._words[_EXECUTED]
 
     @property
     def position(self) -> tuple[int, int]:
-        """(seq, part) of the last orders carried out; part is 2^32 - 1 before the first orders of an epoch."""
+        """The (step, part) of the last orders (stamp, zero and copy pages) that were carried out; part is 2^32 - 1
+        before the first orders of an epoch.
+        """
         return self._words[_SEQ], self._words[_PART] & (_BUSY - 1)
 
     @property
     def moving_from(self) -> int:
-        """The first step whose zeroes or copies may not have ended on the rank's device; 0 = all have ended."""
+        """The first step whose zeroing or copying of pages the rank's device may not have completed yet; 0 = everything
+        is complete.
+        """
         steps = self._words[_PART] >> _MOVING
         first = 1 if steps == _MOST_MOVING else max(1, self._words[_SEQ] - steps + 1)
         return first if steps else 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether orders were interrupted or pages invalidated: no further orders of this epoch are accepted."""
+        """Whether orders (to stamp, zero and copy pages) were interrupted or `invalidate` was called; in both cases the
+        rank accepts no further orders of this epoch.
+        """
         return bool(self._words[_PART] & _BUSY)
 
     def claim(self, epoch: int, next_seq: int = 1) -> None:
-        """Make this engine life the owner. Idempotent, except that `next_seq` may increase before the first orders,
-        since a service claims without the engine's step numbers.
+        """Make an engine life (the time of one epoch) the owner of the pages: the only one that may write them.
+        Claiming the same epoch a second time changes nothing.
+
+        The exception is `next_seq`, which may increase before the first orders, since the service claims a rank without
+        knowing the engine's step numbers.
 
         Args:
-            epoch: of the engine life.
-            next_seq: number of its first step on this rank; above 1 when a session continues with another service.
+            epoch: epoch of the engine life.
+            next_seq: number of this life's first step on this rank; above 1 if the session continues with another
+                service.
 
         Raises:
             StaleEpoch: a newer engine life owns the table; `metadata["epoch"]` is its epoch.
-            InvalidArgument: an epoch or a step out of range.
+            InvalidArgument: the epoch or the step number is out of range.
         """
         if not 1 <= epoch <= MAX_EPOCH:
-            raise InvalidArgument(f"{epoch} is not an epoch", field="epoch", remedy=f"give 1 to {MAX_EPOCH}")
+            raise InvalidArgument(
+                f"{epoch} is not an epoch", field="epoch", remedy=f"give a number of 1 to {MAX_EPOCH}"
+            )
         if not 1 <= next_seq <= _MAX_SEQ:
-            raise InvalidArgument(f"{next_seq} is not a step", field="next_seq", remedy=f"give 1 to {_MAX_SEQ}")
+            raise InvalidArgument(
+                f"{next_seq} is not a step number", field="next_seq", remedy=f"give a number of 1 to {_MAX_SEQ}"
+            )
         if epoch < self.owner_epoch:
-            raise self._stale(epoch, "ask the service for a new epoch")
+            raise self._stale(epoch, "open a session for a new engine life; the service gives it a higher epoch")
         begins = epoch > self.owner_epoch
         # The owner is written last, so that an interrupted claim does not give one epoch the progress of another.
         if begins:
@@ -189,91 +227,106 @@ class StampTable:
             self._words[_OWNER_EPOCH] = epoch
 
     def begin_life(self, epoch: int) -> None:
-        """`claim` for a new engine life, which also refuses the epoch that already owns the table.
+        """Make a new engine life the owner of the pages, as `claim` does, but refuse the epoch that already owns the
+        pages.
 
-        Two services that are not aware of each other may give two lives of one memory the same epoch.
+        Two services that do not know of each other may give two engine lives on the same memory the same epoch.
+
+        Raises:
+            StaleEpoch: this or a newer epoch owns the table.
         """
         if epoch == self.owner_epoch:
-            raise self._stale(epoch, "give a higher epoch")
+            raise self._stale(epoch, "open a session for a new engine life; the service gives it a higher epoch")
         self.claim(epoch)
 
     def check_owner(self, epoch: int) -> None:
-        """Raise StaleEpoch when this epoch is not the owner. A table that was never claimed has no owner."""
+        """Raise StaleEpoch if this epoch does not own the pages. A table that was never claimed has no owner, and no
+        epoch is refused.
+        """
         if epoch != self.owner_epoch or not epoch:
-            raise self._stale(epoch, "claim the table, or end this engine life")
+            raise self._stale(epoch, "claim the table first, or end this engine life if a newer one owns it")
 
     def check_load(self, epoch: int, seq: int, part: int, load_after: int) -> None:
-        """Raise unless a transfer may write, on this rank, the pages that an admission allocated.
+        """Raise an error unless a load (a transfer into pages from outside) may write, on this rank, the pages of an
+        admission.
 
         Args:
-            epoch: the engine life that starts the transfer.
-            seq, part: of the answer with the admission.
-            load_after: of that answer, 0 = none.
+            epoch: epoch of the engine life that starts the load.
+            seq: number of the step whose answer admitted the request and allocated the pages.
+            part: number of the part of that answer.
+            load_after: number of the step that must have finished before the pages may be written, from the same
+                answer; 0 = none.
 
         Raises:
             StaleEpoch: this engine life does not own the pages.
-            FailedPrecondition: on this rank, orders of the admission's part or of an earlier one were not carried out;
-                or zeroes and copies of its step or an earlier one may not have ended on the device; or step
-                `load_after` has not finished; or launches of an earlier engine life may still run, which `load_after`
-                does not cover: no step of this life has finished, and `launches_ended` was not called.
+            FailedPrecondition: the pages may still be in use on this rank. Either orders up to part `part` of step
+                `seq` were not carried out; or the device may not have completed the zeroing or copying of step `seq` or
+                of an earlier step; or step `load_after` has not finished; or launches of an earlier engine life may
+                still run, since no step of this life has finished and `launches_ended` was not called.
         """
         self.check_owner(epoch)
         if self._words[_PART] & _EARLIER:
             raise FailedPrecondition(
-                "launches of an earlier engine life may still write these pages on this rank",
+                "launches of an earlier engine life may still write the load's pages on this rank",
                 field="epoch",
-                remedy="call Rank.launches_ended when they have ended, or wait for a step of this life",
+                remedy="call Rank.launches_ended when they have ended, or load after the first step of this life",
             )
         done = self.position
         if done < (seq, part) or (done == (seq, part) and self.is_busy):
             raise FailedPrecondition(
-                f"the orders of step {seq}, part {part} were not carried out on this rank",
+                f"the orders of step {seq}, part {part} were not carried out on this rank, only those up to {done}",
                 field="seq",
-                remedy="start the load when the stamps, zeroes and copies of its admission are done",
+                remedy="carry out the orders of the answer that admitted the request, then start the load",
             )
         if 0 < self.moving_from <= seq:
             raise FailedPrecondition(
-                f"zeroes or copies of step {self.moving_from} may not have ended on this rank",
+                f"the pages that step {self.moving_from} zeroes or copies may still be written on this rank",
                 field="seq",
-                remedy="start the load when they have ended: Rank.poll records it, Rank.synchronize waits for it",
+                remedy="start the load when that has ended: Rank.poll records it, Rank.synchronize waits for it",
             )
         if self.executed < load_after:
             raise FailedPrecondition(
-                f"step {load_after} has not finished on this rank, only step {self.executed}",
+                f"step {load_after} has not finished on this rank, the last one that has is {self.executed}",
                 field="load_after",
-                remedy="start the load when that step is executed: its launch or copies may use these pages",
+                remedy="start the load when that step is executed: its launch or copies may use the load's pages",
             )
 
     def write(self, blocks: Sequence[int], stamps: Sequence[int]) -> None:
-        """Write stamps; the null block's stamp records a reset. Blocks must be in the pool, stamps u64."""
+        """Write the stamps (version numbers of the pages' contents) of blocks. A stamp written for the null block
+        records a reset of the cache. The blocks must be in the pool.
+        """
         entries = self._stamps
         for block, stamp in zip(blocks, stamps, strict=True):
             entries[block] = stamp
 
     def invalidate(self, blocks: Sequence[int]) -> None:
-        """Refuse further orders of this epoch, then write stamp 0 on these blocks, which must be in the pool."""
+        """Record that no further orders of this epoch are accepted, then set the stamps (version numbers of the pages'
+        contents) of these blocks to 0, unknown content. The blocks must be in the pool.
+        """
         self._words[_PART] |= _BUSY
         for block in blocks:
             self._stamps[block] = 0
 
     def read(self, block: int) -> int:
-        """The stamp of a block."""
+        """Return the stamp of a block: the version number of its page's content, 0 = unknown."""
         return self._stamps[block]
 
     def read_all(self) -> tuple[int, ...]:
-        """The stamp of every block."""
+        """Return the stamps of all blocks: the version number of each page's content, 0 = unknown."""
         return tuple(self._stamps)
 
     def stamp_bytes(self) -> bytes:
-        """The stamps, u64 little-endian each."""
+        """Return the stamps of all blocks as bytes, u64 little-endian each."""
         return self._stamps.tobytes()
 
     def reading(self) -> StampReading:
-        """A copy of the incarnation and all stamps."""
+        """Return a copy of the table's incarnation (the number that identifies the memory) and of its stamps."""
         return StampReading(self.incarnation, self.read_all())
 
     def begin(self, seq: int, part: int) -> None:
-        """Record that the orders of this part begin. Interrupted orders are not repeated."""
+        """Record that the rank begins to carry out the orders of this part. Orders that are interrupted are not carried
+        out a second time.
+        """
         moving = self._words[_PART] >> _MOVING
         if moving:  # keep the same first step; a reader between the two writes sees an earlier one, which is safe
             moving = min(moving + seq - self._words[_SEQ], _MOST_MOVING)
@@ -281,40 +334,46 @@ class StampTable:
         self._words[_SEQ] = seq
 
     def finish(self, moving: bool = False) -> None:
-        """Record that the orders are carried out. `moving`: the device may not have completed zeroes and copies."""
+        """Record that the orders whose `begin` was called last are carried out. `moving`: whether the device may still
+        zero or copy their pages.
+        """
         word = self._words[_PART] & ~_BUSY
         self._words[_PART] = word | 1 << _MOVING if moving and not word >> _MOVING else word
 
     def moves_ended(self, through: int) -> None:
-        """Record that zeroes and copies of steps up to this one have ended on the device."""
+        """Record that the device has completed the zeroing and copying of pages of all steps up to this one."""
         word = self._words[_PART]
         moving = min(word >> _MOVING, max(0, self._words[_SEQ] - through))
         self._words[_PART] = (word & _BELOW_MOVING) | moving << _MOVING
 
     def launches_ended(self) -> None:
-        """Record that all orders carried out so far, and their launches, have ended, of every engine life.
+        """Record that all orders and launches so far have ended, including those of earlier engine lives.
 
-        They may have failed, so `executed` is unchanged.
+        These launches may have failed, so `executed` does not change.
         """
         self._words[_PART] = (self._words[_PART] & _BELOW_MOVING & ~_EARLIER) | _ENDED
 
     def _may_run(self) -> bool:
-        """Whether orders or a launch, of the owner's life or an earlier one, may still run."""
+        """Return whether orders or a launch may still run, of the owner's engine life (epoch) or of an earlier engine
+        life.
+        """
         word = self._words[_PART]
         in_flight = word & (_EARLIER | _BUSY) or word >> _MOVING or self._words[_SEQ] > self._words[_EXECUTED]
         return bool(in_flight) and not word & _ENDED
 
     def set_executed(self, seq: int) -> None:
-        """Record that steps up to this one have finished, orders and launches, and all steps of earlier engine lives.
+        """Record that the orders and launches of all steps up to this one, and of all earlier engine lives (epochs),
+        have finished.
 
         Raises:
-            FailedPrecondition: the step is before the last one that finished, or its orders were not carried out.
+            FailedPrecondition: the step is before the last step that finished, or the orders of the given step were not
+                carried out.
         """
         if not self.executed <= seq <= self.position[0]:
             raise FailedPrecondition(
-                f"step {seq} is not in {self.executed}..{self.position[0]}",
+                f"step {seq} cannot be recorded as executed: only {self.executed} to {self.position[0]} can",
                 field="seq",
-                remedy="give a step whose orders were carried out; the value never decreases",
+                remedy="give a step whose orders were carried out and that is not before the last executed one",
             )
         if seq > self.executed:
             self._words[_PART] &= ~_EARLIER  # launches of a rank end in order
@@ -322,18 +381,18 @@ class StampTable:
         self.moves_ended(seq)
 
     def snapshot(self) -> bytes:
-        """The table's bytes."""
+        """Return a copy of the table as bytes."""
         return bytes(self._words)
 
     def release(self) -> None:
-        """Release the buffer, so that it can be closed. The table cannot be used afterwards."""
+        """Release the views of the buffer, so that the memory can be unmapped. The table cannot be used afterwards."""
         self._stamps.release()
         self._words.release()
         self._bytes.release()
 
     def _stale(self, epoch: int, remedy: str) -> StaleEpoch:
         return StaleEpoch(
-            f"epoch {epoch} does not own the pages, {self.owner_epoch} does",
+            f"epoch {epoch} does not own the pages; their owner is epoch {self.owner_epoch}",
             field="epoch",
             remedy=remedy,
             metadata={"epoch": str(self.owner_epoch)},

@@ -1,12 +1,14 @@
-"""A step as rows in columns, and its answer.
+"""The types of a step, whose rows are stored in columns, and of its result.
 
-One scheduler iteration of an engine is one Step: what happened, which requests are new, and what to run, in the order
-of the engine's priorities. A part is applied in the order facts -> cache -> news -> resume -> run -> admit -> peek,
-each section in row order, and each row is complete before the next. So a step has the same result whether it is sent
+One scheduler iteration of an engine is one Step: what happened to requests, which requests are new, and what to run, in
+the order of the engine's priorities. A step consists of parts, a part of sections (such as `facts`), a section of rows:
+usually one row per request. A part is applied in the order facts -> cache -> news -> resume -> run -> admit -> peek,
+each section in row order, and each row completely before the next one. So a step has the same result whether it is sent
 whole or one row per part. Only `resume` is applied as a whole, before any other row of an engine life runs.
 
-A column is a list with one entry per row, or empty when every row has the default named in its comment. On the wire a
-column is little-endian packed u32 (i32 if it may be negative, u64 where noted); see `kvplane.wire`.
+A column is a list with one entry per row, or an empty list if every row has the default that the column's comment
+states. On the wire a column is packed little-endian u32 (i32 if it may be negative, u64 where noted); see
+`kvplane.wire`.
 """
 
 from __future__ import annotations
@@ -17,65 +19,65 @@ from enum import IntEnum, IntFlag
 
 from kvplane.base.typed import check
 
-STEP_VERSION = 2  # of the meaning of columns; version 1 aligned only rows with flag bit 1
+STEP_VERSION = 2  # version of the meaning of the columns; in version 1 only rows with flag bit 1 were aligned
 UNLIMITED = 0xFFFFFFFF
 ANY_HIT = -1
 UNCHANGED = -1
 
 
 class End(IntEnum):
-    """How a request ended, in a facts row."""
+    """How a request ended: the value of the column `end` of the facts section."""
 
     NONE = 0
-    FREE = 1  # blocks return to the pool, tail first (after `fence`)
-    HELD = 2  # the request ended, its blocks stay until `Cache.released` names the slot (transfers)
-    PREEMPTED = 3  # as FREE, but tokens and hashes are kept: the slot can be admitted again
+    FREE = 1  # its blocks return to the pool, last one first, once step `fence` is executed
+    HELD = 2  # it ended, but transfers use its blocks: they are held until `Cache.released` names the slot
+    PREEMPTED = 3  # its blocks return as with FREE, but its tokens and hashes are kept: it can be admitted again
 
 
 class OnRefusal(IntEnum):
-    """What a section does when a row gets no blocks."""
+    """What a section of a step does after a row for which too few blocks are free."""
 
     STOP = 0  # later rows of the section are not processed
     SKIP = 1  # continue with the next row
-    PREEMPT = 2  # run only: preempt victims until the row fits
+    PREEMPT = 2  # only for run rows: preempt victims until the row fits
 
 
 class Watermark(IntEnum):
-    """Whether an admission leaves the replica's watermark of blocks free."""
+    """Whether an admission must leave free the number of blocks that is the replica's watermark."""
 
-    AUTO = 0  # when a request is running
+    AUTO = 0  # only while a request is running
     ALWAYS = 1
     NEVER = 2
 
 
 class RowFlag(IntFlag):
-    """Bits of the flags column of run and admit rows. Bit 1 is reserved and ignored.
+    """The bits of the flags column of run and admit rows. Bit 1 is reserved and ignored.
 
-    With an AlignSpec, chunks of prompts end where recurrent states can be cached.
+    If the replica has an AlignSpec, prompt chunks end where recurrent states can be cached, unless UNALIGNED is set.
     """
 
     NONE = 0
     DELAY_CACHING = 2  # allocate now, register keys by a later commit (an external load is in progress)
-    FULL_FIT = 4  # admit: the whole sequence must fit, not only this chunk
-    WHOLE = 8  # admit: no chunking; a row that does not get all its tokens stops the section
+    FULL_FIT = 4  # blocks for the whole sequence must be free, not only for this chunk
+    WHOLE = 8  # only for admit rows: no chunking; a row that does not get all its tokens stops the section
     UNALIGNED = 16  # the chunk may end anywhere; a state that does not end at a block boundary is not cached
 
 
 class AdmitStatus(IntEnum):
-    """The outcome of an admit row."""
+    """The result of an admit row: whether the waiting request was admitted, and if not, why."""
 
-    NOT_REACHED = 0  # the section ended before: budget, max_running, or an earlier refusal
+    NOT_REACHED = 0  # the section ended before this row: by the budget, max_running, or an earlier refusal
     GRANTED = 1
-    REFUSED = 2  # out of blocks; nothing was allocated
-    DEFERRED = 3  # its hit is a state in flight, or a load still writes its old pages; admit it again later
+    REFUSED = 2  # too few blocks are free; nothing was allocated
+    DEFERRED = 3  # a step in flight writes the state that it hit, or a load writes its old pages; admit it later
     STALE_HIT = 4  # the hit is not `expected_hit`; `hit` is the current one
-    NO_ROOM = 5  # the remaining budget does not suffice (WHOLE rows and aligned chunks of 0 tokens)
+    NO_ROOM = 5  # the rest of the budget is too small for a WHOLE row or for an aligned chunk
     NEVER_FITS = 6  # it needs more blocks than the empty pool has
     NOT_WAITING = 7  # it is running, or ended as HELD; later rows are processed
 
 
 class EventKind(IntEnum):
-    """Kinds of cache events."""
+    """What a cache event reports."""
 
     STORED = 1
     REMOVED = 2
@@ -83,7 +85,7 @@ class EventKind(IntEnum):
 
 
 class RemoveReason(IntEnum):
-    """Why a key was removed from its block."""
+    """Why a prefix cache key was removed from its block."""
 
     NONE = 0
     EVICTED = 1  # the block was allocated to another request
@@ -91,32 +93,34 @@ class RemoveReason(IntEnum):
     PROMOTED = 3  # replaced by a longer key of the same block
     WITHDRAWN = 4  # tentative key of a step that will not run
     UNVERIFIED = 5  # a new epoch could not prove that the page still has the content
-    MOVED = 6  # to a copy of the page, which the next event reports
+    MOVED = 6  # the key moved to a copy of the page, as the next event reports
 
 
 @dataclass(slots=True)
 class Facts:
-    """What happened to requests since the last step, row by row.
+    """What happened to requests since the last step, one row per request.
 
-    Within a row: computed, then appended tokens, then commit, then end.
+    The columns of a row are applied in this order: computed tokens, appended tokens, commit, release_skipped, end.
     """
 
     slot: list[int] = field(default_factory=list)
-    computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: new count (rejected drafts)
+    computed: list[int] = field(default_factory=list)  # i32, default UNCHANGED: lower count after rejected drafts
     appended: list[int] = field(default_factory=list)  # default 0: number of appended tokens
     tokens: MutableSequence[int] = field(default_factory=list)  # sum(appended) ids, in row order; empty = hashes given
     num_hashes: list[int] = field(default_factory=list)  # default 0: block hashes that became complete
     hashes: bytes = b""  # concatenated digests, rows in order
-    commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: tokens to register blocks for
+    commit: list[int] = field(default_factory=list)  # i32, default UNCHANGED: register blocks of these tokens
     end: list[int] = field(default_factory=list)  # End, default NONE
-    fence: list[int] = field(default_factory=list)  # u64, default 0: executed_through that returns blocks
+    fence: list[int] = field(default_factory=list)  # u64, default 0: blocks return once this step is executed
+    # i32, default UNCHANGED: release the blocks that no launch reads once this number of tokens is computed
+    release_skipped: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Cache:
-    """What happened to pages, not to requests."""
+    """What happened to pages independently of a request: failed launches, removed keys, and transfers that ended."""
 
-    # u64: steps of this epoch whose launch does not run; every rank still carries out their orders, in order
+    # u64: steps of this epoch whose launch will not run; every rank still carries out their orders, in step order
     failed_steps: list[int] = field(default_factory=list)
     # Blocks whose keys are removed, in order. A request for which such a block is computed registers it again: if the
     # page is bad, lower `computed` of every request that has it, or end it, in the same part.
@@ -128,7 +132,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Multimodal:
-    """One multimodal item: `offset` and `length` in tokens."""
+    """One multimodal item of a prompt; `offset` and `length` are in tokens."""
 
     identifier: str
     offset: int
@@ -137,13 +141,14 @@ class Multimodal:
 
 @dataclass(frozen=True, slots=True)
 class ExtraKeys:
-    """Inputs of a request's block hashes other than its tokens.
+    """The inputs of a request's block hashes other than its tokens.
 
     Attributes:
-        lora: (name, path) of the adapter; in the hash of every block.
-        salt: cache salt; in the hash of the first block.
-        multimodal: items by offset; in the hash of each block they overlap.
-        prompt_embeds: digest per hash block, for prompts given as embeddings.
+        lora: (name, path) of the LoRA adapter; in the hash of every block.
+        salt: text that keeps blocks of requests with different salts apart; in the hash of the first block.
+        multimodal: multimodal items, ordered by offset; each item is in the hashes of the blocks that the item
+            overlaps.
+        prompt_embeds: one digest per hash block, for prompts given as embeddings.
     """
 
     lora: tuple[str, str] | None = None
@@ -152,7 +157,7 @@ class ExtraKeys:
     prompt_embeds: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise InvalidArgument for a lora that is not a pair: a string of two letters would unpack as one."""
+        """Raise InvalidArgument if lora is not a pair; a string of two letters would otherwise be unpacked as one."""
         check(self.lora, tuple[str, str] | None, "extra_keys.lora")
 
 
@@ -161,7 +166,7 @@ NO_EXTRA_KEYS = ExtraKeys()
 
 @dataclass(slots=True)
 class News:
-    """New requests. A slot is a small number that the client chooses, and may reuse after the request ended."""
+    """New requests. A slot is a small number that the client chooses for a request and may reuse after its end."""
 
     slot: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -178,13 +183,14 @@ class News:
 
 @dataclass(slots=True)
 class Resume:
-    """The image: all blocks that were held in the previous engine life, with nothing in flight. It is accepted as a
-    whole or refused.
+    """The image: all blocks that requests or transfers held in the previous engine life (epoch). Nothing may be in
+    flight.
 
-    Rows are requests of `News` that continue with their blocks. Table entries that the group's kind no longer needs may
-    have any value. Held rows are requests of `News` that do not run and whose pages a load still fills, and slots
-    without a request, which ended as HELD. Every other block is free. Each page needs a stamp in the stamp table with
-    which this engine life was opened.
+    The service accepts the image as a whole or refuses the image. Its rows are requests of `News` that continue with
+    their blocks. A table entry that the kind of the group no longer needs may have any value. Held rows are of two
+    kinds: requests of `News` that do not run and whose pages a load (a transfer into pages from outside) still fills,
+    and slots without a request, whose request ended as HELD. Every block that the image does not list is free. Each
+    listed page needs a stamp in `OpenRequest.stamp_table` of this engine life.
     """
 
     slot: list[int] = field(default_factory=list)
@@ -193,7 +199,7 @@ class Resume:
     num_prompt: list[int] = field(default_factory=list)  # default all tokens: its number of tokens when first admitted
     single_group_hit: list[int] = field(default_factory=list)  # default 0: as the admission reported
     loading: list[int] = field(default_factory=list)  # default 0; 1 = a load still fills its pages
-    num_cached_blocks: list[int] = field(default_factory=list)  # default up to the last key: leading blocks, per group
+    num_cached_blocks: list[int] = field(default_factory=list)  # per group; default up to the last block with a key
     num_blocks: list[int] = field(default_factory=list)  # entries of the table of each group, row by row
     blocks: list[int] = field(default_factory=list)  # the tables, concatenated
     held_slot: list[int] = field(default_factory=list)
@@ -204,24 +210,28 @@ class Resume:
 
 @dataclass(slots=True)
 class Run:
-    """Running requests in scheduling order, each at most once per step.
+    """The running requests in scheduling order, each at most once per step.
 
-    A row asks for known tokens + extra - computed, limited by cap and the budget.
+    A row asks for known tokens + extra - computed tokens; the row's cap and the part's budget limit the number of
+    tokens that the row is granted.
     """
 
     slot: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)  # i32, default 0: drafts beyond the known tokens
     cap: list[int] = field(default_factory=list)  # default UNLIMITED
-    lookahead: list[int] = field(default_factory=list)  # default 0: further slots for later drafts
-    in_flight: list[int] = field(default_factory=list)  # i32, default -1: counted by the service
+    lookahead: list[int] = field(default_factory=list)  # default 0: further token positions for later drafts
+    in_flight: list[int] = field(default_factory=list)  # i32: tokens in flight; default -1: as the service counts them
     flags: list[int] = field(default_factory=list)  # RowFlag, default 0
     victims: list[int] = field(default_factory=list)  # slots to preempt, in order; empty = last row first
     on_refusal: OnRefusal = OnRefusal.PREEMPT
+    reserved: list[int] = field(default_factory=list)  # default 0: blocks to leave free for other requests
 
 
 @dataclass(slots=True)
 class Admit:
-    """Waiting requests in order of admission; each looks up its prefix and adopts the hit."""
+    """The waiting requests in order of admission. Each row looks up the request's cached prefix and adds the blocks of
+    the hit to the request's table.
+    """
 
     slot: list[int] = field(default_factory=list)
     extra: list[int] = field(default_factory=list)  # i32, default 0
@@ -236,24 +246,29 @@ class Admit:
     max_running: int = UNLIMITED
     on_refusal: OnRefusal = OnRefusal.STOP
     only_if_no_preemption: bool = False
+    hit_limit: list[int] = field(default_factory=list)  # default UNLIMITED: longest hit to adopt, in tokens
+    min_new: list[int] = field(default_factory=list)  # default 1: fewest tokens to grant; 0 = a hit alone is enough
 
 
 @dataclass(slots=True)
 class Peek:
-    """Look-ups for later steps. They change no state, not even LRU order, and reserve nothing."""
+    """Requests whose cached prefix is looked up for later steps. A look-up of this section changes no state, not even
+    LRU order, and reserves no block.
+    """
 
     slot: list[int] = field(default_factory=list)
     with_blocks: bool = False
+    limit: list[int] = field(default_factory=list)  # default UNLIMITED: longest hit to find, in tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The budget that run and admit rows of a part share.
+    """The limits that the run and admit rows of a part share.
 
     Attributes:
-        tokens: scheduled tokens.
-        input: input positions; each scheduled row uses its tokens + `overhead`.
-        overhead: input positions per scheduled row (draft slots).
+        tokens: most scheduled tokens.
+        input: most input positions of the launch; each scheduled row uses its granted tokens + `overhead` positions.
+        overhead: further input positions of each scheduled row (draft slots).
     """
 
     tokens: int = UNLIMITED
@@ -263,7 +278,7 @@ class Budget:
 
 @dataclass(slots=True)
 class Part:
-    """One ordered set of rows. A step usually has one part."""
+    """One ordered set of rows, in the sections of a step. A step usually has one part."""
 
     facts: Facts = field(default_factory=Facts)
     cache: Cache = field(default_factory=Cache)
@@ -279,15 +294,16 @@ class Part:
 
 @dataclass(slots=True)
 class Step:
-    """One scheduler iteration, or some parts of it.
+    """One scheduler iteration of an engine, or some parts of an iteration.
 
     Attributes:
-        epoch: the engine life that sends it.
-        seq: step number, from 1, incremented by one.
+        epoch: epoch of the engine life that sends the step.
+        seq: step number; the first step is 1, the step after this one is seq + 1.
+        parts: the parts, in order.
         part: number of parts[0] within the step.
         last: whether these are the last parts of the step.
-        executed_through: all steps up to this one have finished on all ranks.
-        traceparent: W3C context of the engine's step, see kvplane.base.trace; "" = none.
+        executed_through: number of a step; it and all earlier steps have finished on all ranks.
+        traceparent: W3C trace context of the engine's step, see kvplane.base.trace; "" = none.
     """
 
     epoch: int
@@ -301,10 +317,10 @@ class Step:
 
 @dataclass(slots=True)
 class Blocks:
-    """Sparse lists of block ids: entry k has `count[k]` ids for group `group[k]` of row `row[k]`, in order.
+    """Lists of block ids for some rows and groups: entry k has `count[k]` ids for group `group[k]` of row `row[k]`.
 
-    Run rows are numbered from 0, admit rows continue after them; peek rows are numbered from 0 in
-    PartResult.peek_blocks.
+    Run rows are numbered from 0, and the numbers of admit rows continue after the last run row. In
+    PartResult.peek_blocks, peek rows are numbered from 0.
     """
 
     row: list[int] = field(default_factory=list)
@@ -313,14 +329,14 @@ class Blocks:
     ids: list[int] = field(default_factory=list)
 
     def add(self, row: int, group: int, ids: list[int]) -> None:
-        """Append one entry."""
+        """Append an entry: block ids of one group of one row."""
         self.row.append(row)
         self.group.append(group)
         self.count.append(len(ids))
         self.ids.extend(ids)
 
     def by_row(self) -> dict[int, dict[int, list[int]]]:
-        """{row: {group: ids}}; a fresh copy."""
+        """Return the block ids as {row: {group: ids}}. The result is a copy."""
         out: dict[int, dict[int, list[int]]] = {}
         start = 0
         for row, group, count in zip(self.row, self.group, self.count, strict=True):
@@ -331,15 +347,18 @@ class Blocks:
 
 @dataclass(slots=True)
 class Orders:
-    """What each rank does before the launch, in this order: write stamps, zero pages, copy pages.
+    """What each rank does before the launch, in this order: write stamps (version numbers of the pages' contents), zero
+    pages, copy pages.
 
-    Zeroing precedes copying, since a copy target is a new page that may be in both lists. Pages that a transfer fills
-    are in neither. Orders of a failed step are carried out too, since an answered reset is not undone.
+    Zeroing is before copying, since the target of a copy is a new page that may also be in the list of pages to zero.
+    Pages that a transfer fills are in neither list. A rank also carries out the orders of a failed step, since the
+    answer has already reported a reset of the cache, which is not undone.
 
     Attributes:
-        stamp_block, stamp: new content version (u64) of each block that was allocated or lost a key.
-        copy_src, copy_dst, copy_group: pages to copy, in order.
-        zero_block, zero_group: pages to zero.
+        stamp_block: each block that was allocated or lost a key.
+        stamp: the new stamp of each of these blocks, a u64.
+        copy_src, copy_dst, copy_group: pages to copy, in order: source block, target block, and their group.
+        zero_block, zero_group: pages to zero: block and its group.
     """
 
     stamp_block: list[int] = field(default_factory=list)
@@ -353,15 +372,15 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class CacheEvent:
-    """One change of the prefix cache; events are in the order of the changes.
+    """One change of the prefix cache. Events are in the order of the changes.
 
     STORED: `hashes` were registered for the blocks of `group` that hold tokens [start, end) of the request in `slot`.
-    Null blocks and blocks that are not retained are omitted from `hashes` and `blocks`, but are part of the range.
-    `parent` is the hash before `start`, b"" at 0. `block_size` is tokens per hash. REMOVED: one hash, with the reason.
-    CLEARED: every key.
+    Null blocks and blocks that the group does not keep are left out of `hashes` and `blocks`, but the range includes
+    their tokens. `parent` is the hash of the tokens before `start`, b"" at 0. `block_size` is tokens per hash. REMOVED:
+    one hash was removed, for `reason`. CLEARED: every key was removed.
 
-    After a recovery from a store, one STORED has keys of many requests: without parent, slot and range, with
-    `block_starts` where they are known.
+    After a recovery from a store, one STORED event has keys of many requests. This event has no parent, slot and range,
+    and no `block_starts` if the positions of the blocks' first tokens are unknown.
     """
 
     kind: EventKind
@@ -380,15 +399,15 @@ class CacheEvent:
 
 @dataclass(slots=True)
 class PartResult:
-    """The result of one part. Logs, traces and metrics read only this."""
+    """The result of one part. The service's logs, traces and metrics of a step are computed from it alone."""
 
-    granted: list[int] = field(default_factory=list)  # run rows: tokens, 0 = not scheduled
-    preempted: list[int] = field(default_factory=list)  # slots in order; the engine queues them again
+    granted: list[int] = field(default_factory=list)  # per run row: granted tokens, 0 = not scheduled
+    preempted: list[int] = field(default_factory=list)  # preempted slots, in order; the engine queues them again
     admit_status: list[int] = field(default_factory=list)
     admit_hit: list[int] = field(default_factory=list)
     admit_granted: list[int] = field(default_factory=list)
     admit_single_group_hit: list[int] = field(default_factory=list)
-    admit_load_after: list[int] = field(default_factory=list)  # u64, default 0: step to be executed before the load
+    admit_load_after: list[int] = field(default_factory=list)  # u64, default 0: a load waits for this step's execution
     new_blocks: Blocks = field(default_factory=Blocks)  # newly allocated, of run and admit rows
     tables: Blocks = field(default_factory=Blocks)  # full tables; of granted admit rows, of all rows if with_tables
     peek_hit: list[int] = field(default_factory=list)
@@ -398,21 +417,28 @@ class PartResult:
     last_hash: list[bytes] = field(default_factory=list)  # the last hash of the same rows, b"" = none
     reset_done: bool = False
     orders: Orders = field(default_factory=Orders)
-    free_blocks: int = 0  # exact, after the part
+    free_blocks: int = 0  # free blocks after the part, exact
     events: Sequence[CacheEvent] = field(default_factory=list)
     # For the decision log, not sent:
-    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # digests of each row's tokens
+    hashed_facts: list[bytes] = field(default_factory=list, compare=False)  # per row, digests of its tokens
     hashed_news: list[bytes] = field(default_factory=list, compare=False)
-    taken_back: int = field(default=0, compare=False)  # of preempted: lost blocks held before the run section
-    went_back: int = field(default=0, compare=False)  # of taken_back: set back before states or windows that they held
+    taken_back: int = field(
+        default=0, compare=False
+    )  # requests in preempted that lost their blocks before the run section
+    went_back: int = field(
+        default=0, compare=False
+    )  # those of them that were set back before a state or window they held
 
 
 @dataclass(slots=True)
 class StepResult:
-    """Answer to a Step.
+    """The service's answer to a Step.
 
     Attributes:
-        published_through: keys registered by steps up to this one are published to others.
+        seq: number of the step.
+        part: number of parts[0] within the step.
+        parts: the results of the parts, in order.
+        published_through: the keys that steps up to this number registered are visible to other requests.
     """
 
     seq: int

@@ -1,6 +1,6 @@
-"""W3C trace context in steps and requests: "00-<trace id>-<span id>-<flags>".
+"""W3C trace contexts in steps and requests: "00-<trace id>-<span id>-<flags>".
 
-https://www.w3.org/TR/trace-context/, version 00. A malformed context is ignored, as the standard requires.
+See https://www.w3.org/TR/trace-context/, version 00. A malformed context is ignored, as the standard requires.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ _FORM = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class TraceContext(NamedTuple):
-    """The caller's span, its trace, and whether the trace is recorded."""
+    """A trace context: the trace, the caller's span, and the flags, of which SAMPLED means that the trace is
+    recorded.
+    """
 
     trace_id: int
     span_id: int
@@ -26,12 +28,14 @@ class TraceContext(NamedTuple):
 
 
 def is_sampled(traceparent: str) -> bool:
-    """Whether the trace is recorded. Reads only the flags, so that it is cheap enough for every step."""
+    """Return whether the trace is recorded. The function reads only the flags, so that it is cheap enough for every
+    step.
+    """
     return len(traceparent) == _LENGTH and traceparent[-1] in _ODD
 
 
 def parse_traceparent(traceparent: str) -> TraceContext | None:
-    """The context; None when it is missing or malformed."""
+    """Return the trace context; None if it is missing or malformed."""
     found = _FORM.fullmatch(traceparent)
     if found is None:
         return None

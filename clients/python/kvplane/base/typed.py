@@ -1,6 +1,6 @@
-"""Checks arguments against their annotations: a value of a wrong type is refused with its name and the expected type.
+"""Checks of arguments against their type annotations. The error names the argument and the type that it must have.
 
-Used on calls off the hot path, and on the hot path after a failure, to name its cause.
+Calls that are not time-critical are always checked; time-critical calls only after a failure, to find its cause.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SHOWN_CHARS = 60
 
 
 def check(value: object, hint: Any, where: str) -> None:  # noqa: ANN401
-    """Raise InvalidArgument for a value of another type than `hint`. It names `where`, or the element in it."""
+    """Raise InvalidArgument if `value` is not of type `hint`. The error's field is `where`, or an element within it."""
     wrong = _wrong(value, hint, where)
     if wrong is not None:
         raise wrong
 
 
 def checked(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: check the arguments of each call against the annotations."""
+    """Decorate a function so that each call checks its arguments against the annotations and raises InvalidArgument."""
     signature = inspect.signature(function)
 
     def look(arguments: dict[str, object]) -> None:

@@ -1,4 +1,6 @@
-"""A worker, which holds the pages of a rank: the facts that it registers, and the plan that it receives."""
+"""What a worker registers with the service, and what the service assigns to it. A worker holds the pages of
+one rank.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +25,18 @@ class WorkerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """One worker.
+    """What the service knows about one worker.
 
     Attributes:
-        rank: the rank whose pages it holds.
-        worker_id: u64 drawn at random by each worker process, not 0.
-        address: where it serves `kvplane.v1.Worker`.
+        rank: the rank whose pages the worker holds.
+        worker_id: u64 that each worker process chooses at random, not 0.
+        address: gRPC address at which it serves `kvplane.v1.Worker`.
         pid: its process id.
         device: device of its pages, such as "cpu" or "cuda:0".
-        state: see WorkerState.
-        incarnation: identifies its page memory; 0 while it has none.
-        owner_epoch: the engine life that owns its pages.
-        plan_digest: digest of the plan of its pages, "" while it has none.
+        state: whether engines can attach its pages.
+        incarnation: random number that identifies its page memory; 0 before the memory is allocated.
+        owner_epoch: epoch of the engine life that owns the pages, the only one that may write them; 0 = none.
+        plan_digest: digest of the memory layout of its pages; "" before they are allocated.
     """
 
     rank: int
@@ -48,22 +50,29 @@ class WorkerInfo:
     plan_digest: str = ""
 
     def validate(self) -> None:
-        """Raise InvalidArgument, naming the field, for an impossible worker."""
-        _require(self.worker_id > 0, "worker.worker_id", "draw a u64 at random")
-        _require(len(self.address) <= MAX_ADDRESS_CHARS, "worker.address", f"give at most {MAX_ADDRESS_CHARS}")
-        _require(len(self.device) <= MAX_DEVICE_CHARS, "worker.device", f"give at most {MAX_DEVICE_CHARS}")
-        _require(self.owner_epoch < MAX_EPOCH, "worker.owner_epoch", f"give less than {MAX_EPOCH}")
-        _require(len(self.plan_digest) <= MAX_DEVICE_CHARS, "worker.plan_digest", "give the digest of a plan")
+        """Raise InvalidArgument for the first attribute that is out of range; the error's field names it."""
+        _require(self.worker_id > 0, "worker_id", self.worker_id, "choose a random u64 that is not 0")
+        _require(
+            len(self.address) <= MAX_ADDRESS_CHARS,
+            "address",
+            self.address,
+            f"give at most {MAX_ADDRESS_CHARS} characters",
+        )
+        _require(
+            len(self.device) <= MAX_DEVICE_CHARS, "device", self.device, f"give at most {MAX_DEVICE_CHARS} characters"
+        )
+        _require(self.owner_epoch < MAX_EPOCH, "owner_epoch", self.owner_epoch, f"give less than {MAX_EPOCH}")
+        _require(len(self.plan_digest) <= MAX_DEVICE_CHARS, "plan_digest", self.plan_digest, "give RankPlan.digest()")
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The answer to a worker's registration.
+    """The service's answer to a worker's registration.
 
     Attributes:
-        plan: memory layout of its rank.
+        plan: memory layout of the worker's rank.
         num_ranks: number of ranks of the replica.
-        lease_ms: the registration expires when it is not renewed for this long.
+        lease_ms: the registration expires if the worker does not renew it for this number of milliseconds.
     """
 
     plan: RankPlan
@@ -71,6 +80,6 @@ class Assignment:
     lease_ms: int
 
 
-def _require(holds: bool, field_name: str, remedy: str) -> None:
+def _require(holds: bool, name: str, found: object, remedy: str) -> None:
     if not holds:
-        raise InvalidArgument("value out of range", field=field_name, remedy=remedy)
+        raise InvalidArgument(f"{found!r} is out of range", field=f"worker.{name}", remedy=remedy)

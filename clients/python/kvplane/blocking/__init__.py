@@ -1,11 +1,11 @@
-"""The client for threads: sessions, unary calls and event subscriptions that block until they are answered.
+"""The client for threads: its sessions, unary calls and event subscriptions block until the service answers.
 
-Calls of an engine come in; gRPC messages go out. What is sent, and when it is sent again, `kvplane.session` and
-`kvplane.unary` decide; this room carries it out.
+This package does the I/O over gRPC. `kvplane.session` and `kvplane.unary` decide what is sent, and when it is sent
+again.
 
-client     replicas, sessions, unary calls, events
-session    a session on any transport, with a thread that keeps the lease
-transport  one gRPC stream
-watchdog   deadlines of blocking reads
-workers    the client of a worker: registration and lease
+    client     replicas, sessions, unary calls, events
+    session    a session over any transport, with a thread that keeps the lease
+    transport  one gRPC stream
+    watchdog   deadlines of blocking reads
+    workers    the client that a worker uses: registration and lease
 """

@@ -1,7 +1,8 @@
 """The blocking client: replicas, sessions, events, and unary calls.
 
-Every call has a deadline. All calls but `deregister_replica` are idempotent (mutations carry an op_id) and are retried
-when the service is unreachable.
+Every call has a deadline. A call that may be repeated without harm is retried while the service is unreachable. Only
+`deregister_replica` may not be repeated; calls that change a replica carry an op_id, by which the service detects a
+repetition.
 """
 
 from __future__ import annotations
@@ -50,20 +51,22 @@ def connect(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     retry: RetryPolicy = UNARY_RETRY,
 ) -> Client:
-    """A client of the service at an address. Connects with its first call.
+    """Return a client of the service at `address`. The client connects with its first call.
 
     Args:
-        address: "host:port", "dns:///host:port" or "unix:/path"; or several, separated by commas: when a service is
-            unreachable or drains, the client uses the next one, which redirects it to the owner of a replica.
-        tls: None = plain text.
-        token: identifies the client; a Path names a file that is read for each call. Requires TLS, except to this
-            machine.
+        address: "host:port", "dns:///host:port" or "unix:/path"; or several of them, separated by commas. If a service
+            is unreachable or drains, the client uses the next service, which redirects the client to the owner of a
+            replica.
+        tls: certificates; None = plain text.
+        token: text that identifies the client; a Path names a file with that text, which is read for each call.
+            Requires TLS, except for a service on this machine.
         timeout_s: deadline of each unary call, in seconds.
-        max_message_bytes: largest message, in each direction.
-        retry: of unary calls, when the service is unreachable.
+        max_message_bytes: largest message that is sent or received, in bytes.
+        retry: how unary calls are retried while the service is unreachable.
 
     Raises:
-        InvalidArgument, NotFound: unusable address, TLS files or token.
+        InvalidArgument: the address, a TLS file or the token is malformed.
+        NotFound: a TLS file or the token's file cannot be read.
     """
     reach = partial(open_channel, access=Access(tls, token), max_message_bytes=max_message_bytes)
     owners = Owners.at(address, reach)
@@ -71,10 +74,10 @@ def connect(
 
 
 class Client:
-    """A client of the service behind a channel, which the client closes. Thread-safe.
+    """A client of one service, over a gRPC channel that the client itself closes. Thread-safe.
 
-    Answers are protobuf messages of `kvplane.v1`. Every call raises KvplaneError: the service's refusal, Unavailable
-    when it is unreachable, DeadlineExceeded when the deadline passes.
+    Answers are protobuf messages of `kvplane.v1`. Every call may raise KvplaneError: the service's refusal, Unavailable
+    if the service is unreachable, or DeadlineExceeded if the deadline passes.
     """
 
     def __init__(
@@ -86,8 +89,10 @@ class Client:
         retry: RetryPolicy = UNARY_RETRY,
         reach: Callable[[str], grpc.Channel] | None = None,
     ) -> None:
-        """`reach` opens a channel to the owner of a replica, so that the client can follow redirections. An `Owners`
-        has its own.
+        """Create a client on a gRPC channel. `reach` is a function that opens a channel to an address.
+
+        With `reach`, the client follows the redirections of a service to the owner of a replica. An `Owners` has its
+        own function for that.
         """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel, reach)
         self._closed = False
@@ -96,7 +101,7 @@ class Client:
         self._retry = retry
 
     def close(self) -> None:
-        """Close the channels, and with them all open sessions and subscriptions."""
+        """Close the gRPC channels. This ends every open session and every subscription of the client."""
         self._closed = True
         for channel in self._owners.close():
             channel.close()
@@ -119,13 +124,13 @@ class Client:
         num_ranks: int = 1,
         namespace_digest: bytes = b"",
     ) -> allocation_pb2.RegisterReplicaResponse:
-        """Create a replica. Repeated with equal arguments it returns the existing one.
+        """Create a replica. A repeated call with equal arguments returns the existing replica.
 
         Args:
             replica: name, 1 to 128 characters of [a-zA-Z0-9._/-].
-            source: the groups, or a model or layers from which the service plans them.
-            num_ranks: ranks of the engine; all have equal plans.
-            namespace_digest: digest of everything that makes cached bytes incompatible.
+            source: the KV cache groups, or a model or layers from which the service computes them.
+            num_ranks: ranks of the engine; all have the same memory layout.
+            namespace_digest: digest of everything else that cached bytes depend on, such as the weights.
 
         Raises:
             AlreadyExists: a replica of this name has other arguments.
@@ -133,15 +138,17 @@ class Client:
         return self._do(calls.register_replica(replica, source, num_ranks, namespace_digest))
 
     def deregister_replica(self, replica: str, epoch: int | None = None) -> None:
-        """Remove a replica. With `epoch`, only if that is its current epoch."""
+        """Remove a replica. If `epoch` is given and differs from the replica's current epoch, the service refuses."""
         self._do(calls.deregister_replica(replica, epoch))
 
     def describe_replica(self, replica: str) -> allocation_pb2.DescribeReplicaResponse:
-        """State and counters of a replica."""
+        """Return the state and the counters of a replica."""
         return self._do(calls.describe_replica(replica))
 
     def list_replicas(self, page_size: int = 100) -> Iterator[allocation_pb2.ReplicaSummary]:
-        """All replicas, ordered by name; pages are fetched lazily."""
+        """Yield a summary of every replica, ordered by name. The client requests `page_size` summaries at a time, on
+        demand.
+        """
         token = ""
         while True:
             page = self._do(calls.list_replicas(page_size, token))
@@ -158,11 +165,12 @@ class Client:
         """Open a session, which survives broken streams; see Session and SessionOptions.
 
         Args:
-            replica: its name.
-            revive: returns the engine's requests and memory, now and after each restart of the service; see Revival.
-                With the stamps of the page memory, cached prefixes hit again after a restart. None: the session
-                records the requests itself; after a restart they are preempted and the cache is lost (see
-                KnownRequests for when this is impossible, so that the session ends).
+            replica: name of the replica.
+            revive: a function that returns the engine's requests and its page memory; called now and after each restart
+                of the service; see Revival. With the stamps of the page memory (the version numbers of the pages'
+                contents), prefixes that were cached before a restart are hits after the restart. None: the session
+                records the requests itself; after a restart they are preempted and the prefix cache is empty (where
+                this is impossible, see KnownRequests, the session ends).
             options: see SessionOptions.
         """
         self._require_open()
@@ -174,7 +182,9 @@ class Client:
     def lasting_session(
         self, replica: str, revive: Callable[[], Revival], **options: Unpack[SessionOptions]
     ) -> Session:
-        """The former name of `session` with a `revive`."""
+        """Open a session that survives a restart of the service. `session` with the argument `revive` replaces this
+        method.
+        """
         return self.session(replica, revive, **options)
 
     # ---- requests, without a session
@@ -182,11 +192,13 @@ class Client:
     def find_cache_hit(
         self, replica: str, what: Content | str, *, with_blocks: bool = False
     ) -> allocation_pb2.FindCacheHitResponse:
-        """The length of the cached prefix of content, or of a known request. Changes no state, not even LRU order."""
+        """Return how many leading tokens of a prompt, or of a request that the service knows, are cached. Changes no
+        state, not even LRU order.
+        """
         return self._do(calls.find_cache_hit(replica, what, with_blocks))
 
     def allocate_slots(self, replica: str, request: Allocate, at: At = HERE) -> allocation_pb2.AllocateSlotsResponse:
-        """Allocate blocks for a request's next tokens."""
+        """Allocate KV cache blocks for the next tokens of a request."""
         return self._do(calls.allocate_slots(replica, request, at))
 
     def commit_blocks(self, replica: str, commit: Commit, at: At = HERE) -> allocation_pb2.CommitBlocksResponse:
@@ -196,44 +208,57 @@ class Client:
     def free(
         self, replica: str, request_id: str, ending: Ending = Ending.FREE, *, fence_seq: int = 0, at: At = HERE
     ) -> allocation_pb2.FreeResponse:
-        """End or preempt a request. Its blocks return once step `fence_seq` was executed, 0 = immediately."""
+        """End or preempt a request. Its blocks return to the pool once the step with number `fence_seq` is executed; 0
+        = immediately.
+        """
         return self._do(calls.free(replica, request_id, ending, fence_seq, at))
 
     def evict_blocks(self, replica: str, block_ids: Sequence[int], at: At = HERE) -> allocation_pb2.EvictBlocksResponse:
-        """Evict blocks from the prefix cache: drop their keys, in order."""
+        """Remove the prefix cache keys of the given blocks, in this order, so that no later request has a cache hit on
+        these blocks.
+        """
         return self._do(calls.evict_blocks(replica, block_ids, at))
 
     def reset_prefix_cache(self, replica: str, at: At = HERE) -> allocation_pb2.ResetPrefixCacheResponse:
-        """Drop every key of the prefix cache. Nothing changes while a block is in use."""
+        """Remove every key of the prefix cache. Does nothing while a request holds a block; the answer states whether
+        the keys were removed.
+        """
         return self._do(calls.reset_prefix_cache(replica, at))
 
     # ---- inspection
 
     def snapshot(self, replica: str, *, summary: bool = False) -> admin_pb2.SnapshotResponse:
-        """The allocator's state, after a check of its invariants. `summary`: only digest and counts."""
+        """Check the invariants of the replica's allocator and return its state; with `summary`, only the state's digest
+        and counts.
+        """
         return self._do(calls.snapshot(replica, summary))
 
     def status(self) -> admin_pb2.StatusResponse:
-        """Version, replicas and telemetry of the service."""
+        """Return the version of the service, its replicas and the state of its telemetry."""
         return self._do(calls.status())
 
     def drain(self) -> None:
-        """Drain the service, as SIGTERM does. Returns immediately."""
+        """Ask the service to drain: it finishes the running calls and exits, as after SIGTERM. This call returns before
+        the service has exited.
+        """
         self._do(calls.drain())
 
     def explain(self, replica: str, what: Content | str) -> admin_pb2.ExplainResponse:
-        """Explain the prefix-cache hit length that content would have now, or that a request had at its admission."""
+        """Explain how many leading tokens of a prompt would be a cache hit now, or how many were a hit when the given
+        request was admitted.
+        """
         return self._do(calls.explain(replica, what))
 
     def subscribe(self, replica: str, after_seq: int | None = None) -> Iterator[EventBatch]:
-        """Subscribe to batches of cache events: an endless iterator.
+        """Yield the batches of cache events of a replica, without end. Close the iterator to unsubscribe.
 
-        After a broken stream it continues after the last batch. Batches that the service no longer has, and a change of
-        service, show as a gap. Close the iterator to unsubscribe.
+        After a broken stream, the subscription continues after the last batch that was received. If batches were lost,
+        because the service no longer has them or another service took over, the next batch has `gap` set.
 
         Args:
-            replica: its name.
-            after_seq: last batch already known; None = only batches from now on; 0 = all retained batches.
+            replica: name of the replica.
+            after_seq: number of the last batch that the caller has; None = only batches from now on; 0 = all batches
+                that the service still has.
         """
         feed = Feed(self._owners, self._retry, after_seq)
         while True:

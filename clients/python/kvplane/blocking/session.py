@@ -1,4 +1,6 @@
-"""The session of a blocking engine loop: steps out, answers in, in order, over one stream after another."""
+"""The blocking session of an engine. It sends steps and receives their results in order, and reopens a broken
+stream.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +26,29 @@ _T = TypeVar("_T")
 
 
 class Session(SessionView):
-    """One engine life on one replica.
+    """The session of an engine with one replica, through which the engine sends steps and receives their results.
 
         with kvplane.Session(transport, OpenRequest("replica", nonce)) as session:
             answer = session.apply(part)                    # one whole step, and its answer
 
-    A refused step raises its KvplaneError: nothing was changed, and the next step gets the same number. Steps
-    submitted after it were not applied either and must be submitted again.
+    If the service refuses a step, the call raises its KvplaneError: nothing has changed, and the next step gets the
+    same number. Steps that were submitted after a refused one were not applied either and must be submitted again.
 
-    When the stream breaks, the session reopens it and resends the unanswered steps. The service repeats the answers of
-    steps that it has applied, so no step is applied twice. If reopening fails for longer than `retry` allows, the call
-    raises Unavailable; if no answer arrives within the transport's timeout, DeadlineExceeded. The steps then stay in
-    flight, and the engine can
+    If the stream breaks, the session reopens it and sends the unanswered steps again. The service repeats the answers
+    of steps that it has applied, so no step is applied twice. If reopening fails for longer than `retry` allows, the
+    call raises Unavailable; if no answer arrives within the transport's timeout, DeadlineExceeded. The steps then stay
+    in flight, and the engine can
 
-    - retry: `receive` returns the answer once there is one;
-    - call `begin_new_life` and `receive`: nothing is granted, and the requests are sent to the service again;
-    - launch with the blocks granted so far, without an answer: see `Rank`. The session must begin a new life after it.
+    - retry: `receive` returns the answer once there is one; - call `begin_new_life` and `receive`: these steps are
+    granted nothing, and the session sends all requests to the service again; - launch with the blocks that earlier
+    answers granted: see `Rank.invalidate`. After such a launch the session must begin a new engine life (epoch).
 
     StaleEpoch, OtherWriter, NotFound and SequenceError end the session; every later call raises the same error.
 
-    When the service restarts, a session with a `revive` (`Client.session` always provides one) sends it the requests,
-    and the stamps of the page memory if there are any. The answers to steps in flight then grant nothing and list the
-    preempted requests. The epoch changes; step numbers continue. The same happens when the service drains and another
-    service is available, as soon as nothing is in flight.
+    If the service restarts, a session with a `revive` (`Client.session` always provides one) sends the new process the
+    requests, and the stamps of the page memory (version numbers of the pages' contents) if `revive` returns any. The
+    answers to steps in flight then grant nothing and list the preempted requests. The epoch changes; step numbers
+    continue. The same happens if the service drains and another service is available, as soon as nothing is in flight.
 
     Do not modify a part before it is answered. One thread at a time may call: a call during another call raises
     FailedPrecondition. A daemon thread keeps the lease while the engine is busy.
@@ -62,18 +64,19 @@ class Session(SessionView):
         heartbeats: bool = True,
         revive: Callable[[], Revival] | KnownRequests | None = None,
     ) -> None:
-        """Open the session; raises KvplaneError when the service refuses it or cannot be reached.
+        """Open the session. Raises KvplaneError if the service refuses it or cannot be reached.
 
         Args:
-            transport: carries the session, which closes it.
-            request: its nonce is used for the first stream; `nonces` draws those of later streams.
-            retry: how to reopen a broken stream. None: for ten seconds when the session opens, for a minute later,
-                so that a service has time to restart.
-            nonces: draws a random u64.
-            heartbeats: keep the lease by a thread; False when the engine calls `beat` itself.
-            revive: returns the engine's requests and memory for a restarted service; called within `apply` or
-                `receive`. KnownRequests: the session records its requests itself. None: a restart of the service ends
-                the session.
+            transport: carries the messages; the session closes it.
+            request: the first message; its nonce is used for the first stream, `nonces` provides those of later
+                streams.
+            retry: how to retry opening the stream. None: for ten seconds when the session opens first, for a minute
+                when a broken stream is reopened, so that a service has time to restart.
+            nonces: returns a random u64.
+            heartbeats: whether a thread keeps the lease; False if the engine calls `beat` itself.
+            revive: a function that returns the engine's requests and page memory for a restarted service; called within
+                `apply` or `receive`. KnownRequests: the session records its requests itself. None: a restart of the
+                service ends the session.
         """
         self._transport = transport
         self._machine = SessionMachine(request, retry, nonces, time.monotonic, revive)
@@ -90,27 +93,30 @@ class Session(SessionView):
 
     @property
     def draining(self) -> bool:
-        """Whether the service drains: finish running steps, close, and open a session at another service. A session
-        with a `revive` moves by itself at its next step when another service is available.
+        """Whether the service drains: then finish the running steps, close, and open a session at another service.
+
+        A session with a `revive` moves by itself at its next step, if another service is available.
         """
         return self._transport.draining
 
     def apply(self, *parts: Part, executed_through: int | None = None) -> StepResult:
-        """Send one whole step, or the last parts of one, and wait for the answer.
+        """Send one whole step, or the last parts of a step, and wait for its result.
 
         Args:
             parts: applied in order.
-            executed_through: all steps up to this one have finished on all ranks; None = all earlier steps.
+            executed_through: number of a step; it and all earlier steps have finished on all ranks; None = all steps
+                before this one have finished.
 
         Raises:
-            KvplaneError: the step is refused and nothing was changed; or see the class.
-            FailedPrecondition: an earlier step is unanswered.
-            Unavailable, DeadlineExceeded: the step is in flight, see the class.
+            KvplaneError: the step is refused and nothing was changed, or the session ended; see the class.
+            FailedPrecondition: an earlier step has no answer yet.
+            Unavailable: the service cannot be reached; the step is in flight, see the class.
+            DeadlineExceeded: no answer arrived in time; the step is in flight, see the class.
         """
         return self._call(self._machine.apply(parts, executed_through, self._moving))
 
     def submit(self, *parts: Part, last: bool = True, executed_through: int | None = None) -> int:
-        """Send a step, or some parts of one, without waiting. Returns its number.
+        """Send a step, or some parts of a step, without waiting for the answer. Returns the step's number.
 
         Args:
             parts: applied in order.
@@ -119,30 +125,34 @@ class Session(SessionView):
 
         Raises:
             LimitExceeded: the maximum number of steps is in flight; receive an answer first.
-            InvalidArgument: a value that cannot be encoded.
+            InvalidArgument: a value cannot be encoded.
         """
         return self._call(self._machine.submit(parts, last, executed_through, self._moving))
 
     def receive(self) -> StepResult:
-        """Wait for the next answer, in the order of `submit`.
+        """Wait for the next result, in the order in which the steps were submitted.
 
         Raises:
             KvplaneError: that step is refused; see the class.
             FailedPrecondition: no step is in flight.
-            Unavailable, DeadlineExceeded: the step stays in flight, see the class.
+            Unavailable: the service cannot be reached; the step stays in flight, see the class.
+            DeadlineExceeded: no answer arrived in time; the step stays in flight, see the class.
         """
         return self._call(self._machine.receive())
 
     def begin_new_life(self) -> None:
-        """Abandon this engine life and its answers: the next call begins a new one, as after a restart.
+        """End this engine life (the time of one epoch) and ignore the answers that are still missing. The next call
+        begins a new life, as after a restart of the service.
 
-        Raises FailedPrecondition when the session has no `revive`.
+        Raises FailedPrecondition if the session has no `revive`.
         """
         self._machine.check()
         self._machine.begin_new_life()
 
     def beat(self) -> None:
-        """Keep the lease; reopen a broken stream. Does nothing during a call, which keeps the lease itself."""
+        """Send a heartbeat, and reopen the stream if it is broken. Does nothing while another call runs, since that
+        call keeps the lease.
+        """
         if self.ended is None and self._link.acquire(blocking=False):
             try:
                 self._carry_out(self._machine.beat())
@@ -150,9 +160,9 @@ class Session(SessionView):
                 self._link.release()
 
     def close(self) -> None:
-        """End the session: the service frees the blocks of its requests. Idempotent.
+        """End the session, so that the service frees the blocks of its requests. A second call is harmless.
 
-        Waits up to two seconds for a call in another thread, then aborts it.
+        If another thread is in a call, waits up to two seconds for it and then cancels the stream.
         """
         self._stop.set()
         if not self._link.acquire(timeout=CLOSE_TIMEOUT_S):
@@ -164,7 +174,8 @@ class Session(SessionView):
             self._link.release()
 
     def abort(self) -> None:
-        """End the session immediately, from any thread; a call under way raises FailedPrecondition.
+        """End the session immediately by cancelling its stream. Any thread may call `abort`; a call that runs in
+        another thread raises FailedPrecondition.
 
         The service is not notified: it treats the engine as lost and keeps the blocks of its requests until the next
         session opens.
@@ -186,7 +197,7 @@ class Session(SessionView):
         return self._transport.draining and self._transport.can_move
 
     def _call(self, work: Doing[_T]) -> _T:
-        """Run one call of the engine."""
+        """Run one method of the session. Raises FailedPrecondition while another thread runs a method."""
         if not self._caller.acquire(blocking=False):
             raise FailedPrecondition(
                 "another thread is using this session", remedy="open a session, and use it from one thread"
@@ -221,7 +232,7 @@ class Session(SessionView):
 
 
 def _keep_beating(ref: weakref.ref[Session], stop: threading.Event, interval_s: float) -> None:
-    """Send heartbeats until the session ends or is garbage collected, so that no lease outlives its engine."""
+    """Send heartbeats until the session ends or is garbage collected, so that a lost engine's lease expires."""
     while not stop.wait(interval_s):
         session = ref()
         if session is None or session.ended is not None:

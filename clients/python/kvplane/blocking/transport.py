@@ -1,7 +1,7 @@
-"""A session over gRPC: one bidirectional stream, driven by the blocking stub.
+"""The gRPC transport of a blocking session: one bidirectional stream of the blocking stub.
 
-gRPC's sender thread reads requests from a SimpleQueue; the caller's thread reads answers. It is the fastest way in
-Python to use a stream from a blocking loop, and needs no event loop in the engine.
+gRPC's sender thread reads requests from a SimpleQueue, and the caller's thread reads answers. Of the ways to use a
+stream from a blocking loop in Python this is the fastest, and the engine needs no event loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from kvplane.wire import stream as stream_messages
 
 
 class GrpcTransport:
-    """Carries one session over a channel, which it does not close. Implements SessionTransport."""
+    """Carry the messages of one session over a gRPC channel, which the transport does not close. Implements
+    SessionTransport.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,9 @@ class GrpcTransport:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        """`max_message_bytes`: larger steps are refused here, since the service would end the stream."""
+        """Create a transport without a stream. `send` refuses steps above `max_message_bytes` bytes, since the service
+        ends a stream on which a larger message arrives.
+        """
         self._owners = channel if isinstance(channel, Owners) else Owners(channel)
         self._stubs: dict[grpc.Channel, AllocationStub] = {}
         self._channel = self._owners.present  # of the stream
@@ -45,9 +49,13 @@ class GrpcTransport:
         self.draining = self.can_move = False
 
     def open(self, request: OpenRequest) -> Opened:
-        """Open a stream. Raises Unavailable, DeadlineExceeded after `open_timeout_s`, or the service's refusal.
+        """Open a stream and return the service's first answer.
 
-        After the first two the next attempt uses the next address of the list.
+        Raises:
+            Unavailable: no service was reached; the next `open` tries the next address of the list.
+            DeadlineExceeded: no answer within `open_timeout_s` seconds; the next `open` tries the next address of the
+                list.
+            KvplaneError: the service refused the session.
         """
         message = stream_messages.open_message(request)
         route = Route(self._owners)
@@ -61,7 +69,9 @@ class GrpcTransport:
                 return opened
 
     def _stub(self, channel: grpc.Channel) -> AllocationStub:
-        """The channel's stub, created once while the channel is open: gRPC crashes on a stub of a closed channel."""
+        """Return the gRPC stub of a channel. The stub is created while the channel is open, since gRPC crashes if the
+        channel is closed.
+        """
         if channel not in self._stubs:
             self._stubs[channel] = AllocationStub(channel)
         return self._stubs[channel]
@@ -82,14 +92,20 @@ class GrpcTransport:
     def send(self, step: Step) -> None:
         """Write a step to the stream, without waiting.
 
-        Raises InvalidArgument for a value that cannot be encoded, LimitExceeded for a step above `max_message_bytes`.
+        Raises:
+            InvalidArgument: a value of the step cannot be encoded.
+            LimitExceeded: the encoded step is larger than `max_message_bytes`.
         """
         message = stream_messages.step_message(step, self._max_message_bytes)
         if self._stream is not None:
             self._stream.send(message)
 
     def receive(self) -> StepResult | KvplaneError:
-        """Wait for the next answer; DeadlineExceeded after `step_timeout_s`, which breaks the stream."""
+        """Wait for the next answer: the result of a step, or the refusal of a step.
+
+        Raises:
+            DeadlineExceeded: no answer within `step_timeout_s` seconds; the stream is then cancelled.
+        """
         stream = self._require_stream()
         while True:
             with moving_is_breaking():
@@ -99,16 +115,17 @@ class GrpcTransport:
             self.draining = True
 
     def heartbeat(self) -> None:
-        """Keep the lease. Raises the error that ended the stream, if it has ended."""
+        """Send a heartbeat. If the stream has ended, raise the error with which it ended."""
         stream = self._require_stream()
         with moving_is_breaking():
             stream.check()
         stream.send(stream_messages.heartbeat_message())
 
     def close(self) -> None:
-        """Close the stream and wait up to two seconds for the end: the service has then freed the requests.
+        """Close the stream and wait up to two seconds until the service has ended it. A service that has ended the
+        stream has freed the session's requests.
 
-        When the service drains, the next `open` uses the next address of the list.
+        If the service drains, the next `open` uses the next address of the list.
         """
         if self.draining:
             self._owners.instead_of(self._channel)
@@ -118,13 +135,13 @@ class GrpcTransport:
             stream.exhaust(CLOSE_TIMEOUT_S)
 
     def abort(self) -> None:
-        """Cancel the stream, and refuse to open another one; from any thread."""
+        """Cancel the stream and refuse to open another stream. Any thread may call this method."""
         self._is_aborted = True
         self._drop()
 
     def _require_stream(self) -> _Stream:
         if self._stream is None:
-            raise Unavailable("no stream is open")
+            raise Unavailable("the session has no open stream", remedy="open the session again")
         return self._stream
 
     def _drop(self) -> None:
@@ -134,24 +151,29 @@ class GrpcTransport:
 
 
 class _Stream:
-    """One gRPC stream. Implements Watched. Raises FailedPrecondition when its channel is closed."""
+    """One gRPC stream; the watchdog cancels a read that takes too long. The constructor raises FailedPrecondition if
+    the channel is closed.
+    """
 
     def __init__(self, stub: AllocationStub) -> None:
         self._requests: SimpleQueue[SessionRequest | None] = SimpleQueue()
         try:
             self._call = stub.Session(iter(self._requests.get, None))
         except ValueError as error:
-            raise FailedPrecondition("the channel is closed", remedy="connect again") from error
+            raise FailedPrecondition("the gRPC channel is closed", remedy="connect again") from error
         self.deadline_s, self._timeout_s = NEVER, NEVER
         self._is_late = False
         WATCHDOG.watch(self)
 
     def send(self, message: SessionRequest) -> None:
-        """Queue a message."""
+        """Put a message into the queue from which gRPC sends."""
         self._requests.put(message)
 
     def receive(self, timeout_s: float) -> SessionResponse:
-        """The next message. Raises the error that ended the stream, or DeadlineExceeded, after which it is ended."""
+        """Return the next message. If the stream has ended, raise the error with which it ended.
+
+        After `timeout_s` seconds, cancels the stream and raises DeadlineExceeded.
+        """
         message = None
         self._wait(timeout_s)
         try:
@@ -165,12 +187,12 @@ class _Stream:
         return message
 
     def check(self) -> None:
-        """Raise the error that ended the stream, if it has ended."""
+        """Raise the error with which the stream ended; do nothing if it is open."""
         if not self._call.is_active():
             raise self._end()
 
     def exhaust(self, timeout_s: float) -> None:
-        """Read to the end of the stream and stop the sender thread."""
+        """Read until the stream ends or `timeout_s` seconds have passed, then stop gRPC's sender thread."""
         self._wait(timeout_s)
         try:
             for _ in self._call:
@@ -181,13 +203,13 @@ class _Stream:
             self.cut()
 
     def cut(self) -> None:
-        """Cancel the stream and stop the sender thread."""
+        """Cancel the stream and stop gRPC's sender thread."""
         WATCHDOG.forget(self)
         self._call.cancel()
         self._requests.put(None)
 
     def is_late(self) -> None:
-        """Cancel the stream because its deadline passed."""
+        """Cancel the stream. The watchdog calls this method when the deadline of a read has passed."""
         self._is_late = True
         self.cut()
 
@@ -196,7 +218,10 @@ class _Stream:
 
     def _end(self) -> KvplaneError:
         if self._is_late:
-            return DeadlineExceeded(f"no answer within {self._timeout_s} s")
+            return DeadlineExceeded(
+                f"the service did not answer within {self._timeout_s} s",
+                remedy="open the session again, or raise the timeout",
+            )
         if self._call.code() is grpc.StatusCode.OK:
-            return Unavailable("the service ended the stream")
+            return Unavailable("the service ended the session's stream", remedy="open the session again")
         return error_of_rpc(self._call)

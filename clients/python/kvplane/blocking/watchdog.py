@@ -1,7 +1,7 @@
-"""Deadlines of blocking reads: one thread per process cancels the streams whose deadline passed.
+"""Deadlines of blocking reads: one thread per process cancels each stream whose read takes too long.
 
-gRPC's blocking streams have no timeout for a read. A timer per step would cost a thread per step; here a step only sets
-a number.
+gRPC's blocking streams have no timeout for a read. A timer per read would start a thread for each step; with the
+watchdog a step only stores its deadline.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ NEVER = float("inf")
 
 
 class Watched(Protocol):
-    """Attributes:
-    deadline_s: in seconds of `time.monotonic`; NEVER while no read waits.
+    """A stream with a deadline for its current read.
+
+    Attributes:
+        deadline_s: deadline in seconds of `time.monotonic`; NEVER while no read waits.
     """
 
     deadline_s: float
 
     def is_late(self) -> None:
-        """The deadline passed: end the read."""
+        """End the current read. The watchdog calls this method when the read's deadline has passed."""
         ...
 
 
 class Watchdog:
-    """Its thread runs while there is a stream to watch."""
+    """Cancel each stream whose deadline has passed. The watchdog's thread runs only while streams are watched."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,7 +38,7 @@ class Watchdog:
         self._is_running = False
 
     def watch(self, one: Watched) -> None:
-        """Enforce this stream's deadline from now on."""
+        """Enforce the deadline of a stream from now on."""
         with self._lock:
             self._watched.add(one)
             if not self._is_running:
@@ -44,7 +46,7 @@ class Watchdog:
                 threading.Thread(target=self._run, name="kvplane-deadlines", daemon=True).start()
 
     def forget(self, one: Watched) -> None:
-        """Stop enforcing it. Idempotent."""
+        """Stop enforcing the deadline of a stream. Does nothing for a stream that is not watched."""
         with self._lock:
             self._watched.discard(one)
 

@@ -1,4 +1,4 @@
-"""The client of a worker: it registers for a rank, receives the rank's plan and renews its lease."""
+"""The client that a worker uses: it registers for a rank, gets the rank's memory layout, and renews its lease."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ WORKERS = "kvplane.v1.Workers"
 
 
 class WorkersClient(Client):
-    """A client that can also register workers. Raises as Client does."""
+    """A client that can also register workers. Its methods raise the errors that Client names."""
 
     def register_worker(self, replica: str, worker: WorkerInfo) -> Assignment:
-        """Register as the worker of a rank; repeatable. Returns the rank's plan and the lease.
+        """Register as the worker of a rank and return the rank's memory layout and the lease. May be repeated.
 
         Raises:
             WorkerExists: another worker has the rank, and its lease has not expired.
-            NoPlan: the replica was registered with explicit groups.
+            NoPlan: the replica was registered with explicit groups, so there is no memory layout.
         """
         request = pb.RegisterWorkerRequest(replica=replica, worker=wire.encode_worker(worker))
         answer = self._do(Call(f"/{WORKERS}/RegisterWorker", request, pb.RegisterWorkerResponse))
         return wire.decode_assignment(answer)
 
     def renew_worker(self, replica: str, worker: WorkerInfo) -> int:
-        """Renew the lease. Returns it in milliseconds. Raises NotFound when the worker must register again."""
+        """Renew the worker's lease and return its length in milliseconds. Raises NotFound if the worker must register
+        again.
+        """
         request = pb.RenewWorkerRequest(replica=replica, worker=wire.encode_worker(worker))
         return self._do(Call(f"/{WORKERS}/RenewWorker", request, pb.RenewWorkerResponse)).lease_ms
 
     def deregister_worker(self, replica: str, worker_id: int) -> None:
-        """Give up the rank."""
+        """Remove the worker's registration, so that another worker may register for the rank."""
         request = pb.DeregisterWorkerRequest(replica=replica, worker_id=worker_id)
         self._do(Call(f"/{WORKERS}/DeregisterWorker", request, pb.DeregisterWorkerResponse))

@@ -1,9 +1,6 @@
-"""How a call reaches the service: gRPC channels, TLS and tokens, and refusals as gRPC statuses.
-
-An address, TLS files and a token come in; channels whose calls carry the token go out. A failed call comes in; the
-KvplaneError that it stands for goes out.
+"""How a call reaches the service: gRPC channels with TLS and tokens, and the KvplaneErrors of failed calls.
 
 access   TLS and token
 channel  channels with their keepalive and message limits
-status   the table of refusals and gRPC status codes, rich error details
+status   the table of errors and gRPC status codes, rich error details
 """

@@ -1,4 +1,4 @@
-"""gRPC channels to the service."""
+"""gRPC channels to the service, with their keepalive and message limits."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _OPTIONS = (
 
 
 def open_channel(address: str, access: Access = PLAIN, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.Channel:
-    """A channel for blocking stubs. It connects on first use.
+    """Return a channel for blocking stubs. It connects on first use.
 
     Args:
-        address: "host:port", "dns:///host:port", "unix:/path".
+        address: "host:port", "dns:///host:port" or "unix:/path".
         access: TLS and token.
-        max_message_bytes: largest message, in each direction.
+        max_message_bytes: largest message that is sent or received, in bytes.
 
     Raises:
-        InvalidArgument, NotFound: unusable TLS files or token.
+        InvalidArgument: a TLS file or the token is malformed, or the token would be sent in plain text.
+        NotFound: a TLS file cannot be read.
     """
     access.check(address)
     options = _options(access, max_message_bytes)
@@ -46,7 +47,7 @@ def open_channel(address: str, access: Access = PLAIN, max_message_bytes: int = 
 def open_aio_channel(
     address: str, access: Access = PLAIN, max_message_bytes: int = MAX_MESSAGE_BYTES
 ) -> grpc.aio.Channel:
-    """`open_channel` for asyncio stubs; call it within the running loop."""
+    """Return a channel for asyncio stubs; see `open_channel`. Call it while the event loop runs."""
     access.check(address)
     options = _options(access, max_message_bytes)
     if access.tls is None:

@@ -1,7 +1,8 @@
-"""Refusals as gRPC statuses: the table of error classes and status codes, and rich errors (google.rpc.Status).
+"""The conversion between KvplaneErrors and gRPC statuses: the table of status codes, and rich errors
+(google.rpc.Status).
 
-The service encodes a KvplaneError as a code and details, the client decodes them, so that both sides see the same
-exception. The details are sent in the trailing metadata "grpc-status-details-bin".
+The service encodes a KvplaneError as a code and details, and the client decodes them, so that both sides raise the same
+exception. The details are in the trailing metadata "grpc-status-details-bin".
 """
 
 from __future__ import annotations
@@ -84,23 +85,25 @@ _BY_CODE: Mapping[grpc.StatusCode, type[KvplaneError]] = {
 
 
 class RpcOutcome(Protocol):
-    """The outcome of a call: the methods that grpc.RpcError and grpc.aio.AioRpcError share."""
+    """The outcome of a gRPC call: the methods that grpc.RpcError and grpc.aio.AioRpcError share."""
 
     def code(self) -> grpc.StatusCode:
-        """The status code."""
+        """Return the status code."""
         ...
 
     def details(self) -> str | None:
-        """The status message."""
+        """Return the status message."""
         ...
 
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """Pairs of key and value; the values of keys ending in "-bin" are bytes."""
+        """Return pairs of key and value; the values of keys that end in "-bin" are bytes."""
         ...
 
 
 def status_code(error: KvplaneError) -> grpc.StatusCode:
-    """The gRPC status code of a refusal: that of its class, or of its nearest base class."""
+    """Return the gRPC status code of an error: the code of its class, or of the nearest base class that is in the
+    table.
+    """
     for cls in type(error).__mro__:
         if cls in _CODES:
             return _CODES[cls]
@@ -108,8 +111,9 @@ def status_code(error: KvplaneError) -> grpc.StatusCode:
 
 
 def encode_status(error: KvplaneError) -> status_pb2.Status:
-    """The rich status of a refusal: ErrorInfo, BadRequest for an invalid field, QuotaFailure and RetryInfo for an
-    exceeded quota. Texts are truncated to MAX_TEXT.
+    """Return the google.rpc.Status of an error: ErrorInfo, BadRequest for an invalid field, QuotaFailure for a quota.
+
+    For an exceeded quota the status also has a RetryInfo. Texts are truncated to MAX_TEXT characters.
     """
     metadata = {key: value[:MAX_TEXT] for key, value in error.metadata.items()}
     if error.remedy:
@@ -125,7 +129,7 @@ def encode_status(error: KvplaneError) -> status_pb2.Status:
 
 
 def _add_quota(status: status_pb2.Status, error: QuotaExceeded) -> None:
-    """Add the name of the quota and the time to retry, in the standard details of google.rpc."""
+    """Add the name of the quota and the time to wait before a retry, as details of google.rpc."""
     subject = error.metadata.get("quota", "")[:MAX_TEXT]
     violation = error_details_pb2.QuotaFailure.Violation(subject=subject, description=error.message[:MAX_TEXT])
     status.details.add().Pack(error_details_pb2.QuotaFailure(violations=[violation]))
@@ -136,7 +140,7 @@ def _add_quota(status: status_pb2.Status, error: QuotaExceeded) -> None:
 
 
 def decode_status(status: status_pb2.Status) -> KvplaneError | None:
-    """The refusal that a rich status encodes; None when its domain is not kvplane's."""
+    """Return the error that a google.rpc.Status encodes; None if the status is not from kvplane."""
     info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
     for detail in status.details:
         detail.Unpack(info)
@@ -151,7 +155,7 @@ def decode_status(status: status_pb2.Status) -> KvplaneError | None:
 
 
 def error_of_rpc(outcome: RpcOutcome) -> KvplaneError:
-    """The refusal of a failed call: decoded from its details, or chosen by its code."""
+    """Return the error of a failed call: from the status details if there are any, otherwise from the status code."""
     for key, value in outcome.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
             error = _parse_details(value)

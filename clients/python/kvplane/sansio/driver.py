@@ -1,8 +1,7 @@
-"""Runs logic without I/O: a generator that yields actions and receives their outcomes.
+"""Drivers of generators that yield actions and receive their outcomes, one blocking and one for asyncio.
 
-The generator does not wait; a driver carries out its actions one by one, blocking or awaited. Any exception of an
-action, including KeyboardInterrupt and CancelledError, is raised in the generator at the yield, so that one piece of
-code restores the state for both drivers.
+The generator itself does not wait. Any exception of an action, including KeyboardInterrupt and CancelledError, is
+raised in the generator at the `yield`, so that the generator restores its state in the same way with both drivers.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ Work: TypeAlias = Generator[A, Any, T]  # yields actions of kind A, returns T
 
 @dataclass(slots=True)
 class Pause:
-    """The action of waiting for `seconds`."""
+    """The action to wait for a number of seconds."""
 
     seconds: float
 
 
 def drive(work: Work[A, T], act: Callable[[A], object]) -> T:
-    """Carry out the actions of a generator and return its result."""
+    """Run a generator: call `act` for each action that it yields, and return the generator's result."""
     try:
         action = next(work)
         while True:
@@ -41,7 +40,7 @@ def drive(work: Work[A, T], act: Callable[[A], object]) -> T:
 
 
 async def drive_async(work: Work[A, T], act: Callable[[A], Awaitable[object]]) -> T:
-    """`drive`, with awaited actions."""
+    """Run a generator: await `act` for each action that it yields, and return the generator's result."""
     try:
         action = next(work)
         while True:

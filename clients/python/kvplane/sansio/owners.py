@@ -1,4 +1,4 @@
-"""Which service a call goes to: the client's list of services, and the owners of replicas that services name."""
+"""Which service a call goes to: one of the client's list, or the owner of a replica that a service named."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ C = TypeVar("C")
 
 
 def split_addresses(text: str) -> list[str]:
-    """The addresses of a list such as "a:7070,b:7070". Raises InvalidArgument when one is empty."""
+    """Return the addresses of a list such as "a:7070,b:7070". Raises InvalidArgument if an address is empty."""
     addresses = [text] if text.startswith(_GRPC_LISTS) else [address.strip() for address in text.split(",")]
     if not all(addresses):
-        raise InvalidArgument(f"{text!r} has an empty address", field="address", remedy="write HOST:PORT,HOST:PORT")
+        raise InvalidArgument(
+            f"the list {text!r} has an empty address", field="address", remedy="write HOST:PORT,HOST:PORT"
+        )
     return addresses
 
 
 class Owners(Generic[C]):
-    """One channel per address, open until the client closes. Thread-safe."""
+    """The channels to all services, one per address. They stay open until the client closes them. Thread-safe."""
 
     def __init__(self, first: C, reach: Callable[[str], C] | None = None, others: Sequence[str] = ()) -> None:
-        """`others`: addresses to use when the first service is unreachable. `reach` opens a channel to an address;
-        None: owners are not followed.
+        """Start with the channel of the first service.
+
+        Args:
+            first: channel of the first service of the list.
+            reach: opens a channel to an address; None: redirections to owners are not followed.
+            others: addresses of the other services, for use when the first one is unreachable.
         """
         self._reach = reach
         self._first = first
@@ -40,47 +46,55 @@ class Owners(Generic[C]):
 
     @classmethod
     def at(cls, addresses: str, reach: Callable[[str], C]) -> Owners[C]:
-        """Channels to a list of addresses; see `split_addresses`."""
+        """Open a channel to the first service of a list of addresses, and return the Owners of the list; see
+        `split_addresses`.
+        """
         first, *others = split_addresses(addresses)
         return cls(reach(first), reach, others)
 
     @property
     def present(self) -> C:
-        """The channel of the list that calls use now."""
+        """The channel that calls use first: that of the current service in the client's list."""
         with self._lock:
             return self._present()
 
     def after(self, moved: Moved, hops: int) -> C:
-        """The channel of the owner that `moved` names; `hops` includes this one.
+        """Return the channel of the owner that a Moved error names. `hops` is the number of redirections of the call,
+        including this one.
 
         Raises:
-            Moved: `moved`, when owners are not followed or the address is missing.
-            Unavailable: over MAX_HOPS hops, so that services that name each other as owner cannot loop.
+            Moved: `moved` itself, if redirections are not followed or the address is missing.
+            Unavailable: there were more than MAX_HOPS redirections, as when two services name each other as the owner.
         """
         address = moved.metadata.get("address", "")
         if self._reach is None or not address:
             raise moved
         if hops > MAX_HOPS:
-            raise Unavailable(f"redirected {hops} times, last to {address}", remedy="retry in a few seconds")
+            raise Unavailable(
+                f"the call was redirected {hops} times, last to {address}, more than {MAX_HOPS}",
+                remedy="retry in a few seconds",
+            )
         with self._lock:
             if self._closed:
                 raise moved
             return self._channel(address)
 
     def instead_of(self, channel: C) -> C:
-        """The channel to use when this channel is unreachable: the next of the list, if this one is current."""
+        """Return the channel to use after a failure of `channel`. If `channel` belongs to the current service of the
+        list, the next service becomes the current one.
+        """
         with self._lock:
             if not self._closed and channel is self._present():
                 self._at = (self._at + 1) % (1 + len(self._others))
             return self._present()
 
     def has_other_than(self, channel: C) -> bool:
-        """Whether another service is available."""
+        """Return whether there is a service whose channel is not `channel`."""
         with self._lock:
             return bool(self._others) or channel is not self._present()
 
     def close(self) -> list[C]:
-        """Stop following owners. Returns every channel, for the caller to close."""
+        """Stop following redirections and return every channel, for the caller to close."""
         with self._lock:
             self._closed = True
             return [self._first, *self._channels.values()]
@@ -96,11 +110,12 @@ class Owners(Generic[C]):
 
 
 class Route(Generic[C]):
-    """The route of one call: first the current service of the list, then the owners that services name.
+    """The services that one call tries: first the current service of the list, then the owners to which it is
+    redirected.
 
     Attributes:
         channel: the channel to use next.
-        hops: redirections since the last answer.
+        hops: number of redirections since the last answer.
     """
 
     def __init__(self, owners: Owners[C]) -> None:
@@ -109,7 +124,10 @@ class Route(Generic[C]):
         self.channel = owners.present
 
     def after(self, failed: KvplaneError) -> None:
-        """Follow a redirection, or raise `failed`. After Unavailable, later routes start at the next service."""
+        """Follow a Moved error to the named owner; raise any other error.
+
+        After Unavailable or DeadlineExceeded, later calls start at the next service of the list.
+        """
         if isinstance(failed, Moved):
             self.hops += 1
             self.channel = self._owners.after(failed, self.hops)
@@ -121,8 +139,10 @@ class Route(Generic[C]):
 
 @contextmanager
 def moving_is_breaking() -> Iterator[None]:
-    """Turn Moved on an open stream into Unavailable: the stream is broken, and reopening it finds the owner."""
+    """Raise Unavailable instead of Moved: for a session a Moved error means that the open stream is broken, and
+    reopening the stream finds the new owner.
+    """
     try:
         yield
     except Moved as moved:
-        raise Unavailable(moved.message) from moved
+        raise Unavailable(moved.message, remedy="open the session again; it is redirected to the owner") from moved

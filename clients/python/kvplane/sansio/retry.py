@@ -1,4 +1,4 @@
-"""Retries with exponential backoff: a policy, and the attempts of one call under it."""
+"""Retries with exponential backoff: a policy, and the attempts of one call."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvplane.base.errors import KvplaneError
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Exponential backoff, bounded in number and in time. Randomness is injected, for tests and simulations.
+    """The limits and pauses of retries, with exponential backoff. Tests and simulations replace its randomness.
 
     Attributes:
-        attempts: retries after the first failure; None = limited by time only.
+        attempts: most retries after the first failure; None = limited by time only.
         first_delay_s: pause before the second retry; the first retry has none.
         max_delay_s: longest pause; pauses double up to it.
         sleep: waits for a number of seconds. None: time.sleep; in a session, a wait that `abort` interrupts.
-        jitter: draws from [0, 1); shortens a pause by up to half, so that clients do not retry in step.
-        within_s: no retry begins later than this many seconds after the first failure.
+        jitter: returns a number of [0, 1), which shortens a pause by up to half, so that clients do not retry together.
+        within_s: no retry begins later than this number of seconds after the first failure.
     """
 
     attempts: int | None = 9
@@ -32,7 +32,7 @@ class RetryPolicy:
     within_s: float = 60.0
 
     def delays_s(self) -> Iterator[float]:
-        """The pause before each retry, in seconds."""
+        """Yield the pause before each retry, in seconds."""
         delay = 0.0
         for _ in count() if self.attempts is None else range(self.attempts):
             yield delay * (1.0 - self.jitter() / 2)
@@ -40,16 +40,18 @@ class RetryPolicy:
 
 
 class Attempts:
-    """The retries of one call. They are counted from the last success, the time from the first failure."""
+    """The retries of one call. The number of retries counts from the last success, the time limit from the first
+    failure.
+    """
 
     def __init__(self, policy: RetryPolicy, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` counts seconds."""
+        """Start without a failure. `clock` returns the time in seconds."""
         self._policy, self._clock = policy, clock
         self._delays = policy.delays_s()
         self._deadline_s = float("inf")
 
     def pause_s(self, failed: KvplaneError) -> float:
-        """Seconds to wait before the next attempt. Raises `failed` when none is left."""
+        """Return the seconds to wait before the next attempt. Raises `failed` if no attempt is left."""
         now = self._clock()
         self._deadline_s = min(self._deadline_s, now + self._policy.within_s)
         delay = next(self._delays, None)
@@ -58,6 +60,6 @@ class Attempts:
         return delay
 
     def succeeded(self) -> None:
-        """Reset the count. If the next use fails at once, its retry still has a pause."""
+        """Count retries from 0 again. If the next attempt fails too, a pause precedes its retry."""
         self._delays = self._policy.delays_s()
         next(self._delays, None)

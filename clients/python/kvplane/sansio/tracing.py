@@ -1,4 +1,6 @@
-"""The engine's trace context, if the engine uses OpenTelemetry. The client neither requires nor imports it."""
+"""The engine's trace context, if the engine uses OpenTelemetry. The client neither requires nor imports
+OpenTelemetry.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from kvplane.base.trace import TraceContext
 
 
 def current_traceparent() -> str:
-    """The W3C traceparent of the caller's current span; "" without one."""
+    """Return the W3C traceparent of the caller's current span; "" if there is none."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return ""
@@ -17,6 +19,6 @@ def current_traceparent() -> str:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...] | None:
-    """The metadata that propagates the trace context; None without a span."""
+    """Return the gRPC metadata with the caller's trace context; None if there is no current span."""
     traceparent = current_traceparent()
     return (("traceparent", traceparent),) if traceparent else None

@@ -1,8 +1,9 @@
-"""The requests of a session, recorded from its own steps, for a session without a `revive`.
+"""A record of a session's requests, made from the session's own steps, for a session without a `revive` (a function of
+the engine that returns its requests).
 
-A restarted service receives these requests and no stamps: it recovers no cache entry and preempts every request, and
-the engine admits them again. External transfers make this impossible, since the steps do not show which pages they
-read or write.
+After a restart, the session sends these requests to the service, and no stamps (version numbers of the pages'
+contents). So the service recovers no cache entry and preempts every request, and the engine admits them again. For
+requests with external transfers this is impossible, since the steps do not show which pages a transfer reads or writes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ _DEFAULTS = {"request_id": "", "domain": "", "extra_keys": NO_EXTRA_KEYS, "skip_
 
 
 class _Request:
-    """Attributes:
-    facts: the columns of its news row except its content.
+    """One recorded request.
+
+    Attributes:
+        facts: the columns of its news row except its content.
     """
 
     __slots__ = ("facts", "hashes", "num_hashes", "num_tokens", "tokens")
@@ -33,7 +36,11 @@ class _Request:
 
 
 class KnownRequests:
-    """Give one to a session as its `revive`. It keeps four bytes for each token of a request that has not ended."""
+    """The recorded requests of one session. The session uses this object as its `revive`, that is, to get its requests
+    after a restart of the service.
+
+    It keeps four bytes for each token of a request that has not ended.
+    """
 
     def __init__(self) -> None:
         self.running: set[int] = set()  # slots that hold blocks
@@ -41,13 +48,13 @@ class KnownRequests:
         self._obstacle = ""
 
     def note(self, step: Step, result: StepResult) -> None:
-        """Record a step that was applied."""
+        """Record a step that the service applied, and its result."""
         for part, done in zip(step.parts, result.parts, strict=True):
             self._record(part)
             self._note_running(part, done)
 
     def after(self, lost: Iterable[Step]) -> KnownRequests:
-        """A copy that includes these steps, which no service answered."""
+        """Return a copy of the record that also includes these steps, which no service has answered."""
         copy = deepcopy(self)
         try:
             for part in (part for step in lost for part in step.parts):
@@ -57,16 +64,17 @@ class KnownRequests:
         return copy
 
     def revival(self, epoch: int) -> Revival:
-        """The requests to send to a restarted service, in an engine life after this epoch.
+        """Return the requests for a restarted service, to begin an engine life with a higher epoch than `epoch`.
 
-        Raises ServiceRestarted when the recorded steps do not suffice.
+        Raises:
+            ServiceRestarted: the recorded steps are not sufficient, for instance after an external load.
         """
         with_tokens = {bool(one.tokens) for one in self._requests.values() if one.num_tokens}
         obstacle = self._obstacle or ("some requests have tokens, others hashes" if len(with_tokens) > 1 else "")
         if obstacle:
             raise ServiceRestarted(
                 f"the service restarted, and the session cannot send its requests again: {obstacle}",
-                remedy="open sessions with a revive",
+                remedy="open the session with the argument revive, a function that returns the engine's requests",
             )
         return Revival(news=self._news(), running=tuple(sorted(self.running)), owner_epoch=epoch)
 
@@ -83,7 +91,7 @@ class KnownRequests:
         return news
 
     def _record(self, part: Part) -> None:
-        """Record what the engine sent in a part."""
+        """Record the requests of a part as the engine sent them."""
         if part.facts.slot:
             self._add_facts(part.facts)
         if part.resume is not None:

@@ -1,6 +1,6 @@
 """The state machine of a session, without I/O; the blocking and the asyncio session run it.
 
-Each call of a session is a generator (`kvplane.sansio.driver`): it yields actions on the transport and receives their
+Each method of a session is a generator (`kvplane.sansio.driver`): it yields actions on the transport and receives their
 outcomes. It does not wait and has no clock, thread or loop, so that a test can try every order of events.
 
     down ──open──▶ up ──────── a step is sent, an answer received, the lease kept
@@ -51,21 +51,21 @@ BROKEN = (Unavailable, DeadlineExceeded)  # the stream is broken; the session is
 
 @dataclass(slots=True)
 class Open:
-    """Open a stream, which replaces the previous one. Outcome: an Opened."""
+    """The action to open a stream instead of the previous one. Its outcome is an Opened."""
 
     request: OpenRequest
 
 
 @dataclass(slots=True)
 class Send:
-    """Write a step to the stream."""
+    """The action to write a step to the stream."""
 
     step: Step
 
 
 @dataclass(slots=True)
 class Receive:
-    """Wait for the next answer. Outcome: a StepResult, or the refusal of the step."""
+    """The action to wait for the next answer. Its outcome is a StepResult, or the refusal of the step."""
 
 
 RECEIVE = Receive()
@@ -73,17 +73,19 @@ RECEIVE = Receive()
 
 @dataclass(slots=True)
 class Heartbeat:
-    """Keep the lease."""
+    """The action to send a heartbeat, so that the lease does not expire."""
 
 
 @dataclass(slots=True)
 class Close:
-    """Close the stream, so that the service frees the session's requests."""
+    """The action to close the stream, so that the service frees the session's requests."""
 
 
 @dataclass(slots=True)
 class Revive:
-    """Ask the engine for its requests and memory. Outcome: a Revival."""
+    """The action to ask the engine for its requests and the stamps (version numbers) of its pages. Its outcome is a
+    Revival.
+    """
 
 
 Action: TypeAlias = Open | Send | Receive | Heartbeat | Close | Revive | Pause
@@ -91,11 +93,12 @@ Doing: TypeAlias = Work[Action, T]
 
 
 class SessionMachine:
-    """One session. At most one call runs at a time; `end` may be called at any time, from any thread.
+    """The state of one session. At most one call runs at a time; any thread may call `end` at any time.
 
     Attributes:
         ended: why the session ended; None while it is open.
-        resume_refused: why requests lost their blocks when the session was last reopened; None when none did.
+        resume_refused: why the service refused the image (the blocks of running requests, see `Resume`) when the
+            session was last reopened, so that requests lost their blocks; None if it did not refuse one.
     """
 
     def __init__(
@@ -106,7 +109,9 @@ class SessionMachine:
         clock: Callable[[], float],
         revive: Callable[[], Revival] | KnownRequests | None,
     ) -> None:
-        """See kvplane.Session; `clock` counts seconds."""
+        """Start with a session that is not open. The arguments are those of kvplane.Session; `clock` returns
+        seconds.
+        """
         self._request = request
         self._opening, self._patience = retry or OPENING, retry or PATIENCE
         self._nonces, self._clock, self._can_revive = nonces, clock, revive is not None
@@ -123,29 +128,41 @@ class SessionMachine:
 
     @property
     def state(self) -> SessionState:
-        """Step numbers, and the service's answer to `open`. Raises FailedPrecondition before `open` has returned."""
+        """The step numbers and the service's first answer. Raises FailedPrecondition until `open` has returned."""
         if self._state is None:
-            raise FailedPrecondition("the session is not open", remedy="use it once `open` has returned")
+            raise FailedPrecondition(
+                "the session is not open yet", remedy="call open first and wait until it has returned"
+            )
         return self._state
 
     def check(self) -> None:
-        """Raise the reason why the session ended, if it ended."""
+        """If the session has ended, raise the error with which it ended."""
         if self.ended is not None:
             raise self.ended.with_traceback(None)
 
     def end(self, reason: KvplaneError) -> None:
-        """End the session; from any thread. A call under way ends at its next action."""
+        """End the session; later calls raise `reason`. Any thread may call it; a running call ends at its
+        next action.
+        """
         if self.ended is None:
             self.ended = reason
 
     def begin_new_life(self) -> None:
-        """Abandon the current engine life. Raises FailedPrecondition for a session without a `revive`."""
+        """End the current engine life (the time of one epoch), so that the next call begins a new engine life.
+
+        Raises FailedPrecondition if the session has no `revive`.
+        """
         if not self._can_revive:
-            raise FailedPrecondition("the session has no revive", remedy="close it, and open another one")
+            raise FailedPrecondition(
+                "the session has no revive, which returns the engine's requests for a new engine life",
+                remedy="close the session, and open another one",
+            )
         self._leave("the engine begins a new life")
 
     def open(self) -> Doing[None]:
-        """Begin an engine life. Each attempt draws a nonce, since the service may have seen that of the last one."""
+        """Open the session and begin an engine life (epoch). Each attempt has a new nonce, since the service may have
+        received the previous attempt's nonce.
+        """
         attempts, request = Attempts(self._opening, self._clock), self._request
         while True:
             try:
@@ -159,13 +176,17 @@ class SessionMachine:
                 return
 
     def apply(self, parts: Sequence[Part], executed_through: int | None, moving: bool) -> Doing[StepResult]:
-        """Send a step and receive its answer."""
+        """Send a step and receive its result."""
         self.state.require_idle()
         yield from self.submit(parts, True, executed_through, moving)
         return (yield from self.receive())
 
     def submit(self, parts: Sequence[Part], last: bool, executed_through: int | None, moving: bool) -> Doing[int]:
-        """Send a step, or some parts of it. `moving`: the service drains, and another one is available."""
+        """Send a step, or some parts of a step, and return the step's number.
+
+        With `moving` (the service drains and another service is available), the session does not send a new step but
+        keeps it for that other service.
+        """
         step = self.state.register(parts, last, executed_through)
         step.traceparent = current_traceparent()
         if not (self.state.holds_back(step, moving and self._can_revive) or self._is_new_life):
@@ -174,7 +195,7 @@ class SessionMachine:
         return step.seq
 
     def receive(self) -> Doing[StepResult]:
-        """Receive the next answer. After Unavailable or DeadlineExceeded the step stays in flight."""
+        """Receive the next result. After Unavailable or DeadlineExceeded the step stays in flight."""
         self.state.require_in_flight()
         attempts: Attempts | None = None
         while True:
@@ -204,7 +225,7 @@ class SessionMachine:
             self._refusal = answer
 
     def beat(self) -> Doing[None]:
-        """Keep the lease, or try once to reopen a broken stream. Raises no KvplaneError."""
+        """Send a heartbeat, or try once to reopen a broken stream. Raises no KvplaneError."""
         with suppress(KvplaneError):
             with suppress(*BROKEN):
                 if self._is_up:
@@ -218,11 +239,15 @@ class SessionMachine:
         yield from self._use(Close())
 
     def interrupted(self) -> None:
-        """The caller was interrupted: the stream's state is unknown, so the next call reopens it."""
+        """Record that a call was interrupted. The state of the stream is unknown, so the next call reopens it."""
         self._is_up = False
 
     def _use(self, action: Action) -> Doing[T]:
-        """Perform one action on the stream, which is broken unless it succeeds. An ended session may only close."""
+        """Carry out one action on the stream. If the action fails, the stream counts as broken.
+
+        After the session's end only `Close` is carried out; any other action raises the error with which the session
+        ended.
+        """
         if not isinstance(action, Close):
             self.check()
         was_up, self._is_up = self._is_up, False
@@ -236,7 +261,7 @@ class SessionMachine:
         return outcome
 
     def _ending(self, work: Doing[T]) -> Doing[T]:
-        """Run a call; a refusal in it ends the session."""
+        """Run a part of a call. Every error except that of a broken stream ends the session."""
         try:
             return (yield from work)
         except BROKEN:
@@ -257,13 +282,18 @@ class SessionMachine:
         return result
 
     def _refuse(self) -> Doing[None]:
-        """Raise the refusal of the oldest step, after the refusals of the steps behind it were received."""
+        """Raise the refusal of the oldest step in flight, after receiving the refusals of all steps after it."""
         assert self._refusal is not None
         with suppress(*BROKEN):
             for _ in range(self.state.followers * self._is_up):
                 answer: StepResult | KvplaneError = yield from self._ending(self._use(RECEIVE))
                 if isinstance(answer, StepResult):
-                    self.end(InternalError(f"step {answer.seq} was applied though one before it was refused"))
+                    self.end(
+                        InternalError(
+                            f"the service applied step {answer.seq} although it refused a step before it",
+                            remedy="open a new session, and report this bug",
+                        )
+                    )
                     self.check()
         refusal, self._refusal = self._refusal, None
         self.state.refused()
@@ -272,7 +302,9 @@ class SessionMachine:
         raise refusal
 
     def _resume(self, attempts: Attempts) -> Doing[None]:
-        """Open a stream again, in this engine life or in a new one. Raises Unavailable after the last attempt."""
+        """Open a stream again, in this engine life (epoch) or in a new one. Raises Unavailable when
+        no attempt is left.
+        """
         while True:
             self.check()
             yield Pause(attempts.pause_s(self._broken_by))
@@ -296,7 +328,7 @@ class SessionMachine:
                 return
 
     def _reopen(self) -> Doing[None]:
-        """Continue this engine life: open a stream and resend the unanswered steps."""
+        """Continue this engine life (epoch): open a stream and send the unanswered steps again."""
         begun = replace(self._request, stamp_table=(), busy_blocks=(), owner_epoch=0)  # only a new life sends these
         request = replace(begun, epoch=self.state.epoch, nonce=self._nonces(), life_nonce=self._life_nonce)
         try:
@@ -312,14 +344,16 @@ class SessionMachine:
         self._is_up = True
 
     def _begin_again_from(self, known: KnownRequests) -> Doing[None]:
-        """Begin a new engine life with the requests that this session has recorded."""
+        """Begin a new engine life (epoch) with the requests that this session has recorded."""
         known = known.after(self.state.unanswered())
         yield from self._begin_again(known.revival(self.state.epoch))
         known.running.clear()  # the synthesized answers preempt them
         self._known = known
 
     def _begin_again(self, revival: Revival) -> Doing[None]:
-        """Begin a new engine life and send what the engine has. A failure before the last answer repeats all of it."""
+        """Begin a new engine life (epoch) and send the engine's requests. After a failure, the next attempt sends all
+        requests again.
+        """
         request = revival.open_request(self._request, self._nonces(), self.state.still_busy())
         opened: Opened = yield from self._use(Open(request))
         results: list[StepResult] = []
@@ -348,7 +382,9 @@ class SessionMachine:
 
 
 class _Sending:
-    """Wraps the sending of a new step: withdraws a step that was not sent, keeps one in flight that may have been."""
+    """A context for sending a new step. If sending fails, the step is withdrawn if it was certainly not sent, and stays
+    in flight otherwise.
+    """
 
     def __init__(self, machine: SessionMachine, step: Step) -> None:
         self._machine, self._step = machine, step
@@ -359,7 +395,7 @@ class _Sending:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        is_broken = isinstance(error, BROKEN)  # suppressed: `receive` raises it
+        is_broken = isinstance(error, BROKEN)  # then suppressed: the next `receive` raises it
         if isinstance(error, Exception) and not is_broken:
             self._machine.state.withdraw(self._step)
         elif error is not None:  # Ctrl-C, a cancelled task

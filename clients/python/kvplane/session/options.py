@@ -1,4 +1,4 @@
-"""The options of `Client.session`, checked, and the first message of the session; for both clients."""
+"""The options of `Client.session`, with their checks, and the first message of a session; for both clients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from kvplane.session.reopening import Revival
 
 
 class SessionOptions(TypedDict, total=False):
-    """Options of a session.
+    """The options of `Client.session`.
 
     Attributes:
-        epoch: the engine life to continue; NEW_EPOCH, the default, begins a new one.
-        with_events: answers carry cache events.
-        stamp_table: see OpenRequest; not with a `revive`, which provides it.
+        epoch: epoch of the engine life to continue; NEW_EPOCH, the default, begins a new engine life.
+        with_events: whether answers contain cache events.
+        stamp_table: see OpenRequest; not together with a `revive`, whose Revival has the stamps.
         client: name of the client, for operators.
-        retry: how to retry when the stream breaks, see Session.
+        retry: how to retry after the stream breaks, see Session.
         step_timeout_s: seconds that a call waits for an answer before it raises DeadlineExceeded.
         open_timeout_s: seconds that opening a stream may take.
-        remember: without a `revive`, record the requests so that a restarted service can receive them; True by default.
+        remember: without a `revive`: record the requests, so that the session can send them to a restarted service;
+            True by default.
     """
 
     epoch: int
@@ -39,19 +40,21 @@ class SessionOptions(TypedDict, total=False):
 
 
 def draw_nonce() -> int:
-    """A u64 that names one stream."""
+    """Return a random u64 to identify one stream."""
     return secrets.randbits(64)
 
 
 def first_request(replica: str, revive: Callable[[], Revival] | None, options: SessionOptions) -> OpenRequest:
-    """The message that opens the session. Raises InvalidArgument for an unknown option or an invalid value."""
+    """Return the message that opens the session. Raises InvalidArgument for an unknown option or an invalid value."""
     hints = get_type_hints(SessionOptions)
     for name, value in options.items():
         if name not in hints:
-            raise InvalidArgument("unknown option", field=name, remedy=f"use one of {', '.join(hints)}")
+            raise InvalidArgument(
+                f"a session has no option {name}", field=name, remedy=f"use one of {', '.join(hints)}"
+            )
         check(value, hints[name], name)
         if name.endswith("timeout_s") and not cast(float, value) > 0.0:
-            raise InvalidArgument(f"{value} s is not a timeout", field=name, remedy="give seconds above 0")
+            raise InvalidArgument(f"a timeout of {value} s is not above 0", field=name, remedy="give seconds above 0")
     check(replica, str, "replica")
     check(revive, Callable[[], Revival] | None, "revive")
     epoch, stamps = options.get("epoch", NEW_EPOCH), tuple(options.get("stamp_table", ()))
@@ -60,23 +63,29 @@ def first_request(replica: str, revive: Callable[[], Revival] | None, options: S
         return OpenRequest(replica, draw_nonce(), epoch, with_events, client, stamps)
     if stamps or epoch != NEW_EPOCH:
         name = "stamp_table" if stamps else "epoch"
-        raise InvalidArgument("a revive begins an engine life with its own stamps", field=name, remedy="omit it")
+        raise InvalidArgument(
+            f"{name} is given together with revive, which begins a new engine life with its own stamps",
+            field=name,
+            remedy=f"omit {name} or revive",
+        )
     revival = revive()
     check(revival, Revival, "revive()")
     return revival.first_request(replica, draw_nonce(), with_events, client)
 
 
 def timeouts(options: SessionOptions) -> tuple[float, float]:
-    """The timeouts of opening a stream and of a step, in seconds."""
+    """Return (seconds to open a stream, seconds to wait for an answer)."""
     return options.get("open_timeout_s", OPEN_TIMEOUT_S), options.get("step_timeout_s", STEP_TIMEOUT_S)
 
 
 def revival_of(
     revive: Callable[[], Revival] | None, options: SessionOptions
 ) -> Callable[[], Revival] | KnownRequests | None:
-    """How the session survives a restart of its service; None: it does not.
+    """Return the function or the record from which the session gets what it sends to a restarted service; None if a
+    restart ends the session.
 
-    Requests are recorded only for a new engine life: a session that continues one has not seen its earlier steps.
+    Requests are recorded only by a session that begins a new engine life (epoch): a session that continues an engine
+    life has not seen the earlier steps.
     """
     if revive is not None or options.get("epoch", NEW_EPOCH) != NEW_EPOCH or not options.get("remember", True):
         return revive

@@ -1,12 +1,13 @@
-"""How a session continues after its service restarted: pure, for the blocking and the asyncio session.
+"""How a session continues after its service restarted. Functions without I/O, for the blocking and the asyncio session.
 
-The restarted service recovers those cache entries that the stamps of the page memory prove, and has none of the
-requests. The session sends the stamps, every request, and the blocks of running requests (the image). Unanswered steps
-are answered here: nothing was granted, and running requests that are not in the image were preempted. The engine sees a
-pause; preempted requests hit their cached prefixes when they are admitted again. The engine's step numbers continue,
-those of the new service begin at 1: `StepNumbering` converts between them.
+The restarted service recovers the cache entries for which the stamps of the page memory (version numbers of the pages'
+contents) prove that the pages are unchanged; it has lost all requests. The session sends the stamps, every request, and
+the blocks of running requests (the image). The session itself answers the steps in flight: nothing was granted, and
+running requests that are not in the image were preempted. The engine sees a pause; preempted requests hit their cached
+prefixes when they are admitted again. The engine's step numbers continue, the new service's step numbers begin at 1:
+`StepNumbering` converts between them.
 
-When the service refuses the image, all running requests are preempted instead.
+If the service refuses the image, all running requests are preempted instead.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from kvplane.base.step import AdmitStatus, Cache, News, Orders, Part, PartResult
 
 @dataclass(frozen=True, slots=True)
 class Revival:
-    """What an engine sends to a restarted service. No granted step may still be waiting for its launch; with a
-    `resume`, every launch must have finished.
+    """What an engine sends to a restarted service. Every granted step must have been launched.
+
+    With a `resume`, every launch must have finished.
 
     Attributes:
-        stamp_table: of the page memory, one stamp per block, equal on every rank (0 where they differ).
-        incarnation: of that memory, 0 = unknown.
+        stamp_table: one stamp (version number of the page's content) per block, on which all ranks agree; 0 where they
+            differ.
+        incarnation: identifies the page memory, 0 = unknown.
         news: every request that has not ended, in its current state, with all its tokens or hashes.
         running: slots of requests that hold blocks.
-        held: slots that ended as HELD and were not released. A slot that `resume` omits loses its pages: a transfer
-            that reads one finds a changed stamp afterwards.
-        busy_blocks: blocks that loads in progress may still write, including those of requests that `resume` lists as
-            loading. The session adds those of its own `busy_blocks` that no step named in `Cache.loads_over`.
-        owner_epoch: the highest epoch that owns a rank's memory, 0 = none or unknown; the new life gets a higher one.
+        held: slots whose requests ended as HELD (transfers use their blocks) and were not released. A slot that
+            `resume` omits loses its pages: a transfer that reads such a page finds a changed stamp afterwards.
+        busy_blocks: blocks that loads (transfers into pages from outside) in progress may still write, including loads
+            of requests that `resume` lists as loading. The session adds the blocks of its own `busy_blocks` that no
+            step listed in `Cache.loads_over`.
+        owner_epoch: the highest epoch that owns a rank's memory, 0 = none or unknown; the new engine life gets a higher
+            epoch.
         resume: the blocks of running requests that continue, and those of transfers; None: all running requests are
-            preempted. Omit every request that a failed launch may have touched.
+            preempted. Omit every request whose pages a failed launch may have written.
     """
 
     stamp_table: tuple[int, ...] = ()
@@ -48,11 +53,13 @@ class Revival:
     owner_epoch: int = 0
 
     def first_request(self, replica: str, nonce: int, with_events: bool, client: str) -> OpenRequest:
-        """The message that opens the session."""
+        """Return the message that opens the session for the first time."""
         return self.open_request(OpenRequest(replica, nonce, NEW_EPOCH, with_events, client), nonce)
 
     def open_request(self, first: OpenRequest, nonce: int, busy: Iterable[int] = ()) -> OpenRequest:
-        """The message that reopens the session. Loads of earlier engine lives may still write the `busy` blocks."""
+        """Return the message that reopens the session. `busy` are blocks that loads (transfers into pages) of earlier
+        engine lives may still write.
+        """
         return replace(
             first,
             epoch=NEW_EPOCH,
@@ -64,7 +71,9 @@ class Revival:
         )
 
     def first_steps(self, opened: Opened, lost: Iterable[Step]) -> list[Step]:
-        """The first steps of the new life: evictions of the unanswered (`lost`) steps, then the requests."""
+        """Return the first steps of the new engine life (epoch): the evictions of the unanswered (`lost`) steps, then
+        the requests.
+        """
         cache = Cache()
         for part in (part for step in lost for part in step.parts):
             cache.evicted.extend(part.cache.evicted)
@@ -73,23 +82,31 @@ class Revival:
         return [Step(opened.epoch, opened.seq + number, [part]) for number, part in enumerate(parts, 1)]
 
     def resume_step(self, opened: Opened, results: Sequence[StepResult]) -> Step | None:
-        """The step that sends the image, after the `results` of the first steps; None without an image."""
+        """Return the step that sends the image (the blocks of running requests), after the `results` of the first
+        steps; None if there is no image.
+        """
         if self.resume is None:
             return None
         return Step(opened.epoch, opened.seq + len(results) + 1, [Part(resume=self.resume)])
 
     def without_resume(self) -> Revival:
-        """A copy without the image, for a service that refused it."""
+        """Return a copy without the image (the blocks of running requests), for use after the service refused the
+        image.
+        """
         return replace(self, resume=None)
 
     @property
     def dropped_held(self) -> frozenset[int]:
-        """Held slots that the image omits: the new service does not have them."""
+        """The held slots that the image (the blocks of running requests) omits, so that the new service does not know
+        these slots.
+        """
         return frozenset(self.held) - frozenset(self.resume.held_slot if self.resume else ())
 
     @property
     def adopted_loads(self) -> frozenset[int]:
-        """Blocks that loads of the image write. They are not busy once the service has accepted the image."""
+        """The blocks that loads (transfers into pages from outside) of requests in the image still write. These blocks
+        are no longer busy once the service has accepted the image (the blocks of running requests).
+        """
         resume, found = self.resume or Resume(), set[int]()
         blocks, groups = iter(resume.blocks), len(resume.num_blocks) // max(1, len(resume.slot))
         for row, loading in enumerate(resume.loading):
@@ -103,8 +120,10 @@ class Revival:
         return frozenset(found)
 
     def answers(self, lost: Sequence[Step], results: Sequence[StepResult]) -> list[StepResult]:
-        """Answers to unanswered steps: nothing was granted. The first one lists the preempted requests and the orders
-        of all steps that began the new life (`results`).
+        """Return the answers of the unanswered (`lost`) steps, in which nothing was granted.
+
+        The first answer lists the preempted requests, and has the orders of all steps that began the new engine life
+        (`results`).
         """
         free_blocks = results[-1].parts[-1].free_blocks
         answers = []
@@ -120,7 +139,7 @@ class Revival:
 
 
 class StepNumbering:
-    """Converts between the engine's step numbers and those of the current service."""
+    """The conversion between the engine's step numbers and those of the current service."""
 
     def __init__(self) -> None:
         self._ahead = 0  # the engine's number of a step minus the service's
@@ -129,18 +148,23 @@ class StepNumbering:
         self._held: dict[int, tuple[int, int] | None] = {}
 
     def restart(self, next_step: tuple[int, int], used: int, held: Iterable[int]) -> None:
-        """Map the engine's next (step, part) to the first part of step `used` + 1 of the new service."""
+        """Start with a new service: the engine's next (step, part) is the first part of the service's step `used` + 1.
+
+        `held` are held slots (their requests ended, transfers use their blocks) that the new service does not know.
+        """
         self._ahead = next_step[0] - used - 1
         self._cut = next_step
         self._held = dict.fromkeys(held)  # earlier steps are not resent
 
     @property
     def _has_restarted(self) -> bool:
-        """Whether a service was replaced. Not `_ahead != 0`: both may count equally, and earlier steps still differ."""
+        """Whether the service was replaced. `_ahead != 0` is not sufficient: the two numberings may be equal although
+        earlier steps differ.
+        """
         return self._cut != (0, 0)
 
     def to_service(self, step: Step) -> Step:
-        """The step with the service's numbers."""
+        """Return a step with the step number that the service uses."""
         if not self._has_restarted:
             return step
         part = step.part - self._cut[1] if step.seq == self._cut[0] else step.part
@@ -148,7 +172,7 @@ class StepNumbering:
         return replace(step, seq=step.seq - self._ahead, part=part, executed_through=done, parts=self._parts(step))
 
     def to_engine(self, result: StepResult) -> StepResult:
-        """The answer with the engine's numbers."""
+        """Return a result with the step number that the engine uses."""
         if not self._has_restarted:
             return result
         seq = result.seq + self._ahead
@@ -161,16 +185,18 @@ class StepNumbering:
         return replace(part, admit_load_after=[step and step + self._ahead for step in part.admit_load_after])
 
     def position(self, opened: Opened) -> tuple[int, int]:
-        """The (step, part) that the service expects, in the engine's numbers."""
+        """Return the (step, part) that the service expects next, in the engine's numbers."""
         seq = opened.seq + 1 + self._ahead
         return seq, opened.next_part + (self._cut[1] if seq == self._cut[0] else 0)
 
     def less(self, seq: int) -> int:
-        """Convert a step number of the engine to that of this service; 0 if an earlier service had the step."""
+        """Return the service's number of a step of the engine; 0 if that step was sent to an earlier service."""
         return seq - self._ahead if seq >= self._cut[0] else 0
 
     def _done(self, seq: int) -> int:
-        """The service's `executed_through`. The first steps of a life launch nothing, so they count as executed."""
+        """Return the value of `executed_through` in the service's step numbers. The first steps of an engine life
+        launch nothing and count as executed.
+        """
         return max(seq, self._cut[0] - 1) - self._ahead
 
     def _parts(self, step: Step) -> list[Part]:
@@ -186,7 +212,7 @@ class StepNumbering:
 
 
 def _joined(orders: Iterable[Orders]) -> Orders:
-    """All orders, concatenated."""
+    """Return one Orders that has the entries of all given orders, in order."""
     joined = Orders()
     for each in orders:
         for name in (column.name for column in fields(Orders)):
@@ -220,9 +246,10 @@ _FLAT = ("tokens", "hashes", "num_hashes")
 
 
 def _in_pieces(news: News, max_rows: int) -> Iterator[News]:
-    """The rows in pieces of at most `max_rows` rows and, unless a single row has more, _PIECE_TOKENS tokens.
+    """Yield the rows in pieces of at most `max_rows` rows and, (unless a single row has more) at most _PIECE_TOKENS
+    tokens.
 
-    Small pieces bound the time that the service spends on the hashes of one message.
+    Small pieces limit the time that the service needs for the hashes of one message.
     """
     by_row = [name for name in (one.name for one in fields(News)) if name not in _FLAT]
     size = len(news.hashes) // max(1, sum(news.num_hashes))

@@ -1,9 +1,9 @@
-"""Parts built from rows, one object per request: readable, for small engines and for tests.
+"""Parts built from rows, one object per row: easy to read, for small engines and for tests.
 
     part_of(NewsRow(slot=0, tokens=prompt), AdmitRow(slot=0))
     part_of(FactRow(slot=0, tokens=[42]), RunRow(slot=0), budget=Budget(tokens=8192))
 
-Each row costs about a microsecond. An engine with hundreds of rows per step fills the columns of `Part` directly.
+Each row takes about a microsecond. An engine with hundreds of rows per step fills the columns of `Part` directly.
 """
 
 from __future__ import annotations
@@ -37,14 +37,17 @@ AS_COUNTED = -1
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a section of a part, for the request in a slot."""
+    """The base class of rows: one row of a section of a part, for the request in `slot`."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class FactRow(Row):
-    """What happened to one request; see `Facts`. Appended tokens are given as ids, or as a count with hashes."""
+    """A row of the facts section: what happened to one request since the last step. For the attributes see `Facts`.
+
+    Appended tokens are given as `tokens`, or as `num_tokens` and the `hashes` of the blocks that became full.
+    """
 
     tokens: Sequence[int] = ()
     num_tokens: int = 0
@@ -57,7 +60,10 @@ class FactRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class NewsRow(Row):
-    """One new request; see `News`. Its prompt is given as token ids, or as a count with hashes."""
+    """A row of the news section: one new request. For the attributes see `News`.
+
+    Its prompt is given as `tokens`, or as `num_tokens` and the `hashes` of its full blocks.
+    """
 
     tokens: Sequence[int] = ()
     num_tokens: int = 0
@@ -72,12 +78,14 @@ class NewsRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class ResumeRow(Row):
-    """One request that continues with its blocks; see `Resume`.
+    """A row of the image (see `Resume`): one request that continues with its blocks. For the other attributes see
+    `Resume`.
 
     Attributes:
         tables: block ids of each group, as in `BlockTables`.
-        launch_end: None = `computed`.
-        loading: an external load may still write its pages; list them in `Revival.busy_blocks` too.
+        launch_end: number of tokens after the last launch; None = `computed`.
+        loading: whether a load, a transfer from outside, may still write the request's pages; list their blocks in
+            `Revival.busy_blocks` too.
     """
 
     computed: int
@@ -90,18 +98,19 @@ class ResumeRow(Row):
 
 @dataclass(frozen=True, slots=True)
 class RunRow(Row):
-    """One running request; see `Run`."""
+    """A row of the run section: one running request. For the attributes see `Run`."""
 
     extra: int = 0
     cap: int = UNLIMITED
     lookahead: int = 0
     in_flight: int = AS_COUNTED
     flags: RowFlag = RowFlag.NONE
+    reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitRow(Row):
-    """One waiting request; see `Admit`."""
+    """A row of the admit section: one waiting request. For the attributes see `Admit`."""
 
     extra: int = 0
     cap: int = UNLIMITED
@@ -112,11 +121,15 @@ class AdmitRow(Row):
     reserved: int = 0
     watermark: Watermark = Watermark.AUTO
     flags: RowFlag = RowFlag.NONE
+    hit_limit: int = UNLIMITED
+    min_new: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class PeekRow(Row):
-    """One look-up; see `Peek`."""
+    """A row of the peek section: one look-up in the prefix cache. See `Peek`."""
+
+    limit: int = UNLIMITED
 
 
 AnyRow: TypeAlias = FactRow | NewsRow | RunRow | AdmitRow | PeekRow
@@ -124,9 +137,9 @@ _CONTENT = {"tokens", "num_tokens", "hashes"}
 
 
 def part_of(*rows: Row, budget: Budget | None = None, cache: Cache | None = None) -> Part:
-    """A part with these rows, each in its section, in the given order.
+    """Return a part with these rows, each in its section, in the given order.
 
-    Raises InvalidArgument for a value of a wrong type; it names the row and the field.
+    Raises InvalidArgument for a value of a wrong type; its field names the row and the attribute.
     """
     try:
         return _part_of(rows, budget, cache)
@@ -154,7 +167,7 @@ def _part_of(rows: Sequence[Row], budget: Budget | None, cache: Cache | None) ->
 
 
 def resume_of(rows: Sequence[ResumeRow]) -> Resume:
-    """The image of these requests; blocks in no table are free."""
+    """Return the image (see `Resume`) of these requests. Blocks that are in none of the tables are free."""
     tables = [table for row in rows for table in row.tables]
     return Resume(
         slot=[row.slot for row in rows],
@@ -169,7 +182,7 @@ def resume_of(rows: Sequence[ResumeRow]) -> Resume:
 
 
 def _fill(section: Facts | News | Run | Admit, rows: Sequence[Row]) -> None:
-    """Set each column in which a row differs from the default."""
+    """Set each column of a section for which at least one row has a value other than the default."""
     if not rows:
         return
     for column in fields(rows[0]):
@@ -181,7 +194,7 @@ def _fill(section: Facts | News | Run | Admit, rows: Sequence[Row]) -> None:
 
 
 def _fill_content(section: Facts | News, rows: Sequence[FactRow] | Sequence[NewsRow]) -> list[int]:
-    """Set tokens and hashes; returns the column of token counts."""
+    """Set the tokens and hashes of a section, and return its column of token counts."""
     section.tokens = [token for row in rows for token in row.tokens]
     section.hashes = b"".join(digest for row in rows for digest in row.hashes)
     if section.hashes:

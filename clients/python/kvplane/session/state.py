@@ -1,6 +1,6 @@
-"""The client's record of steps: their numbers, which are in flight, and what a failed step undoes.
+"""The client's record of steps: their numbers, which steps are in flight, and what a failed step undoes.
 
-Pure: no transport, clock or thread. The session's machine uses it.
+It has no transport, clock or thread. `SessionMachine` uses it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from kvplane.session.reopening import Revival, StepNumbering
 
 
 class SessionState:
-    """Step numbers of one session in one epoch.
+    """The step numbers of one session in one engine life (the time of one epoch), and the steps in flight: sent and not
+    answered.
 
     Attributes:
-        epoch, spec, kept_keys, lease_ms, max_rows: as the service answered when the session opened.
-        free_blocks: exact after the last answer.
-        busy_blocks: ascending; not allocated in this engine life, because loads of earlier lives may still write them.
+        epoch, spec, kept_keys, lease_ms, max_rows: as the service answered when the session opened; see Opened.
+        free_blocks: number of free blocks, exact after the last answer.
+        busy_blocks: blocks that loads (transfers into pages from outside) of earlier engine lives may still write;
+            ascending. The service does not allocate these blocks.
     """
 
     def __init__(self, opened: Opened) -> None:
@@ -50,35 +52,41 @@ class SessionState:
 
     @property
     def next_seq(self) -> int:
-        """Number of the next step, or of the step whose last part was not sent yet."""
+        """The number of the next step, or of the current step if its last part was not sent yet."""
         return self._next[0]
 
     @property
     def in_flight(self) -> int:
-        """Steps with a part that has not been answered."""
+        """The number of steps with a part that has not been answered."""
         if not self._unanswered:
             return 0
         return self._unanswered[-1].seq - self._unanswered[0].seq + 1
 
     def register(self, parts: Sequence[Part], last: bool, executed_through: int | None) -> Step:
-        """Make a step of these parts under the next number and put it in flight.
+        """Make a step of these parts, give it the next number, and record it as in flight.
 
-        `executed_through` None: all earlier steps have finished; for a later part of a step, as in its first part.
+        `executed_through` None: all earlier steps have finished; in a later part of a step, the value of its first
+        part.
 
         Raises:
             LimitExceeded: the maximum number of steps or parts is in flight.
-            InvalidArgument: no parts, or an impossible `executed_through`.
+            InvalidArgument: there are no parts, or `executed_through` is impossible.
         """
         seq, part = self._next
         if not parts:
-            raise InvalidArgument("a step has at least one part", field="parts", remedy="send Part() to apply nothing")
+            raise InvalidArgument(
+                "the step has no parts, but needs at least one",
+                field="parts",
+                remedy="send Part() for a step without rows",
+            )
         if part == 0 and self.in_flight >= self._max_steps:
             raise LimitExceeded(
-                f"{self.in_flight} steps are in flight, at most {self._max_steps}", remedy="receive an answer first"
+                f"{self.in_flight} steps are in flight, the maximum is {self._max_steps}",
+                remedy="receive an answer first",
             )
         if len(self._unanswered) >= self.max_rows:
             raise LimitExceeded(
-                f"{len(self._unanswered)} messages are in flight, at most {self.max_rows}",
+                f"{len(self._unanswered)} messages with parts are in flight, the maximum is {self.max_rows}",
                 remedy="receive an answer first",
             )
         for at, given in enumerate(parts):
@@ -91,9 +99,10 @@ class SessionState:
         return step
 
     def holds_back(self, step: Step, moving: bool) -> bool:
-        """Whether the step registered last is kept for the next service, since the session leaves this one (`moving`).
+        """Return whether the last registered step must wait for the next service, because the session changes the
+        service (`moving`).
 
-        The later parts of a step go where its first part went.
+        The later parts of a step are sent to the service that received the step's first part.
         """
         holds = self._num_unsent > 0 or (moving and step.part == 0)
         self._num_unsent += holds
@@ -101,21 +110,24 @@ class SessionState:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the service has answered every step that it was sent, and steps are held back for another service."""
+        """Whether the service has answered every step that was sent to it, while further steps wait for another
+        service.
+        """
         return self._num_unsent == len(self._unanswered) > 0
 
     def withdraw(self, step: Step) -> None:
-        """Undo the last `register`: the step could not be sent."""
+        """Undo the last `register`, because the step could not be sent."""
         withdrawn = self._unanswered.pop()
         assert withdrawn is step, "only the last step can be withdrawn"
         self._next = (step.seq, step.part)
 
     def answered(self, result: StepResult) -> StepResult:
-        """Record the answer to the oldest step in flight. Raises InternalError when it answers another step."""
+        """Record the answer to the oldest step in flight. Raises InternalError if it answers another step."""
         step = self.oldest
         if (result.seq, result.part) != (step.seq, step.part):
             raise InternalError(
-                f"step {step.seq} part {step.part} was answered by step {result.seq} part {result.part}"
+                f"the service answered step {result.seq} part {result.part}, expected step {step.seq} part {step.part}",
+                remedy="open a new session, and report this bug",
             )
         self._unanswered.popleft()
         self._executed_through = step.executed_through
@@ -130,38 +142,44 @@ class SessionState:
 
     @property
     def followers(self) -> int:
-        """Number of parts sent after the oldest one. When that is refused, the service refuses each of them too."""
+        """The number of messages sent after the oldest unanswered one. If the service refuses the oldest one, it
+        refuses all of these too.
+        """
         return len(self._unanswered) - 1 - self._num_unsent
 
     def refused(self) -> None:
-        """Record that the oldest step was refused. Its number is free again; steps behind it are dropped."""
+        """Record that the oldest step in flight was refused. The next step gets that step's number, and all steps after
+        it are dropped.
+        """
         step = self.oldest
         self._unanswered.clear()
         self._num_unsent = 0
         self._next = (step.seq, step.part)
 
     def to_service(self, step: Step) -> Step:
-        """The step with the service's numbers."""
+        """Return a step with the step number that the service uses."""
         return self._numbers.to_service(step)
 
     def to_engine(self, result: StepResult) -> StepResult:
-        """The answer with the engine's numbers."""
+        """Return a result with the step number that the engine uses."""
         return self._numbers.to_engine(result)
 
     def take_synthesized(self) -> StepResult | None:
-        """The next answer, if the session makes it itself."""
+        """Return the next answer if the session itself made it, without the service; None otherwise."""
         return self._synthesized.popleft() if self._synthesized else None
 
     def unanswered(self) -> list[Step]:
-        """Steps that the service has not answered, in order."""
+        """Return the steps that the service has not answered, in order."""
         return list(self._unanswered)[len(self._synthesized) :]
 
     def still_busy(self) -> tuple[int, ...]:
-        """Those of `busy_blocks` that no step in flight names in `Cache.loads_over`."""
+        """Return those of `busy_blocks` that no step in flight lists in `Cache.loads_over`."""
         return _without_ended(self.busy_blocks, self._unanswered)
 
     def restarted(self, opened: Opened, revival: Revival, results: Sequence[StepResult]) -> None:
-        """Continue in a new engine life. `results`: of the steps that began it; unanswered steps are answered here."""
+        """Continue in a new engine life (epoch): answer the unanswered steps. `results` are the results of the steps
+        that began the new life.
+        """
         self.epoch, self.spec, self.kept_keys = opened.epoch, opened.spec, opened.kept_keys
         self.lease_ms, self.max_rows, self._max_steps = opened.lease_ms, opened.max_rows, opened.max_steps_in_flight
         self.busy_blocks = tuple(block for block in opened.busy_blocks if block not in revival.adopted_loads)
@@ -175,7 +193,7 @@ class SessionState:
     def resumed(self, opened: Opened) -> list[Step]:
         """Continue after the stream was reopened. Returns the steps to send again, in order.
 
-        Raises SequenceError when the service's position does not match this session's.
+        Raises SequenceError if the service expects a step that this session cannot send.
         """
         here = self._numbers.position(opened)
         unanswered = self.unanswered()
@@ -183,7 +201,7 @@ class SessionState:
         earliest = (oldest.seq, oldest.part) if oldest else self._next
         if opened.epoch != self.epoch or not earliest <= here <= self._next:
             raise SequenceError(
-                f"the service expects (step, part) {here} of epoch {opened.epoch}, this session would send "
+                f"the service expects (step, part) {here} of epoch {opened.epoch}, this session can send "
                 f"{earliest} to {self._next} of epoch {self.epoch}",
                 remedy="open a session with a new epoch",
             )
@@ -194,16 +212,18 @@ class SessionState:
         return unanswered
 
     def require_idle(self) -> None:
-        """Raise FailedPrecondition when answers are outstanding."""
+        """Raise FailedPrecondition if a step has not been answered."""
         if self._unanswered:
             raise FailedPrecondition(
-                f"{self.in_flight} steps have not been answered", remedy="receive their answers first"
+                f"{self.in_flight} earlier steps have not been answered", remedy="receive their answers first"
             )
 
     def require_in_flight(self) -> None:
-        """Raise FailedPrecondition when no answer is outstanding."""
+        """Raise FailedPrecondition if no step waits for an answer."""
         if not self._unanswered:
-            raise FailedPrecondition("no step is in flight", remedy="submit one first")
+            raise FailedPrecondition(
+                "no step is in flight, so there is no answer to receive", remedy="submit a step first"
+            )
 
     def _executed(self, seq: int, part: int, given: int | None) -> int:
         latest = self._unanswered[-1].executed_through if self._unanswered else self._executed_through
@@ -212,7 +232,7 @@ class SessionState:
                 return latest
             if self._unanswered:
                 raise InvalidArgument(
-                    f"{self.in_flight} steps before step {seq} are in flight",
+                    f"it is missing, but {self.in_flight} steps before step {seq} are in flight",
                     field="executed_through",
                     remedy="with several steps in flight, give the last step that has finished on all ranks",
                 )
@@ -220,7 +240,7 @@ class SessionState:
         check(given, int, "executed_through")
         if not latest <= given <= self._answered_seq:
             raise InvalidArgument(
-                f"{given} is not in {latest}..{self._answered_seq}",
+                f"{given} is not within {latest} to {self._answered_seq}",
                 field="executed_through",
                 remedy="give a step that was answered and executed; the value never decreases",
             )
@@ -229,12 +249,14 @@ class SessionState:
     @property
     def oldest(self) -> Step:
         """The step that is answered next."""
-        assert self._unanswered, "an answer without a step"
+        assert self._unanswered, "the service sent an answer, but no step is in flight"
         return self._unanswered[0]
 
 
 def _without_ended(busy: tuple[int, ...], steps: Iterable[Step]) -> tuple[int, ...]:
-    """The blocks for which none of these steps reports the end of their loads."""
+    """Return the given blocks without those that one of these steps lists in `Cache.loads_over`: the transfers into
+    those pages have ended.
+    """
     if not busy:
         return busy
     ended = {block for step in steps for part in step.parts for block in part.cache.loads_over}

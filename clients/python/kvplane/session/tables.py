@@ -1,4 +1,4 @@
-"""Block tables in the engine, kept up to date from the answers."""
+"""The block tables of an engine's requests, updated with each result."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from kvplane.base.step import Blocks, End, Part, PartResult
 
 
 class BlockTables:
-    """Block ids by slot and group, in token order: what paged kernels read.
+    """Block ids by slot and group, in token order, as paged attention kernels read them.
 
-    A table only grows while its request runs. Entries that the service released (they left a window, or hold an older
-    state) keep their block id; this is safe because no kernel of that kind of layer reads them.
+    A table only grows while its request runs. An entry whose block the service released (the block left a window, or
+    has an older state) keeps its block id. This is safe because no kernel for that kind of layer reads such an entry.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -18,7 +18,9 @@ class BlockTables:
         self._held: set[int] = set()  # slots that ended as held
 
     def __getitem__(self, slot: int) -> list[list[int]]:
-        """The tables of a request by group; KeyError when it holds no blocks."""
+        """Return the block tables of the request in this slot, one per group. Raises KeyError if the request holds no
+        blocks.
+        """
         return self._tables[slot]
 
     def __contains__(self, slot: int) -> bool:
@@ -28,7 +30,7 @@ class BlockTables:
         return len(self._tables)
 
     def update(self, part: Part, result: PartResult) -> None:
-        """Apply the result of a part. Both must belong together, and parts must come in the order they were sent."""
+        """Apply the result of a part. Call this once for each part, in the order in which the parts were sent."""
         facts = part.facts
         for slot, end in zip(facts.slot, facts.end, strict=False):
             if end in (End.FREE, End.PREEMPTED):
@@ -45,7 +47,9 @@ class BlockTables:
         self._append(part.run.slot, result.new_blocks, admitted)
 
     def _take_whole(self, part: Part, tables: Blocks) -> set[int]:
-        """Replace the tables that the result states in full; returns their rows."""
+        """Replace the tables that the result contains in full, and return the numbers of the result's rows that they
+        belong to.
+        """
         slots = [*part.run.slot, *part.admit.slot]
         by_row = tables.by_row()
         for row, groups in by_row.items():

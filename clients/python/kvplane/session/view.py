@@ -10,7 +10,7 @@ BEATS_PER_LEASE = 3
 
 
 def aborted() -> KvplaneError:
-    """The error that every call of a session raises after `abort`."""
+    """Return the error that every call of a session raises after `abort`."""
     return FailedPrecondition("the session was aborted", remedy="open a new one")
 
 
@@ -21,40 +21,42 @@ class SessionView:
 
     @property
     def epoch(self) -> int:
-        """The engine life of the steps that are sent."""
+        """The epoch of the engine life to which new steps belong."""
         return self._machine.state.epoch
 
     @property
     def spec(self) -> ReplicaSpec:
-        """The spec of the replica."""
+        """The settings of the replica."""
         return self._machine.state.spec
 
     @property
     def free_blocks(self) -> int:
-        """Number of free blocks; exact after the last answer."""
+        """The number of free blocks of the pool; exact after the last answer."""
         return self._machine.state.free_blocks
 
     @property
     def kept_keys(self) -> int:
-        """Number of cached keys that survived into this engine life."""
+        """The number of prefix cache keys that stayed valid at the start of this engine life (epoch)."""
         return self._machine.state.kept_keys
 
     @property
     def busy_blocks(self) -> tuple[int, ...]:
-        """Blocks that loads of earlier lives may still write; not allocated until `Cache.loads_over` names them.
+        """Blocks that loads (transfers into pages from outside) of earlier engine lives may still write. The service
+        does not allocate such a block until `Cache.loads_over` of a step lists it.
 
-        Name each when its transfers have ended, and all of them when every rank allocated its memory for this life.
+        List a block in `Cache.loads_over` when its transfers have ended. List all these blocks when every rank has
+        allocated new memory for this life.
         """
         return self._machine.state.busy_blocks
 
     @property
     def in_flight(self) -> int:
-        """Number of steps that were submitted and not answered."""
+        """The number of steps that were submitted and not answered."""
         return self._machine.state.in_flight
 
     @property
     def next_seq(self) -> int:
-        """Number of the step that the next part belongs to."""
+        """The number of the step to which the next part belongs."""
         return self._machine.state.next_seq
 
     @property
@@ -64,5 +66,7 @@ class SessionView:
 
     @property
     def resume_refused(self) -> KvplaneError | None:
-        """Why the last image was refused, so that running requests lost their blocks; None when none was refused."""
+        """Why the service refused the last image (the blocks of running requests, see `Resume`), so that running
+        requests lost their blocks; None if it did not.
+        """
         return self._machine.resume_refused

@@ -1,9 +1,9 @@
-"""Unary calls without I/O: what is sent, when it is sent again, and to which service.
+"""The logic of unary calls without I/O: what is sent, when it is sent again, and to which service.
 
-Arguments of the clients come in; `Call` values go out, and the actions that carry one out (`kvplane.sansio`). The
-blocking and the asyncio client share all of it.
+It turns the arguments of a client's method into a `Call`, and a `Call` into a series of actions (`kvplane.sansio`). The
+blocking and the asyncio client share it.
 
-calls         one function per RPC: arguments to a `Call`
-retrying      the order of attempts of one call, over services and owners
-subscription  cache events through broken streams, as a sequence without repeats
+    calls         one function per RPC, from arguments to a `Call`
+    retrying      the attempts of one call, over services and owners
+    subscription  cache events through broken streams, each batch once
 """

@@ -1,4 +1,7 @@
-"""Unary calls as values: method, request message, and whether a retry is safe. Shared by both clients."""
+"""Unary calls as values: the method, the request message, and whether the call may be repeated. For both clients.
+
+Each function builds the `Call` of one RPC from the arguments of a client's method; it sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ REGISTER_TIMEOUT_S = 120.0  # includes the construction of the pool
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[Answer]):
-    """One unary call.
+    """One unary call: what is sent to which gRPC method.
 
     Attributes:
-        path: of the gRPC method.
+        path: path of the gRPC method.
         request: the message to send.
         answer_type: message type of the answer.
-        repeatable: whether the call is idempotent, so that it can be sent again after a failure.
-        timeout_s: deadline of this call; None = the client's.
+        repeatable: whether sending the call a second time is harmless, so that it can be retried after a failure.
+        timeout_s: deadline of this call in seconds; None = the deadline of the client.
     """
 
     path: str
@@ -46,7 +49,7 @@ class Call(Generic[Answer]):
 def register_replica(
     replica: str, source: ReplicaSpec | ModelSource | LayerSource, num_ranks: int, namespace_digest: bytes
 ) -> Call[allocation_pb2.RegisterReplicaResponse]:
-    """Create a replica."""
+    """Build the call that creates a replica."""
     fields = {"replica": replica, "num_ranks": num_ranks, "namespace_digest": namespace_digest}
     request = build(allocation_pb2.RegisterReplicaRequest, "request", {**fields, **wire.encode_source(source)})
     answer = allocation_pb2.RegisterReplicaResponse
@@ -55,7 +58,9 @@ def register_replica(
 
 @checked
 def deregister_replica(replica: str, epoch: int | None) -> Call[allocation_pb2.DeregisterReplicaResponse]:
-    """Remove a replica. Not repeatable: another client may have registered the name again."""
+    """Build the call that removes a replica. It is not repeatable: another client may have
+    registered the name again.
+    """
     request = build(allocation_pb2.DeregisterReplicaRequest, "request", {"replica": replica, "epoch": epoch})
     answer = allocation_pb2.DeregisterReplicaResponse
     return Call(f"/{ALLOCATION}/DeregisterReplica", request, answer, repeatable=False)
@@ -63,14 +68,14 @@ def deregister_replica(replica: str, epoch: int | None) -> Call[allocation_pb2.D
 
 @checked
 def describe_replica(replica: str) -> Call[allocation_pb2.DescribeReplicaResponse]:
-    """State and counters of a replica."""
+    """Build the call for the state and counters of a replica."""
     request = build(allocation_pb2.DescribeReplicaRequest, "request", {"replica": replica})
     return Call(f"/{ALLOCATION}/DescribeReplica", request, allocation_pb2.DescribeReplicaResponse)
 
 
 @checked
 def list_replicas(page_size: int, page_token: str) -> Call[allocation_pb2.ListReplicasResponse]:
-    """One page of the list of replicas."""
+    """Build the call for one page of the list of replicas."""
     fields = {"page_size": page_size, "page_token": page_token}
     request = build(allocation_pb2.ListReplicasRequest, "request", fields)
     return Call(f"/{ALLOCATION}/ListReplicas", request, allocation_pb2.ListReplicasResponse)
@@ -78,7 +83,7 @@ def list_replicas(page_size: int, page_token: str) -> Call[allocation_pb2.ListRe
 
 @checked
 def find_cache_hit(replica: str, what: Content | str, with_blocks: bool) -> Call[allocation_pb2.FindCacheHitResponse]:
-    """Look up content, or a known request by its id."""
+    """Build the call that looks up the cached prefix of a prompt, or of a known request by its id."""
     content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
     fields = {"replica": replica, "with_blocks": with_blocks, **content}
     request = build(allocation_pb2.FindCacheHitRequest, "request", fields)
@@ -87,21 +92,21 @@ def find_cache_hit(replica: str, what: Content | str, with_blocks: bool) -> Call
 
 @checked
 def allocate_slots(replica: str, request: Allocate, at: At) -> Call[allocation_pb2.AllocateSlotsResponse]:
-    """Allocate blocks for a request's next tokens."""
+    """Build the call that allocates blocks for the next tokens of a request."""
     message = wire.encode_allocate(_header(replica, at), request)
     return Call(f"/{ALLOCATION}/AllocateSlots", message, allocation_pb2.AllocateSlotsResponse)
 
 
 @checked
 def commit_blocks(replica: str, commit: Commit, at: At) -> Call[allocation_pb2.CommitBlocksResponse]:
-    """Append tokens to a request and register full blocks."""
+    """Build the call that appends tokens to a request and registers its full blocks."""
     request = wire.encode_commit(_header(replica, at), commit)
     return Call(f"/{ALLOCATION}/CommitBlocks", request, allocation_pb2.CommitBlocksResponse)
 
 
 @checked
 def free(replica: str, request_id: str, ending: Ending, fence_seq: int, at: At) -> Call[allocation_pb2.FreeResponse]:
-    """End or preempt a request."""
+    """Build the call that ends or preempts a request."""
     fields = {"request_id": request_id, "end": wire.encode_ending(ending), "fence_seq": fence_seq}
     request = build(allocation_pb2.FreeRequest, "request", {"header": _header(replica, at), **fields})
     return Call(f"/{ALLOCATION}/Free", request, allocation_pb2.FreeResponse)
@@ -109,7 +114,7 @@ def free(replica: str, request_id: str, ending: Ending, fence_seq: int, at: At) 
 
 @checked
 def evict_blocks(replica: str, block_ids: Sequence[int], at: At) -> Call[allocation_pb2.EvictBlocksResponse]:
-    """Drop the keys of blocks."""
+    """Build the call that removes the keys of blocks."""
     fields = {"header": _header(replica, at), "block_ids": block_ids}
     request = build(allocation_pb2.EvictBlocksRequest, "request", fields)
     return Call(f"/{ALLOCATION}/EvictBlocks", request, allocation_pb2.EvictBlocksResponse)
@@ -117,33 +122,33 @@ def evict_blocks(replica: str, block_ids: Sequence[int], at: At) -> Call[allocat
 
 @checked
 def reset_prefix_cache(replica: str, at: At) -> Call[allocation_pb2.ResetPrefixCacheResponse]:
-    """Drop every key."""
+    """Build the call that removes every key of the prefix cache."""
     request = allocation_pb2.ResetPrefixCacheRequest(header=_header(replica, at))
     return Call(f"/{ALLOCATION}/ResetPrefixCache", request, allocation_pb2.ResetPrefixCacheResponse)
 
 
 @checked
 def snapshot(replica: str, summary: bool) -> Call[admin_pb2.SnapshotResponse]:
-    """The whole state of a replica."""
+    """Build the call for the state of a replica's allocator."""
     request = build(admin_pb2.SnapshotRequest, "request", {"replica": replica, "summary": summary})
     return Call(f"/{ADMIN}/Snapshot", request, admin_pb2.SnapshotResponse)
 
 
 @checked
 def status() -> Call[admin_pb2.StatusResponse]:
-    """Version, replicas and telemetry of a service."""
+    """Build the call for version, replicas and telemetry of the service."""
     return Call(f"/{ADMIN}/Status", admin_pb2.StatusRequest(), admin_pb2.StatusResponse)
 
 
 @checked
 def drain() -> Call[admin_pb2.DrainResponse]:
-    """Drain a service."""
+    """Build the call that drains the service."""
     return Call(f"/{ADMIN}/Drain", admin_pb2.DrainRequest(), admin_pb2.DrainResponse)
 
 
 @checked
 def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse]:
-    """Explain the prefix-cache hit of content, or of a request by its id."""
+    """Build the call that explains the cache hit of a prompt, or of a request by its id."""
     content = {"request_id": what} if isinstance(what, str) else {"content": wire.encode_content(what)}
     request = build(admin_pb2.ExplainRequest, "request", {"replica": replica, **content})
     return Call(f"/{ADMIN}/Explain", request, admin_pb2.ExplainResponse)
@@ -151,10 +156,10 @@ def explain(replica: str, what: Content | str) -> Call[admin_pb2.ExplainResponse
 
 @checked
 def subscription(replica: str, after_seq: int | None) -> events_pb2.SubscribeRequest:
-    """The message that subscribes to events."""
+    """Build the message that subscribes to cache events after batch `after_seq`."""
     return build(events_pb2.SubscribeRequest, "request", {"replica": replica, "after_seq": after_seq})
 
 
 def _header(replica: str, at: At) -> allocation_pb2.MutationHeader:
-    """The header, with an op_id, so that the call is repeatable."""
+    """Return the header of a call, with an op_id, so that the service detects a repetition."""
     return wire.encode_header(replica, at if at.op_id else replace(at, op_id=uuid.uuid4().hex))

@@ -1,4 +1,4 @@
-"""The attempts of a unary call over services and owners: without I/O, for both clients."""
+"""The attempts of a unary call over the list of services and their redirections. Without I/O, for both clients."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ C = TypeVar("C")
 
 @dataclass(slots=True)
 class Ask(Generic[C]):
-    """The action of making one call at one service. Outcome: its answer."""
+    """The action to send one call to one service. Its outcome is the answer."""
 
     channel: C
     call: Call[Any]
 
 
 def asked(owners: Owners[C], call: Call[Answer], retry: RetryPolicy) -> Work[Ask[C] | Pause, Answer]:
-    """Make a call and return its answer. It goes to the current service of the list and follows Moved to the owner;
-    after Unavailable it goes to the next service, unless the call is not repeatable.
+    """Make a call and return its answer, as a generator of actions.
+
+    The call goes to the current service of the list and follows Moved to the owner of the replica. After Unavailable a
+    repeatable call goes to the next service.
     """
     attempts = Attempts(retry if call.repeatable else replace(retry, attempts=0))
     while True:

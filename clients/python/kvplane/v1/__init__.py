@@ -1,1 +1,1 @@
-"""Generated code of the contract in proto/kvplane/v1; `make proto` writes it."""
+"""Generated Python code of the protobuf files in proto/kvplane/v1; `make proto` writes it."""

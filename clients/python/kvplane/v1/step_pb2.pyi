@@ -46,7 +46,7 @@ REMOVE_REASON_UNVERIFIED: RemoveReason
 REMOVE_REASON_MOVED: RemoveReason
 
 class Facts(_message.Message):
-    __slots__ = ("slot", "computed", "appended", "tokens", "num_hashes", "hashes", "commit", "end", "fence")
+    __slots__ = ("slot", "computed", "appended", "tokens", "num_hashes", "hashes", "commit", "end", "fence", "release_skipped")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
     APPENDED_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Facts(_message.Message):
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_SKIPPED_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     computed: bytes
     appended: bytes
@@ -65,7 +66,8 @@ class Facts(_message.Message):
     commit: bytes
     end: bytes
     fence: bytes
-    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ...) -> None: ...
+    release_skipped: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., computed: _Optional[bytes] = ..., appended: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., commit: _Optional[bytes] = ..., end: _Optional[bytes] = ..., fence: _Optional[bytes] = ..., release_skipped: _Optional[bytes] = ...) -> None: ...
 
 class Cache(_message.Message):
     __slots__ = ("failed_steps", "evicted", "released", "reset", "loads_over")
@@ -132,7 +134,7 @@ class News(_message.Message):
     def __init__(self, slot: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ..., tokens: _Optional[bytes] = ..., num_hashes: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., request_id: _Optional[_Iterable[str]] = ..., domain: _Optional[_Iterable[str]] = ..., extra_keys: _Optional[_Iterable[_Union[ExtraKeys, _Mapping]]] = ..., skip_reading: _Optional[bytes] = ..., max_tokens: _Optional[bytes] = ..., traceparent: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Run(_message.Message):
-    __slots__ = ("slot", "extra", "cap", "lookahead", "in_flight", "flags", "victims", "on_refusal")
+    __slots__ = ("slot", "extra", "cap", "lookahead", "in_flight", "flags", "victims", "on_refusal", "reserved")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
     CAP_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +143,7 @@ class Run(_message.Message):
     FLAGS_FIELD_NUMBER: _ClassVar[int]
     VICTIMS_FIELD_NUMBER: _ClassVar[int]
     ON_REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     extra: bytes
     cap: bytes
@@ -149,10 +152,11 @@ class Run(_message.Message):
     flags: bytes
     victims: bytes
     on_refusal: OnRefusal
-    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., in_flight: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., victims: _Optional[bytes] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ...) -> None: ...
+    reserved: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., in_flight: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., victims: _Optional[bytes] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ..., reserved: _Optional[bytes] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("slot", "extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags", "max_running", "on_refusal", "only_if_no_preemption")
+    __slots__ = ("slot", "extra", "cap", "lookahead", "external", "expected_hit", "encoder_tokens", "reserved", "watermark", "flags", "max_running", "on_refusal", "only_if_no_preemption", "hit_limit", "min_new")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
     CAP_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +170,8 @@ class Admit(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     ON_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     ONLY_IF_NO_PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    HIT_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MIN_NEW_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     extra: bytes
     cap: bytes
@@ -179,15 +185,19 @@ class Admit(_message.Message):
     max_running: int
     on_refusal: OnRefusal
     only_if_no_preemption: bool
-    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., external: _Optional[bytes] = ..., expected_hit: _Optional[bytes] = ..., encoder_tokens: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., watermark: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., max_running: _Optional[int] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ..., only_if_no_preemption: bool = ...) -> None: ...
+    hit_limit: bytes
+    min_new: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., extra: _Optional[bytes] = ..., cap: _Optional[bytes] = ..., lookahead: _Optional[bytes] = ..., external: _Optional[bytes] = ..., expected_hit: _Optional[bytes] = ..., encoder_tokens: _Optional[bytes] = ..., reserved: _Optional[bytes] = ..., watermark: _Optional[bytes] = ..., flags: _Optional[bytes] = ..., max_running: _Optional[int] = ..., on_refusal: _Optional[_Union[OnRefusal, str]] = ..., only_if_no_preemption: bool = ..., hit_limit: _Optional[bytes] = ..., min_new: _Optional[bytes] = ...) -> None: ...
 
 class Peek(_message.Message):
-    __slots__ = ("slot", "with_blocks")
+    __slots__ = ("slot", "with_blocks", "limit")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     WITH_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     slot: bytes
     with_blocks: bool
-    def __init__(self, slot: _Optional[bytes] = ..., with_blocks: bool = ...) -> None: ...
+    limit: bytes
+    def __init__(self, slot: _Optional[bytes] = ..., with_blocks: bool = ..., limit: _Optional[bytes] = ...) -> None: ...
 
 class Budget(_message.Message):
     __slots__ = ("tokens", "input", "overhead")

@@ -10,15 +10,12 @@ the same result whether it is sent as one part or as one part per row. docs/glos
 
 The field numbers and bits in this table are reserved for planned features and get no other meaning.
 
-  Facts 10 release_skipped            Facts 11 truncate
-  Cache 5 loads_over                  Cache 6 zero_again
+  Facts 11 truncate                   Cache 6 zero_again
   Cache 7 jobs_done                   Cache 8 jobs_failed
   News 12 hint                        News 13 ttl_steps
-  Run 9 reserved                      Peek 3 limit
-  Admit 14 hit_limit                  Admit 15 min_new
   Admit 16 skip_zero_groups           Step 8 time_ms
-  PartResult 18 admit_load_after      PartResult 19 admit_loading
-  PartResult 20 admit_tier_tokens     CacheEvent 13 tier
+  PartResult 19 admit_loading         PartResult 20 admit_tier_tokens
+  CacheEvent 13 tier
   Orders 8 load_job                   Orders 9 load_block
   Orders 10 load_group                Orders 11 load_stamp
   Orders 12 load_tier                 Orders 13 load_slot
@@ -28,7 +25,7 @@ The field numbers and bits in this table are reserved for planned features and g
   Orders 20 save_slot                 Orders 21 save_version
 
 Bits of Run.flags and Admit.flags: 1 means nothing (it requested alignment in step version 1); 32 LOAD and all higher
-bits are refused, and so are 4 and 8 in a run row.
+bits are refused, and so is 8 in a run row.
 """
 
 from collections import abc as _abc

@@ -1,7 +1,8 @@
-"""Conversion between protobuf messages and kvplane's types, for client and service; no other module does it.
+"""The conversion between protobuf messages and kvplane's types, for client and service. No other module does it.
 
-Columns of a step are little-endian packed integers. Decoding checks the shape and names an invalid field; encoding
-refuses values that the message cannot hold. Neither interprets a step.
+The columns of a step are packed little-endian integers. Decoding checks lengths and value ranges, and its errors name
+the invalid field; encoding refuses values that the message cannot hold. Neither decoding nor encoding interprets a
+step.
 """
 
 from kvplane.wire.events import decode_batch, encode_batch

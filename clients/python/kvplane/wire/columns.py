@@ -1,8 +1,8 @@
-"""Columns: lists of integers as little-endian packed bytes, and the refusals of invalid ones.
+"""Conversion of the columns of a step: lists of integers in kvplane's types, packed little-endian bytes in the message.
 
-A section of a step is described once, as a tuple of Column; packing and unpacking walk that table: a column
-costs one C call each way, and its rules (element size, one entry per row, highest value) are in one place.
-This is on the hot path of every step: names of fields are built only for a refusal.
+A section of a step is described once, as a tuple of Column; packing and unpacking read that description. So a column
+takes one C call in each direction, and its rules (element size, one entry per row, highest value) are in one place.
+Every step uses this module, so field names are built only for an error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ _BOUNDS = {U32: (0, 2**32 - 1), I32: (-(2**31), 2**31 - 1), U64: (0, 2**64 - 1)}
 
 
 class Column(NamedTuple):
-    """One column of a section.
+    """The description of one column of a section.
 
     Attributes:
-        name: of the field, in our type and in the message.
+        name: name of the field, in kvplane's type and in the message.
         code: array typecode of an element, one of U32, I32, U64.
-        by_row: one entry per row of the section (or none at all); else any number.
-        highest: greatest value with a meaning, for enum columns.
-        stays_packed: U32 only: a long column is unpacked to an array, since millions of objects are slow to make.
+        by_row: whether the column has one entry per row of the section, or no entries; if False, it has any number of
+            entries.
+        highest: greatest valid value, for columns of enum values.
+        stays_packed: U32 only: whether a long column is unpacked to an array, since millions of Python integers take
+            long to create.
     """
 
     name: str
@@ -47,7 +49,9 @@ class Column(NamedTuple):
 
 
 def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
-    """Pack integers; raises InvalidArgument naming `where.name` and the entry that does not fit."""
+    """Return integers as packed bytes. Raises InvalidArgument for an entry that does not fit; its field is
+    `where.name`.
+    """
     try:
         if isinstance(values, (str, bytes, bytearray)):  # an array would take bytes for packed elements
             raise TypeError
@@ -62,14 +66,14 @@ def pack(values: Sequence[int], code: str, where: str, name: str) -> bytes:
 
 
 def unpack(raw: bytes, code: str, where: str, name: str) -> list[int]:
-    """Unpack integers. Raises InvalidArgument, naming `where.name`, for a length that is no multiple of their size."""
+    """Return packed bytes as integers. Raises InvalidArgument if their length is not a multiple of the element size."""
     return _unpack_to_array(raw, code, where, name).tolist()
 
 
 def _unpack_to_array(raw: bytes, code: str, where: str, name: str) -> array[int]:
     if len(raw) % _SIZES[code]:
         raise InvalidArgument(
-            f"{len(raw)} bytes are no whole number of {_NAMES[code]} values",
+            f"{len(raw)} bytes are not a whole number of {_NAMES[code]} values",
             field=f"{where}.{name}",
             remedy=f"send little-endian values of {_SIZES[code]} bytes each",
         )
@@ -80,14 +84,14 @@ def _unpack_to_array(raw: bytes, code: str, where: str, name: str) -> array[int]
 
 
 def unpack_words(raw: bytes | memoryview, where: str, name: str) -> Sequence[int]:
-    """`unpack` for u64 without a copy and without an object per element."""
+    """Return packed u64 values as a sequence. The values are not copied, and no object is created per element."""
     if _SWAP or len(raw) % _SIZES[U64]:
         return unpack(bytes(raw), U64, where, name)
     return memoryview(raw).cast("Q")
 
 
 def pack_section(section: object, columns: Iterable[Column], where: str) -> dict[str, Any]:
-    """The non-empty columns of a section, packed, by field name."""
+    """Return the non-empty columns of a section as packed bytes, by field name."""
     packed = {}
     for name, code, *_ in columns:
         values = getattr(section, name)
@@ -97,10 +101,12 @@ def pack_section(section: object, columns: Iterable[Column], where: str) -> dict
 
 
 def unpack_section(message: object, columns: Iterable[Column], where: str) -> dict[str, Any]:
-    """The non-empty columns of a message as lists, by field name.
+    """Return the non-empty columns of a message as lists, by field name.
 
-    Raises InvalidArgument naming `where.<column>` for a broken length, a number of entries that is not the
-    number of rows (the entries of the first by_row column), or a value without a meaning.
+    Raises:
+        InvalidArgument: the length of a column is not a multiple of its element size; the number of its entries is not
+            the number of rows (that is, of entries of the first by_row column); or a value is too high. The error's
+            field is `where` and the name of the column.
     """
     lists: dict[str, Any] = {}
     rows = -1
@@ -120,7 +126,7 @@ def unpack_section(message: object, columns: Iterable[Column], where: str) -> di
             rows = len(values)
         if highest is not None and max(values) > highest:
             raise InvalidArgument(
-                f"{max(values)} has no meaning here",
+                f"the value {max(values)} is above the highest one, {highest}",
                 field=f"{where}.{name}",
                 remedy=f"use values from 0 to {highest}",
             )
@@ -128,25 +134,27 @@ def unpack_section(message: object, columns: Iterable[Column], where: str) -> di
 
 
 def wrong_rows(name: str, entries: int, rows: int) -> InvalidArgument:
-    """The refusal of a column that has some, but not one entry per row."""
+    """Return the error for a column that is not empty and does not have exactly one entry per row."""
     return InvalidArgument(
-        f"{entries} entries for {rows} rows",
+        f"the column has {entries} entries, but the section has {rows} rows",
         field=name,
         remedy="give one entry per row, or none for the default",
     )
 
 
 def wrong_total(name: str, given: int, unit: str, wanted: int, source: str) -> InvalidArgument:
-    """The refusal of a flat column whose length is not the sum that another column announces."""
+    """Return the error for a column whose number of entries is not the sum of another column, `source`."""
     return InvalidArgument(
-        f"{given} {unit} where {source} announces {wanted}",
+        f"the column has {given} {unit}, but {source} adds up to {wanted}",
         field=name,
-        remedy=f"make {source} add up to it",
+        remedy=f"give {wanted} {unit}, or correct {source}",
     )
 
 
 def build(message_type: type[_M], where: str, fields: Mapping[str, Any]) -> _M:
-    """A message of these fields. Raises InvalidArgument, naming `where`, for a value that no field can hold."""
+    """Return a message with these fields. Raises InvalidArgument with the field `where` for a value that its field
+    cannot hold.
+    """
     try:
         return message_type(**fields)
     except (ValueError, TypeError, OverflowError) as error:
@@ -154,7 +162,9 @@ def build(message_type: type[_M], where: str, fields: Mapping[str, Any]) -> _M:
 
 
 def cannot_build(where: str, error: Exception) -> InvalidArgument:
-    """The refusal of values that the message does not accept, when no precise reason is found."""
+    """Return the error for values that a protobuf message does not accept, for use if no more
+    precise reason is found.
+    """
     return InvalidArgument(str(error), field=where, remedy="use values of the fields' types and ranges")
 
 
@@ -165,8 +175,8 @@ def _cannot_pack(values: Sequence[object], code: str, name: str) -> InvalidArgum
     for index, value in enumerate(values):
         if not isinstance(value, int) or not low <= value <= high:
             return InvalidArgument(
-                f"entry {index} is {value!r}, which is no {_NAMES[code]}",
+                f"entry {index} is {value!r}, which is no valid {_NAMES[code]}",
                 field=name,
                 remedy=f"give integers from {low} to {high}",
             )
-    raise AssertionError(f"{name}: every entry fits {_NAMES[code]} but the column was refused")
+    raise AssertionError(f"{name}: every entry is a valid {_NAMES[code]}, but all of them together could not be packed")

@@ -1,4 +1,4 @@
-"""Batches of published events <-> protobuf."""
+"""Conversion of batches of cache events to and from protobuf."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _SAME = ("seq", "epoch", "gap", "withdrawn", "restored")
 
 
 def encode_batch(batch: EventBatch) -> pb.SubscribeResponse:
-    """The message of a batch."""
+    """Return the message of a batch."""
     fields = {name: getattr(batch, name) for name in _SAME}
     return build(pb.SubscribeResponse, "batch", {**fields, "events": [encode_event(e) for e in batch.events]})
 
 
 def decode_batch(message: pb.SubscribeResponse) -> EventBatch:
-    """The batch of a message."""
+    """Return the batch of a message."""
     events = tuple(decode_event(event, f"events[{at}]") for at, event in enumerate(message.events))
     return EventBatch(events=events, **{name: getattr(message, name) for name in _SAME})

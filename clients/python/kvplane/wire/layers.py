@@ -1,4 +1,4 @@
-"""Layers and the formats of their caches <-> protobuf. Every field of a format has a field in the message."""
+"""Conversion of layers and their formats to and from protobuf. Every field of a format has a field in the message."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ _NAMES = {
 
 
 def encode_layer(layer: AnyLayer, where: str) -> pb.Layer:
-    """The message of one layer; raises InvalidArgument naming `where` for a value that no field can hold."""
+    """Return the message of a layer. Raises InvalidArgument with the field `where` for a value that its message field
+    cannot hold.
+    """
     if isinstance(layer, KVSharingLayer):
         return pb.Layer(name=layer.name, shares_with=layer.shares_with)
     layer_format = _encode_format(layer.spec, f"{where}.format")
@@ -55,12 +57,15 @@ def encode_layer(layer: AnyLayer, where: str) -> pb.Layer:
 
 
 def decode_layer(message: pb.Layer, where: str) -> AnyLayer:
-    """The layer of a message. Raises InvalidArgument, naming a field below `where`, for an impossible one."""
+    """Return the layer of a message. Raises InvalidArgument for an impossible layer; the error's field is `where` and
+    the name of the wrong field.
+    """
     if message.HasField("format") == bool(message.shares_with):
+        found = "both format and shares_with" if message.shares_with else "neither format nor shares_with"
         raise InvalidArgument(
-            "a layer has its own cache or shares one",
+            f"the layer has {found}",
             field=where,
-            remedy="give exactly one of format and shares_with",
+            remedy="give format for a layer with a cache of its own, or shares_with for one that reads another's",
         )
     if message.shares_with:
         return KVSharingLayer(message.name, message.shares_with)
@@ -90,7 +95,7 @@ def _encode_format(spec: LayerSpec, where: str) -> pb.LayerFormat:
 
 
 def _decode_format(message: pb.LayerFormat, where: str) -> dict[str, object]:
-    """The fields that are given, under the names of our formats."""
+    """Return the fields that are set in the message, under the names that kvplane's layer formats use."""
     data: dict[str, object] = {"type": _decode_type(message, where)}
     data |= {name: value for name in _SAME if (value := getattr(message, name))}
     if message.page_size_padded:
@@ -108,11 +113,15 @@ def _decode_format(message: pb.LayerFormat, where: str) -> dict[str, object]:
 
 
 def _decode_type(message: pb.LayerFormat, where: str) -> str:
-    """Name of the format's type, "" when no kind is given."""
+    """Return the name of the layer format's type; "" if the message has none."""
     names: Any = pb.GroupKind
     kind = decode_enum(names, "GROUP_KIND", message.kind, f"{where}.kind", GroupKind.FULL_ATTENTION)
     if not message.hidden_state:
         return kind.value if message.kind else ""
     if kind is not MLASpec.kind:
-        raise InvalidArgument("hidden states are cached as MLA", field=f"{where}.kind", remedy="give MLA_ATTENTION")
+        raise InvalidArgument(
+            f"hidden states have the kind {kind.value}, but are stored in MLA's format",
+            field=f"{where}.kind",
+            remedy="give MLA_ATTENTION",
+        )
     return HiddenStateSpec.type_name

@@ -1,7 +1,7 @@
-"""Parses messages of untrusted clients, and refuses those in which a 32-bit field holds more than 32 bits.
+"""The parser for messages of untrusted clients. It refuses a message in which a 32-bit field holds more than 32 bits.
 
-Protobuf parsers truncate such numbers silently: a token id of 2^32 + 5 would become 5 and cause a wrong hit, or a block
-id would name another block. kvplane's client cannot send them, other encoders can.
+Protobuf parsers truncate such numbers silently: a token id of 2^32 + 5 would become 5 and cause a wrong cache hit, and
+a block id would become the id of another block. kvplane's own client cannot send such numbers, but other encoders can.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _M = TypeVar("_M", bound=Message)
 
 
 def parse(message_class: type[_M], raw: bytes) -> _M:
-    """Parse a message. Raises InvalidArgument for malformed bytes and for a number that would be truncated."""
+    """Parse a message. Raises InvalidArgument for malformed bytes, and for a number that parsing would truncate."""
     try:
         message = message_class.FromString(raw)
     except DecodeError as error:
         raise InvalidArgument(
-            f"the message cannot be read as {message_class.DESCRIPTOR.full_name}: {error}",
-            remedy="generate the client from the same contract",
+            f"the message cannot be parsed as {message_class.DESCRIPTOR.full_name}: {error}",
+            remedy="generate the client from the service's proto files",
         ) from None
     # Bytes that serialize unchanged were not truncated. This holds for most encoders, and is the cheaper check.
     if message.SerializeToString() != raw:
@@ -39,24 +39,28 @@ def parse(message_class: type[_M], raw: bytes) -> _M:
 
 
 def check_exact(descriptor: Descriptor, raw: bytes) -> None:
-    """Raise InvalidArgument, naming the field, when a number of `raw`, a parsed message of this type, was truncated.
+    """Raise InvalidArgument if parsing `raw`, a well-formed message of this type, truncates a number.
 
-    It costs one search through the bytes when no number was.
+    The error's field names the number's field. If no number has more than 32 bits, the check is one search through the
+    bytes.
     """
     if _OVER_32_BITS.search(raw):
         for name in _cut_fields(descriptor, raw, ""):
-            raise InvalidArgument("a number needs more than 32 bits", field=name, remedy="give 0 to 4294967295")
+            raise InvalidArgument(
+                "the number has more than 32 bits", field=name, remedy="give a number from 0 to 4294967295"
+            )
 
 
 def split_field(raw: bytes, outer: int, inner: int) -> tuple[bytes, memoryview]:
-    """Split one bytes field off the only submessage of a message, without copying the field.
+    """Split one bytes field off the only submessage of a message, without copying that field.
 
-    Returns the message without the field, and the field. A message without it, or of an unusual encoding, is returned
-    unchanged, with an empty field.
+    Returns (the message without the field, the field). If the message does not have this field, or has an unusual
+    encoding, returns the message unchanged and an empty field.
 
     Args:
         raw: the message.
-        outer, inner: numbers of the submessage and of its field.
+        outer: field number of the submessage.
+        inner: field number of the bytes field within the submessage.
     """
     view, found = memoryview(raw), list[tuple[int, int, int]]()
     try:
@@ -72,7 +76,7 @@ def split_field(raw: bytes, outer: int, inner: int) -> tuple[bytes, memoryview]:
             if tag >> 3 == inner:
                 found.append((begin, start, at))
     except (IndexError, InvalidArgument):
-        return raw, view[:0]  # the parser says what is wrong
+        return raw, view[:0]  # malformed: the parser raises the error
     if at != len(raw) or len(found) != 1 or raw[found[0][0]] & 7 != _LEN:
         return raw, view[:0]
     begin, start, end = found[0]
@@ -81,7 +85,7 @@ def split_field(raw: bytes, outer: int, inner: int) -> tuple[bytes, memoryview]:
 
 
 def _bytes_of(value: int) -> bytes:
-    """A number as a varint."""
+    """Return a number as a protobuf varint."""
     made = bytearray()
     while value >= 0x80:
         made.append(value & 0x7F | 0x80)
@@ -91,7 +95,9 @@ def _bytes_of(value: int) -> bytes:
 
 
 def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]:
-    """Names of truncated fields. Unknown fields and wire types are skipped, since parsers do not truncate them."""
+    """Yield the names of fields whose number has more than 32 bits. Unknown fields and wire types are skipped: parsers
+    do not truncate them.
+    """
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at)
@@ -108,7 +114,7 @@ def _cut_fields(descriptor: Descriptor, raw: bytes, where: str) -> Iterator[str]
 
 
 def _payload(raw: bytes, at: int, kind: int) -> tuple[int, int]:
-    """The start and the end of a field's value."""
+    """Return the start and the end of a field's value."""
     if kind == _VARINT:
         return at, _varint(raw, at)[1]
     if kind == _LEN:
@@ -116,11 +122,14 @@ def _payload(raw: bytes, at: int, kind: int) -> tuple[int, int]:
         return start, start + size
     if kind in (_I64, _I32):
         return at, at + (8 if kind == _I64 else 4)
-    raise InvalidArgument("the message holds a group", remedy="generate the client from the same contract")
+    raise InvalidArgument(
+        f"the message has a field of wire type {kind}, but the proto files use 0, 1, 2 and 5 only",
+        remedy="generate the client from the service's proto files",
+    )
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """A varint's value and the position after it."""
+    """Return the value of the varint at a position, and the position after the varint."""
     value = shift = 0
     while True:
         byte = raw[at]

@@ -1,4 +1,4 @@
-"""RankPlan <-> protobuf."""
+"""Conversion of RankPlan, the memory layout of a rank, to and from protobuf."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PLACEMENT = ("group", "layer_names", "offset_bytes", "layer_stride_bytes", "blo
 
 
 def encode_plan(plan: RankPlan) -> pb.RankPlan:
-    """The message of a plan."""
+    """Return the message of a memory layout."""
     groups = [_encode_group(group, f"groups[{index}]") for index, group in enumerate(plan.groups)]
     tensors = [
         build(pb.TensorPlacement, f"tensors[{index}]", {name: getattr(tensor, name) for name in _PLACEMENT})
@@ -26,7 +26,9 @@ def encode_plan(plan: RankPlan) -> pb.RankPlan:
 
 
 def decode_plan(message: pb.RankPlan) -> RankPlan:
-    """The plan of a message; raises InvalidArgument naming the field for one that no memory can have."""
+    """Return the memory layout of a message. Raises InvalidArgument for an impossible layout; the error's field names
+    the wrong part.
+    """
     plan = RankPlan(
         **{name: getattr(message, name) for name in _SIZES},
         groups=tuple(_decode_group(group, f"groups[{index}]") for index, group in enumerate(message.groups)),
@@ -48,7 +50,9 @@ def _decode_group(message: pb.GroupLayers, where: str) -> GroupLayers:
         layer = decode_layer(one, f"{where}.layers[{index}]")
         if isinstance(layer, KVSharingLayer):
             raise InvalidArgument(
-                f"{layer.name} has no cache", field=f"{where}.layers[{index}]", remedy="name it in shared_layers"
+                f"the layer {layer.name} has no cache of its own",
+                field=f"{where}.layers[{index}]",
+                remedy="list it in shared_layers",
             )
         names.append(layer.name)
         specs.append(layer.spec)

@@ -1,4 +1,4 @@
-"""StepResult, its parts and cache events <-> protobuf."""
+"""Conversion of StepResult, its parts and cache events to and from protobuf."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BLOCK_FIELDS = ("new_blocks", "tables", "peek_blocks")
 
 
 def encode_result(result: StepResult) -> pb.StepResult:
-    """The message of an answer."""
+    """Return the message of a step's result."""
     fields = {
         "seq": result.seq,
         "part": result.part,
@@ -51,7 +51,9 @@ def encode_result(result: StepResult) -> pb.StepResult:
 
 
 def decode_result(message: pb.StepResult) -> StepResult:
-    """The answer of a message. Raises InvalidArgument, naming the field, for a malformed one."""
+    """Return the step's result of a message. Raises InvalidArgument for a malformed message; the error's field names
+    the wrong part.
+    """
     return StepResult(
         seq=message.seq,
         part=message.part,
@@ -61,12 +63,12 @@ def decode_result(message: pb.StepResult) -> StepResult:
 
 
 def encode_orders(orders: Orders) -> pb.Orders:
-    """The message of the orders of one part."""
+    """Return the message of the orders (to stamp, zero and copy pages) of one part."""
     return build(pb.Orders, "orders", pack_section(orders, _ORDERS, "orders"))
 
 
 def decode_orders(message: pb.Orders, where: str = "orders") -> Orders:
-    """The orders of a message."""
+    """Return the orders of a message. Raises InvalidArgument for a malformed message."""
     fields: dict[str, Any] = {}
     for columns in (_STAMPS, _COPIES, _ZEROES):
         fields.update(unpack_section(message, columns, where))
@@ -74,7 +76,7 @@ def decode_orders(message: pb.Orders, where: str = "orders") -> Orders:
 
 
 def encode_event(event: CacheEvent) -> pb.CacheEvent:
-    """The message of one cache event."""
+    """Return the message of one cache event."""
     fields = {
         "kind": int(event.kind),
         "group": event.group,
@@ -93,14 +95,14 @@ def encode_event(event: CacheEvent) -> pb.CacheEvent:
 
 
 def decode_event(message: pb.CacheEvent, where: str = "event") -> CacheEvent:
-    """The cache event of a message."""
+    """Return the cache event of a message. Raises InvalidArgument for an unknown kind or reason."""
     try:
         kind, reason = EventKind(message.kind), RemoveReason(message.reason)
     except ValueError as error:
         raise InvalidArgument(
-            str(error),
+            f"the event has an unknown kind or reason: {error}",
             field=f"{where}.kind",
-            remedy="update the client: the service knows more kinds of events",
+            remedy="update the client: the service has kinds of events that it does not know",
         ) from error
     return CacheEvent(
         kind=kind,

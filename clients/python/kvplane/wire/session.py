@@ -1,4 +1,4 @@
-"""OpenRequest, Opened and the refusal of a step <-> protobuf."""
+"""Conversion of OpenRequest, Opened and the refusal of a step to and from protobuf."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STAMP_TABLE = allocation_pb2.SessionOpen.DESCRIPTOR.fields_by_name["stamp_table
 
 
 def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
-    """The message that opens a session."""
+    """Return the message that opens a session."""
     fields = {
         "replica": request.replica,
         "epoch": request.epoch,
@@ -49,12 +49,16 @@ def encode_open(request: OpenRequest) -> allocation_pb2.SessionOpen:
 
 
 def split_stamps(raw: bytes) -> tuple[bytes, memoryview]:
-    """The message that opens a session without its stamp table, and that table, which is not copied."""
+    """Return the message that opens a session without its stamp table, and the stamp table, whose
+    bytes are not copied.
+    """
     return split_field(raw, _OPEN.number, _STAMP_TABLE.number)
 
 
 def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview = b"") -> OpenRequest:
-    """The request of a message; `stamps`: its stamp table, when that was split from it."""
+    """Return the OpenRequest of a message. `stamps` is the message's stamp table, if `split_stamps`
+    removed it before.
+    """
     return OpenRequest(
         replica=message.replica,
         nonce=message.nonce,
@@ -71,7 +75,7 @@ def decode_open(message: allocation_pb2.SessionOpen, stamps: bytes | memoryview 
 
 
 def encode_opened(opened: Opened) -> allocation_pb2.SessionOpened:
-    """The message that answers an open."""
+    """Return the message with the service's answer to the opening of a session."""
     fields = {name: getattr(opened, name) for name in _OPENED}
     fields |= {"spec": encode_spec(opened.spec), "step_version": STEP_VERSION}
     fields["busy_blocks"] = pack(opened.busy_blocks, U32, "opened", "busy_blocks")
@@ -79,13 +83,15 @@ def encode_opened(opened: Opened) -> allocation_pb2.SessionOpened:
 
 
 def decode_opened(message: allocation_pb2.SessionOpened) -> Opened:
-    """The answer of a message. Raises FailedPrecondition when the service takes steps of another version."""
+    """Return the service's answer in a message. Raises FailedPrecondition if the service accepts another version of
+    steps.
+    """
     version = message.step_version or 1
     if version != STEP_VERSION:
         raise FailedPrecondition(
-            f"the service takes steps of version {version}, this client sends version {STEP_VERSION}",
+            f"the service accepts steps of version {version}, this client sends version {STEP_VERSION}",
             field="step_version",
-            remedy="use client and service of one version",
+            remedy="use the same version of client and service",
         )
     busy = tuple(unpack(message.busy_blocks, U32, "opened", "busy_blocks"))
     same = {name: getattr(message, name) for name in _OPENED}
@@ -93,7 +99,7 @@ def decode_opened(message: allocation_pb2.SessionOpened) -> Opened:
 
 
 def encode_step_error(seq: int, part: int, error: KvplaneError) -> step_pb2.StepError:
-    """The message that refuses a step."""
+    """Return the message that refuses a step."""
     return step_pb2.StepError(
         seq=seq,
         part=part,
@@ -106,7 +112,7 @@ def encode_step_error(seq: int, part: int, error: KvplaneError) -> step_pb2.Step
 
 
 def decode_step_error(message: step_pb2.StepError) -> KvplaneError:
-    """The refusal of a message, of the class that its reason names."""
+    """Return the refusal in a message, as an exception of the class with its `reason`."""
     return error_of_reason(
         message.reason,
         message.message,

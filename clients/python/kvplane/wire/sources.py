@@ -1,4 +1,4 @@
-"""Sources of a replica's groups -> protobuf. The service reads them by its planner's own rules."""
+"""Conversion of ModelSource and LayerSource to protobuf. The service's planner checks the values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DRAFTERS = {Drafter.NONE: pb.DRAFTER_UNSPECIFIED, Drafter.EAGLE: pb.DRAFTER_EAG
 
 
 def encode_model_source(source: ModelSource) -> pb.ModelSource:
-    """The message of a model by name."""
+    """Return the message of a ModelSource."""
     return build(pb.ModelSource, "model", _plain_fields(source, ModelSource))
 
 
 def encode_layer_source(source: LayerSource) -> pb.LayerSource:
-    """The message of a model by its layers."""
+    """Return the message of a LayerSource."""
     message = _plain_fields(source, PoolSettings)
     message["layers"] = [encode_layer(layer, f"layers[{at}]") for at, layer in enumerate(source.layers)]
     message["block_outermost"] = source.block_outermost

@@ -1,4 +1,4 @@
-"""ReplicaSpec, GroupSpec and AlignSpec <-> protobuf."""
+"""Conversion of ReplicaSpec, GroupSpec and AlignSpec to and from protobuf."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ _SAME_IN_REPLICA = (
 
 
 def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
-    """The message of a spec; raises InvalidArgument naming the field for a spec that no replica can have."""
+    """Return the message of a replica's settings. Raises InvalidArgument for an impossible setting; the error's field
+    names the setting.
+    """
     spec.validate()
     fields = {name: getattr(spec, name) for name in _SAME_IN_REPLICA}
     fields["groups"] = [_encode_group(group, f"groups[{index}]") for index, group in enumerate(spec.groups)]
@@ -67,7 +69,9 @@ def encode_spec(spec: ReplicaSpec) -> pb.ReplicaSpec:
 
 
 def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
-    """The spec of a message; raises InvalidArgument naming the field for one that no replica can have."""
+    """Return the replica's settings of a message. Raises InvalidArgument for an impossible setting; the error's field
+    names the setting.
+    """
     spec = ReplicaSpec(
         groups=tuple(_decode_group(group, f"groups[{index}]") for index, group in enumerate(message.groups)),
         hash_algorithm=decode_enum(
@@ -88,17 +92,20 @@ def decode_spec(message: pb.ReplicaSpec) -> ReplicaSpec:
 
 
 def encode_enum(enum_type: EnumTypeWrapper, prefix: str, value: Enum) -> int:
-    """The number of our enum value: the proto name is PREFIX_ and the value in capitals."""
+    """Return the proto number of a Python enum value. Its proto name is `prefix`, "_" and the value in capitals."""
     return enum_type.Value(f"{prefix}_{value.value.upper()}")
 
 
 def decode_enum(enum_type: EnumTypeWrapper, prefix: str, number: int, field: str, default: _E) -> _E:
-    """Our value of an enum number, 0 being `default`; raises InvalidArgument naming `field` otherwise."""
+    """Return the Python enum value of a proto number; 0 stands for `default`. Raises InvalidArgument for an unknown
+    number.
+    """
     if not number:
         return default
     name = enum_type.DESCRIPTOR.values_by_number.get(number)
     if name is None:
-        raise InvalidArgument(f"{number} has no meaning here", field=field, remedy=f"use a value of {prefix}")
+        names = ", ".join(enum_type.keys())
+        raise InvalidArgument(f"{number} is not a value of the enum", field=field, remedy=f"use one of {names}")
     return type(default)(name.name.removeprefix(f"{prefix}_").lower())
 
 
@@ -112,7 +119,9 @@ def _encode_group(group: GroupSpec, where: str) -> pb.GroupSpec:
 
 def _decode_group(message: pb.GroupSpec, where: str) -> GroupSpec:
     if not message.kind:
-        raise InvalidArgument("no kind is given", field=f"{where}.kind", remedy="use a value of GROUP_KIND")
+        raise InvalidArgument(
+            "the group has no kind", field=f"{where}.kind", remedy="use a value of the enum GroupKind"
+        )
     return GroupSpec(
         kind=decode_enum(pb.GroupKind, "GROUP_KIND", message.kind, f"{where}.kind", GroupKind.FULL_ATTENTION),
         mamba_mode=decode_enum(pb.MambaMode, "MAMBA_MODE", message.mamba_mode, f"{where}.mamba_mode", MambaMode.NONE),

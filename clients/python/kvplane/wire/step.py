@@ -1,4 +1,4 @@
-"""Step and its parts <-> protobuf."""
+"""Conversion of Step and its parts to and from protobuf."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ _FACTS = (
     Column("commit", I32),
     Column("end", highest=3),
     Column("fence", U64),
+    Column("release_skipped", I32),
 )
 _CACHE = (
     Column("failed_steps", U64, by_row=False),
@@ -84,6 +85,7 @@ _RUN = (
     Column("in_flight", I32),
     Column("flags"),
     Column("victims", by_row=False),
+    Column("reserved"),
 )
 _ADMIT = (
     Column("slot"),
@@ -96,14 +98,18 @@ _ADMIT = (
     Column("reserved"),
     Column("watermark", highest=2),
     Column("flags"),
+    Column("hit_limit"),
+    Column("min_new"),
 )
-_PEEK = (Column("slot"),)
+_PEEK = (Column("slot"), Column("limit"))
 _ON_RUN_REFUSAL = tuple(OnRefusal)
 _ON_ADMIT_REFUSAL = (OnRefusal.STOP, OnRefusal.SKIP)
 
 
 def encode_step(step: Step) -> pb.Step:
-    """The message of a step; raises InvalidArgument naming the value that cannot be sent, and what was expected."""
+    """Return the message of a step. Raises InvalidArgument for a value that cannot be sent; the error's field names the
+    value.
+    """
     try:
         return pb.Step(
             epoch=step.epoch,
@@ -115,20 +121,22 @@ def encode_step(step: Step) -> pb.Step:
             traceparent=step.traceparent,
         )
     except (AttributeError, OverflowError, TypeError, ValueError) as error:
-        check(step, Step, "")  # names what is wrong, which is too slow to look for in every step
+        check(step, Step, "")  # finds and names the wrong value; too slow to do for every step
         raise cannot_build("step", error) from error
 
 
 def decode_step(message: pb.Step, digest_size: int) -> Step:
-    """The step of a message whose hashes are digests of `digest_size` bytes.
+    """Return the step of a message whose hashes have `digest_size` bytes each.
 
-    Checks the shape: element sizes, one entry per row, values that have a meaning, totals of tokens and
-    hashes. What the rows mean is the core's to judge. Raises InvalidArgument naming the field, such as
+    The function checks the form only: element sizes, one entry per row, valid enum values, and the totals of tokens and
+    hashes. The service's core checks what the rows mean. Raises InvalidArgument; the error's field is, for instance,
     "parts[0].run.cap".
     """
     if not message.parts:
         raise InvalidArgument(
-            "a step has at least one part", field="parts", remedy="send an empty part to apply nothing"
+            "the step has no parts, but needs at least one",
+            field="parts",
+            remedy="send an empty part for a step without rows",
         )
     return Step(
         epoch=message.epoch,
@@ -142,7 +150,9 @@ def decode_step(message: pb.Step, digest_size: int) -> Step:
 
 
 def encode_extra_keys(keys: ExtraKeys, where: str = "extra_keys") -> pb.ExtraKeys:
-    """The message of extra keys; raises InvalidArgument below `where`."""
+    """Return the message of extra keys. Raises InvalidArgument; the error's field is `where` and the name of the wrong
+    value.
+    """
     check(keys, ExtraKeys, where)
     name, path = keys.lora or ("", "")
     items = [
@@ -158,7 +168,7 @@ def encode_extra_keys(keys: ExtraKeys, where: str = "extra_keys") -> pb.ExtraKey
 
 
 def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
-    """The extra keys of a message; NO_EXTRA_KEYS itself when there are none."""
+    """Return the extra keys of a message; the object NO_EXTRA_KEYS if the message has none."""
     if not message.ByteSize():
         return NO_EXTRA_KEYS
     has_lora = bool(message.lora_name or message.lora_path)
@@ -170,7 +180,7 @@ def decode_extra_keys(message: pb.ExtraKeys) -> ExtraKeys:
     )
 
 
-# Sections are handed over as dicts: to build a message of messages would copy the columns at each level.
+# Sections are passed as dicts: to build a message from messages, protobuf would copy the columns at each level.
 def _encode_part(part: Part, where: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if facts := _encode_facts(part.facts, f"{where}.facts"):
@@ -217,7 +227,7 @@ def _encode_news(news: News, where: str) -> dict[str, Any]:
     for name in ("request_id", "domain", "traceparent"):
         if names := getattr(news, name):
             if isinstance(names, str) or not all(isinstance(one, str) for one in names):
-                raise TypeError(name)  # a message would take the letters, and bytes for text
+                raise TypeError(name)  # otherwise a str would become a list of letters, and bytes would count as text
             fields[name] = names
     if news.extra_keys:
         fields["extra_keys"] = [
@@ -264,7 +274,7 @@ def _encode_budget(budget: Budget, where: str) -> dict[str, Any]:
 
 def _u32(value: int, name: str) -> int:
     if not 0 <= value <= UNLIMITED:
-        raise InvalidArgument(f"{value} is no u32", field=name, remedy=f"give an integer from 0 to {UNLIMITED}")
+        raise InvalidArgument(f"{value} is not a u32", field=name, remedy=f"give an integer from 0 to {UNLIMITED}")
     return value
 
 
@@ -351,7 +361,8 @@ def _decode_on_refusal(value: int, default: OnRefusal, allowed: Sequence[OnRefus
         return default
     if value - 1 not in allowed:
         names = ", ".join(choice.name for choice in allowed)
-        raise InvalidArgument(f"{value} has no meaning here", field=f"{where}.on_refusal", remedy=f"use one of {names}")
+        found = f"{value} is not valid for this section"
+        raise InvalidArgument(found, field=f"{where}.on_refusal", remedy=f"use one of {names}")
     return OnRefusal(value - 1)
 
 

@@ -1,4 +1,4 @@
-"""The messages of a session's stream, as a client writes and reads them."""
+"""The messages of a session's stream, as the client writes and reads them."""
 
 from __future__ import annotations
 
@@ -12,41 +12,46 @@ from kvplane.wire.step import encode_step
 
 
 def open_message(request: OpenRequest) -> SessionRequest:
-    """Opens the stream."""
+    """Return the message that opens the session."""
     return SessionRequest(open=encode_open(request))
 
 
 def step_message(step: Step, max_bytes: int) -> SessionRequest:
-    """Sends a step. Raises LimitExceeded for a message above `max_bytes`, which would end the stream."""
+    """Return the message with a step. Raises LimitExceeded if the message has more than `max_bytes` bytes, since the
+    service would end the stream.
+    """
     message = SessionRequest(step=encode_step(step))
     size = message.ByteSize()
     if size > max_bytes:
         raise LimitExceeded(
-            f"step {step.seq} takes {size} bytes, a message at most {max_bytes}",
-            remedy="send it in several parts, or hashes instead of tokens",
+            f"the message of step {step.seq} has {size} bytes, the maximum is {max_bytes}",
+            remedy="send the step in several parts, or hashes instead of tokens",
         )
     return message
 
 
 def heartbeat_message() -> SessionRequest:
-    """Keeps the lease."""
+    """Return the message that keeps the lease."""
     return SessionRequest(heartbeat=Heartbeat())
 
 
 def close_message() -> SessionRequest:
-    """Closes the session."""
+    """Return the message that closes the session."""
     return SessionRequest(close=SessionClose())
 
 
 def opened_of(response: SessionResponse) -> Opened:
-    """The answer in the first response."""
+    """Return the service's answer to the opening of the session. Raises InternalError for any other message."""
     if response.WhichOneof("kind") != "opened":
-        raise InternalError("the service did not answer the open of the session")
+        raise InternalError(
+            f"the service sent {response.WhichOneof('kind')!r} first, expected 'opened'",
+            remedy="use the same version of client and service",
+        )
     return decode_opened(response.opened)
 
 
 def answer_of(response: SessionResponse) -> StepResult | KvplaneError | None:
-    """The answer in a later response; None for the notice that the service drains."""
+    """Return a step's result or refusal; None for the notice that the service drains."""
     kind = response.WhichOneof("kind")
     if kind == "result":
         return decode_result(response.result)
@@ -54,4 +59,7 @@ def answer_of(response: SessionResponse) -> StepResult | KvplaneError | None:
         return decode_step_error(response.error)
     if kind == "draining":
         return None
-    raise InternalError(f"the service sent {kind!r} instead of an answer")
+    raise InternalError(
+        f"the service sent {kind!r}, expected 'result', 'error' or 'draining'",
+        remedy="use the same version of client and service",
+    )

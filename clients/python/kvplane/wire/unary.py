@@ -1,4 +1,7 @@
-"""Arguments of unary calls -> protobuf. Answers stay messages, since unary calls are not on a hot path."""
+"""Conversion of the arguments of unary calls to protobuf.
+
+The answers are not converted: the clients return the protobuf messages, since unary calls are not time-critical.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ _SAME_IN_ALLOCATE = (
 
 
 def encode_source(source: ReplicaSpec | ModelSource | LayerSource) -> dict[str, Any]:
-    """The field of RegisterReplicaRequest with the source of the groups."""
+    """Return the field of RegisterReplicaRequest that describes the groups, as a dict."""
     if isinstance(source, ReplicaSpec):
         return {"spec": encode_spec(source)}
     if isinstance(source, ModelSource):
@@ -43,7 +46,7 @@ def encode_source(source: ReplicaSpec | ModelSource | LayerSource) -> dict[str, 
 
 
 def encode_content(content: Content) -> pb.RequestContent:
-    """The message of a request's content."""
+    """Return the message of a request's content."""
     fields = {
         "token_ids": content.token_ids,
         "hashes": content.hashes,
@@ -58,7 +61,7 @@ def encode_content(content: Content) -> pb.RequestContent:
 
 
 def encode_header(replica: str, at: At) -> pb.MutationHeader:
-    """The header of a mutation."""
+    """Return the header of a call that changes a replica."""
     fields = {
         "replica": replica,
         "epoch": at.epoch,
@@ -70,7 +73,7 @@ def encode_header(replica: str, at: At) -> pb.MutationHeader:
 
 
 def encode_allocate(header: pb.MutationHeader, request: Allocate) -> pb.AllocateSlotsRequest:
-    """The message of a request for blocks."""
+    """Return the message that asks for blocks."""
     fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME_IN_ALLOCATE}
     if request.content is not None:
         fields["content"] = encode_content(request.content)
@@ -80,7 +83,7 @@ def encode_allocate(header: pb.MutationHeader, request: Allocate) -> pb.Allocate
 
 
 def encode_commit(header: pb.MutationHeader, commit: Commit) -> pb.CommitBlocksRequest:
-    """The message of a commit."""
+    """Return the message that reports the progress of a request."""
     fields: dict[str, Any] = {
         "header": header,
         "request_id": commit.request_id,
@@ -93,7 +96,7 @@ def encode_commit(header: pb.MutationHeader, commit: Commit) -> pb.CommitBlocksR
 
 
 def encode_ending(ending: Ending) -> int:
-    """The number of an ending."""
+    """Return the proto number of an ending."""
     return encode_enum(pb.EndKind, "END_KIND", ending)
 
 

@@ -1,4 +1,4 @@
-"""WorkerInfo and Assignment <-> protobuf."""
+"""Conversion of WorkerInfo and Assignment to and from protobuf."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ _SAME = ("rank", "worker_id", "address", "pid", "device", "incarnation", "owner_
 
 
 def encode_worker(worker: WorkerInfo) -> pb.WorkerInfo:
-    """The message of a worker."""
+    """Return the message of a worker."""
     fields = {name: getattr(worker, name) for name in _SAME}
     fields["state"] = encode_enum(pb.WorkerState, "WORKER_STATE", worker.state)
     return build(pb.WorkerInfo, "worker", fields)
 
 
 def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:
-    """The worker of a message; raises InvalidArgument naming the field for one that cannot be."""
+    """Return the worker of a message. Raises InvalidArgument for a value that is out of range; the error's field names
+    the value.
+    """
     state = decode_enum(pb.WorkerState, "WORKER_STATE", message.state, "worker.state", WorkerState.STARTING)
     worker = WorkerInfo(state=state, **{name: getattr(message, name) for name in _SAME})
     worker.validate()
@@ -28,7 +30,7 @@ def decode_worker(message: pb.WorkerInfo) -> WorkerInfo:
 
 
 def encode_assignment(assignment: Assignment) -> pb.RegisterWorkerResponse:
-    """The answer that gives a worker its plan."""
+    """Return the message that assigns a memory layout and a lease to a worker."""
     return pb.RegisterWorkerResponse(
         plan=encode_plan(assignment.plan),
         plan_digest=assignment.plan.digest(),
@@ -38,8 +40,14 @@ def encode_assignment(assignment: Assignment) -> pb.RegisterWorkerResponse:
 
 
 def decode_assignment(message: pb.RegisterWorkerResponse) -> Assignment:
-    """The plan that the answer gives; raises InvalidArgument when it did not arrive as it was sent."""
+    """Return the assignment of a message. Raises InvalidArgument if the memory layout's digest is not the one in the
+    message.
+    """
     plan = decode_plan(message.plan)
     if plan.digest() != message.plan_digest:
-        raise InvalidArgument("the plan is not the service's", field="plan_digest", remedy="use one version of both")
+        raise InvalidArgument(
+            f"the received memory layout has the digest {plan.digest()}, the service sent {message.plan_digest}",
+            field="plan_digest",
+            remedy="use the same version of worker and service",
+        )
     return Assignment(plan, message.num_ranks, message.lease_ms)

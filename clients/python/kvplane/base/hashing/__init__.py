@@ -1,4 +1,4 @@
-"""Content hashes of blocks, by which prefix hits are found."""
+"""Hashes of block contents, by which the service finds the cached prefix of a prompt."""
 
 from kvplane.base.hashing.algorithms import BlockDigest, block_digest
 from kvplane.base.hashing.extra_keys import RequestKeys, digest_embeds

@@ -1,12 +1,13 @@
-"""The named block hashes: a digest of (parent digest, tokens of the block, extra keys).
+"""The algorithms that hash a block: from the parent's digest, the block's tokens and its extra keys to a digest.
 
-`kvplane`, the default, is SHA-256 over a packed form. Measured in ns per block of 16 / 64 / 512 tokens on one
-core with SHA extensions (CPython 3.11, OpenSSL): SHA-256 407 / 515 / 1649, BLAKE2b-128 654 / 691 / 2794,
-BLAKE2s 444 / 808 / 4382, SHA-512 538 / 864 / 3049. (XXH3 111 / 124 / 198, but it resists no one who looks for
-collisions.) A digest cut to 16 bytes would save nothing, so all 32 are kept: a collision costs 2^128 work.
+`kvplane`, the default, is SHA-256 over a compact binary form. Measured in ns per block of 16 / 64 / 512 tokens on one
+core with SHA extensions (CPython 3.11, OpenSSL): SHA-256 407 / 515 / 1649, BLAKE2b-128 654 / 691 / 2794, BLAKE2s 444 /
+808 / 4382, SHA-512 538 / 864 / 3049. (XXH3 111 / 124 / 198, but an attacker can find collisions.) A digest cut to 16
+bytes would save no time, so all 32 bytes are kept: a collision costs 2^128 work.
 
-The others are those of vLLM 0.33 (vllm/utils/hashing.py), for hashes that have to equal an engine's own:
-`sha256` and `xxhash` digest Python's pickle of the triple, `sha256_cbor` and `xxhash_cbor` canonical CBOR.
+The other algorithms are those of vLLM 0.33 (vllm/utils/hashing.py), for engines that compute the hashes themselves.
+`sha256` and `xxhash` hash Python's pickle of (parent, tokens, extra keys); `sha256_cbor` and `xxhash_cbor` its
+canonical CBOR.
 """
 
 from __future__ import annotations
@@ -26,61 +27,63 @@ from kvplane.base.hashing.tokens import TOKEN_BYTES, unpack_tokens
 
 
 class BlockDigest(Protocol):
-    """How one block is hashed. Stateless: the same arguments give the same digest on every machine.
+    """A function that hashes one block. It has no state: equal arguments give equal digests on every machine.
 
-    The arguments of all are checked by the caller: whole tokens, parents of `size` bytes.
+    In every method `parent` is the digest of the previous block, `packed` the block's token ids, four bytes each, and
+    `extra` its extra keys. The caller has checked that `packed` is whole tokens and that `parent` has `size` bytes.
     """
 
     @property
     def size(self) -> int:
-        """Bytes of a digest."""
+        """The length of a digest in bytes."""
         ...
 
     @property
     def default_seed(self) -> str:
-        """The seed of `none_hash`; "" when the caller has to choose a secret one.
+        """The seed that is used if the caller gives none; "" if the caller must give a secret seed.
 
-        That is so where the algorithm does not resist a search for collisions.
+        An algorithm for which an attacker can find collisions has no default seed.
         """
         ...
 
     def none_hash(self, seed: str) -> bytes:
-        """The parent of every first block."""
+        """Return the digest that stands for the missing parent of every request's first block, computed from a seed."""
         ...
 
     def hash_block(self, parent: bytes, packed: bytes, extra: CborValue) -> bytes:
-        """The digest of one block of packed tokens."""
+        """Return the digest of one block."""
         ...
 
     def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
-        """The chained digests, one after the other, of whole blocks without extra keys."""
+        """Return the concatenated digests of consecutive whole blocks of `block_size` tokens without extra keys."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSha256:
-    """kvplane's own: SHA-256 of a block written in parts.
+    """kvplane's own algorithm: the SHA-256 of these parts of a block, in this order.
 
         tag | u32 number of tokens | u32 bytes of keys | parent | u32 tokens | canonical CBOR of the keys
 
-    Unambiguous because every part has a fixed size or its size in front; integers are little-endian. The tag
-    keeps blocks apart from seeds and from later versions of this form.
+    Two different blocks never give the same input bytes, because each part has a fixed size or its size precedes it.
+    Integers are little-endian. The tag differs from the tag of a hashed seed and from the tags of later versions of
+    this form.
     """
 
     size: int = 32
     default_seed: str = "kvplane-none-hash"
 
     def none_hash(self, seed: str) -> bytes:
-        """As BlockDigest."""
+        """Return the digest that stands for the missing parent of every request's first block; see BlockDigest."""
         return sha256(b"kvn1" + seed.encode()).digest()
 
     def hash_block(self, parent: bytes, packed: bytes, extra: CborValue) -> bytes:
-        """As BlockDigest."""
+        """Return the digest of one block; see BlockDigest."""
         keys = b"" if extra is None else cbor.encode(extra)
         return sha256(_packed_head(len(packed), len(keys)) + parent + packed + keys).digest()
 
     def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
-        """As BlockDigest."""
+        """Return the digests of consecutive blocks; see BlockDigest."""
         stride = block_size * TOKEN_BYTES
         head = _packed_head(stride, 0)
         digests = []
@@ -96,9 +99,14 @@ def _packed_head(token_bytes: int, key_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceHash:
-    """vLLM's form: `digest(serialize((parent, token ids, extra keys)))`.
+    """vLLM's algorithm: `digest(serialize(parent, token ids, extra keys))`.
 
-    `serialize` gets the parent, the ids and the keys; `serialize_seed` a seed alone.
+    Attributes:
+        size: length of a digest in bytes.
+        default_seed: the seed if the caller gives none; "" = the caller must give a seed.
+        digest: hashes the serialized bytes.
+        serialize: turns a parent digest, token ids and extra keys into bytes.
+        serialize_seed: turns a seed into bytes.
     """
 
     size: int
@@ -108,15 +116,15 @@ class ReferenceHash:
     serialize_seed: Callable[[str], bytes]
 
     def none_hash(self, seed: str) -> bytes:
-        """As BlockDigest."""
+        """Return the digest that stands for the missing parent of every request's first block; see BlockDigest."""
         return self.digest(self.serialize_seed(seed))
 
     def hash_block(self, parent: bytes, packed: bytes, extra: CborValue) -> bytes:
-        """As BlockDigest."""
+        """Return the digest of one block; see BlockDigest."""
         return self.digest(self.serialize(parent, unpack_tokens(packed), extra))
 
     def hash_run(self, parent: bytes, packed: bytes, block_size: int) -> bytes:
-        """As BlockDigest."""
+        """Return the digests of consecutive blocks; see BlockDigest."""
         tokens = unpack_tokens(packed)
         digests = []
         for start in range(0, len(tokens), block_size):
@@ -126,10 +134,10 @@ class ReferenceHash:
 
 
 def block_digest(algorithm: HashAlgorithm) -> BlockDigest:
-    """How `algorithm` hashes a block.
+    """Return the implementation of a hash algorithm.
 
     Raises:
-        FailedPrecondition: it needs a package that is not installed.
+        FailedPrecondition: the algorithm needs the package xxhash, which is not installed.
     """
     if algorithm is HashAlgorithm.KVPLANE:
         return PackedSha256()

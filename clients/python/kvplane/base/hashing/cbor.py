@@ -1,8 +1,7 @@
-"""Canonical CBOR (RFC 8949, section 4.2.1) of the few types that a block hash is made of.
+"""An encoder of canonical CBOR (RFC 8949, section 4.2.1), for the few types that a block hash consists of.
 
-Written here because the base package depends on nothing, and because encoding a block's tokens through a
-general encoder costs several times the hash. Equal to `cbor2.dumps(value, canonical=True)` byte by byte
-(tested).
+The package has its own encoder because `kvplane.base` depends on no other package, and because a general encoder takes
+several times as long as the hash. The tests compare it byte by byte with `cbor2.dumps(value, canonical=True)`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _NULL = b"\xf6"
 
 
 def encode(value: CborValue) -> bytes:
-    """The canonical encoding of `value`. Integers must be within -2^64..2^64-1."""
+    """Return the canonical encoding of `value`. Its integers must be within -2^64..2^64-1."""
     if value is None:
         return _NULL
     if isinstance(value, int):
@@ -33,17 +32,17 @@ def encode(value: CborValue) -> bytes:
 
 @lru_cache(maxsize=1 << 16)
 def encode_int(value: int) -> bytes:
-    """An integer in its shortest form. Cached, since the tokens of a prompt repeat."""
+    """Return the shortest encoding of an integer. The result is cached, since the tokens of a prompt repeat."""
     return _head(_UNSIGNED, value) if value >= 0 else _head(_NEGATIVE, -1 - value)
 
 
 def encode_array(items: list[bytes]) -> bytes:
-    """An array of items that are encoded already."""
+    """Return the encoding of an array whose items are encoded already."""
     return _head(_ARRAY, len(items)) + b"".join(items)
 
 
 def _head(major: int, argument: int) -> bytes:
-    """Major type and argument, the argument in the fewest bytes that hold it."""
+    """Return the head of a CBOR item: its major type, and its argument in as few bytes as possible."""
     high = major << 5
     if argument < 24:
         return bytes((high | argument,))

@@ -1,11 +1,10 @@
-"""Inputs of a block's hash other than its tokens, as tagged keys.
+"""The extra keys of a block: the inputs of its hash other than its tokens.
 
-Two requests with equal tokens may share a page only if all other inputs of its content are equal: the LoRA adapter, the
-images whose placeholder tokens it covers, the embeddings given instead of tokens. A salt separates requests on purpose.
-Each key starts with its tag, so that a salt never equals an adapter of the same text.
+Two requests with equal tokens may share a page only if everything else that the page depends on is equal too: the LoRA
+adapter, the images whose placeholder tokens the block contains, and embeddings that replace tokens. A salt keeps the
+blocks of requests apart on purpose. Every key starts with its tag, so that a salt never equals the name of an adapter.
 
-Tags, order and values are those of vLLM 0.33 (v1/core/kv_cache_utils.py), so that its hashes can be
-reproduced.
+Tags, order and values are those of vLLM 0.33 (v1/core/kv_cache_utils.py), so that vLLM's hashes can be reproduced.
 """
 
 from __future__ import annotations
@@ -27,15 +26,16 @@ _NO_EMBEDS = hashlib.sha256(b"").digest()
 
 @dataclass(frozen=True, slots=True)
 class RequestKeys:
-    """The extra keys of one request, block by block.
+    """The extra keys of one request, from which `of_block` computes the extra keys of each block.
 
     Attributes:
         extra: the extra keys of the request.
         block_size: tokens per hash block; `extra.prompt_embeds` has one digest per hash block.
 
     Raises:
-        InvalidArgument: text that cannot be encoded as UTF-8, items that are empty, overlap or are out of order, or a
-            digest of embeddings that is not SHA-256; `field` names it.
+        InvalidArgument: a text cannot be encoded as UTF-8; a multimodal item is empty, overlaps another multimodal item
+            or is out of order; or a digest of embeddings does not have the 32 bytes of a SHA-256. The error's field
+            names it.
     """
 
     extra: ExtraKeys
@@ -50,20 +50,25 @@ class RequestKeys:
         _check_items(self.extra.multimodal)
         for position, digest in enumerate(self.extra.prompt_embeds):
             if len(digest) != len(_NO_EMBEDS):
-                raise _bad(f"prompt_embeds[{position}]", f"{len(digest)} bytes are no SHA-256")
+                raise _bad(
+                    f"prompt_embeds[{position}]",
+                    f"the digest has {len(digest)} bytes, a SHA-256 has {len(_NO_EMBEDS)}",
+                    "compute the digests with kvplane.base.hashing.digest_embeds",
+                )
 
     @property
     def keyed_until(self) -> int:
-        """The first token from which on no block has a key."""
+        """The index of the first token such that this and all later tokens have no extra keys."""
         if self.extra.lora or self.extra.prompt_embeds:
             return sys.maxsize
         return _end(self.extra.multimodal[-1]) if self.extra.multimodal else int(bool(self.extra.salt))
 
     def of_block(self, start: int, end: int) -> BlockKeys:
-        """The keys of the block that covers tokens `[start, end)`, None when it has none.
+        """Return the extra keys of the block that covers tokens `[start, end)`; None if the block has no extra keys.
 
-        LoRA on every block; each item on the blocks that it overlaps, with its place relative to the block;
-        the salt on the first block, and through the chain in all; embeddings on every block.
+        The LoRA adapter and the embeddings are keys of every block. A multimodal item is a key of each block that it
+        overlaps, with its offset relative to the block. The salt is a key of the first block; it changes all later
+        hashes too, since each hash depends on the previous block's hash.
         """
         keys: list[Key] = []
         if self.extra.lora:
@@ -82,20 +87,21 @@ class RequestKeys:
         return self.extra.multimodal[first:last]
 
     def _embeds_digest(self, block: int) -> bytes:
-        """The digest of a block's embeddings; blocks after the prompt have the digest of no bytes, as in vLLM."""
+        """Return the digest of a block's embeddings; for a block after the prompt the digest of no bytes, as
+        in vLLM.
+        """
         digests = self.extra.prompt_embeds
         return digests[block] if block < len(digests) else _NO_EMBEDS
 
 
 def digest_embeds(embeds: bytes, token_bytes: int, block_size: int, lookahead: int = 0) -> tuple[bytes, ...]:
-    """`ExtraKeys.prompt_embeds` of row-major embeddings: one SHA-256 per hash block, the last one maybe of a
-    part.
+    """Compute `ExtraKeys.prompt_embeds`: one SHA-256 per hash block; the last block may be incomplete.
 
     Args:
-        embeds: the rows of all prompt tokens.
+        embeds: the embeddings of all prompt tokens, one row per token, row-major.
         token_bytes: bytes of one token's row.
         block_size: tokens of a hash block.
-        lookahead: as in `HashScheme`.
+        lookahead: number of tokens after a block that the block's digest covers too, as in `HashScheme`.
     """
     view = memoryview(embeds)
     reach = (block_size + lookahead) * token_bytes
@@ -108,11 +114,11 @@ def _end(item: Multimodal) -> int:
 
 
 def _fresh(text: str) -> str:
-    """An equal string that is a separate object.
+    """Return an equal string that is a new object.
 
-    Pickle writes a second occurrence of the same *object* as a reference, of an equal one in full. With fresh
-    values (and tags that are constants) the bytes depend on the content only, and are those of the reference,
-    whose values are fresh from its own decoder.
+    Pickle writes a second occurrence of the same *object* as a reference, but a second equal object in full. With a new
+    object for each value (the tags are constants) the bytes depend on the content only. These bytes then equal the
+    bytes in vLLM, whose decoder also creates a new object for each value.
     """
     return text.encode().decode()
 
@@ -121,7 +127,7 @@ def _check_text(text: str, field: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _bad(field, "has no UTF-8 form", "send text without lone surrogates") from None
+        raise _bad(field, f"{text!r} cannot be encoded as UTF-8", "send text without lone surrogates") from None
 
 
 def _check_items(items: tuple[Multimodal, ...]) -> None:
@@ -130,9 +136,9 @@ def _check_items(items: tuple[Multimodal, ...]) -> None:
         field = f"multimodal[{position}]"
         _check_text(item.identifier, f"{field}.identifier")
         if item.length < 1:
-            raise _bad(f"{field}.length", f"{item.length} is below 1", "leave empty items out")
+            raise _bad(f"{field}.length", f"a length of {item.length} tokens is below 1", "leave empty items out")
         if item.offset < end:
-            problem = f"{item.offset} is before the end of the previous item, {end}"
+            problem = f"the item starts at token {item.offset}, before the end of the previous item at token {end}"
             raise _bad(f"{field}.offset", problem, "list items by offset, without overlap")
         end = _end(item)
 

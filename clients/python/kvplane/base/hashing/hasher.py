@@ -1,9 +1,9 @@
-"""From a growing sequence of tokens to the chained hashes of its full blocks.
+"""Compute the chained hashes of a request's full blocks, while its tokens arrive.
 
     tokens   |  0..15  |  16..31  |  32..47  |  48..  |        block size 16
     hashes        h0         h1         h2                     h1 = H(h0, tokens 16..31, keys of 16..31)
 
-Each hash stands for the whole prefix that ends there. A group with blocks of 32 tokens uses h1, h3, ...
+Each hash identifies the whole prefix that ends with its block. A group with blocks of 32 tokens uses h1, h3, ...
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kvplane.base.step import NO_EXTRA_KEYS, ExtraKeys
 
 @dataclass(frozen=True, slots=True)
 class HashScheme:
-    """How the blocks of one replica are hashed. Two parties with equal schemes get equal hashes.
+    """How the blocks of one replica are hashed. Processes with equal schemes compute equal hashes.
 
     Attributes:
-        digest: of one block.
-        none_hash: the parent of every first block.
+        digest: the algorithm that hashes one block.
+        none_hash: the digest that stands for the missing parent of a request's first block.
         block_size: tokens of a hash block.
-        lookahead: tokens behind a block that its hash covers as well, because the drafter's state at the
-            block's last position depends on them. A hash waits until they are known. 0 without such a
+        lookahead: tokens after a block that its hash covers too, because a drafter's state at the block's last token
+            depends on these later tokens. The hash is computed once these later tokens are known. 0 without such a
             drafter.
     """
 
@@ -39,7 +39,7 @@ class HashScheme:
 
     @classmethod
     def of(cls, spec: ReplicaSpec) -> HashScheme:
-        """The scheme of a replica. Raises as `named`."""
+        """Return the scheme of a replica. Raises the errors of `named`."""
         return cls.named(spec.hash_block_size, spec.hash_algorithm, spec.hash_seed, spec.hash_lookahead_tokens)
 
     @classmethod
@@ -50,10 +50,10 @@ class HashScheme:
         seed: str = "",
         lookahead: int = 0,
     ) -> HashScheme:
-        """A scheme by the name of its algorithm; the seed "" is the algorithm's own.
+        """Return a scheme by the name of its algorithm. The seed "" stands for the algorithm's default.
 
         Raises:
-            InvalidArgument: no seed where the algorithm needs a secret one.
+            InvalidArgument: the algorithm needs a secret seed, and `seed` is "".
             FailedPrecondition: the algorithm needs a package that is not installed.
         """
         assert block_size > 0 <= lookahead, "sizes are checked by ReplicaSpec"
@@ -61,22 +61,23 @@ class HashScheme:
         chosen = seed or digest.default_seed
         if not chosen:
             raise InvalidArgument(
-                f"{algorithm.value} does not resist a search for collisions, so its seed must be a secret",
+                f"the seed is empty, but {algorithm.value} needs a secret one: an attacker can find collisions",
                 field="hash_seed",
-                remedy="give a random text, the same to all who share the cache",
+                remedy="give a random text, the same for all processes that share the cache",
             )
         return cls(digest, digest.none_hash(chosen), block_size, lookahead)
 
     def coarser(self, hashes: bytes, block_size: int) -> bytes:
-        """The hashes of blocks of `block_size` tokens: every k-th of `hashes`, the last of each coarse block.
+        """Return the hashes of larger blocks, of `block_size` tokens: the hash of a larger block is the last of the
+        given hashes within it.
 
         Raises:
-            InvalidArgument: `block_size` is no multiple of the scheme's.
+            InvalidArgument: `block_size` is not a multiple of the scheme's block size.
         """
         k, rest = divmod(block_size, self.block_size)
         if rest or k < 1:
             raise InvalidArgument(
-                f"{block_size} is no multiple of the hash block size {self.block_size}",
+                f"{block_size} is not a multiple of the hash block size {self.block_size}",
                 field="block_size",
                 remedy="choose a hash block size that divides the block size of every group",
             )
@@ -84,18 +85,18 @@ class HashScheme:
 
 
 def split_hashes(hashes: bytes, digest_size: int) -> list[bytes]:
-    """The single digests of a column."""
+    """Split concatenated digests into a list, one entry per digest of `digest_size` bytes."""
     return [hashes[at : at + digest_size] for at in range(0, len(hashes), digest_size)]
 
 
 @dataclass(frozen=True, slots=True)
 class HashTail:
-    """The state of a hasher, from which another one can continue.
+    """The state of a request's hasher, from which a new hasher can continue.
 
     Attributes:
-        num_blocks: blocks hashed so far.
-        digest: hash of the last of them, the scheme's none hash when there is none.
-        pending: packed tokens since.
+        num_blocks: number of blocks hashed so far.
+        digest: hash of the last of these blocks; the scheme's `none_hash` if there is none.
+        pending: the tokens after these blocks, four bytes each.
     """
 
     num_blocks: int
@@ -104,13 +105,16 @@ class HashTail:
 
 
 class RequestHasher:
-    """Hashes the blocks of one request as its tokens become known, in pieces or at once alike."""
+    """Hash the blocks of one request as its tokens arrive. The hashes do not depend on how the tokens are split over
+    calls.
+    """
 
     def __init__(self, scheme: HashScheme, extra_keys: ExtraKeys = NO_EXTRA_KEYS, tail: HashTail | None = None) -> None:
-        """`tail`: the state of another hasher of the same scheme and keys, from which this one continues.
+        """Start at the first token, or, with `tail`, continue from the state of another hasher of the same scheme and
+        keys.
 
         Raises:
-            InvalidArgument: extra keys out of order or range, as `RequestKeys`.
+            InvalidArgument: the extra keys are invalid; see `RequestKeys`.
         """
         start = tail or HashTail(0, scheme.none_hash)
         self._scheme = scheme
@@ -121,20 +125,20 @@ class RequestHasher:
 
     @property
     def tail(self) -> HashTail:
-        """The current state."""
+        """The current state, from which a new hasher can continue."""
         return HashTail(self._num_blocks, self._digest, self._pending)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens appended so far."""
+        """The number of tokens appended so far."""
         return self._num_blocks * self._scheme.block_size + len(self._pending) // TOKEN_BYTES
 
     def append(self, packed: bytes) -> bytes:
-        """Takes further tokens (packed) and returns the hashes of the blocks that became full, b"" when none
-        did.
+        """Append tokens, four bytes each, and return the concatenated hashes of the blocks that became full; b"" if no
+        block became full.
 
         Raises:
-            InvalidArgument: the column holds no whole number of tokens; nothing is taken.
+            InvalidArgument: the length of `packed` is not a multiple of four bytes; nothing is appended.
         """
         check_packed(packed)
         tokens = self._pending + packed
@@ -149,7 +153,7 @@ class RequestHasher:
         return hashes
 
     def _hash_blocks(self, tokens: bytes, full_blocks: int) -> bytes:
-        """Block by block as long as blocks have keys, the rest in one run."""
+        """Hash the first blocks one by one while they may have extra keys, and the rest in one call."""
         scheme, stride = self._scheme, self._scheme.block_size * TOKEN_BYTES
         keyed = full_blocks if scheme.lookahead else min(full_blocks, self._num_keyed_blocks())
         parent, hashes = self._digest, []
@@ -161,13 +165,13 @@ class RequestHasher:
         return b"".join(hashes) + scheme.digest.hash_run(parent, plain, scheme.block_size)
 
     def _num_keyed_blocks(self) -> int:
-        """Blocks from here on that may have keys."""
+        """Return how many of the next blocks may have extra keys."""
         keyed_tokens = self._keys.keyed_until - self._num_blocks * self._scheme.block_size
         return max(0, -(-keyed_tokens // self._scheme.block_size))
 
     def _extra(self, tokens: bytes, i: int) -> CborValue:
-        """Keys of the i-th pending block; with lookahead, the pair (keys of block and lookahead, lookahead
-        tokens).
+        """Return the extra keys of the i-th pending block. With a lookahead, the keys also cover the lookahead's tokens
+        after the block.
         """
         size, ahead = self._scheme.block_size, self._scheme.lookahead
         start = (self._num_blocks + i) * size

@@ -1,7 +1,6 @@
-"""Token ids as packed columns: little-endian unsigned 32-bit, four bytes a token.
+"""Conversions between token ids and packed columns: bytes with four per token, little-endian unsigned.
 
-That is how the wire carries them and what the hashes read, so a long prompt is never a list of int objects on
-the way.
+The wire and the hashes use packed columns, so that a long prompt is never converted to a list of Python integers.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ assert array("I").itemsize == TOKEN_BYTES, "kvplane needs a platform whose unsig
 
 
 def pack_tokens(tokens: Iterable[int], field: str = "tokens") -> bytes:
-    """The token ids as one packed column.
+    """Return the token ids as one packed column.
 
     Raises:
-        InvalidArgument: an id is no integer of 0..2^32-1 (it is never truncated); `field` names it with its
-            position.
+        InvalidArgument: an id is not an integer of 0..2^32-1 (ids are never truncated). The error's field is `field`
+            with the position of the id.
     """
     if isinstance(tokens, array) and tokens.typecode == "I":
         return _little_endian(tokens[:]).tobytes()
@@ -36,10 +35,10 @@ def pack_tokens(tokens: Iterable[int], field: str = "tokens") -> bytes:
 
 
 def unpack_tokens(packed: bytes, field: str = "tokens") -> list[int]:
-    """The token ids of a packed column.
+    """Return the token ids of a packed column.
 
     Raises:
-        InvalidArgument: the length is no multiple of four bytes.
+        InvalidArgument: the length is not a multiple of four bytes.
     """
     check_packed(packed, field)
     column = array("I")
@@ -48,12 +47,12 @@ def unpack_tokens(packed: bytes, field: str = "tokens") -> list[int]:
 
 
 def check_packed(packed: bytes, field: str = "tokens") -> None:
-    """Refuses (InvalidArgument) a column that cannot be whole tokens."""
+    """Raise InvalidArgument if the length of a packed column is not a multiple of four bytes."""
     if len(packed) % TOKEN_BYTES:
         raise InvalidArgument(
-            f"a column of {len(packed)} bytes holds no whole number of tokens",
+            f"a column of {len(packed)} bytes does not contain a whole number of tokens",
             field=field,
-            remedy=f"send {TOKEN_BYTES} bytes a token, little-endian unsigned",
+            remedy=f"send {TOKEN_BYTES} bytes per token, as little-endian unsigned integers",
         )
 
 
@@ -73,4 +72,4 @@ def _bad_token(ids: list[int], field: str) -> InvalidArgument:
                 field=f"{field}[{position}]",
                 remedy=f"token ids are integers of 0..{MAX_TOKEN_ID}",
             )
-    raise AssertionError("ids were refused together and taken one by one")
+    raise AssertionError("every token id is valid alone, but all of them together were not")
